@@ -1,0 +1,1 @@
+"""shardkit: move model weights between layouts."""

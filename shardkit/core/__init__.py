@@ -1,0 +1,1 @@
+"""Region arithmetic, dtypes, sizes, meshes, catalogs: pure, no torch, no I/O."""

@@ -1,0 +1,128 @@
+"""What a checkpoint holds: tensors, their chunks and where each chunk's bytes lie. No tensor data.
+
+Chunks are kept in columns (one `array` for each property) and not as objects: a checkpoint of 1,024
+ranks has 600,000 of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region, Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A file that chunks point into."""
+
+    name: str
+    """Relative to the checkpoint, for messages and manifests."""
+    path: str
+    """Where to open it; the empty string where `decode` is given."""
+    size: int
+    """Bytes."""
+    decode: Callable[[], memoryview] | None = None
+    """For bytes that exist only after decoding (legacy `.bin`): gives them, row-major and contiguous.
+    Such a file holds a single tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor of a catalog; its chunks are `first_chunk .. first_chunk + num_chunks` of the table."""
+
+    fqn: str
+    dtype: DType
+    shape: Shape
+    first_chunk: int
+    num_chunks: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, stored once."""
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def chunk_ids(self) -> range:
+        """Rows of the chunk table."""
+        return range(self.first_chunk, self.first_chunk + self.num_chunks)
+
+
+class ChunkTable:
+    """Chunks in columns: the file, the first byte, the number of bytes, and the region of each.
+
+    A chunk's bytes are row-major and contiguous over its region, unless the catalog's `encoding` says
+    that each extent is a record which has to be opened first.
+    """
+
+    __slots__ = ("_box_at", "_boxes", "file", "nbytes", "start")
+
+    def __init__(self) -> None:
+        self.file, self.start, self.nbytes = array("i"), array("q"), array("q")
+        self._boxes, self._box_at = array("q"), array("q")
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def append(self, file: int, start: int, nbytes: int, region: Region) -> int:
+        """Add a chunk and return its row. Offsets and sizes in elements, the rest in bytes."""
+        self.file.append(file)
+        self.start.append(start)
+        self.nbytes.append(nbytes)
+        self._box_at.append(len(self._boxes))
+        self._boxes.extend(region.offsets)
+        self._boxes.extend(region.sizes)
+        return len(self.file) - 1
+
+    def region(self, chunk: int) -> Region:
+        """Return the region of a chunk."""
+        start = self._box_at[chunk]
+        stop = self._box_at[chunk + 1] if chunk + 1 < len(self._box_at) else len(self._boxes)
+        box, middle = self._boxes[start:stop], (stop - start) // 2
+        return Region(tuple(box[:middle]), tuple(box[middle:]))
+
+
+@dataclass(slots=True, kw_only=True)
+class Catalog:
+    """A checkpoint, opened: everything but the tensors' bytes."""
+
+    format: str
+    """"safetensors", "torch-bin" or "dcp"."""
+    directory: str
+    """Where it lies; relative names count from here."""
+    encoding: str = "raw"
+    """"raw": extents are the chunks' bytes. "torch-record": each extent is one `torch.save` zip."""
+    files: list[SourceFile] = field(default_factory=list)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    """By name, in the order of the source."""
+    chunks: ChunkTable = field(default_factory=ChunkTable)
+    objects: tuple[str, ...] = ()
+    """Names of entries that are not tensors; never decoded."""
+    paths: dict[str, tuple[str | int, ...]] | None = None
+    """DCP's planner_data: the path of each name in the state dict that was saved."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told about this source."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each counted once."""
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    def add_tensor(
+        self, fqn: str, dtype: DType, shape: Shape, chunks: Iterator[tuple[int, int, int, Region]]
+    ) -> None:
+        """Add a tensor with its chunks, each (file index, first byte, bytes, region)."""
+        first = len(self.chunks)
+        for chunk in chunks:
+            self.chunks.append(*chunk)
+        self.tensors[fqn] = TensorEntry(
+            fqn=fqn, dtype=dtype, shape=shape, first_chunk=first, num_chunks=len(self.chunks) - first
+        )

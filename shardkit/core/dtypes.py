@@ -1,0 +1,68 @@
+"""Element types: torch's names, sizes in bytes, and the tags that safetensors uses for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["float", "int", "bool", "complex"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type."""
+
+    name: str
+    """torch's name, e.g. "bfloat16"; `getattr(torch, name)` is the dtype."""
+    itemsize: int
+    """Bytes of one element as torch counts elements (float4_e2m1fn_x2 holds two values in one)."""
+    kind: Kind
+    safetensors: str | None
+    """The tag in a safetensors header, or None where that format has no such type."""
+
+    @property
+    def is_floating(self) -> bool:
+        """True for the real floating types, the ones that `--dtype` may convert."""
+        return self.kind == "float"
+
+    @property
+    def is_convertible(self) -> bool:
+        """True where a value has a meaning of its own; fp8 and fp4 need scales that stand elsewhere."""
+        return self.kind == "float" and self.itemsize >= 2
+
+
+# safetensors tags: safetensors 0.8, safetensors/src/tensor.rs, enum Dtype. torch names: torch 2.13.
+_ALL = (
+    DType("float64", 8, "float", "F64"),
+    DType("float32", 4, "float", "F32"),
+    DType("float16", 2, "float", "F16"),
+    DType("bfloat16", 2, "float", "BF16"),
+    DType("float8_e4m3fn", 1, "float", "F8_E4M3"),
+    DType("float8_e4m3fnuz", 1, "float", "F8_E4M3FNUZ"),
+    DType("float8_e5m2", 1, "float", "F8_E5M2"),
+    DType("float8_e5m2fnuz", 1, "float", "F8_E5M2FNUZ"),
+    DType("float8_e8m0fnu", 1, "float", "F8_E8M0"),
+    DType("float4_e2m1fn_x2", 1, "float", "F4"),
+    DType("complex128", 16, "complex", None),
+    DType("complex64", 8, "complex", "C64"),
+    DType("complex32", 4, "complex", None),
+    DType("int64", 8, "int", "I64"),
+    DType("int32", 4, "int", "I32"),
+    DType("int16", 2, "int", "I16"),
+    DType("int8", 1, "int", "I8"),
+    DType("uint64", 8, "int", "U64"),
+    DType("uint32", 4, "int", "U32"),
+    DType("uint16", 2, "int", "U16"),
+    DType("uint8", 1, "int", "U8"),
+    DType("bool", 1, "bool", "BOOL"),
+)
+
+BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in _ALL}
+BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _ALL if dtype.safetensors}
+
+CASTS: dict[str, DType] = {
+    "bf16": BY_NAME["bfloat16"],
+    "fp16": BY_NAME["float16"],
+    "fp32": BY_NAME["float32"],
+}
+"""What `--dtype` may ask for, besides `keep`."""

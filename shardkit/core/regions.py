@@ -1,0 +1,186 @@
+"""Boxes in a tensor's index space, how torch splits a dim, and where a box's bytes lie.
+
+All counts are elements unless a name says bytes. A shape is a tuple of sizes; `()` is a scalar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Region(NamedTuple):
+    """A box of a tensor's index space, in elements."""
+
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in the box: 1 for a scalar, 0 when any size is 0."""
+        return prod(self.sizes)
+
+    @property
+    def stops(self) -> Shape:
+        """Exclusive upper corner."""
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+
+
+class Run(NamedTuple):
+    """Contiguous elements that a region and its chunk have in common."""
+
+    source: int
+    """First element within the row-major chunk."""
+    target: int
+    """First element within the row-major region."""
+    length: int
+
+
+def full_region(shape: Shape) -> Region:
+    """Return the region that is the whole tensor."""
+    return Region((0,) * len(shape), shape)
+
+
+def intersect(a: Region, b: Region) -> Region | None:
+    """Return the common box, or None when the two share no element."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    sizes = tuple(min(x, y) - o for x, y, o in zip(a.stops, b.stops, offsets, strict=True))
+    return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def relative_to(region: Region, origin: Shape) -> Region:
+    """Return `region` with its offsets counted from `origin`."""
+    return Region(tuple(o - base for o, base in zip(region.offsets, origin, strict=True)), region.sizes)
+
+
+def split_dim(size: int, num_parts: int, index: int) -> tuple[int, int]:
+    """Return (offset, size) of part `index` of a dim cut like `torch.chunk`.
+
+    Every part has ceil(size / num_parts) elements but the trailing ones, which may be short or empty;
+    an empty part starts at the end of the dim.
+
+    Source: torch 2.13, torch.distributed.tensor.placement_types.Shard.local_shard_size_and_offset.
+    """
+    step = -(-size // num_parts)
+    start = min(index * step, size)
+    return start, min(step, size - start)
+
+
+def contiguous_suffix(sizes: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the first dim from which a box of `sizes` spans `shape` whole.
+
+    From that dim on the box is one run; it is `len(shape)` where not even the last dim is spanned.
+    """
+    dim = len(shape)
+    while dim > 0 and sizes[dim - 1] == shape[dim - 1]:
+        dim -= 1
+    return dim
+
+
+def is_contiguous(region: Region, shape: Shape) -> bool:
+    """True when the region's elements lie side by side in a row-major tensor of `shape`."""
+    dim = contiguous_suffix(region.sizes, shape)
+    return all(size == 1 for size in region.sizes[: max(dim - 1, 0)]) or region.num_elements == 0
+
+
+def flat_offset(offsets: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the row-major element index of a corner within a tensor of `shape`."""
+    index = 0
+    for offset, size in zip(offsets, shape, strict=True):
+        index = index * size + offset
+    return index
+
+
+def runs(region: Region, shape: Shape) -> Iterator[Run]:
+    """Yield the contiguous runs of `region` within a row-major chunk of `shape`, in the region's order.
+
+    Args:
+        region: offsets counted from the chunk's own corner.
+        shape: the chunk's sizes.
+    """
+    if region.num_elements == 0:
+        return
+    first_whole = contiguous_suffix(region.sizes, shape)
+    outer = max(first_whole - 1, 0)  # the dim just before the whole ones is part of the run
+    length = prod(region.sizes[outer:])
+    corner = region.offsets[outer:]
+    target = 0
+    for index in product(
+        *(range(o, o + s) for o, s in zip(region.offsets[:outer], region.sizes[:outer], strict=True))
+    ):
+        yield Run(flat_offset((*index, *corner), shape), target, length)
+        target += length
+
+
+def blocks(sizes: Shape, limit: int) -> Iterator[Region]:
+    """Cut a box into contiguous sub-boxes of at most `limit` elements, in row-major order.
+
+    Every block fixes the leading dims to single indexes, takes a range of one dim and spans the rest
+    whole; so it is one run of the box, and its part of any other box spans that box's trailing dims
+    as far as the two overlap.
+
+    Args:
+        sizes: the box; a scalar or a box with no element gives one block or none.
+        limit: elements, at least 1.
+    """
+    if prod(sizes) == 0:
+        return
+    dim, inner = len(sizes), 1
+    while dim > 0 and inner * sizes[dim - 1] <= limit:
+        inner *= sizes[dim - 1]
+        dim -= 1
+    if dim == 0:
+        yield Region((0,) * len(sizes), sizes)
+        return
+    cut = dim - 1
+    step = max(limit // inner, 1)
+    tail_offsets, tail_sizes = (0,) * (len(sizes) - dim), sizes[dim:]
+    for index in product(*(range(size) for size in sizes[:cut])):
+        for start in range(0, sizes[cut], step):
+            size = min(step, sizes[cut] - start)
+            yield Region((*index, start, *tail_offsets), ((1,) * cut) + (size, *tail_sizes))
+
+
+def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
+    """Return why `regions` do not tile a tensor of `shape` exactly once, or None when they do.
+
+    Empty regions are ignored. O(n log n) for regions that are sorted apart by their first differing dim,
+    which is every layout that trainers write.
+    """
+    whole = full_region(shape)
+    kept: list[Region] = []
+    for region in regions:
+        if len(region.offsets) != len(shape) or len(region.sizes) != len(shape):
+            return f"a chunk has {len(region.offsets)} dims, the tensor has {len(shape)}"
+        if any(o < 0 or s < 0 or o + s > size for o, s, size in zip(*region, shape, strict=True)):
+            return (
+                f"chunk at {list(region.offsets)} of size {list(region.sizes)} reaches outside {list(shape)}"
+            )
+        if region.num_elements:
+            kept.append(region)
+    held = sum(region.num_elements for region in kept)
+    overlap = _find_overlap(sorted(kept))
+    if overlap:
+        a, b = overlap
+        return f"chunks at {list(a.offsets)} and {list(b.offsets)} overlap"
+    if held != whole.num_elements:
+        return f"chunks hold {held} of {whole.num_elements} elements"
+    return None
+
+
+def _find_overlap(ordered: list[Region]) -> tuple[Region, Region] | None:
+    """Sweep along dim 0: only regions whose ranges meet there can overlap."""
+    active: list[Region] = []
+    for region in ordered:
+        if region.offsets:
+            start = region.offsets[0]
+            active = [other for other in active if other.offsets[0] + other.sizes[0] > start]
+        for other in active:
+            if intersect(region, other):
+                return other, region
+        active.append(region)
+    return None
