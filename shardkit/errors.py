@@ -109,3 +109,9 @@ class Interrupted(ShardkitError):
     def __init__(self, message: str, *, signum: int, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.exit_code = 128 + signum
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised in the main thread like Ctrl-C so that both take the same way out."""
+
+    signum = 15

@@ -89,6 +89,18 @@ class ChunkTable:
         box, middle = self._boxes[start:stop], (stop - start) // 2
         return Region(tuple(box[:middle]), tuple(box[middle:]))
 
+    def regions(self, chunks: range) -> list[Region]:
+        """Return the regions of consecutive chunks of one tensor; far faster than one by one."""
+        if not chunks:
+            return []
+        start = self._box_at[chunks.start]
+        stop = self._box_at[chunks.stop] if chunks.stop < len(self._box_at) else len(self._boxes)
+        num_dims = (stop - start) // (2 * len(chunks))
+        if num_dims == 0:
+            return [Region((), ())] * len(chunks)
+        corners = list(zip(*[iter(self._boxes[start:stop].tolist())] * num_dims, strict=True))
+        return list(map(Region, corners[0::2], corners[1::2]))
+
 
 @dataclass(slots=True, kw_only=True)
 class Catalog:

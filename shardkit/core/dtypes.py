@@ -8,9 +8,9 @@ from typing import Literal
 Kind = Literal["float", "int", "bool", "complex"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """One element type."""
+    """One element type. Each exists once (`BY_NAME`), so identity is equality and hashing is cheap."""
 
     name: str
     """torch's name, e.g. "bfloat16"; `getattr(torch, name)` is the dtype."""

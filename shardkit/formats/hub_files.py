@@ -1,0 +1,254 @@
+"""Which of a Hub model's files are its weights, from the file names alone. Pure: no I/O.
+
+    1. model.safetensors, or model.safetensors.index.json and the files that it lists
+    2. the only other *.safetensors.index.json
+    3. pytorch_model.bin, or pytorch_model.bin.index.json and the files that it lists
+    4. the only variant: model.<variant>.safetensors, its index, or either of pytorch_model
+
+A variant that is asked for replaces all four. Nothing else is ever taken for the model's weights:
+adapters, optimizers and originals (`consolidated*`) often lie beside it.
+
+Source: transformers 5.23, modeling_utils._get_resolved_checkpoint_files and _add_variant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from shardkit.core.text import escape, suggestion
+from shardkit.errors import SourceError
+
+Kind = Literal["safetensors", "torch-bin"]
+
+_SHARD = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.(safetensors|bin)$")
+_FORMS: tuple[tuple[Kind, str], ...] = (
+    ("safetensors", "model{}.safetensors"),
+    ("safetensors", "model{}.safetensors.index.json"),
+    ("safetensors", "model.safetensors.index{}.json"),  # how transformers spells it
+    ("torch-bin", "pytorch_model{}.bin"),
+    ("torch-bin", "pytorch_model{}.bin.index.json"),
+    ("torch-bin", "pytorch_model.bin.index{}.json"),
+)
+_NOT_THE_MODEL = ("adapter*", "consolidated*", "optimizer*")
+
+# (what, a pattern that some name must match, what to do). In the order in which they are tried.
+_LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
+    ("a Lightning checkpoint (meta.pt)", "meta.pt", "it is a sharded checkpoint: consolidate it first"),
+    (
+        "a sharded checkpoint (.metadata of torch.distributed.checkpoint)",
+        ".metadata",
+        "it is a sharded checkpoint: consolidate it first",
+    ),
+    (
+        "a verl checkpoint (one .pt file for each rank)",
+        "model_world_size_*_rank_*.pt",
+        "it is a sharded checkpoint: consolidate it first",
+    ),
+    (
+        "an accelerate checkpoint (pytorch_model_fsdp_0)",
+        "pytorch_model_fsdp_0*",
+        "it is a sharded checkpoint: consolidate it first",
+    ),
+    ("a DeepSpeed checkpoint", "global_step*", "gather it with its own zero_to_fp32.py first"),
+    (
+        "sharded files of torch's Hugging Face writer",
+        "shard-*-model-*.safetensors",
+        "it is a sharded checkpoint: consolidate it first",
+    ),
+    (
+        "a PEFT adapter",
+        "adapter_model.*",
+        "merge it into its base model (merge_and_unload, save_pretrained) and give that, or give the base",
+    ),
+    (
+        "a model in GGUF format only",
+        "*.gguf",
+        "give the repo or directory with the original safetensors weights",
+    ),
+    (
+        "a model in its authors' own format only (consolidated files)",
+        "consolidated*",
+        "give the repo or directory with weights for transformers",
+    ),
+    (
+        "shards whose index is missing",
+        "model-?????-of-?????.safetensors",
+        "download model.safetensors.index.json too",
+    ),
+    (
+        "shards whose index is missing",
+        "pytorch_model-?????-of-?????.bin",
+        "download pytorch_model.bin.index.json too",
+    ),
+    (
+        "the top of a Hub cache entry",
+        "snapshots",
+        "give the directory of one commit, snapshots/<commit>, or the repo id",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The files to open."""
+
+    kind: Kind
+    index: str | None
+    """The index's name; None where `single` is all."""
+    single: str | None
+    """The only weight file. With an index: a file beside it, which the index must list."""
+    notes: tuple[str, ...] = ()
+    """What was chosen among several."""
+
+
+def select_weights(names: Collection[str], label: str, *, variant: str | None = None) -> Weights:
+    """Decide which files are the weights of a model.
+
+    Args:
+        names: the file names of a directory or repo, top level.
+        label: how to call it in messages.
+        variant: e.g. "fp16"; None takes the default weights, or the only variant where there are none.
+
+    Raises:
+        SourceError: none, or more than one, is there to choose; says what was found.
+    """
+    _refuse_sharded(names, label)
+    if variant is not None:
+        found = _with_variant(names, variant)
+        if found is None:
+            raise _no_such_variant(names, label, variant)
+        return found
+    found = _default(names, "safetensors") or _other_index(names, label) or _default(names, "torch-bin")
+    return found or _only_variant(names, label)
+
+
+def select_file(name: str) -> Weights:
+    """Return the weights that a person named by one file: a weight file or an index.
+
+    Raises:
+        SourceError: neither, by its name.
+    """
+    shard = f"{escape(name)} is one shard of a larger model: what the others hold is missing"
+    notes = (shard,) if _SHARD.search(name) else ()
+    if name.endswith(".safetensors"):
+        return Weights(kind="safetensors", index=None, single=name, notes=notes)
+    if name.endswith(".bin"):
+        return Weights(kind="torch-bin", index=None, single=name, notes=notes)
+    if name.endswith(".json") and ".index." in name:
+        return Weights(kind="torch-bin" if ".bin." in name else "safetensors", index=name, single=None)
+    raise SourceError(
+        f"{escape(name)}: not a weight file that can be opened by itself",
+        hint="give a directory, a .safetensors file, a .bin file, or an index (*.index.json)",
+    )
+
+
+def _refuse_sharded(names: Collection[str], label: str) -> None:
+    """Refuse a sharded checkpoint even where weights of a model lie beside it."""
+    if ".metadata" in names or any(fnmatchcase(name, "model_world_size_*_rank_*.pt") for name in names):
+        raise _nothing_found(names, label)
+
+
+def _default(names: Collection[str], kind: Kind) -> Weights | None:
+    single, index = (
+        ("model.safetensors", "model.safetensors.index.json")
+        if kind == "safetensors"
+        else ("pytorch_model.bin", "pytorch_model.bin.index.json")
+    )
+    if single not in names and index not in names:
+        return None
+    return Weights(
+        kind=kind,
+        index=index if index in names else None,
+        single=single if single in names else None,
+    )
+
+
+def _other_index(names: Collection[str], label: str) -> Weights | None:
+    variants = {name for _, name, _ in _variants(names)}
+    found = sorted(
+        name
+        for name in names
+        if name.endswith(".safetensors.index.json")
+        and name not in variants
+        and not any(fnmatchcase(name, pattern) for pattern in _NOT_THE_MODEL)
+    )
+    if len(found) > 1:
+        raise _ambiguous(label, found)
+    return Weights(kind="safetensors", index=found[0], single=None) if found else None
+
+
+def _only_variant(names: Collection[str], label: str) -> Weights:
+    known = sorted({variant for variant, _, _ in _variants(names)})
+    if len(known) > 1:
+        raise _ambiguous(label, sorted(name for _, name, _ in _variants(names)))
+    found = _with_variant(names, known[0]) if known else None
+    if found is None:
+        raise _nothing_found(names, label)
+    note = f"no default weights in {escape(label)}: took its only variant, {escape(known[0])}"
+    return Weights(kind=found.kind, index=found.index, single=found.single, notes=(note,))
+
+
+def _with_variant(names: Collection[str], variant: str) -> Weights | None:
+    """Return the files of a variant, safetensors before legacy ones; None where there are none."""
+    for kind in ("safetensors", "torch-bin"):
+        forms = [form.format(f".{variant}") for k, form in _FORMS if k == kind]
+        found = [name for name in forms if name in names]
+        if len(found) > 1:
+            raise _ambiguous(f"variant {variant}", found)
+        if found:
+            is_index = found[0].endswith(".json")
+            return Weights(
+                kind="safetensors" if kind == "safetensors" else "torch-bin",
+                index=found[0] if is_index else None,
+                single=None if is_index else found[0],
+            )
+    return None
+
+
+def _variants(names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
+    """Yield (variant, file name, kind) of every file that is named as a variant's."""
+    for kind, form in _FORMS:
+        before, after = (re.escape(part) for part in form.split("{}"))
+        pattern = re.compile(rf"{before}\.(?P<variant>[\w-]+(\.[\w-]+)*){after}", re.ASCII)
+        for name in names:
+            match = pattern.fullmatch(name)
+            if match and not _SHARD.search(name):
+                yield match["variant"], name, kind
+
+
+def _no_such_variant(names: Collection[str], label: str, variant: str) -> SourceError:
+    known = sorted({name for name, _, _ in _variants(names)})
+    there = ", ".join(map(escape, known)) or "none"
+    return SourceError(
+        f"{escape(label)} has no weights of variant {escape(variant)!r}{suggestion(variant, known)}",
+        hint=f"variants that are there: {there}",
+    )
+
+
+def _ambiguous(label: str, found: list[str]) -> SourceError:
+    return SourceError(
+        f"{escape(label)}: {len(found)} files could be the weights",
+        problems=map(escape, found),
+        hint="say which: name the variant, or give the path of one of these files",
+    )
+
+
+def _nothing_found(names: Collection[str], label: str) -> SourceError:
+    for what, pattern, hint in _LOOKS_LIKE:
+        seen = sorted(name for name in names if fnmatchcase(name, pattern))
+        # meta.pt alone says little; Lightning writes it beside .metadata.
+        if seen and (pattern != "meta.pt" or ".metadata" in names):
+            return SourceError(
+                f"{escape(label)}: expected a Hub model, this looks like {what}: {escape(seen[0])}",
+                hint=hint,
+            )
+    found = sorted(name for name in names if not name.startswith("."))
+    return SourceError(
+        f"{escape(label)}: no model weights found, neither model.safetensors nor an index",
+        problems=[f"found {escape(name)}" for name in found] or ["the directory is empty"],
+        hint="download the weights, or give the path of the weight file itself",
+    )

@@ -1,0 +1,179 @@
+"""Legacy weights, `pytorch_model.bin`: a pickled state dict, read through torch's restricted unpickler.
+
+Here bytes exist only once torch has rebuilt the tensor, so each tensor comes with a function that gives
+them. Zip files are mapped, not loaded; nothing but tensors and plain containers is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
+
+from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.regions import Shape
+from shardkit.core.text import escape
+from shardkit.errors import SourceError
+from shardkit.formats.strict import DOWNLOAD_AGAIN, open_regular, read_exactly
+
+if TYPE_CHECKING:
+    import torch
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_PIECE_BYTES = 1 << 20
+_WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
+
+
+class DecodedTensor(NamedTuple):
+    """A tensor whose bytes have to be asked for."""
+
+    fqn: str
+    dtype: DType
+    shape: Shape
+    decode: Callable[[], memoryview]
+    """Gives the bytes: read-only, row-major, contiguous, little-endian."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BinFile:
+    """What a legacy file holds."""
+
+    tensors: tuple[DecodedTensor, ...]
+    """In the order of the state dict."""
+    objects: tuple[str, ...]
+    """Names of entries that are not tensors."""
+    size: int
+    """Bytes of the file."""
+    crc32: int
+    """Of the zip's names, sizes and checksums; of the whole file where it is no zip."""
+    notes: tuple[str, ...]
+    """What a person should be told."""
+
+
+def read_bin(path: str, name: str) -> BinFile:
+    """Open a state dict that `torch.save` wrote.
+
+    Args:
+        path: where the file is.
+        name: how to call it in messages.
+
+    Raises:
+        SourceError: not a regular file, damaged, not a state dict, holds code or tensors that have no
+            dense bytes; names the file and the entries.
+        ResourceError: the file may not be read.
+
+    Source: torch 2.13, torch.load; `mmap` is refused there for files older than the zip format (1.6).
+    """
+    with open_regular(path, name) as (fd, size):
+        is_zip = read_exactly(fd, 0, min(size, 4), name) == _ZIP_MAGIC
+        checksum = 0 if is_zip else _crc_of_file(fd, size, name)
+    if is_zip:
+        checksum = _crc_of_records(path, name)
+    entries = _load(path, name, is_zip)
+    tensors, objects = _split(entries, name)
+    note = f"{escape(name)} has the format of before torch 1.6: it is held in memory as a whole"
+    return BinFile(
+        tensors=tensors, objects=objects, size=size, crc32=checksum, notes=() if is_zip else (note,)
+    )
+
+
+def _crc_of_file(fd: int, size: int, name: str) -> int:
+    checksum = 0
+    for start in range(0, size, _PIECE_BYTES):
+        checksum = crc32(read_exactly(fd, start, min(_PIECE_BYTES, size - start), name), checksum)
+    return checksum
+
+
+def _crc_of_records(path: str, name: str) -> int:
+    """Return a checksum that changes with any record: the zip's directory holds the CRC of each."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            rows = [(info.filename, info.file_size, info.CRC) for info in archive.infolist()]
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise SourceError(f"{escape(name)}: {escape(str(error))}", hint=DOWNLOAD_AGAIN) from None
+    return crc32(json.dumps(rows).encode())
+
+
+def _load(path: str, name: str, is_zip: bool) -> Mapping[object, object]:
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about storages and types of old files
+            entries = torch.load(path, weights_only=True, mmap=is_zip, map_location="cpu")
+    except Exception as error:  # a damaged pickle ends in any exception there is
+        raise _refusal(error, name) from error
+    if not isinstance(entries, Mapping):
+        raise SourceError(f"{escape(name)}: expected a state dict, found {type(entries).__name__}")
+    return entries
+
+
+def _refusal(error: Exception, name: str) -> SourceError:
+    """Put torch's refusal into one line; torch's own text advises to run the file's code."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if found:
+        return SourceError(
+            f"{escape(name)}: holds more than tensors: its pickle asks for {found[1]}, which is never run",
+            hint="ask the authors for safetensors, or convert the file where you trust it",
+        )
+    lines = str(error).splitlines() or [type(error).__name__]
+    reason = "not a pickled state dict" if "eights only load" in lines[0] else lines[0].partition(". ")[0]
+    return SourceError(f"{escape(name)}: torch cannot load it: {escape(reason)}", hint=DOWNLOAD_AGAIN)
+
+
+def _split(entries: Mapping[object, object], name: str) -> tuple[tuple[DecodedTensor, ...], tuple[str, ...]]:
+    """Return the tensors, and the names of everything else."""
+    import torch
+
+    tensors: list[DecodedTensor] = []
+    objects: list[str] = []
+    problems: list[str] = []
+    for key, value in entries.items():
+        if not isinstance(value, torch.Tensor) or not isinstance(key, str):
+            objects.append(str(key))
+            continue
+        try:
+            tensors.append(_describe(key, value))
+        except ValueError as error:
+            problems.append(f"{escape(key)}: {error}")
+    if problems:
+        raise SourceError(
+            f"{escape(name)}: {len(problems)} of {len(entries)} entries are tensors without plain bytes",
+            problems=problems,
+            hint="save the model with dense tensors of torch's ordinary dtypes",
+        )
+    wrapper = next((key for key in objects if key in _WRAPPERS), None)
+    if wrapper and not tensors:
+        raise SourceError(
+            f"{escape(name)}: a training checkpoint, its weights lie below {wrapper!r}",
+            hint="save that state dict by itself, best as safetensors",
+        )
+    return tuple(tensors), tuple(objects)
+
+
+def _describe(fqn: str, tensor: torch.Tensor) -> DecodedTensor:
+    import torch
+
+    dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise ValueError(f"dtype {tensor.dtype}")
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise ValueError(f"layout {tensor.layout} on device {tensor.device.type}")
+    return DecodedTensor(fqn, dtype, tuple(tensor.shape), partial(_row_major_bytes, tensor))
+
+
+def _row_major_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's bytes, copied only where it does not lie row-major already."""
+    import torch
+
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    # The conjugate and negative bits are marks on a view, the stored bytes do not have them.
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data.toreadonly()
