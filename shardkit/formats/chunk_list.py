@@ -1,0 +1,125 @@
+"""The small list beside each shard file: what the file holds, so that a rank never parses `.metadata`.
+
+`.metadata` describes every chunk of every rank and takes seconds to parse at a thousand ranks; a rank's
+own list has one line for each of its tensors. docs/format.md is the contract.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.regions import Region, Shape
+from shardkit.core.text import escape
+from shardkit.errors import IntegrityError, SourceError
+
+FORMAT = 1
+_MAX_BYTES = 1 << 28
+
+
+class ListedChunk(NamedTuple):
+    """One chunk of a shard file."""
+
+    fqn: str
+    dtype: DType
+    shape: Shape
+    """Of the whole tensor, in elements."""
+    region: Region
+    record_start: int
+    """First byte of the `torch.save` record in the file."""
+    record_nbytes: int
+    data_start: int
+    """First byte of the data in the file."""
+    data_nbytes: int
+    crc32: int | None
+    """Of the data; None where digests are off."""
+
+
+class ChunkList(NamedTuple):
+    """What one shard file holds, in file order."""
+
+    file: str
+    size: int
+    """Bytes of the file."""
+    aliases: dict[str, tuple[str, ...]]
+    """For a chunk's tensor, the other names of the same parameter."""
+    chunks: tuple[ListedChunk, ...]
+
+
+def name_for(file: str) -> str:
+    """Return the name of the chunk list of a shard file: `__3_0.distcp` has `__3_0.chunks.json`."""
+    return file.removesuffix(".distcp") + ".chunks.json"
+
+
+def dump(listed: ChunkList) -> bytes:
+    """Return a chunk list as bytes, one chunk on each line."""
+    head = {"format": FORMAT, "file": listed.file, "size": listed.size, "aliases": listed.aliases}
+    rows = ",\n".join(json.dumps(_row(chunk), separators=(",", ":")) for chunk in listed.chunks)
+    return f'{json.dumps(head)[:-1]}, "chunks": [\n{rows}\n]}}\n'.encode()
+
+
+def _row(chunk: ListedChunk) -> list[object]:
+    places = (chunk.record_start, chunk.record_nbytes, chunk.data_start, chunk.data_nbytes, chunk.crc32)
+    return [chunk.fqn, chunk.dtype.name, chunk.shape, chunk.region.offsets, chunk.region.sizes, *places]
+
+
+def read(directory: str, file: str) -> ChunkList:
+    """Return the chunk list of a shard file.
+
+    Raises:
+        SourceError: there is none, or it is not one.
+        IntegrityError: it disagrees with the size of its file.
+    """
+    name = name_for(file)
+    path = os.path.join(directory, name)
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(_MAX_BYTES + 1)
+        size = os.stat(os.path.join(directory, file)).st_size
+    except OSError as error:
+        raise SourceError(f"cannot read {escape(name)}: {error.strerror}") from error
+    try:
+        content = json.loads(data)
+        listed = _parse(content)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SourceError(f"{escape(name)} is not a chunk list") from error
+    if listed.file != file or listed.size != size:
+        raise IntegrityError(
+            f"{escape(name)} describes {escape(listed.file)} of {listed.size} bytes, {escape(file)} has {size}"
+        )
+    return listed
+
+
+def _parse(content: Mapping[str, object]) -> ChunkList:
+    if content["format"] != FORMAT:
+        raise ValueError("format")
+    rows, aliases = content["chunks"], content["aliases"]
+    file, size = content["file"], content["size"]
+    if not (
+        isinstance(rows, list)
+        and isinstance(aliases, dict)
+        and isinstance(file, str)
+        and isinstance(size, int)
+    ):
+        raise TypeError("fields")
+    chunks = tuple(_chunk(row, size) for row in rows)
+    return ChunkList(file, size, {str(k): tuple(map(str, v)) for k, v in aliases.items()}, chunks)
+
+
+def _chunk(row: Sequence[Any], file_size: int) -> ListedChunk:
+    fqn, dtype, shape, offsets, sizes, start, nbytes, data, data_nbytes, crc = row
+    region = Region(_ints(offsets), _ints(sizes))
+    _ints([start, nbytes, data, data_nbytes, crc or 0])
+    if not isinstance(fqn, str) or not start <= data <= data + data_nbytes <= start + nbytes <= file_size:
+        raise ValueError("extent")
+    return ListedChunk(fqn, BY_NAME[dtype], _ints(shape), region, start, nbytes, data, data_nbytes, crc)
+
+
+def _ints(value: Any) -> Shape:
+    """Sizes, offsets or places: a list of ints, none negative."""
+    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+        raise TypeError("not a list of non-negative ints")
+    return tuple(value)
