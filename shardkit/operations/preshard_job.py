@@ -1,0 +1,256 @@
+"""Everything that is decided before a byte moves: what preshard would read and write.
+
+    source -> layout -> stored tensors (ties, dtypes) -> images -> plan
+
+Building a job reads headers and traces a layout; it writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardkit._version import __version__
+from shardkit.core.dtypes import CASTS, DType
+from shardkit.core.mesh import Mesh
+from shardkit.core.regions import Region, flat_offset, is_contiguous
+from shardkit.core.text import escape
+from shardkit.errors import UsageError
+from shardkit.formats.dcp_images import DcpImages
+from shardkit.formats.hub import HubModel
+from shardkit.layout.choose import make_layout
+from shardkit.layout.layout import Layout
+from shardkit.transfer.plan import TransferPlan, build_plan
+from shardkit.transfer.sources import SourceFiles
+
+_COMPARE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreshardJob:
+    """A decided preshard."""
+
+    model: HubModel
+    layout: Layout
+    dtypes: Mapping[str, DType]
+    """What each stored tensor becomes."""
+    sources: Mapping[str, str]
+    """The source's name of each stored tensor; they differ only for ties."""
+    aliases: Mapping[str, tuple[str, ...]]
+    """For a stored tensor, the other names that point at its records."""
+    cast: str
+    """As asked for: "keep", "bf16", "fp16" or "fp32"."""
+    digest: str
+    """"crc32" or "none"."""
+    output: DcpImages
+    plan: TransferPlan
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def plan_hash(self) -> str:
+        """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
+        described = {
+            "version": __version__,
+            "sources": [(f.name, f.size, _modified(f.path)) for f in self.model.catalog.files],
+            "identity": self.model.identity,
+            "description": self.describe(),
+            "images": [(image.name, image.size) for image in self.plan.images],
+        }
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the part of the manifest that is known before a byte moves; docs/format.md explains it."""
+        layout, mesh, catalog = self.layout, self.layout.mesh, self.model.catalog
+        return {
+            "mesh": {
+                "axes": [{"name": a.name, "size": a.size, "role": a.role} for a in mesh.axes],
+                "world_size": mesh.size,
+                "num_shards": mesh.num_shards,
+            },
+            "layout": {"origin": layout.origin, "policy": layout.policy},
+            "units": [{"path": unit.path, "class": unit.class_name} for unit in layout.units],
+            "ties": [[name, *others] for name, others in self.aliases.items()],
+            "key_rules": [],
+            "derived": [],
+            "dtype": self.cast,
+            "digest": self.digest,
+            "omitted": [{"name": name, "reason": reason} for name, reason in layout.omitted],
+            "tensors": {
+                fqn: {
+                    "dtype": self.dtypes[fqn].name,
+                    "shape": list(tensor.shape),
+                    "placements": [str(placement) for placement in tensor.placements],
+                    "unit": tensor.unit,
+                    "buffer": tensor.is_buffer,
+                    "source": {
+                        "name": self.sources[fqn],
+                        "dtype": catalog.tensors[self.sources[fqn]].dtype.name,
+                    },
+                }
+                for fqn, tensor in layout.tensors.items()
+            },
+        }
+
+
+def _modified(path: str) -> int:
+    return os.stat(path).st_mtime_ns if path else 0
+
+
+def build_job(
+    model: HubModel, mesh: Mesh, *, wrap: str, dtype: str, digest: str, trust_remote_code: bool
+) -> PreshardJob:
+    """Decide how `model` is stored for `mesh`.
+
+    Args:
+        model: an opened Hub model.
+        mesh: the device mesh of the job that will load it.
+        wrap: wrap policy, as `--wrap` takes it.
+        dtype: "keep", "bf16", "fp16" or "fp32".
+        digest: "crc32" or "none".
+        trust_remote_code: the model's own code may run, in the process that traces the layout.
+
+    Raises:
+        UsageError: an option has no such value; a policy matches nothing.
+        LayoutError: model and source do not fit each other.
+    """
+    if dtype not in ("keep", *CASTS):
+        raise UsageError(f"--dtype {escape(dtype)!r} is not one of keep, {', '.join(CASTS)}")
+    if digest not in ("crc32", "none"):
+        raise UsageError(f"--digest {escape(digest)!r} is not one of crc32, none")
+    layout = make_layout(model, mesh, wrap, trust_remote_code=trust_remote_code)
+    layout, aliases, warnings = _resolve_ties(model, layout)
+    sources = {fqn: _source_name(model, fqn, aliases) for fqn in layout.tensors}
+    dtypes, notes = _choose_dtypes(model, layout, sources, dtype)
+    output = DcpImages(layout, dtypes, sources, _phase(model, dtypes, sources))
+    return PreshardJob(
+        model=model,
+        layout=layout,
+        dtypes=dtypes,
+        sources=sources,
+        aliases=aliases,
+        cast=dtype,
+        digest=digest,
+        output=output,
+        plan=build_plan(output.images, model.catalog),
+        notes=(*model.catalog.notes, *layout.notes, *notes, *_skipped(model)),
+        warnings=warnings,
+    )
+
+
+def _skipped(model: HubModel) -> list[str]:
+    objects = model.catalog.objects
+    return (
+        [
+            f"{len(objects)} entries of the source are not tensors and are left out: {escape(', '.join(objects))}"
+        ]
+        if objects
+        else []
+    )
+
+
+def _source_name(model: HubModel, fqn: str, aliases: Mapping[str, tuple[str, ...]]) -> str:
+    return next(name for name in (fqn, *aliases.get(fqn, ())) if name in model.catalog.tensors)
+
+
+def _resolve_ties(
+    model: HubModel, layout: Layout
+) -> tuple[Layout, dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Store each group of tied names once; names whose bytes in the source differ are kept apart.
+
+    Returns:
+        The layout with a tensor for every stored name, the aliases of each, and warnings.
+    """
+    tensors, aliases, warnings = dict(layout.tensors), dict[str, tuple[str, ...]](), []
+    for group in layout.ties:
+        first, *others = group
+        present = [
+            name for name in others if name in model.catalog.tensors and first in model.catalog.tensors
+        ]
+        diverged = [name for name in present if not _same_bytes(model, first, name)]
+        for name in diverged:
+            tensors[name] = replace(tensors[first], fqn=name)
+            warnings.append(
+                f"{escape(first)} and {escape(name)} are one parameter in the model, but their values in the "
+                "source differ: both are kept, and the last one loaded wins"
+            )
+        aliases[first] = tuple(name for name in others if name not in diverged)
+    by_unit = sorted(
+        tensors.values(), key=lambda tensor: tensor.unit
+    )  # stable: a diverged name goes to its unit
+    return (
+        replace(layout, tensors={t.fqn: t for t in by_unit}),
+        {k: v for k, v in aliases.items() if v},
+        tuple(warnings),
+    )
+
+
+def _same_bytes(model: HubModel, a: str, b: str) -> bool:
+    """Compare two single-chunk tensors, reading no further than the first difference."""
+    catalog = model.catalog
+    first, second = catalog.tensors[a], catalog.tensors[b]
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    table, left, right = catalog.chunks, bytearray(_COMPARE_BYTES), bytearray(_COMPARE_BYTES)
+    with SourceFiles(catalog.files) as files:
+        for start in range(0, first.nbytes, _COMPARE_BYTES):
+            size = min(_COMPARE_BYTES, first.nbytes - start)
+            for entry, buffer in ((first, left), (second, right)):
+                row = entry.first_chunk
+                files.read_into(
+                    table.file[row], memoryview(buffer)[:size], table.start[row] + start, entry.fqn
+                )
+            if left[:size] != right[:size]:
+                return False
+    return True
+
+
+def _choose_dtypes(
+    model: HubModel, layout: Layout, sources: Mapping[str, str], dtype: str
+) -> tuple[dict[str, DType], list[str]]:
+    """Return what each tensor is stored as, and what has to be said about it."""
+    chosen, kept, quantised = dict[str, DType](), [], []
+    target = CASTS.get(dtype)
+    for fqn in layout.tensors:
+        held = model.catalog.tensors[sources[fqn]].dtype
+        chosen[fqn] = held
+        if target is None or not held.is_floating or held is target:
+            continue
+        if not held.is_convertible:
+            quantised.append(fqn)
+        elif fqn in (layout.keep_fp32 or ()):
+            kept.append(fqn)
+        else:
+            chosen[fqn] = target
+    notes = []
+    if kept:
+        notes.append(
+            f"{len(kept)} tensors keep their dtype because the model keeps them in fp32: {escape(kept[0])}, ..."
+        )
+    if quantised:
+        notes.append(
+            f"{len(quantised)} fp8 or fp4 tensors keep their dtype: their scales stand in other tensors"
+        )
+    if target is not None and layout.keep_fp32 is None:
+        notes.append(
+            "which tensors the model keeps in fp32 is not known without the model: all were converted"
+        )
+    return chosen, notes
+
+
+def _phase(model: HubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Any:
+    """Return where a region's bytes lie in the source, modulo the block size, for images to match."""
+    catalog = model.catalog
+
+    def phase(fqn: str, region: Region) -> int | None:
+        entry = catalog.tensors[sources[fqn]]
+        if dtypes[fqn] is not entry.dtype or entry.num_chunks != 1 or not is_contiguous(region, entry.shape):
+            return None
+        start = catalog.chunks.start[entry.first_chunk]
+        return start + flat_offset(region.offsets, entry.shape) * entry.dtype.itemsize
+
+    return phase

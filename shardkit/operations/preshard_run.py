@@ -1,0 +1,207 @@
+"""Carrying out a decided preshard: staging, moving, describing, one rename."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from shardkit import manifest
+from shardkit._version import __version__
+from shardkit.core.text import escape
+from shardkit.errors import Interrupted, ResourceError
+from shardkit.formats import chunk_list
+from shardkit.formats.chunk_list import ChunkList, ListedChunk
+from shardkit.formats.dcp_images import DcpImage
+from shardkit.formats.dcp_metadata_writer import write_metadata
+from shardkit.operations.preshard_job import PreshardJob
+from shardkit.transfer.digest import combine, crc32
+from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
+from shardkit.transfer.progress import Progress
+from shardkit.transfer.staging import Staging, abandoned
+from shardkit.transfer.stream import read_back
+
+METADATA = ".metadata"
+
+
+def run_job(
+    job: PreshardJob, path: str, options: ExecuteOptions, progress: Progress, *, overwrite: bool, resume: bool
+) -> int:
+    """Write a job's checkpoint to `path`; return how many files an interrupted run had finished.
+
+    On Ctrl-C or SIGTERM the staging directory stays for the next run; on any error it is removed.
+
+    Raises:
+        Interrupted: after a signal.
+        IntegrityError, ResourceError: as `Execution.run`.
+    """
+    plan_hash = job.plan_hash
+    leftovers = abandoned(path)
+    staging = _adopted(path, leftovers, plan_hash) if resume else None
+    staging = staging or Staging.create(path)
+    try:
+        progress.start(job.plan.hole_bytes, "preshard")
+        finished = _finished(job, staging, progress)
+        digests, scattered = _moved(job, staging, plan_hash, options, progress, finished)
+        _describe_files(job, staging, digests, scattered, options.jobs)
+        staging.commit(overwrite=overwrite)
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(
+            f"interrupted: {escape(path)} was not made; what was finished is kept beside it",
+            signum=getattr(interrupt, "signum", signal.SIGINT),
+            hint="run the same command again to resume",
+        ) from interrupt
+    except BaseException:
+        staging.discard()
+        raise
+    finally:
+        progress.finish()
+    for leftover in abandoned(path):
+        Staging(path, leftover).discard()
+    return len(finished)
+
+
+def _adopted(path: str, leftovers: list[str], plan_hash: str) -> Staging | None:
+    """Take over a dead run's staging directory if it was carrying out this very plan."""
+    for leftover in leftovers:
+        if read_plan_hash(Staging(path, leftover).journal) == plan_hash:
+            staging = Staging.adopt(path, leftover)
+            if staging is not None:
+                return staging
+    return None
+
+
+def _finished(job: PreshardJob, staging: Staging, progress: Progress) -> dict[str, FileDigest]:
+    images = {image.name: image for image in job.output.images}
+    sizes = {image.name: image.size for image in images.values()}
+    finished = read_finished(staging.journal, staging.data, sizes)
+    for name in finished:
+        progress.advance(images[name].hole_bytes)
+    return finished
+
+
+def _moved(
+    job: PreshardJob,
+    staging: Staging,
+    plan_hash: str,
+    options: ExecuteOptions,
+    progress: Progress,
+    finished: Mapping[str, FileDigest],
+) -> tuple[dict[str, FileDigest], dict[str, int]]:
+    with _translated(staging.path), contextlib.closing(Journal(staging.journal, plan_hash)) as journal:
+        execution = Execution(
+            job.plan, staging.data, options, finished=finished, on_finished=journal.add, progress=progress
+        )
+        return execution.run()
+
+
+@contextlib.contextmanager
+def _translated(path: str) -> Iterator[None]:
+    """Let what the system refuses in our own bookkeeping name the place."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(f"cannot write to {escape(path)}: {error.strerror}") from error
+
+
+def _describe_files(
+    job: PreshardJob,
+    staging: Staging,
+    digests: Mapping[str, FileDigest],
+    scattered: Mapping[str, int],
+    jobs: int,
+) -> None:
+    """Write the chunk lists, then the manifest; `.metadata`, which makes it a checkpoint, comes last."""
+    with _translated(staging.path):
+        with ThreadPoolExecutor(jobs) as pool:
+            lists = list(
+                pool.map(
+                    lambda image: _write_chunk_list(job, staging, image, digests[image.name]),
+                    job.output.images,
+                )
+            )
+        temporary = os.path.join(staging.data, METADATA + ".part")
+        metadata = _write_metadata(job, temporary)
+        content = {
+            "format": manifest.FORMAT,
+            "tool": {"name": "shardkit", "version": __version__},
+            "source": job.model.identity,
+            **job.describe(),
+            "files": [
+                _file_entry(digests[i.name], entry) for i, entry in zip(job.output.images, lists, strict=True)
+            ],
+            "metadata": metadata,
+        }
+        if job.digest != "none":
+            for fqn, crc in _tensor_digests(job, digests, scattered).items():
+                content["tensors"][fqn]["crc32"] = crc
+        _write_synced(os.path.join(staging.data, manifest.NAME), manifest.dump(content))
+        os.rename(temporary, os.path.join(staging.data, METADATA))
+
+
+def _file_entry(digest: FileDigest, chunks: dict[str, Any]) -> dict[str, Any]:
+    return {"name": digest.name, "size": digest.size, "crc32": digest.crc32, "chunks": chunks}
+
+
+def _write_chunk_list(
+    job: PreshardJob, staging: Staging, image: DcpImage, digest: FileDigest
+) -> dict[str, Any]:
+    crcs = digest.data_crcs or (None,) * len(image)
+    chunks = [
+        ListedChunk(fqn, dtype, shape, region, start, nbytes, data_start, data_nbytes, crc)
+        for (fqn, dtype, shape, region, start, nbytes, data_start, data_nbytes), crc in zip(
+            image.records(), crcs, strict=True
+        )
+    ]
+    present = {chunk.fqn for chunk in chunks}
+    aliases = {fqn: names for fqn, names in job.aliases.items() if fqn in present}
+    data = chunk_list.dump(ChunkList(image.name, image.size, aliases, tuple(chunks)))
+    name = chunk_list.name_for(image.name)
+    _write_synced(os.path.join(staging.data, name), data)
+    return {"name": name, "size": len(data), "crc32": crc32(data)}
+
+
+def _write_metadata(job: PreshardJob, path: str) -> dict[str, Any]:
+    with open(path, "wb") as file:
+        write_metadata(file, job.output.catalog, job.aliases)
+        file.flush()
+        os.fsync(file.fileno())
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        crc = read_back(file.fileno(), 0, size, bytearray(1 << 20))
+    return {"name": METADATA, "size": size, "crc32": crc}
+
+
+def _write_synced(path: str, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _tensor_digests(
+    job: PreshardJob, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the CRC-32 of every tensor's logical bytes.
+
+    A tensor whose chunks are neighbours in row-major order has the combination of theirs; one that was
+    scattered had its digest taken on the source's side, where it is contiguous.
+    """
+    found: dict[str, int] = {}
+    pieces: dict[str, list[tuple[tuple[int, ...], int, int]]] = {}
+    for image in job.output.images:
+        crcs = digests[image.name].data_crcs
+        for (fqn, _, _, region, _, _, _, nbytes), crc in zip(image.records(), crcs, strict=True):
+            if nbytes:
+                pieces.setdefault(fqn, []).append((region.offsets, crc, nbytes))
+    for fqn in job.layout.tensors:
+        source = job.sources[fqn]
+        if source in scattered:
+            found[fqn] = scattered[source]
+        else:
+            found[fqn] = combine((crc, nbytes) for _, crc, nbytes in sorted(pieces.get(fqn, ())))
+    return found

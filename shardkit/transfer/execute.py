@@ -1,0 +1,237 @@
+"""Moving the bytes of a plan, with a few threads and bounded memory.
+
+Scattered tensors are dealt out first. Then every image is written front to back, in stretches. A file is
+handed over as finished once all of it is on disk; what stops in between leaves files that were not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+
+from shardkit.core.text import escape
+from shardkit.core.units import KIB, MIB
+from shardkit.errors import ResourceError
+from shardkit.transfer.fill import Filler, Stretch, image_crc
+from shardkit.transfer.images import Image
+from shardkit.transfer.plan import Task, TransferPlan
+from shardkit.transfer.progress import Progress
+from shardkit.transfer.scatter import Scatter
+from shardkit.transfer.sources import SourceFiles
+
+_BUFFER_BYTES = MIB  # the processor's cache keeps it; 8 MiB is slower on every file system tried
+_BAND_BYTES = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecuteOptions:
+    """How to move."""
+
+    jobs: int = 2
+    """Threads."""
+    max_memory_bytes: int = 256 * MIB
+    """Bound on all buffers together."""
+    digests: bool = True
+    """Take CRC-32s on the way."""
+    share_extents: bool = False
+    """Clone blocks instead of copying them where a range allows it."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """A thread holds one output buffer and, when converting, one for its source."""
+        return max(min(_BUFFER_BYTES, self.max_memory_bytes // (4 * self.jobs)), 64 * KIB)
+
+    @property
+    def band_bytes(self) -> int:
+        """Source bytes held while a tensor is scattered; a thread holds up to four times that."""
+        return max(min(_BAND_BYTES, self.max_memory_bytes // (8 * self.jobs)), 64 * KIB)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of buffers at a time."""
+        return self.jobs * max(4 * self.band_bytes, 2 * self.buffer_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileDigest:
+    """A finished file."""
+
+    name: str
+    size: int
+    crc32: int | None
+    """Of the whole file; None where digests are off."""
+    data_crcs: tuple[int, ...]
+    """CRC-32 of what fills each hole, in file order; empty where digests are off."""
+
+
+@dataclass(slots=True)
+class _ImageState:
+    """What is known of an image under way."""
+
+    tasks_left: int = 0
+    stretches: dict[int, Stretch] = field(default_factory=dict)
+    """By first piece."""
+
+
+class Execution:
+    """One run of a plan into a directory.
+
+    Args:
+        plan: what to move.
+        directory: where the images go; it exists.
+        finished: files that an earlier run finished, by name; they are not touched.
+        on_finished: told of each file once it is on disk (from any thread, one at a time).
+        progress: told of the bytes.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        directory: str,
+        options: ExecuteOptions,
+        *,
+        finished: Mapping[str, FileDigest],
+        on_finished: Callable[[FileDigest], None],
+        progress: Progress,
+    ) -> None:
+        self._plan, self._directory, self._options = plan, directory, options
+        self._digests = dict(finished)
+        self._skipped = frozenset(finished)
+        self._on_finished, self._progress = on_finished, progress
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._states: dict[int, _ImageState] = {}
+        self._thread = threading.local()
+        self._tensor_crcs: dict[str, int] = {}
+
+    def run(self) -> tuple[dict[str, FileDigest], dict[str, int]]:
+        """Move everything.
+
+        Returns:
+            The digest of every file by its name, and of every scattered tensor by its source name.
+
+        Raises:
+            IntegrityError: a source is not what it was.
+            ResourceError: the system cannot read or write.
+            KeyboardInterrupt: once no thread writes any more.
+        """
+        with SourceFiles(self._plan.catalog.files) as sources:
+            self._create_files()
+            self._in_threads(self._scatter_jobs(sources))
+            self._in_threads(self._task_jobs(sources))
+            sources.check_unchanged()
+        return self._digests, self._tensor_crcs
+
+    def _create_files(self) -> None:
+        """Make every unfinished file at its full size: gaps are zeros, and a missing write shows."""
+        for image in self._plan.images:
+            if image.name in self._skipped:
+                continue
+            with self._opened(image, os.O_CREAT | os.O_TRUNC) as fd:
+                os.ftruncate(fd, image.size)
+            if len(image) == 0:
+                self._finish(image, _ImageState())
+
+    def _scatter_jobs(self, sources: SourceFiles) -> list[Callable[[], None]]:
+        if not self._plan.scattered:
+            return []
+        images, options = self._plan.images, self._options
+        scatter = Scatter(
+            self._plan.catalog,
+            sources,
+            lambda image: self._opened(images[image]),
+            band_bytes=options.band_bytes,
+            check=self._check,
+            advance=self._progress.advance,
+        )
+
+        def job(fqn: str) -> None:
+            holes = [
+                (n, hole) for n, hole in self._plan.scattered[fqn] if images[n].name not in self._skipped
+            ]
+            dtype = self._plan.scattered[fqn][0][1].dtype
+            self._tensor_crcs[fqn] = scatter.run(fqn, dtype, holes, with_digest=options.digests)
+
+        return [partial(job, fqn) for fqn in self._plan.scattered]
+
+    def _task_jobs(self, sources: SourceFiles) -> list[Callable[[], None]]:
+        tasks = [t for t in self._plan.tasks if self._plan.images[t.image].name not in self._skipped]
+        for task in tasks:
+            self._states.setdefault(task.image, _ImageState()).tasks_left += 1
+        return [partial(self._run_task, task, sources) for task in tasks]
+
+    def _run_task(self, task: Task, sources: SourceFiles) -> None:
+        image = self._plan.images[task.image]
+        filler = getattr(self._thread, "filler", None)
+        if filler is None:
+            filler = self._thread.filler = Filler(
+                self._plan,
+                sources,
+                buffer_bytes=self._options.buffer_bytes,
+                digests=self._options.digests,
+                share_extents=self._options.share_extents,
+                check=self._check,
+                advance=self._progress.advance,
+            )
+        with self._opened(image) as fd:
+            stretch = filler.write(task, image, fd)
+        with self._lock:
+            state = self._states[task.image]
+            state.stretches[task.start] = stretch
+            state.tasks_left -= 1
+            is_whole = state.tasks_left == 0
+        if is_whole:
+            self._finish(image, self._states.pop(task.image))
+
+    def _finish(self, image: Image, state: _ImageState) -> None:
+        """Bring a whole file to the disk and hand it over."""
+        with self._opened(image) as fd:
+            os.fsync(fd)
+        stretches = [state.stretches[start] for start in sorted(state.stretches)]
+        crc = image_crc(image.size, [s for stretch in stretches for s in stretch.segments])
+        digest = FileDigest(
+            name=image.name,
+            size=image.size,
+            crc32=crc if self._options.digests else None,
+            data_crcs=tuple(crc for stretch in stretches for crc in stretch.data_crcs),
+        )
+        with self._lock:
+            self._digests[image.name] = digest
+            self._on_finished(digest)
+
+    @contextlib.contextmanager
+    def _opened(self, image: Image, flags: int = 0) -> Iterator[int]:
+        """Open an image for reading and writing; what the system refuses names the file."""
+        path = os.path.join(self._directory, image.name)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
+            try:
+                yield fd
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise ResourceError(f"cannot write {escape(image.name)}: {error.strerror}") from error
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise CancelledError
+
+    def _in_threads(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """Run jobs; the first error stops the others and is raised once none of them runs any more."""
+        if not jobs:
+            return
+        with ThreadPoolExecutor(self._options.jobs, thread_name_prefix="shardkit") as pool:
+            futures = [pool.submit(job) for job in jobs]
+            try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            finally:  # also on Ctrl-C: the pool waits for threads that stop at their next check
+                if any(not f.done() or f.exception() for f in futures):
+                    self._stop.set()
+                pool.shutdown(cancel_futures=True)
+        errors = [e for f in done if (e := f.exception()) and not isinstance(e, CancelledError)]
+        if errors:
+            raise errors[0]

@@ -1,0 +1,167 @@
+"""Writing one stretch of one image: literal bytes, data, literal bytes with the data's digest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shardkit.core.dtypes import DType
+from shardkit.transfer.convert import Converter
+from shardkit.transfer.digest import combine, crc32, crc32_combine, zeros
+from shardkit.transfer.images import Hole, Image
+from shardkit.transfer.plan import Move, Task, TransferPlan, stream_moves
+from shardkit.transfer.reflink import BLOCK, clone_range, shared_part
+from shardkit.transfer.sources import SourceFiles
+from shardkit.transfer.stream import Stream, read_back
+
+_MIN_CLONED = 16 * BLOCK  # below this a copy is cheaper than a system call
+
+
+@dataclass(slots=True)
+class Stretch:
+    """What a task wrote."""
+
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    """(first byte, bytes, CRC-32) of everything but the gaps, in file order."""
+    data_crcs: list[int] = field(default_factory=list)
+    """CRC-32 of each hole's bytes, in file order."""
+
+
+class Filler:
+    """Writes tasks; one for each thread.
+
+    Args:
+        plan: what goes where.
+        sources: how to read.
+        buffer_bytes: size of the output buffer, and of the conversion buffer where one is needed.
+        digests: take CRC-32s; without, records say "not recorded".
+        share_extents: clone whole blocks of large ranges that are copied as they lie.
+        check: called between reads; raises to stop.
+        advance: told the bytes that filled holes.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        sources: SourceFiles,
+        *,
+        buffer_bytes: int,
+        digests: bool,
+        share_extents: bool,
+        check: Callable[[], None],
+        advance: Callable[[int], None],
+    ) -> None:
+        self._plan, self._sources = plan, sources
+        self._digests, self._share = digests, share_extents
+        self._check, self._advance = check, advance
+        self._buffer, self._raw = bytearray(buffer_bytes), bytearray()
+        self._converters: dict[tuple[DType, DType], Converter] = {}
+        self._fd = -1
+
+    def write(self, task: Task, image: Image, fd: int) -> Stretch:
+        """Write the pieces of a task into an open image."""
+        self._fd = fd
+        start = next(iter(image.pieces(task.start, task.start + 1))).start
+        stream = Stream(fd, image.name, start, self._buffer)
+        stretch = Stretch()
+        for piece in image.pieces(task.start, task.stop):
+            stream.gap_to(piece.start)
+            stream.put(piece.prefix)
+            crc = self._fill(stream, piece.hole)
+            suffix = piece.tail.suffix(crc)
+            stream.put(suffix)
+            if self._digests:
+                stretch.segments.append((piece.start, len(piece.prefix), piece.prefix_crc))
+                stretch.segments.append((piece.hole.start, piece.hole.nbytes, crc))
+                stretch.segments.append((piece.hole.start + piece.hole.nbytes, len(suffix), crc32(suffix)))
+                stretch.data_crcs.append(crc)
+        stream.flush()
+        return stretch
+
+    def _fill(self, stream: Stream, hole: Hole) -> int:
+        """Fill the hole at the stream's position; return the CRC-32 of its bytes, 0 without digests."""
+        moves = stream_moves(hole, self._plan.catalog)
+        if moves is None:  # dealt out before; its bytes passed by in another order
+            stream.step_over(hole.nbytes)
+            return read_back(self._fd, hole.start, hole.nbytes, self._buffer) if self._digests else 0
+        source = self._plan.catalog.tensors[hole.fqn].dtype
+        crc = 0
+        for move in moves:
+            if source is not hole.dtype:
+                crc = self._convert(stream, move, hole, source, crc)
+            elif self._is_cloned(move, stream.position):
+                crc = self._clone(stream, move, hole, crc)
+            else:
+                crc = self._copy(stream, move.file, move.start, move.nbytes, hole, crc)
+        return crc
+
+    def _copy(self, stream: Stream, file: int, start: int, nbytes: int, hole: Hole, crc: int) -> int:
+        done = 0
+        while done < nbytes:
+            self._check()
+            part = stream.room(nbytes - done)
+            self._sources.read_into(file, part, start + done, hole.fqn)
+            crc = crc32(part, crc) if self._digests else 0
+            done += len(part)
+            self._advance(len(part))
+        return crc
+
+    def _convert(self, stream: Stream, move: Move, hole: Hole, source: DType, crc: int) -> int:
+        converter = self._converters.get((source, hole.dtype))
+        if converter is None:
+            converter = self._converters[source, hole.dtype] = Converter(source, hole.dtype)
+        wide, narrow = source.itemsize, hole.dtype.itemsize
+        if not self._raw:
+            self._raw = bytearray(len(self._buffer))
+        most = len(self._raw) // max(wide, narrow)
+        done, total = 0, move.nbytes // wide
+        while done < total:
+            self._check()
+            count = min(total - done, most)
+            raw = memoryview(self._raw)[: count * wide]
+            self._sources.read_into(move.file, raw, move.start + done * wide, hole.fqn)
+            part = stream.whole_room(count * narrow)
+            converter(raw, part)
+            crc = crc32(part, crc) if self._digests else 0
+            done += count
+            self._advance(len(part))
+        return crc
+
+    def _is_cloned(self, move: Move, position: int) -> bool:
+        return (
+            self._share
+            and move.nbytes >= _MIN_CLONED
+            and (move.start - position) % BLOCK == 0
+            and not self._sources.is_decoded(move.file)
+        )
+
+    def _clone(self, stream: Stream, move: Move, hole: Hole, crc: int) -> int:
+        """Share the whole blocks of a range and copy its two ragged ends."""
+        head, body = shared_part(move.start, move.nbytes)
+        tail = head + body
+        crc = self._copy(stream, move.file, move.start, head, hole, crc)
+        stream.flush()
+        try:
+            with self._sources.descriptor(move.file) as source_fd:
+                clone_range(source_fd, move.start + head, self._fd, stream.position, body)
+        except OSError:  # tried before the run, yet this range cannot: quota, limits on sharing, ...
+            self._share = False
+            return self._copy(stream, move.file, move.start + head, move.nbytes - head, hole, crc)
+        stream.step_over(body)
+        if self._digests:
+            with self._sources.descriptor(move.file) as source_fd:
+                seen = read_back(source_fd, move.start + head, body, self._buffer)
+            crc = crc32_combine(crc, seen, body)
+        self._advance(body)
+        return self._copy(stream, move.file, move.start + tail, move.nbytes - tail, hole, crc)
+
+
+def image_crc(size: int, segments: list[tuple[int, int, int]]) -> int:
+    """Return the CRC-32 of a whole file from its segments; what lies between them is zeros."""
+    pieces: list[tuple[int, int]] = []
+    at = 0
+    for start, nbytes, crc in sorted(segments):
+        assert start >= at, f"two pieces of one file overlap at byte {start}"
+        pieces += [(zeros(start - at), start - at), (crc, nbytes)]
+        at = start + nbytes
+    return combine([*pieces, (zeros(size - at), size - at)])

@@ -1,0 +1,76 @@
+"""Files to be written: their size, their literal bytes and their holes.
+
+An image is a run of pieces in file order. A piece is literal bytes, a hole that waits for a region of a
+tensor, and more literal bytes that may depend on the CRC-32 of what filled the hole. Between pieces
+there may be gaps of zero bytes. Pieces are made when they are asked for: the literal bytes of a
+1,024-rank checkpoint would take a gigabyte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region
+
+
+class Hole(NamedTuple):
+    """A place for a region of a tensor, row-major and contiguous."""
+
+    fqn: str
+    """The tensor's name in the source catalog."""
+    region: Region
+    """In elements of the whole tensor."""
+    dtype: DType
+    """What the bytes are to be, after conversion."""
+    start: int
+    """First byte in the image."""
+    nbytes: int
+
+
+class Piece(NamedTuple):
+    """Literal bytes, a hole, literal bytes."""
+
+    start: int
+    """First byte of `prefix` in the image; the hole follows the prefix."""
+    prefix: bytes
+    prefix_crc: int
+    hole: Hole
+    suffix_nbytes: int
+    tail: PieceTail
+
+    @property
+    def stop(self) -> int:
+        """End of the suffix in the image."""
+        return self.hole.start + self.hole.nbytes + self.suffix_nbytes
+
+
+class PieceTail(Protocol):
+    """Makes the literal bytes after a hole."""
+
+    def suffix(self, data_crc: int, /) -> bytes:
+        """Return them, given the CRC-32 of the hole's bytes (0 where digests are off)."""
+        ...
+
+
+class Image(Protocol):
+    """A file to be written."""
+
+    @property
+    def name(self) -> str:
+        """Bare file name."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Bytes of the finished file."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of pieces."""
+        ...
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """Yield pieces `start .. stop` in file order."""
+        ...

@@ -1,0 +1,111 @@
+"""What an interrupted run had finished: one line for each file, written after the file is on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from shardkit.errors import ShardkitError
+from shardkit.transfer.execute import FileDigest
+from shardkit.transfer.stream import read_back
+
+_FORMAT = 1
+_CHECK_BUFFER = 1 << 20
+
+
+class Journal:
+    """Appends finished files to a journal; every line is on disk before the next file is begun.
+
+    Args:
+        path: of the journal; a new one is begun unless it already has `plan_hash`.
+        plan_hash: stands for inputs, options and version; only an equal plan may resume.
+    """
+
+    def __init__(self, path: str, plan_hash: str) -> None:
+        is_new = read_plan_hash(path) != plan_hash
+        self._file = open(path, "w" if is_new else "a", encoding="utf-8")
+        # A run that was killed in the middle of a line left half of it; that line is ignored.
+        self._write({"format": _FORMAT, "plan": plan_hash} if is_new else {})
+
+    def add(self, digest: FileDigest) -> None:
+        """Record a finished file."""
+        self._write({"file": asdict(digest)})
+
+    def _write(self, line: Mapping[str, object]) -> None:
+        self._file.write(("" if "format" in line else "\n") + json.dumps(line))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_plan_hash(path: str) -> str | None:
+    """Return the plan hash of a journal, or None where there is no readable one."""
+    for line in _lines(path):
+        plan = line.get("plan")
+        return plan if line.get("format") == _FORMAT and isinstance(plan, str) else None
+    return None
+
+
+def read_finished(path: str, directory: str, sizes: Mapping[str, int]) -> dict[str, FileDigest]:
+    """Return the files that a journal lists and that are still what it says.
+
+    Args:
+        path: of the journal.
+        directory: where the files are.
+        sizes: bytes of each file in the present plan, by name.
+    """
+    finished: dict[str, FileDigest] = {}
+    for line in _lines(path):
+        entry = line.get("file")
+        digest = _parse(entry) if isinstance(entry, dict) else None
+        if digest and sizes.get(digest.name) == digest.size and _is_intact(digest, directory):
+            finished[digest.name] = digest
+    return finished
+
+
+def _lines(path: str) -> list[dict[str, object]]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            texts = file.read().splitlines()
+    except OSError:
+        return []
+    found = []
+    for text in texts:
+        try:
+            line = json.loads(text)
+        except ValueError:  # cut by a kill
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+    return found
+
+
+def _parse(entry: Mapping[str, object]) -> FileDigest | None:
+    name, size, crc, data = (entry.get(key) for key in ("name", "size", "crc32", "data_crcs"))
+    if not (isinstance(name, str) and isinstance(size, int) and isinstance(data, list)):
+        return None
+    if not (crc is None or isinstance(crc, int)) or not all(isinstance(c, int) for c in data):
+        return None
+    return FileDigest(name=name, size=size, crc32=crc, data_crcs=tuple(data))
+
+
+def _is_intact(digest: FileDigest, directory: str) -> bool:
+    try:
+        fd = os.open(os.path.join(directory, digest.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if os.fstat(fd).st_size != digest.size:
+            return False
+        if digest.crc32 is None:
+            return True
+        return read_back(fd, 0, digest.size, bytearray(_CHECK_BUFFER)) == digest.crc32
+    except (OSError, ShardkitError):
+        return False
+    finally:
+        os.close(fd)

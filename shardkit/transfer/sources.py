@@ -1,0 +1,144 @@
+"""Reading source files: shared by threads, few open at a time, and noticing when one changes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from shardkit.core.catalog import SourceFile
+from shardkit.core.text import escape
+from shardkit.errors import IntegrityError, ResourceError
+
+_MAX_IDLE = 32  # well inside the smallest usual limit on open files
+
+
+class SourceFiles:
+    """The files of a catalog, opened when first read.
+
+    Use as a context manager; `check_unchanged` tells whether any file changed since it was opened.
+    """
+
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._open: dict[int, int] = {}
+        self._users: dict[int, int] = {}
+        self._stamps: dict[int, tuple[int, ...]] = {}
+        self._decoded: dict[int, memoryview] = {}
+
+    def __enter__(self) -> SourceFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+        self._decoded.clear()
+
+    def is_decoded(self, file: int) -> bool:
+        """True for bytes that lie in no file as they are."""
+        return self._files[file].decode is not None
+
+    def read_into(self, file: int, buffer: memoryview, start: int, fqn: str) -> None:
+        """Fill `buffer` from byte `start` of a file.
+
+        Raises:
+            IntegrityError: the file ends before that, or is not the one that was looked at.
+            ResourceError: the system cannot read it.
+        """
+        if self.is_decoded(file):
+            content = self._decoded_bytes(file)
+            buffer[:] = content[start : start + len(buffer)]
+            return
+        with self.descriptor(file) as fd:
+            done = 0
+            while done < len(buffer):
+                count = self._pread(fd, buffer[done:], start + done, file, fqn)
+                if count == 0:
+                    name = escape(self._files[file].name)
+                    raise IntegrityError(
+                        f"{name} ends at byte {start + done} while {escape(fqn)} is read from it, which needs {len(buffer) - done} more",
+                        hint="the file changed during the run; start again once it is complete",
+                    )
+                done += count
+
+    def _pread(self, fd: int, buffer: memoryview, start: int, file: int, fqn: str) -> int:
+        try:
+            return os.preadv(fd, [buffer], start)
+        except OSError as error:
+            name = escape(self._files[file].name)
+            raise ResourceError(
+                f"cannot read {name} at byte {start} for {escape(fqn)}: {error.strerror}"
+            ) from error
+
+    @contextmanager
+    def descriptor(self, file: int) -> Iterator[int]:
+        """Lend an open descriptor of a file on disk."""
+        with self._lock:
+            fd = self._open.pop(file, -1)
+            if fd < 0:
+                self._close_idle()
+                fd = self._open_checked(file)
+            self._open[file] = fd  # last is most recently used
+            self._users[file] = self._users.get(file, 0) + 1
+        try:
+            yield fd
+        finally:
+            with self._lock:
+                self._users[file] -= 1
+
+    def _close_idle(self) -> None:
+        idle = [file for file in self._open if not self._users.get(file)]
+        for file in idle[: max(len(self._open) - _MAX_IDLE + 1, 0)]:
+            os.close(self._open.pop(file))
+
+    def _open_checked(self, file: int) -> int:
+        source = self._files[file]
+        try:
+            fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise ResourceError(f"cannot open {escape(source.name)}: {error.strerror}") from error
+        status = os.fstat(fd)
+        stamp = (status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+        if status.st_size != source.size or self._stamps.setdefault(file, stamp) != stamp:
+            os.close(fd)
+            raise _changed([source.name])
+        return fd
+
+    def _decoded_bytes(self, file: int) -> memoryview:
+        with self._lock:
+            content = self._decoded.get(file)
+            if content is None:
+                decode = self._files[file].decode
+                assert decode is not None
+                self._decoded.clear()  # one tensor at a time: decoding may have had to copy it
+                content = self._decoded[file] = decode()
+            return content
+
+    def check_unchanged(self) -> None:
+        """Compare every file that was read with what it was when it was opened.
+
+        Raises:
+            IntegrityError: naming every file that changed.
+        """
+        changed = []
+        for file, stamp in self._stamps.items():
+            try:
+                status = os.stat(self._files[file].path)
+                now: tuple[int, ...] = (status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+            except OSError:
+                now = ()
+            if now != stamp:
+                changed.append(self._files[file].name)
+        if changed:
+            raise _changed(changed)
+
+
+def _changed(names: Sequence[str]) -> IntegrityError:
+    return IntegrityError(
+        f"{len(names)} source file{'s' * (len(names) > 1)} changed while being read",
+        problems=[escape(name) for name in names],
+        hint="nothing was written to the destination; start again once the source is at rest",
+    )

@@ -1,0 +1,119 @@
+"""Writing a stretch of a file front to back through one buffer.
+
+Small records come out as one large write and large data passes straight from the source file into the
+buffer and out again; so a rank's file is written sequentially whatever it is made of.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError
+from shardkit.transfer.digest import crc32
+
+_WRITTEN_GAP = 4096
+
+
+class Stream:
+    """Buffered sequential writer with gaps.
+
+    Args:
+        fd: open for writing.
+        name: of the file, for messages.
+        start: first byte to be written.
+        buffer: reused between streams of one thread.
+    """
+
+    def __init__(self, fd: int, name: str, start: int, buffer: bytearray) -> None:
+        self._fd, self._name = fd, name
+        self._view = memoryview(buffer)
+        self._at, self._used = start, 0
+
+    @property
+    def position(self) -> int:
+        """Where the next byte goes, in the file."""
+        return self._at + self._used
+
+    def room(self, wanted: int) -> memoryview:
+        """Return a part of the buffer to be filled by the caller: 1 to `wanted` bytes.
+
+        What is returned counts as written; it is flushed with the rest.
+        """
+        if self._used == len(self._view):
+            self.flush()
+        taken = self._view[self._used : self._used + wanted]
+        self._used += len(taken)
+        return taken
+
+    def whole_room(self, nbytes: int) -> memoryview:
+        """Return exactly `nbytes` of the buffer, at most its size, to be filled by the caller."""
+        if len(self._view) - self._used < nbytes:
+            self.flush()
+        taken = self._view[self._used : self._used + nbytes]
+        self._used += nbytes
+        return taken
+
+    def put(self, data: bytes) -> None:
+        """Append literal bytes."""
+        done = 0
+        while done < len(data):
+            part = self.room(len(data) - done)
+            part[:] = data[done : done + len(part)]
+            done += len(part)
+
+    def gap_to(self, position: int) -> None:
+        """Leave zeros up to `position`. Short gaps are written: cheaper than another system call."""
+        gap = position - self.position
+        if 0 < gap <= min(len(self._view) - self._used, _WRITTEN_GAP):
+            self.room(gap)[:] = bytes(gap)
+        elif gap:
+            self.step_over(gap)
+
+    def step_over(self, nbytes: int) -> None:
+        """Leave the next `nbytes` untouched: they are filled by other means, or a fresh file's zeros."""
+        self.flush()
+        self._at += nbytes
+
+    def flush(self) -> None:
+        """Write what the buffer holds."""
+        write_all(self._fd, self._view[: self._used], self._at, self._name)
+        self._at += self._used
+        self._used = 0
+
+
+def write_all(fd: int, data: memoryview, start: int, name: str) -> None:
+    """Write `data` at byte `start`, however many calls it takes.
+
+    Raises:
+        ResourceError: naming file and offset; a full disk says so.
+    """
+    done = 0
+    while done < len(data):
+        try:
+            done += os.pwrite(fd, data[done:], start + done)
+        except OSError as error:
+            raise ResourceError(
+                f"cannot write {escape(name)} at byte {start + done}: {error.strerror}",
+                hint="free some space or choose another destination, then run the same command again",
+            ) from error
+
+
+def read_back(fd: int, start: int, nbytes: int, buffer: bytearray) -> int:
+    """Return the CRC-32 of a range of a file; `buffer` is overwritten.
+
+    Raises:
+        ResourceError: the system cannot read it, or it ends early.
+    """
+    crc, done, view = 0, 0, memoryview(buffer)
+    while done < nbytes:
+        part = view[: nbytes - done]
+        try:
+            count = os.preadv(fd, [part], start + done)
+        except OSError as error:
+            raise ResourceError(f"cannot read back at byte {start + done}: {error.strerror}") from error
+        if count == 0:
+            raise ResourceError(f"a file ends at byte {start + done} while it is checked")
+        crc = crc32(part[:count], crc)
+        done += count
+    return crc
