@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 
 from shardkit.core.dtypes import DType
@@ -82,6 +83,18 @@ class ChunkTable:
         self._boxes.extend(region.sizes)
         return len(self.file) - 1
 
+    def extend(self, files: list[int], starts: list[int], nbytes: list[int], regions: list[Region]) -> None:
+        """Add chunks of one tensor, column by column; far faster than one by one."""
+        width = 2 * len(regions[0].offsets) if regions else 0
+        first = len(self._boxes)
+        self.file.extend(files)
+        self.start.extend(starts)
+        self.nbytes.extend(nbytes)
+        self._box_at.extend(
+            range(first, first + width * len(regions), width) if width else [first] * len(regions)
+        )
+        self._boxes.extend(chain.from_iterable(chain.from_iterable(regions)))
+
     def region(self, chunk: int) -> Region:
         """Return the region of a chunk."""
         start = self._box_at[chunk]
@@ -137,4 +150,21 @@ class Catalog:
             self.chunks.append(*chunk)
         self.tensors[fqn] = TensorEntry(
             fqn=fqn, dtype=dtype, shape=shape, first_chunk=first, num_chunks=len(self.chunks) - first
+        )
+
+    def add_tensor_columns(
+        self,
+        fqn: str,
+        dtype: DType,
+        shape: Shape,
+        files: list[int],
+        starts: list[int],
+        nbytes: list[int],
+        regions: list[Region],
+    ) -> None:
+        """Add a tensor with its chunks in columns, as `ChunkTable.extend` takes them."""
+        first = len(self.chunks)
+        self.chunks.extend(files, starts, nbytes, regions)
+        self.tensors[fqn] = TensorEntry(
+            fqn=fqn, dtype=dtype, shape=shape, first_chunk=first, num_chunks=len(regions)
         )

@@ -140,8 +140,12 @@ class Mesh:
         A tensor that no axis cuts comes once, at coordinate 0. Trailing empty regions are one region
         (they share their offsets), so they too come once, as `dcp.save` writes them.
         """
-        if all(placement.shard_dim is None for placement in placements):
+        dims = [p.shard_dim for a, p in zip(self.axes, placements, strict=True) if a.role == "shard"]
+        if all(dim is None for dim in dims):
             yield 0, Region((0,) * len(shape), shape)
+            return
+        if len(dims) == 1 and dims[0] is not None:  # one shard axis: every FSDP and HSDP mesh
+            yield from self._owners_along(shape, dims[0])
             return
         seen: set[Shape] = set()
         for shard in range(self.num_shards):
@@ -149,6 +153,19 @@ class Mesh:
             if region.offsets not in seen:
                 seen.add(region.offsets)
                 yield shard, region
+
+    def _owners_along(self, shape: Shape, dim: int) -> Iterator[tuple[int, Region]]:
+        """The regions of one shard axis, without a call for each: a thousand ranks have 600,000."""
+        size, before, after = shape[dim], shape[:dim], shape[dim + 1 :]
+        zeros_before, zeros_after = (0,) * len(before), (0,) * len(after)
+        step = -(-size // self.num_shards)
+        for shard in range(self.num_shards):
+            start = shard * step
+            stop = min(start + step, size)
+            if start >= size:
+                yield shard, Region((*zeros_before, size, *zeros_after), (*before, 0, *after))
+                return
+            yield shard, Region((*zeros_before, start, *zeros_after), (*before, stop - start, *after))
 
     def _shard_position(self, shard: int) -> tuple[int, ...]:
         """Position on each axis of a shard coordinate's first replica."""

@@ -148,8 +148,8 @@ def blocks(sizes: Shape, limit: int) -> Iterator[Region]:
 def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
     """Return why `regions` do not tile a tensor of `shape` exactly once, or None when they do.
 
-    Empty regions are ignored. O(n log n) for regions that are sorted apart by their first differing dim,
-    which is every layout that trainers write.
+    Empty regions are ignored. O(n log n) for regions that one dim sets apart, whichever it is; a grid of
+    a x b chunks costs min(a, b) times as much.
     """
     whole = full_region(shape)
     kept: list[Region] = []
@@ -163,7 +163,7 @@ def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
         if region.num_elements:
             kept.append(region)
     held = sum(region.num_elements for region in kept)
-    overlap = _find_overlap(sorted(kept))
+    overlap = _find_overlap(kept)
     if overlap:
         a, b = overlap
         return f"chunks at {list(a.offsets)} and {list(b.offsets)} overlap"
@@ -172,13 +172,16 @@ def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
     return None
 
 
-def _find_overlap(ordered: list[Region]) -> tuple[Region, Region] | None:
-    """Sweep along dim 0: only regions whose ranges meet there can overlap."""
+def _find_overlap(regions: list[Region]) -> tuple[Region, Region] | None:
+    """Sweep along the dim that is cut the most: only regions whose ranges meet there can overlap."""
+    if not regions or not regions[0].offsets:
+        return (regions[0], regions[1]) if len(regions) > 1 else None
+    num_dims = len(regions[0].offsets)
+    dim = max(range(num_dims), key=lambda d: len({region.offsets[d] for region in regions}))
     active: list[Region] = []
-    for region in ordered:
-        if region.offsets:
-            start = region.offsets[0]
-            active = [other for other in active if other.offsets[0] + other.sizes[0] > start]
+    for region in sorted(regions, key=lambda region: region.offsets[dim]):
+        start = region.offsets[dim]
+        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > start]
         for other in active:
             if intersect(region, other):
                 return other, region

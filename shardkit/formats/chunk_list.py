@@ -54,16 +54,22 @@ def name_for(file: str) -> str:
     return file.removesuffix(".distcp") + ".chunks.json"
 
 
-def dump(listed: ChunkList) -> bytes:
+def line_head(fqn: str, dtype: DType, shape: Shape) -> str:
+    """Return what all lines of one tensor begin with."""
+    return json.dumps([fqn, dtype.name, list(shape)], separators=(",", ":"))[:-1]
+
+
+def line(head: str, region: Region, places: tuple[int, int, int, int], crc: int | None) -> str:
+    """Return one chunk's line: record start and bytes, data start and bytes, CRC-32 or null."""
+    offsets, sizes = list(region.offsets), list(region.sizes)
+    return f"{head},{offsets},{sizes},{places[0]},{places[1]},{places[2]},{places[3]},{'null' if crc is None else crc}]"
+
+
+def dump(file: str, size: int, aliases: Mapping[str, Sequence[str]], lines: Sequence[str]) -> bytes:
     """Return a chunk list as bytes, one chunk on each line."""
-    head = {"format": FORMAT, "file": listed.file, "size": listed.size, "aliases": listed.aliases}
-    rows = ",\n".join(json.dumps(_row(chunk), separators=(",", ":")) for chunk in listed.chunks)
-    return f'{json.dumps(head)[:-1]}, "chunks": [\n{rows}\n]}}\n'.encode()
-
-
-def _row(chunk: ListedChunk) -> list[object]:
-    places = (chunk.record_start, chunk.record_nbytes, chunk.data_start, chunk.data_nbytes, chunk.crc32)
-    return [chunk.fqn, chunk.dtype.name, chunk.shape, chunk.region.offsets, chunk.region.sizes, *places]
+    head = json.dumps({"format": FORMAT, "file": file, "size": size, "aliases": aliases})
+    rows = ",\n".join(lines)
+    return f'{head[:-1]}, "chunks": [\n{rows}\n]}}\n'.encode()
 
 
 def read(directory: str, file: str) -> ChunkList:

@@ -14,31 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardkit.core.catalog import Catalog, ChunkTable, SourceFile
+from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape
 from shardkit.formats.torch_record_writer import RecordSkeleton, record_skeleton
 from shardkit.layout.layout import Layout
-from shardkit.transfer.images import Hole, Piece
+from shardkit.transfer.images import Hole, Piece, TensorHoles
 
 BLOCK = 4096  # the block size of the file systems that share extents, and of a page
 _ALIGNED_NBYTES = 16 * BLOCK  # below this a gap costs more than it saves
 
 Phase = Callable[[str, Region], int | None]
 """Offset modulo BLOCK of a region's bytes in the source, None where they are not copied as they lie."""
-
-
-class Record(NamedTuple):
-    """One chunk of a `.distcp` file; sizes in elements and bytes as in `chunk_list.ListedChunk`."""
-
-    fqn: str
-    dtype: DType
-    shape: Shape
-    region: Region
-    record_start: int
-    record_nbytes: int
-    data_start: int
-    data_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +40,24 @@ class DcpImage:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Yield the first and the last byte (exclusive) of every record."""
+        table = self._images.catalog.chunks
+        for row in self._rows:
+            start = table.start[row]
+            yield start, start + table.nbytes[row]
+
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Yield the records `start .. stop`."""
         for row in self._rows[start:stop]:
             yield self._images.piece(row)
 
-    def records(self) -> Iterator[Record]:
-        """Yield what the chunk list says of each record, in file order."""
-        for row in self._rows:
-            yield self._images.record(row)
-
-    @property
-    def hole_bytes(self) -> int:
-        """Bytes of data in the file."""
-        return sum(record.data_nbytes for record in self.records())
-
 
 class DcpImages:
     """Every record of a checkpoint to be written: where it lies and what it holds.
 
-    `catalog` describes the finished checkpoint: one extent for each record.
+    `catalog` describes the finished checkpoint: one extent for each record. A tensor's rows of the chunk
+    table are in the order of its regions; a file's rows are in the order of the layout's tensors.
     """
 
     def __init__(
@@ -87,13 +72,15 @@ class DcpImages:
             phase: where the source's bytes lie, for alignment.
         """
         self.catalog = Catalog(format="dcp", directory="", encoding="torch-record")
-        self._tensor_of = array("i")
-        self._fqns: list[str] = []
-        self._sources = sources
+        self._entries: list[tuple[str, DType]] = []  # source name and dtype of each tensor
+        self._tensor_of, self._skeleton_of = array("i"), array("i")
+        self._skeletons: list[RecordSkeleton] = []
+        self._holes: dict[str, _TensorHoles] = {}
         rows = [array("i") for _ in range(layout.mesh.num_shards)]
         ends = [0] * layout.mesh.num_shards
+        self.data_nbytes = [0] * layout.mesh.num_shards  # of each image, without the records around it
         for fqn in layout.tensors:
-            self._place(layout, fqn, dtypes[fqn], phase, rows, ends)
+            self._place(layout, fqn, dtypes[fqn], sources[fqn], phase, rows, ends)
         names = [f"__{shard}_0.distcp" for shard in range(layout.mesh.num_shards)]
         self.catalog.files = [SourceFile(name=n, path="", size=e) for n, e in zip(names, ends, strict=True)]
         self.images = [DcpImage(n, e, r, self) for n, e, r in zip(names, ends, rows, strict=True)]
@@ -103,47 +90,76 @@ class DcpImages:
         layout: Layout,
         fqn: str,
         dtype: DType,
+        source: str,
         phase: Phase,
         rows: Sequence[array[int]],
         ends: list[int],
     ) -> None:
-        skeletons: dict[object, RecordSkeleton] = {}
-        tensor, number = layout.tensors[fqn], len(self._fqns)
-        self._fqns.append(fqn)
+        """Append a tensor's records to their files."""
+        numbers: dict[Shape, int] = {}
+        first, num_data_bytes = len(self._tensor_of), 0
+        shards, starts, sizes, regions = list[int](), list[int](), list[int](), list[Region]()
+        for shard, region in layout.owners(fqn):
+            number = numbers.get(region.sizes)
+            if number is None:
+                number = numbers[region.sizes] = len(self._skeletons)
+                self._skeletons.append(record_skeleton(dtype, region.sizes))
+            skeleton, start = self._skeletons[number], ends[shard]
+            if skeleton.data_nbytes >= _ALIGNED_NBYTES:
+                start += ((phase(fqn, region) or 0) - start - len(skeleton.prefix)) % BLOCK
+            ends[shard] = start + skeleton.nbytes
+            num_data_bytes += skeleton.data_nbytes
+            self.data_nbytes[shard] += skeleton.data_nbytes
+            rows[shard].append(first + len(shards))
+            self._skeleton_of.append(number)
+            shards.append(shard)
+            starts.append(start)
+            sizes.append(skeleton.nbytes)
+            regions.append(region)
+        tensor = layout.tensors[fqn]
+        self._tensor_of.extend([len(self._entries)] * len(shards))
+        self._entries.append((source, dtype))
+        self._holes[fqn] = _TensorHoles(
+            source, range(first, first + len(shards)), tuple(numbers), num_data_bytes
+        )
+        self.catalog.add_tensor_columns(fqn, dtype, tensor.shape, shards, starts, sizes, regions)
 
-        def chunks() -> Iterator[tuple[int, int, int, Region]]:
-            for shard, region in layout.owners(fqn):
-                skeleton = skeletons.get(region.sizes)
-                if skeleton is None:
-                    skeleton = skeletons[region.sizes] = record_skeleton(dtype, region.sizes)
-                start = ends[shard]
-                if skeleton.data_nbytes >= _ALIGNED_NBYTES:
-                    start += ((phase(fqn, region) or 0) - start - len(skeleton.prefix)) % BLOCK
-                ends[shard] = start + skeleton.nbytes
-                rows[shard].append(len(self._tensor_of))
-                self._tensor_of.append(number)
-                yield shard, start, skeleton.nbytes, region
+    def __iter__(self) -> Iterator[DcpImage]:
+        return iter(self.images)
 
-        self.catalog.add_tensor(fqn, dtype, tensor.shape, chunks())
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> DcpImage:
+        return self.images[index]
+
+    def tensors(self) -> Iterator[TensorHoles]:
+        """Yield what is known of each tensor's holes together."""
+        for fqn, holes in self._holes.items():
+            yield TensorHoles(fqn, holes.source, holes.sizes, holes.nbytes)
+
+    def holes(self, fqn: str) -> Iterator[tuple[int, Hole]]:
+        """Yield (image index, hole) of every chunk of a stored tensor, in the order of its regions."""
+        for row in self._holes[fqn].rows:
+            yield self.catalog.chunks.file[row], self.piece(row).hole
+
+    def data_places(self, fqn: str) -> Iterator[tuple[int, int]]:
+        """Yield (first byte in the file, bytes) of every chunk's data, in the order of the regions."""
+        for row in self._holes[fqn].rows:
+            skeleton = self._skeletons[self._skeleton_of[row]]
+            yield self.catalog.chunks.start[row] + len(skeleton.prefix), skeleton.data_nbytes
 
     def piece(self, row: int) -> Piece:
         """Return the piece of a row of the chunk table."""
-        fqn, region = self._fqns[self._tensor_of[row]], self.chunks.region(row)
-        dtype = self.catalog.tensors[fqn].dtype
-        skeleton = record_skeleton(dtype, region.sizes)
-        start = self.chunks.start[row]
-        hole = Hole(self._sources[fqn], region, dtype, start + len(skeleton.prefix), skeleton.data_nbytes)
-        return Piece(start, skeleton.prefix, skeleton.prefix_crc, hole, skeleton.suffix_nbytes, skeleton)
+        source, dtype = self._entries[self._tensor_of[row]]
+        skeleton, start = self._skeletons[self._skeleton_of[row]], self.catalog.chunks.start[row]
+        prefix = skeleton.prefix
+        hole = Hole(source, self.catalog.chunks.region(row), dtype, start + len(prefix), skeleton.data_nbytes)
+        return Piece(start, prefix, skeleton.prefix_crc, hole, skeleton.suffix_nbytes, skeleton)
 
-    def record(self, row: int) -> Record:
-        """Return what a row of the chunk table holds."""
-        fqn, region = self._fqns[self._tensor_of[row]], self.chunks.region(row)
-        entry = self.catalog.tensors[fqn]
-        skeleton, start = record_skeleton(entry.dtype, region.sizes), self.chunks.start[row]
-        data = (start + len(skeleton.prefix), skeleton.data_nbytes)
-        return Record(fqn, entry.dtype, entry.shape, region, start, skeleton.nbytes, *data)
 
-    @property
-    def chunks(self) -> ChunkTable:
-        """One row for each record."""
-        return self.catalog.chunks
+class _TensorHoles(NamedTuple):
+    source: str
+    rows: range
+    sizes: tuple[Shape, ...]
+    nbytes: int

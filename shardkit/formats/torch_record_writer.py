@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from shardkit.core.dtypes import DType
@@ -63,14 +64,16 @@ class RecordSkeleton:
     """CRC-32 of `prefix`."""
     data_nbytes: int
     """Bytes of the hole."""
-    suffix_nbytes: int
-    """Bytes after the hole; `suffix()` gives them."""
-    _entries: tuple[_Entry, ...]
+    nbytes: int
+    """Bytes of the whole record."""
+    _suffix: bytes
+    _crc_places: tuple[int, ...]
+    """Where the data's CRC stands in the suffix: in its descriptor, if it has one, and in the directory."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the whole record."""
-        return len(self.prefix) + self.data_nbytes + self.suffix_nbytes
+    def suffix_nbytes(self) -> int:
+        """Bytes after the hole; `suffix()` gives them."""
+        return len(self._suffix)
 
     def suffix(self, data_crc: int) -> bytes:
         """Return the bytes after the data.
@@ -78,37 +81,36 @@ class RecordSkeleton:
         Args:
             data_crc: CRC-32 of the data, or 0 for "not recorded".
         """
-        data = self._entries[-1]
-        entries = [*self._entries[:-1], data._replace(crc=data_crc)]
-        out = bytearray(_descriptor(entries[-1]))
-        base = len(self.prefix) + self.data_nbytes
-        for name, content in (("version", b"3\n"), (".data/serialization_id", _SERIALIZATION_ID)):
-            entries.append(_append_entry(out, base, name, content))
-        _append_directory(out, base, entries)
+        out = bytearray(self._suffix)
+        for place in self._crc_places:
+            out[place : place + 4] = data_crc.to_bytes(4, "little")
         return bytes(out)
 
 
 @lru_cache(maxsize=4096)
 def record_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
     """Return the record of a contiguous tensor of this dtype and shape (elements)."""
-    num_elements = 1
-    for size in shape:
-        num_elements *= size
+    num_elements = prod(shape)
     nbytes = num_elements * dtype.itemsize
-    out = bytearray()
+    head = bytearray()
     entries = [
-        _append_entry(out, 0, "data.pkl", _pickle_tensor(dtype, shape, num_elements)),
-        _append_entry(out, 0, ".format_version", b"1"),
-        _append_entry(out, 0, ".storage_alignment", b"%d" % _ALIGNMENT),
-        _append_entry(out, 0, "byteorder", b"little"),
+        _append_entry(head, 0, "data.pkl", _pickle_tensor(dtype, shape, num_elements)),
+        _append_entry(head, 0, ".format_version", b"1"),
+        _append_entry(head, 0, ".storage_alignment", b"%d" % _ALIGNMENT),
+        _append_entry(head, 0, "byteorder", b"little"),
     ]
-    flags = _UTF8 | (_DESCRIPTOR if nbytes else 0)
-    data = _Entry("archive/data/0", len(out), nbytes, 0, flags)
-    out += _local_header(data)
-    skeleton = RecordSkeleton(bytes(out), crc32(bytes(out)), nbytes, 0, (*entries, data))
-    return RecordSkeleton(
-        skeleton.prefix, skeleton.prefix_crc, nbytes, len(skeleton.suffix(0)), skeleton._entries
-    )
+    data = _Entry("archive/data/0", len(head), nbytes, 0, _UTF8 | (_DESCRIPTOR if nbytes else 0))
+    head += _local_header(data)
+    tail = bytearray(_descriptor(data))
+    places = [4] if tail else []
+    base = len(head) + nbytes
+    entries.append(data)
+    for name, content in (("version", b"3\n"), (".data/serialization_id", _SERIALIZATION_ID)):
+        entries.append(_append_entry(tail, base, name, content))
+    places.append(len(tail) + sum(len(_directory_entry(entry)) for entry in entries[:4]) + 16)
+    _append_directory(tail, base, entries)
+    prefix = bytes(head)
+    return RecordSkeleton(prefix, crc32(prefix), nbytes, base + len(tail), bytes(tail), tuple(places))
 
 
 def _append_entry(out: bytearray, base: int, name: str, content: bytes) -> _Entry:

@@ -149,7 +149,7 @@ def _default_output(label: str, mesh: Mesh) -> str:
 
 def _needed_bytes(job: PreshardJob, *, shares: bool) -> int:
     """Disk that the run takes: all images, or where extents are shared what cannot be shared of them."""
-    chunks = len(job.output.chunks)
+    chunks = len(job.output.catalog.chunks)
     data = chunks * 2 * _DESCRIPTION_BYTES if shares else job.plan.written_bytes
     return data + chunks * _DESCRIPTION_BYTES
 
@@ -157,7 +157,7 @@ def _needed_bytes(job: PreshardJob, *, shares: bool) -> int:
 def _describe(
     job: PreshardJob, source: str, path: str, options: ExecuteOptions, *, dry_run: bool
 ) -> PreshardResult:
-    layout, sizes = job.layout, tuple(image.size for image in job.output.images)
+    layout, sizes = job.layout, tuple(image.size for image in job.output)
     return PreshardResult(
         source=source,
         output=path,

@@ -59,7 +59,7 @@ class PreshardJob:
             "sources": [(f.name, f.size, _modified(f.path)) for f in self.model.catalog.files],
             "identity": self.model.identity,
             "description": self.describe(),
-            "images": [(image.name, image.size) for image in self.plan.images],
+            "images": [(image.name, image.size) for image in self.output],
         }
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -136,7 +136,7 @@ def build_job(
         cast=dtype,
         digest=digest,
         output=output,
-        plan=build_plan(output.images, model.catalog),
+        plan=build_plan(output, model.catalog),
         notes=(*model.catalog.notes, *layout.notes, *notes, *_skipped(model)),
         warnings=warnings,
     )
@@ -196,12 +196,12 @@ def _same_bytes(model: HubModel, a: str, b: str) -> bool:
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     table, left, right = catalog.chunks, bytearray(_COMPARE_BYTES), bytearray(_COMPARE_BYTES)
-    with SourceFiles(catalog.files) as files:
+    with SourceFiles(catalog.files) as files, files.reader() as reader:
         for start in range(0, first.nbytes, _COMPARE_BYTES):
             size = min(_COMPARE_BYTES, first.nbytes - start)
             for entry, buffer in ((first, left), (second, right)):
                 row = entry.first_chunk
-                files.read_into(
+                reader.read_into(
                     table.file[row], memoryview(buffer)[:size], table.start[row] + start, entry.fqn
                 )
             if left[:size] != right[:size]:

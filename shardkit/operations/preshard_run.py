@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from shardkit import manifest
@@ -14,7 +15,6 @@ from shardkit._version import __version__
 from shardkit.core.text import escape
 from shardkit.errors import Interrupted, ResourceError
 from shardkit.formats import chunk_list
-from shardkit.formats.chunk_list import ChunkList, ListedChunk
 from shardkit.formats.dcp_images import DcpImage
 from shardkit.formats.dcp_metadata_writer import write_metadata
 from shardkit.operations.preshard_job import PreshardJob
@@ -76,11 +76,10 @@ def _adopted(path: str, leftovers: list[str], plan_hash: str) -> Staging | None:
 
 
 def _finished(job: PreshardJob, staging: Staging, progress: Progress) -> dict[str, FileDigest]:
-    images = {image.name: image for image in job.output.images}
-    sizes = {image.name: image.size for image in images.values()}
-    finished = read_finished(staging.journal, staging.data, sizes)
-    for name in finished:
-        progress.advance(images[name].hole_bytes)
+    finished = read_finished(staging.journal, staging.data, {image.name: image.size for image in job.output})
+    for number, image in enumerate(job.output):
+        if image.name in finished:
+            progress.advance(job.output.data_nbytes[number])
     return finished
 
 
@@ -116,29 +115,26 @@ def _describe_files(
     jobs: int,
 ) -> None:
     """Write the chunk lists, then the manifest; `.metadata`, which makes it a checkpoint, comes last."""
+    crcs = [digests[image.name].data_crcs for image in job.output]
+    rows, tensor_crcs = _chunk_rows(job, crcs, scattered)
     with _translated(staging.path):
         with ThreadPoolExecutor(jobs) as pool:
-            lists = list(
-                pool.map(
-                    lambda image: _write_chunk_list(job, staging, image, digests[image.name]),
-                    job.output.images,
-                )
-            )
+            lists = list(pool.map(partial(_write_chunk_list, job, staging), job.output, rows))
         temporary = os.path.join(staging.data, METADATA + ".part")
         metadata = _write_metadata(job, temporary)
+        described = job.describe()
+        for fqn, crc in tensor_crcs.items():
+            described["tensors"][fqn]["crc32"] = crc
         content = {
             "format": manifest.FORMAT,
             "tool": {"name": "shardkit", "version": __version__},
             "source": job.model.identity,
-            **job.describe(),
+            **described,
             "files": [
-                _file_entry(digests[i.name], entry) for i, entry in zip(job.output.images, lists, strict=True)
+                _file_entry(digests[i.name], entry) for i, entry in zip(job.output, lists, strict=True)
             ],
             "metadata": metadata,
         }
-        if job.digest != "none":
-            for fqn, crc in _tensor_digests(job, digests, scattered).items():
-                content["tensors"][fqn]["crc32"] = crc
         _write_synced(os.path.join(staging.data, manifest.NAME), manifest.dump(content))
         os.rename(temporary, os.path.join(staging.data, METADATA))
 
@@ -147,19 +143,38 @@ def _file_entry(digest: FileDigest, chunks: dict[str, Any]) -> dict[str, Any]:
     return {"name": digest.name, "size": digest.size, "crc32": digest.crc32, "chunks": chunks}
 
 
+def _chunk_rows(
+    job: PreshardJob, crcs: Sequence[Sequence[int]], scattered: Mapping[str, int]
+) -> tuple[list[list[str]], dict[str, int]]:
+    """Return the chunk list lines of every file, and the CRC-32 of every tensor's logical bytes.
+
+    A tensor whose chunks are neighbours in row-major order has the combination of theirs; one that was
+    scattered had its digest taken on the source's side, where it is contiguous.
+    """
+    output, lines = job.output, list[list[str]]([] for _ in job.output)
+    tensor_crcs: dict[str, int] = {}
+    for fqn, entry in output.catalog.tensors.items():
+        table, rows = output.catalog.chunks, entry.chunk_ids
+        head = chunk_list.line_head(fqn, entry.dtype, entry.shape)
+        pieces: list[tuple[int, int]] = []
+        for row, region, (start, nbytes) in zip(
+            rows, table.regions(rows), output.data_places(fqn), strict=True
+        ):
+            file = table.file[row]
+            crc = crcs[file][len(lines[file])] if crcs[file] else None
+            places = (table.start[row], table.nbytes[row], start, nbytes)
+            lines[file].append(chunk_list.line(head, region, places, crc))
+            pieces.append((crc or 0, nbytes))
+        if job.digest != "none":
+            source = job.sources[fqn]
+            tensor_crcs[fqn] = scattered[source] if source in scattered else combine(pieces)
+    return lines, tensor_crcs
+
+
 def _write_chunk_list(
-    job: PreshardJob, staging: Staging, image: DcpImage, digest: FileDigest
+    job: PreshardJob, staging: Staging, image: DcpImage, lines: list[str]
 ) -> dict[str, Any]:
-    crcs = digest.data_crcs or (None,) * len(image)
-    chunks = [
-        ListedChunk(fqn, dtype, shape, region, start, nbytes, data_start, data_nbytes, crc)
-        for (fqn, dtype, shape, region, start, nbytes, data_start, data_nbytes), crc in zip(
-            image.records(), crcs, strict=True
-        )
-    ]
-    present = {chunk.fqn for chunk in chunks}
-    aliases = {fqn: names for fqn, names in job.aliases.items() if fqn in present}
-    data = chunk_list.dump(ChunkList(image.name, image.size, aliases, tuple(chunks)))
+    data = chunk_list.dump(image.name, image.size, job.aliases, lines)
     name = chunk_list.name_for(image.name)
     _write_synced(os.path.join(staging.data, name), data)
     return {"name": name, "size": len(data), "crc32": crc32(data)}
@@ -181,27 +196,3 @@ def _write_synced(path: str, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _tensor_digests(
-    job: PreshardJob, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]
-) -> dict[str, int]:
-    """Return the CRC-32 of every tensor's logical bytes.
-
-    A tensor whose chunks are neighbours in row-major order has the combination of theirs; one that was
-    scattered had its digest taken on the source's side, where it is contiguous.
-    """
-    found: dict[str, int] = {}
-    pieces: dict[str, list[tuple[tuple[int, ...], int, int]]] = {}
-    for image in job.output.images:
-        crcs = digests[image.name].data_crcs
-        for (fqn, _, _, region, _, _, _, nbytes), crc in zip(image.records(), crcs, strict=True):
-            if nbytes:
-                pieces.setdefault(fqn, []).append((region.offsets, crc, nbytes))
-    for fqn in job.layout.tensors:
-        source = job.sources[fqn]
-        if source in scattered:
-            found[fqn] = scattered[source]
-        else:
-            found[fqn] = combine((crc, nbytes) for _, crc, nbytes in sorted(pieces.get(fqn, ())))
-    return found

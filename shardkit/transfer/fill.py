@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardkit.core.dtypes import DType
 from shardkit.transfer.convert import Converter
 from shardkit.transfer.digest import combine, crc32, crc32_combine, zeros
-from shardkit.transfer.images import Hole, Image
+from shardkit.transfer.images import Hole, Image, Piece
 from shardkit.transfer.plan import Move, Task, TransferPlan, stream_moves
 from shardkit.transfer.reflink import BLOCK, clone_range, shared_part
 from shardkit.transfer.sources import SourceFiles
@@ -52,6 +52,7 @@ class Filler:
         advance: Callable[[int], None],
     ) -> None:
         self._plan, self._sources = plan, sources
+        self._reader = sources.reader()
         self._digests, self._share = digests, share_extents
         self._check, self._advance = check, advance
         self._buffer, self._raw = bytearray(buffer_bytes), bytearray()
@@ -61,22 +62,27 @@ class Filler:
     def write(self, task: Task, image: Image, fd: int) -> Stretch:
         """Write the pieces of a task into an open image."""
         self._fd = fd
-        start = next(iter(image.pieces(task.start, task.start + 1))).start
-        stream = Stream(fd, image.name, start, self._buffer)
-        stretch = Stretch()
-        for piece in image.pieces(task.start, task.stop):
-            stream.gap_to(piece.start)
-            stream.put(piece.prefix)
-            crc = self._fill(stream, piece.hole)
-            suffix = piece.tail.suffix(crc)
-            stream.put(suffix)
-            if self._digests:
-                stretch.segments.append((piece.start, len(piece.prefix), piece.prefix_crc))
-                stretch.segments.append((piece.hole.start, piece.hole.nbytes, crc))
-                stretch.segments.append((piece.hole.start + piece.hole.nbytes, len(suffix), crc32(suffix)))
-                stretch.data_crcs.append(crc)
-        stream.flush()
+        stretch, stream = Stretch(), Stream(fd, image.name, 0, self._buffer)
+        with self._reader:
+            for piece in image.pieces(task.start, task.stop):
+                self._write_piece(piece, stream, stretch)
+            stream.flush()
         return stretch
+
+    def _write_piece(self, piece: Piece, stream: Stream, stretch: Stretch) -> None:
+        stream.gap_to(piece.start)
+        stream.put(piece.prefix)
+        crc = self._fill(stream, piece.hole)
+        suffix = piece.tail.suffix(crc)
+        stream.put(suffix)
+        if self._digests:
+            start, nbytes = piece.hole.start, piece.hole.nbytes
+            stretch.segments += (
+                (piece.start, len(piece.prefix), piece.prefix_crc),
+                (start, nbytes, crc),
+                (start + nbytes, len(suffix), crc32(suffix)),
+            )
+            stretch.data_crcs.append(crc)
 
     def _fill(self, stream: Stream, hole: Hole) -> int:
         """Fill the hole at the stream's position; return the CRC-32 of its bytes, 0 without digests."""
@@ -89,10 +95,11 @@ class Filler:
         for move in moves:
             if source is not hole.dtype:
                 crc = self._convert(stream, move, hole, source, crc)
-            elif self._is_cloned(move, stream.position):
+            elif self._share and self._is_cloned(move, stream.position):
                 crc = self._clone(stream, move, hole, crc)
             else:
                 crc = self._copy(stream, move.file, move.start, move.nbytes, hole, crc)
+        self._advance(hole.nbytes)
         return crc
 
     def _copy(self, stream: Stream, file: int, start: int, nbytes: int, hole: Hole, crc: int) -> int:
@@ -100,10 +107,10 @@ class Filler:
         while done < nbytes:
             self._check()
             part = stream.room(nbytes - done)
-            self._sources.read_into(file, part, start + done, hole.fqn)
-            crc = crc32(part, crc) if self._digests else 0
+            self._reader.read_into(file, part, start + done, hole.fqn)
+            if self._digests:
+                crc = crc32(part, crc)
             done += len(part)
-            self._advance(len(part))
         return crc
 
     def _convert(self, stream: Stream, move: Move, hole: Hole, source: DType, crc: int) -> int:
@@ -119,18 +126,16 @@ class Filler:
             self._check()
             count = min(total - done, most)
             raw = memoryview(self._raw)[: count * wide]
-            self._sources.read_into(move.file, raw, move.start + done * wide, hole.fqn)
+            self._reader.read_into(move.file, raw, move.start + done * wide, hole.fqn)
             part = stream.whole_room(count * narrow)
             converter(raw, part)
             crc = crc32(part, crc) if self._digests else 0
             done += count
-            self._advance(len(part))
         return crc
 
     def _is_cloned(self, move: Move, position: int) -> bool:
         return (
-            self._share
-            and move.nbytes >= _MIN_CLONED
+            move.nbytes >= _MIN_CLONED
             and (move.start - position) % BLOCK == 0
             and not self._sources.is_decoded(move.file)
         )
@@ -142,17 +147,16 @@ class Filler:
         crc = self._copy(stream, move.file, move.start, head, hole, crc)
         stream.flush()
         try:
-            with self._sources.descriptor(move.file) as source_fd:
-                clone_range(source_fd, move.start + head, self._fd, stream.position, body)
+            clone_range(
+                self._reader.descriptor(move.file), move.start + head, self._fd, stream.position, body
+            )
         except OSError:  # tried before the run, yet this range cannot: quota, limits on sharing, ...
             self._share = False
             return self._copy(stream, move.file, move.start + head, move.nbytes - head, hole, crc)
         stream.step_over(body)
         if self._digests:
-            with self._sources.descriptor(move.file) as source_fd:
-                seen = read_back(source_fd, move.start + head, body, self._buffer)
+            seen = read_back(self._reader.descriptor(move.file), move.start + head, body, self._buffer)
             crc = crc32_combine(crc, seen, body)
-        self._advance(body)
         return self._copy(stream, move.file, move.start + tail, move.nbytes - tail, hole, crc)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region
+from shardkit.core.regions import Region, Shape
 
 
 class Hole(NamedTuple):
@@ -71,6 +71,47 @@ class Image(Protocol):
         """Number of pieces."""
         ...
 
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Yield the first byte and the end of every piece, cheaper than the pieces themselves."""
+        ...
+
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Yield pieces `start .. stop` in file order."""
+        ...
+
+
+class TensorHoles(NamedTuple):
+    """The holes of one stored tensor, taken together."""
+
+    fqn: str
+    """The stored name."""
+    source: str
+    """The name in the source catalog."""
+    sizes: tuple[Shape, ...]
+    """The distinct sizes of its regions, in elements."""
+    nbytes: int
+    """Bytes of all its holes."""
+
+
+class ImageSet(Protocol):
+    """The files of one output."""
+
+    def __len__(self) -> int:
+        """Number of images."""
+        ...
+
+    def __iter__(self) -> Iterator[Image]:
+        """Yield the images."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Image:
+        """Return an image."""
+        ...
+
+    def tensors(self) -> Iterator[TensorHoles]:
+        """Yield every stored tensor."""
+        ...
+
+    def holes(self, fqn: str, /) -> Iterator[tuple[int, Hole]]:
+        """Yield (image index, hole) of every hole of a stored tensor."""
         ...

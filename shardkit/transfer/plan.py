@@ -7,14 +7,13 @@ source is walked once, block by block, and every block's part is put into each h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.regions import Region, flat_offset, intersect, is_contiguous, relative_to
-from shardkit.core.text import escape
-from shardkit.transfer.images import Hole, Image
+from shardkit.transfer.images import Hole, Image, ImageSet, TensorHoles
 
 _TASK_NBYTES = 128 << 20  # a thread's share of one image: small enough to balance, large enough to matter
 
@@ -45,7 +44,7 @@ class Task(NamedTuple):
 class TransferPlan:
     """What is to be moved."""
 
-    images: Sequence[Image]
+    images: ImageSet
     catalog: Catalog
     tasks: tuple[Task, ...]
     scattered: dict[str, tuple[tuple[int, Hole], ...]]
@@ -99,36 +98,43 @@ def _overlaps(region: Region, entry: TensorEntry, catalog: Catalog) -> Iterator[
             yield chunk, region, held
 
 
-def build_plan(images: Sequence[Image], catalog: Catalog) -> TransferPlan:
+def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
     """Return what it takes to fill every hole of `images` from `catalog`.
 
     Every hole names a tensor of the catalog and lies inside it; whoever made the images saw to that.
     """
-    tasks: list[Task] = []
     scattered: dict[str, list[tuple[int, Hole]]] = {}
     read_bytes = hole_bytes = 0
-    for number, image in enumerate(images):
-        first, begin = 0, 0
-        for index, piece in enumerate(image.pieces(0, len(image))):
-            hole = piece.hole
-            entry = catalog.tensors.get(hole.fqn)
-            assert entry is not None, f"no source for {escape(hole.fqn)}"
-            hole_bytes += hole.nbytes
-            if stream_moves(hole, catalog) is None:
-                scattered.setdefault(hole.fqn, []).append((number, hole))
-            else:
-                read_bytes += hole.region.num_elements * entry.dtype.itemsize
-            if piece.stop - begin >= _TASK_NBYTES:
-                tasks.append(Task(number, first, index + 1, piece.stop - begin))
-                first, begin = index + 1, piece.stop
-        if first < len(image):
-            tasks.append(Task(number, first, len(image), image.size - begin))
+    for holes in images.tensors():
+        entry = catalog.tensors[holes.source]
+        hole_bytes += holes.nbytes
+        read_bytes += entry.nbytes
+        if not _all_streamed(holes, entry, images, catalog):
+            left = [(n, hole) for n, hole in images.holes(holes.fqn) if stream_moves(hole, catalog) is None]
+            scattered.setdefault(holes.source, []).extend(left)
     return TransferPlan(
         images=images,
         catalog=catalog,
-        tasks=tuple(tasks),
-        scattered={fqn: tuple(holes) for fqn, holes in scattered.items()},
-        read_bytes=read_bytes + sum(catalog.tensors[fqn].nbytes for fqn in scattered),
+        tasks=tuple(task for number, image in enumerate(images) for task in _tasks(number, image)),
+        scattered={fqn: tuple(found) for fqn, found in scattered.items()},
+        read_bytes=read_bytes,
         written_bytes=sum(image.size for image in images),
         hole_bytes=hole_bytes,
     )
+
+
+def _all_streamed(holes: TensorHoles, entry: TensorEntry, images: ImageSet, catalog: Catalog) -> bool:
+    if entry.num_chunks == 1:  # then only a region's sizes matter, and they are few
+        return all(is_contiguous(Region((0,) * len(sizes), sizes), entry.shape) for sizes in holes.sizes)
+    return all(stream_moves(hole, catalog) is not None for _, hole in images.holes(holes.fqn))
+
+
+def _tasks(number: int, image: Image) -> Iterator[Task]:
+    """Cut an image into stretches of about _TASK_NBYTES, at piece boundaries."""
+    first = begin = 0
+    for index, (_, stop) in enumerate(image.spans()):
+        if stop - begin >= _TASK_NBYTES:
+            yield Task(number, first, index + 1, stop - begin)
+            first, begin = index + 1, stop
+    if first < len(image):
+        yield Task(number, first, len(image), image.size - begin)

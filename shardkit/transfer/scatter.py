@@ -79,7 +79,8 @@ class Scatter:
         itemsize, table = entry.dtype.itemsize, self._catalog.chunks
         band = bytearray(block.num_elements * itemsize)
         start = table.start[chunk] + flat_offset(block.offsets, region.sizes) * itemsize
-        self._sources.read_into(table.file[chunk], memoryview(band), start, entry.fqn)
+        with self._sources.reader() as reader:
+            reader.read_into(table.file[chunk], memoryview(band), start, entry.fqn)
         return band
 
     def _deal_out(self, band: bytearray, block: Region, holes: Sequence[tuple[int, Hole]]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from shardkit.core.catalog import SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 
 _MAX_IDLE = 32  # well inside the smallest usual limit on open files
+_MAX_BORROWED = 8  # by one reader
 
 
 class SourceFiles:
@@ -41,41 +41,16 @@ class SourceFiles:
         """True for bytes that lie in no file as they are."""
         return self._files[file].decode is not None
 
-    def read_into(self, file: int, buffer: memoryview, start: int, fqn: str) -> None:
-        """Fill `buffer` from byte `start` of a file.
+    def reader(self) -> Reader:
+        """Return a reader for one thread; `release` it when the thread's stretch is done."""
+        return Reader(self)
 
-        Raises:
-            IntegrityError: the file ends before that, or is not the one that was looked at.
-            ResourceError: the system cannot read it.
-        """
-        if self.is_decoded(file):
-            content = self._decoded_bytes(file)
-            buffer[:] = content[start : start + len(buffer)]
-            return
-        with self.descriptor(file) as fd:
-            done = 0
-            while done < len(buffer):
-                count = self._pread(fd, buffer[done:], start + done, file, fqn)
-                if count == 0:
-                    name = escape(self._files[file].name)
-                    raise IntegrityError(
-                        f"{name} ends at byte {start + done} while {escape(fqn)} is read from it, which needs {len(buffer) - done} more",
-                        hint="the file changed during the run; start again once it is complete",
-                    )
-                done += count
+    def name(self, file: int) -> str:
+        """Return a file's name, safe to print."""
+        return escape(self._files[file].name)
 
-    def _pread(self, fd: int, buffer: memoryview, start: int, file: int, fqn: str) -> int:
-        try:
-            return os.preadv(fd, [buffer], start)
-        except OSError as error:
-            name = escape(self._files[file].name)
-            raise ResourceError(
-                f"cannot read {name} at byte {start} for {escape(fqn)}: {error.strerror}"
-            ) from error
-
-    @contextmanager
-    def descriptor(self, file: int) -> Iterator[int]:
-        """Lend an open descriptor of a file on disk."""
+    def borrow(self, file: int) -> int:
+        """Lend an open descriptor of a file on disk, until `give_back`."""
         with self._lock:
             fd = self._open.pop(file, -1)
             if fd < 0:
@@ -83,11 +58,12 @@ class SourceFiles:
                 fd = self._open_checked(file)
             self._open[file] = fd  # last is most recently used
             self._users[file] = self._users.get(file, 0) + 1
-        try:
-            yield fd
-        finally:
-            with self._lock:
-                self._users[file] -= 1
+            return fd
+
+    def give_back(self, file: int) -> None:
+        """End a loan."""
+        with self._lock:
+            self._users[file] -= 1
 
     def _close_idle(self) -> None:
         idle = [file for file in self._open if not self._users.get(file)]
@@ -107,7 +83,8 @@ class SourceFiles:
             raise _changed([source.name])
         return fd
 
-    def _decoded_bytes(self, file: int) -> memoryview:
+    def decoded(self, file: int) -> memoryview:
+        """Return the bytes of a file that has to be decoded."""
         with self._lock:
             content = self._decoded.get(file)
             if content is None:
@@ -134,6 +111,60 @@ class SourceFiles:
                 changed.append(self._files[file].name)
         if changed:
             raise _changed(changed)
+
+
+class Reader:
+    """Reads source files for one thread, keeping what it reads from open in between."""
+
+    def __init__(self, sources: SourceFiles) -> None:
+        self._sources = sources
+        self._borrowed: dict[int, int] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let others have the descriptors."""
+        for file in self._borrowed:
+            self._sources.give_back(file)
+        self._borrowed.clear()
+
+    def descriptor(self, file: int) -> int:
+        """Return an open descriptor of a file on disk."""
+        fd = self._borrowed.get(file)
+        if fd is None:
+            if len(self._borrowed) >= _MAX_BORROWED:
+                self.release()
+            fd = self._borrowed[file] = self._sources.borrow(file)
+        return fd
+
+    def read_into(self, file: int, buffer: memoryview, start: int, fqn: str) -> None:
+        """Fill `buffer` from byte `start` of a file, for tensor `fqn`.
+
+        Raises:
+            IntegrityError: the file ends before that, or is not the one that was looked at.
+            ResourceError: the system cannot read it.
+        """
+        if self._sources.is_decoded(file):
+            buffer[:] = self._sources.decoded(file)[start : start + len(buffer)]
+            return
+        fd, done, size = self.descriptor(file), 0, len(buffer)
+        while done < size:
+            try:
+                count = os.preadv(fd, [buffer[done:]], start + done)
+            except OSError as error:
+                where = f"{self._sources.name(file)} at byte {start + done} for {escape(fqn)}"
+                raise ResourceError(f"cannot read {where}: {error.strerror}") from error
+            if count == 0:
+                raise IntegrityError(
+                    f"{self._sources.name(file)} ends at byte {start + done} while {escape(fqn)} is read from it, "
+                    f"which needs {size - done} more",
+                    hint="the file changed during the run; start again once it is complete",
+                )
+            done += count
 
 
 def _changed(names: Sequence[str]) -> IntegrityError:

@@ -56,6 +56,11 @@ class Stream:
 
     def put(self, data: bytes) -> None:
         """Append literal bytes."""
+        used = self._used
+        if used + len(data) <= len(self._view):  # nearly always: literals are small
+            self._view[used : used + len(data)] = data
+            self._used += len(data)
+            return
         done = 0
         while done < len(data):
             part = self.room(len(data) - done)

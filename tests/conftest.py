@@ -1,0 +1,34 @@
+"""Tiny checkpoints for the tests, and what a layout means spelt out in plain numpy."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Tests never look anything up on the network, whatever the machine's settings are.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def make_hub(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes a Hub directory: `make_hub({"a": tensor}, config=..., name="model")`."""
+
+    def make(
+        tensors: Mapping[str, Any], *, config: Mapping[str, Any] | None = None, name: str = "model"
+    ) -> Path:
+        from safetensors.torch import save_file
+
+        directory = tmp_path / name
+        directory.mkdir()
+        contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
+        if config is not None:
+            (directory / "config.json").write_text(json.dumps(config))
+        return directory
+
+    return make

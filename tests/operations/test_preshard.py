@@ -1,0 +1,279 @@
+"""preshard through its Python API: values, ties, casts, digests, destinations. Declared layouts, no processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import shardkit
+from shardkit import manifest
+from shardkit.errors import ResourceError, UsageError
+from shardkit.formats import chunk_list
+from shardkit.transfer.digest import crc32
+
+MakeHub = Callable[..., Path]
+CAUSAL = {"architectures": ["TinyForCausalLM"]}  # no model_type: declared, without a child process
+
+
+def loaded(directory: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Load with stock DCP into fresh tensors."""
+    state = {name: torch.empty_like(tensor) for name, tensor in like.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it loads in a single process, as asked
+        dcp.load(state, checkpoint_id=directory, no_dist=True)
+    return state
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def assert_bit_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert raw(found[name]) == raw(tensor), name
+
+
+def every_kind() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    bits = torch.randint(0, 255, (6, 5), dtype=torch.uint8)
+    return {
+        "model.embed.weight": torch.randn(1001, 16).bfloat16(),
+        "model.layers.0.weight": torch.randn(70, 33),
+        "model.layers.1.weight": torch.randn(3, 4, 5, dtype=torch.float64),
+        "model.layers.1.odd": torch.randn(7).half(),
+        "complex": torch.randn(5, 2, dtype=torch.complex64),
+        "fp8": bits.view(torch.float8_e4m3fn),
+        "int64": torch.arange(9).reshape(3, 3),
+        "uint16": torch.arange(4).to(torch.uint16),
+        "bool": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(2.5),
+        "int_scalar": torch.tensor(7),
+        "empty": torch.zeros(0, 4),
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
+def test_stock_load_gives_every_bit_back(world_size: int, make_hub: MakeHub, tmp_path: Path) -> None:
+    tensors = every_kind()
+    result = shardkit.preshard(
+        str(make_hub(tensors)), str(tmp_path / "out"), world_size=world_size, wrap="none"
+    )
+    assert result.num_files == world_size
+    assert_bit_equal(loaded(tmp_path / "out", tensors), tensors)
+
+
+def test_digests_are_those_of_the_bytes(make_hub: MakeHub, tmp_path: Path) -> None:
+    tensors, out = every_kind(), tmp_path / "out"
+    shardkit.preshard(str(make_hub(tensors)), str(out), world_size=3, wrap="none")
+    content = manifest.read(str(out))
+    assert content is not None
+    for name, tensor in tensors.items():
+        assert content["tensors"][name]["crc32"] == crc32(raw(tensor)), name
+    for file in (*content["files"], *(f["chunks"] for f in content["files"]), content["metadata"]):
+        data = (out / file["name"]).read_bytes()
+        assert (len(data), crc32(data)) == (file["size"], file["crc32"]), file["name"]
+    for file in content["files"]:
+        listed = chunk_list.read(str(out), file["name"])
+        data = (out / file["name"]).read_bytes()
+        for chunk in listed.chunks:
+            assert crc32(data[chunk.data_start : chunk.data_start + chunk.data_nbytes]) == chunk.crc32
+            record = tmp_path / "record"
+            record.write_bytes(data[chunk.record_start : chunk.record_start + chunk.record_nbytes])
+            with zipfile.ZipFile(record) as archive:
+                assert archive.testzip() is None
+
+
+def test_digests_do_not_depend_on_the_layout(make_hub: MakeHub, tmp_path: Path) -> None:
+    source, found = str(make_hub(every_kind())), []
+    for world_size in (1, 2, 5):
+        out = str(tmp_path / str(world_size))
+        shardkit.preshard(source, out, world_size=world_size, wrap="none")
+        content = manifest.read(out)
+        assert content is not None
+        found.append({name: tensor["crc32"] for name, tensor in content["tensors"].items()})
+    assert found[0] == found[1] == found[2]
+
+
+def test_without_digests_records_say_not_recorded(make_hub: MakeHub, tmp_path: Path) -> None:
+    tensors, out = every_kind(), tmp_path / "out"
+    shardkit.preshard(str(make_hub(tensors)), str(out), world_size=2, wrap="none", digest="none")
+    assert_bit_equal(loaded(out, tensors), tensors)
+    listed = chunk_list.read(str(out), "__0_0.distcp")
+    data = (out / "__0_0.distcp").read_bytes()
+    chunk = listed.chunks[0]
+    (tmp_path / "record").write_bytes(data[chunk.record_start : chunk.record_start + chunk.record_nbytes])
+    with zipfile.ZipFile(tmp_path / "record") as archive:
+        assert archive.getinfo("archive/data/0").CRC == 0
+    content = manifest.read(str(out))
+    assert content is not None
+    assert "crc32" not in content["tensors"]["scalar"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_casts_round_as_torch_and_leave_the_rest(
+    name: str, dtype: torch.dtype, make_hub: MakeHub, tmp_path: Path
+) -> None:
+    tensors, out = every_kind(), tmp_path / "out"
+    result = shardkit.preshard(str(make_hub(tensors)), str(out), world_size=3, wrap="none", dtype=name)
+    floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    expected = {k: t.to(dtype) if t.dtype in floats else t for k, t in tensors.items()}
+    assert_bit_equal(loaded(out, expected), expected)
+    assert any("fp8" in note for note in result.notes)
+
+
+def test_a_cast_tensor_larger_than_the_memory(make_hub: MakeHub, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {"w": torch.randn(3000, 1024)}
+    out = tmp_path / "out"
+    result = shardkit.preshard(
+        str(make_hub(tensors)), str(out), world_size=1, wrap="none", dtype="bf16", max_memory="2MiB", jobs=1
+    )
+    assert result.peak_memory_bytes < tensors["w"].nbytes
+    expected = {"w": tensors["w"].bfloat16()}
+    assert_bit_equal(loaded(out, expected), expected)
+
+
+class TestTies:
+    """One parameter under two names."""
+
+    EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+    def config(self) -> dict[str, Any]:
+        return {**CAUSAL, "tie_word_embeddings": True}
+
+    def test_a_name_that_is_not_in_the_file_points_at_the_same_record(
+        self, make_hub: MakeHub, tmp_path: Path
+    ) -> None:
+        embed = torch.randn(11, 4)
+        source = make_hub({self.EMBED: embed}, config=self.config())
+        result = shardkit.preshard(str(source), str(tmp_path / "out"), world_size=2, wrap="none")
+        assert result.ties == ((self.EMBED, self.HEAD),)
+        both = {self.EMBED: embed, self.HEAD: embed}
+        assert_bit_equal(loaded(tmp_path / "out", both), both)
+        assert len(chunk_list.read(str(tmp_path / "out"), "__0_0.distcp").chunks) == 1
+
+    def test_equal_copies_are_stored_once(self, make_hub: MakeHub, tmp_path: Path) -> None:
+        embed = torch.randn(11, 4)
+        both = {self.EMBED: embed, self.HEAD: embed.clone()}
+        result = shardkit.preshard(
+            str(make_hub(both, config=self.config())), str(tmp_path / "out"), world_size=2
+        )
+        assert (result.num_tensors, result.warnings) == (1, ())
+        assert_bit_equal(loaded(tmp_path / "out", both), both)
+
+    def test_copies_that_differ_are_both_kept_with_a_warning(self, make_hub: MakeHub, tmp_path: Path) -> None:
+        both = {self.EMBED: torch.randn(11, 4), self.HEAD: torch.randn(11, 4)}
+        result = shardkit.preshard(
+            str(make_hub(both, config=self.config())), str(tmp_path / "out"), world_size=2
+        )
+        assert (result.num_tensors, result.ties) == (2, ())
+        assert self.HEAD in result.warnings[0]
+        assert_bit_equal(loaded(tmp_path / "out", both), both)
+
+
+class TestDestination:
+    """What may be written, and where."""
+
+    @pytest.fixture
+    def source(self, make_hub: MakeHub) -> str:
+        return str(make_hub({"w": torch.arange(8.0)}))
+
+    def test_an_existing_destination_is_left_alone(self, source: str, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        with pytest.raises(UsageError, match="exists"):
+            shardkit.preshard(source, str(tmp_path / "out"), world_size=1)
+        assert not list((tmp_path / "out").iterdir())
+
+    def test_overwrite_replaces_a_checkpoint_whole(self, source: str, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        shardkit.preshard(source, str(out), world_size=3, wrap="none")
+        shardkit.preshard(source, str(out), world_size=1, wrap="none", overwrite=True)
+        assert sorted(p.name for p in out.iterdir()) == [
+            ".metadata",
+            "__0_0.chunks.json",
+            "__0_0.distcp",
+            "shardkit.json",
+        ]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
+
+    def test_overwrite_never_replaces_anything_else(self, source: str, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.tex").touch()
+        with pytest.raises(UsageError, match="not a sharded checkpoint"):
+            shardkit.preshard(source, str(tmp_path / "out"), world_size=1, overwrite=True)
+        assert (tmp_path / "out" / "thesis.tex").exists()
+
+    @pytest.mark.parametrize("place", ["", "inside", ".."])
+    def test_the_source_is_never_written(self, place: str, source: str) -> None:
+        with pytest.raises(UsageError):
+            shardkit.preshard(source, os.path.join(source, place), world_size=1, overwrite=True)
+
+    def test_a_missing_parent_is_named(self, source: str, tmp_path: Path) -> None:
+        with pytest.raises(ResourceError, match="does not exist"):
+            shardkit.preshard(source, str(tmp_path / "no" / "out"), world_size=1)
+
+    def test_a_link_is_not_written_through(self, source: str, tmp_path: Path) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "out").symlink_to("elsewhere")
+        with pytest.raises(UsageError, match="symbolic link"):
+            shardkit.preshard(source, str(tmp_path / "out"), world_size=1, overwrite=True)
+
+    def test_a_dry_run_writes_nothing(self, source: str, tmp_path: Path) -> None:
+        result = shardkit.preshard(source, str(tmp_path / "out"), world_size=2, wrap="none", dry_run=True)
+        assert result.dry_run
+        assert result.written_bytes == sum(result.file_bytes) > 0
+        assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+    def test_too_little_space_is_known_before_the_first_byte(
+        self, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        usage = type("usage", (), {"free": 100})
+        monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+        with pytest.raises(ResourceError, match="No space left"):
+            shardkit.preshard(source, str(tmp_path / "out"), world_size=1, wrap="none")
+        assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+    def test_the_umask_decides_the_modes(self, source: str, tmp_path: Path) -> None:
+        old = os.umask(0o027)
+        try:
+            shardkit.preshard(source, str(tmp_path / "out"), world_size=1, wrap="none")
+        finally:
+            os.umask(old)
+        assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+        assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").iterdir()} == {0o640}
+
+
+def test_equal_input_gives_equal_bytes_wherever_it_lies(make_hub: MakeHub, tmp_path: Path) -> None:
+    tensors, found = every_kind(), []
+    for name in ("one", "two"):
+        out = tmp_path / f"{name}-out"
+        shardkit.preshard(
+            str(make_hub(tensors, name=name)), str(out), world_size=2, wrap="none", jobs=1 + len(name) % 2
+        )
+        found.append({p.name: p.read_bytes() for p in out.iterdir()})
+    assert found[0] == found[1]
+    assert str(tmp_path).encode() not in b"".join(found[0].values())
+
+
+def test_the_manifest_says_what_was_done(make_hub: MakeHub, tmp_path: Path) -> None:
+    shardkit.preshard(str(make_hub(every_kind())), str(tmp_path / "out"), mesh="dp_replicate=2,dp_shard=3")
+    content = json.loads((tmp_path / "out" / "shardkit.json").read_text())
+    assert content["mesh"]["world_size"] == 6
+    assert [file["name"] for file in content["files"]] == [f"__{shard}_0.distcp" for shard in range(3)]
+    assert content["tensors"]["model.embed.weight"]["placements"] == ["R", "S(0)"]
+    assert [unit["path"] for unit in content["units"]] == ["", "model.layers.0", "model.layers.1"]

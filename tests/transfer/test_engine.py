@@ -1,0 +1,195 @@
+"""The engine against numpy: any placement, any dtype, any buffer size puts the right bytes in place."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.mesh import Axis, Mesh, Placement
+from shardkit.core.regions import Region, Shape, full_region
+from shardkit.errors import IntegrityError, ResourceError
+from shardkit.formats.dcp_images import DcpImages
+from shardkit.layout.layout import Layout, TensorLayout, Unit
+from shardkit.transfer.digest import crc32
+from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.plan import TransferPlan, build_plan
+from shardkit.transfer.progress import NoProgress
+
+Tensors = dict[str, tuple[DType, Shape, int | None]]
+"""For each tensor: dtype, shape, and the dim that is cut (None where it is replicated)."""
+
+
+def source(directory: Path, tensors: Tensors, pad: int) -> tuple[Catalog, dict[str, bytes]]:
+    """Put random bytes for all tensors into one file, `pad` bytes apart."""
+    random, data, content = numpy.random.default_rng(0), {}, bytearray()
+    catalog = Catalog(format="safetensors", directory=str(directory))
+    for fqn, (dtype, shape, _) in tensors.items():
+        content += bytes(pad)
+        data[fqn] = random.bytes(prod(shape) * dtype.itemsize)
+        catalog.add_tensor(fqn, dtype, shape, iter([(0, len(content), len(data[fqn]), full_region(shape))]))
+        content += data[fqn]
+    path = directory / "source.bin"
+    path.write_bytes(content)
+    catalog.files.append(SourceFile(name="source.bin", path=str(path), size=len(content)))
+    return catalog, data
+
+
+def planned(catalog: Catalog, tensors: Tensors, num_shards: int) -> tuple[DcpImages, TransferPlan]:
+    layout = Layout(
+        origin="declared",
+        mesh=Mesh((Axis("dp_shard", num_shards, "shard"),)),
+        units=(Unit(path="", class_name=None),),
+        tensors={
+            fqn: TensorLayout(fqn=fqn, shape=shape, placements=(Placement(dim),), unit=0)
+            for fqn, (_, shape, dim) in tensors.items()
+        },
+    )
+    dtypes = {fqn: dtype for fqn, (dtype, _, _) in tensors.items()}
+    images = DcpImages(layout, dtypes, {fqn: fqn for fqn in tensors}, lambda fqn, region: None)
+    return images, build_plan(images, catalog)
+
+
+def run(plan: TransferPlan, directory: Path, **options: int) -> dict[str, FileDigest]:
+    finished: list[FileDigest] = []
+    execution = Execution(
+        plan,
+        str(directory),
+        ExecuteOptions(**options),  # type: ignore[arg-type]
+        finished={},
+        on_finished=finished.append,
+        progress=NoProgress(),
+    )
+    digests, _ = execution.run()
+    assert {digest.name for digest in finished} == set(digests)
+    return digests
+
+
+def stored(images: DcpImages, directory: Path, fqn: str) -> list[tuple[Region, bytes]]:
+    entry, table = images.catalog.tensors[fqn], images.catalog.chunks
+    found = []
+    for row, (start, nbytes) in zip(entry.chunk_ids, images.data_places(fqn), strict=True):
+        with open(directory / images.catalog.files[table.file[row]].name, "rb") as file:
+            file.seek(start)
+            found.append((table.region(row), file.read(nbytes)))
+    return found
+
+
+def cut(data: bytes, dtype: DType, shape: Shape, region: Region) -> bytes:
+    whole = numpy.frombuffer(data, dtype=f"V{dtype.itemsize}").reshape(shape)
+    return whole[tuple(slice(o, o + s) for o, s in zip(*region, strict=True))].tobytes()
+
+
+@st.composite
+def tensor_sets(draw: st.DrawFn) -> Tensors:
+    tensors: Tensors = {}
+    for index in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
+        dim = draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) if shape else None
+        dtype = draw(st.sampled_from([BY_NAME[name] for name in ("bool", "bfloat16", "int32", "complex128")]))
+        tensors[f"t{index}"] = (dtype, shape, dim)
+    return tensors
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensor_sets(), st.integers(1, 5), st.integers(0, 9), st.booleans())
+def test_every_chunk_has_its_bytes(tensors: Tensors, num_shards: int, pad: int, digests: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        catalog, data = source(directory, tensors, pad)
+        images, plan = planned(catalog, tensors, num_shards)
+        files = run(plan, directory, digests=digests, max_memory_bytes=1)
+        for fqn, (dtype, shape, _) in tensors.items():
+            chunks = stored(images, directory, fqn)
+            for region, found in chunks:
+                assert found == cut(data[fqn], dtype, shape, region)
+            assert sum(region.num_elements for region, _ in chunks) == prod(shape)
+        for image in images:
+            content = (directory / image.name).read_bytes()
+            assert len(content) == image.size
+            assert files[image.name].crc32 == (crc32(content) if digests else None)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_tensors_larger_than_every_buffer(dim: int, tmp_path: Path) -> None:
+    shape = (130, 67, 41)
+    tensors: Tensors = {"w": (BY_NAME["float32"], shape, dim)}
+    catalog, data = source(tmp_path, tensors, 3)
+    images, plan = planned(catalog, tensors, 4)
+    options = ExecuteOptions(max_memory_bytes=1)
+    assert options.band_bytes < prod(shape) * 4
+    assert (dim != 0) == bool(plan.scattered)
+    run(plan, tmp_path, max_memory_bytes=1)
+    for region, found in stored(images, tmp_path, "w"):
+        assert found == cut(data["w"], BY_NAME["float32"], shape, region)
+
+
+def test_a_chunked_source_is_streamed_across_its_chunks(tmp_path: Path) -> None:
+    """What resharding will need: holes that several source chunks fill in order."""
+    rows, dtype = 12, BY_NAME["int32"]
+    data = numpy.random.default_rng(1).bytes(rows * 5 * 4)
+    (tmp_path / "s").write_bytes(data)
+    catalog = Catalog(format="dcp", directory=str(tmp_path))
+    catalog.files.append(SourceFile(name="s", path=str(tmp_path / "s"), size=len(data)))
+    cuts = [0, 5, 6, 12]
+    pieces = [(0, a * 20, (b - a) * 20, Region((a, 0), (b - a, 5))) for a, b in itertools.pairwise(cuts)]
+    catalog.add_tensor("w", dtype, (rows, 5), iter(pieces))
+    for dim in (0, 1):
+        images, plan = planned(catalog, {"w": (dtype, (rows, 5), dim)}, 3)
+        run(plan, tmp_path)
+        for region, found in stored(images, tmp_path, "w"):
+            assert found == cut(data, dtype, (rows, 5), region)
+
+
+def failing(tmp_path: Path, damage: Sequence[str]) -> tuple[TransferPlan, Path]:
+    tensors: Tensors = {"layers.0.weight": (BY_NAME["uint8"], (4096, 1024), 0)}
+    catalog, _ = source(tmp_path, tensors, 0)
+    _, plan = planned(catalog, tensors, 2)
+    path = tmp_path / "source.bin"
+    if "shrink" in damage:
+        with path.open("r+b") as file:
+            file.truncate(1 << 20)
+    if "remove" in damage:
+        path.unlink()
+    return plan, tmp_path
+
+
+def test_a_source_that_shrank_is_named(tmp_path: Path) -> None:
+    plan, directory = failing(tmp_path, ["shrink"])
+    with pytest.raises(IntegrityError, match=r"source\.bin"):
+        run(plan, directory)
+
+
+def test_a_source_that_vanished_is_named(tmp_path: Path) -> None:
+    plan, directory = failing(tmp_path, ["remove"])
+    with pytest.raises(ResourceError, match=r"source\.bin"):
+        run(plan, directory)
+
+
+def test_a_source_that_changes_while_read_is_noticed(tmp_path: Path) -> None:
+    plan, directory = failing(tmp_path, [])
+
+    class Meddler(NoProgress):
+        def advance(self, num_bytes: int) -> None:
+            with (directory / "source.bin").open("r+b") as file:
+                file.write(b"changed")
+
+    execution = Execution(
+        plan,
+        str(directory),
+        ExecuteOptions(),
+        finished={},
+        on_finished=lambda digest: None,
+        progress=Meddler(),
+    )
+    with pytest.raises(IntegrityError, match="changed while being read"):
+        execution.run()
