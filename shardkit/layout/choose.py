@@ -1,0 +1,206 @@
+"""Traced where a model can be built, declared where not; and do the model and its source fit?"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.mesh import Mesh
+from shardkit.core.text import escape, suggestion
+from shardkit.errors import LayoutError
+from shardkit.layout.declared import declare
+from shardkit.layout.layout import Layout, TensorLayout
+from shardkit.layout.traced import CannotBuildError, Trace, trace_model
+from shardkit.layout.wrap_policy import parse_policy
+
+# A search for the nearest name takes a second among 20,000 of them.
+_MAX_SUGGESTIONS = 3
+_MAX_PREFIXES = 20
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+class Model(Protocol):
+    """A model of the Hub, opened: what a layout needs of it."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """Names, shapes and dtypes."""
+
+    @property
+    def config(self) -> dict[str, object] | None:
+        """config.json."""
+
+    @property
+    def directory(self) -> str:
+        """Where config.json lies."""
+
+
+def make_layout(model: Model, mesh: Mesh, wrap: str, *, trust_remote_code: bool = False) -> Layout:
+    """Return the layout of a model's tensors: traced where the model can be built, else declared.
+
+    Args:
+        model: the source.
+        mesh: the device mesh that training will use.
+        wrap: see `wrap_policy`.
+        trust_remote_code: may the model's own code run, in the tracing child.
+
+    Returns:
+        Layout whose tensors are all in the source, under the name that the source has; a declared one
+        has a note that says why no model was at hand.
+
+    Raises:
+        PolicyError: the policy matches nothing, or needs a model and there is none.
+        LayoutError: the model and the source differ in names or shapes, or the model fails to build.
+        ResourceError: the tracing child was killed or took too long.
+    """
+    parse_policy(wrap)
+    reason = _why_not_traced(model.config)
+    if reason is None:
+        try:
+            found = trace_model(model.directory, mesh, wrap, trust_remote_code=trust_remote_code)
+        except CannotBuildError as error:
+            reason = f"{error.message} ({error.hint})" if error.hint else error.message
+        else:
+            return fit(found, model.catalog.tensors, model.config)
+    return declare(model.catalog.tensors, mesh, wrap, model.config, reason=reason)
+
+
+def _why_not_traced(config: Mapping[str, Any] | None) -> str | None:
+    if config is None:
+        return "there is no config.json"
+    if not config.get("architectures") or not config.get("model_type"):
+        return "config.json names no architecture"
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    return None
+
+
+def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:
+    """Return a traced layout made to stand on a source's names: what is omitted, which tied name is stored.
+
+    Args:
+        found: the live model.
+        source: tensors of the source, by name.
+        config: config.json, for the hint.
+
+    Raises:
+        LayoutError: names or shapes differ; lists every difference.
+    """
+    layout = _store_present_names(found.layout, source)
+    live = _live_shapes(layout)
+    unknown, omitted = _sort_unknown(found, [name for name in source if name not in live])
+    missing = [name for name in layout.tensors if name not in source]
+    shapes = [
+        f"{escape(name)}: {list(source[name].shape)} in the source, {list(shape)} in the model"
+        for name, shape in live.items()
+        if name in source and source[name].shape != shape
+    ]
+    if unknown or missing or shapes:
+        raise _misfit(found, source, unknown=unknown, missing=missing, shapes=shapes, config=config)
+    return replace(layout, omitted=omitted)
+
+
+def _live_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Shape of every name of the live model's state dict, aliases too."""
+    shapes = {name: tensor.shape for name, tensor in layout.tensors.items()}
+    for group in layout.ties:
+        shapes.update(dict.fromkeys(group, shapes[group[0]]))
+    return shapes
+
+
+def _store_present_names(layout: Layout, source: Mapping[str, TensorEntry]) -> Layout:
+    """Put a name that the source has first in every tie, and into the tensors."""
+    renamed: dict[str, str] = {}
+    ties = []
+    for group in layout.ties:
+        first = next((name for name in group if name in source), group[0])
+        renamed[group[0]] = first
+        ties.append((first, *(name for name in group if name != first)))
+    tensors: dict[str, TensorLayout] = {}
+    for name, tensor in layout.tensors.items():
+        stored = renamed.get(name, name)
+        tensors[stored] = replace(tensor, fqn=stored)
+    return replace(layout, tensors=tensors, ties=tuple(ties))
+
+
+def _sort_unknown(found: Trace, names: Iterable[str]) -> tuple[list[str], tuple[tuple[str, str], ...]]:
+    """Split source tensors that the model's state dict lacks: real differences, and (name, reason) to omit."""
+    unknown, omitted = [], []
+    for name in names:
+        pattern = next((p for p in found.ignored_patterns if re.search(p, name)), None)
+        if name in found.absent_buffers:
+            omitted.append((name, f"a buffer that {found.model_class} makes itself and does not save"))
+        elif pattern is not None:
+            omitted.append((name, f"transformers leaves it out when it loads {found.model_class}"))
+        else:
+            unknown.append(name)
+    return unknown, tuple(omitted)
+
+
+def _misfit(
+    found: Trace,
+    source: Mapping[str, TensorEntry],
+    *,
+    unknown: list[str],
+    missing: list[str],
+    shapes: list[str],
+    config: Mapping[str, Any] | None,
+) -> LayoutError:
+    name = escape(found.model_class)
+    if _is_renamed(unknown, missing, source):
+        return LayoutError(
+            "the model's module names differ from the names in its files;"
+            " this needs key rules, which shardkit does not have yet",
+            problems=_name_problems(name, unknown, missing),
+            hint=f"the config names {name}; its files hold other names, such as those of another class",
+        )
+    counts = {
+        "in the files but not in the model": len(unknown),
+        "in the model but not in the files": len(missing),
+        "of another shape": len(shapes),
+    }
+    said = ", ".join(f"{what}: {count}" for what, count in counts.items() if count)
+    quantized = "quantization_config" in (config or {})
+    return LayoutError(
+        f"{name} and its files do not fit each other; tensors {said}",
+        problems=[*shapes, *_name_problems(name, unknown, missing)],
+        hint="the config asks for quantized weights, which shardkit cannot build a model for yet"
+        if quantized
+        else "config.json and the weight files must be of the same model",
+    )
+
+
+def _is_renamed(unknown: list[str], missing: list[str], source: Mapping[str, TensorEntry]) -> bool:
+    """True where names differ as a whole: most of them, a prefix, or experts that the model fuses."""
+    if not unknown or not missing:
+        return False
+    fused = any(_EXPERT.search(name) for name in unknown) and any(".experts." in name for name in missing)
+    return fused or 2 * len(unknown) > len(source) or _differ_by_prefix(unknown, missing)
+
+
+def _differ_by_prefix(unknown: list[str], missing: list[str]) -> bool:
+    """True where one prefix, put before one side's names, gives most of the other's."""
+    for shorter, longer in ((unknown, missing), (missing, unknown)):
+        wanted = set(longer)
+        ends = {name[: -len(shorter[0])] for name in longer if name.endswith(f".{shorter[0]}")}
+        likely = sorted(ends, key=len)[:_MAX_PREFIXES]
+        if any(2 * sum(prefix + name in wanted for name in shorter) > len(shorter) for prefix in likely):
+            return True
+    return False
+
+
+def _name_problems(model_class: str, unknown: list[str], missing: list[str]) -> list[str]:
+    """One line for each name; the nearest is looked for among those without a partner."""
+    lines = []
+    for names, others, place in (
+        (unknown, missing, f"in the files, not in {model_class}"),
+        (missing, unknown, f"in {model_class}, not in the files"),
+    ):
+        for at, name in enumerate(names):
+            near = suggestion(name, others) if at < _MAX_SUGGESTIONS else ""
+            lines.append(f"{escape(name)}: {place}{near}")
+    return lines

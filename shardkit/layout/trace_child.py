@@ -1,0 +1,346 @@
+"""The child process of a trace: build the model, wrap it, read the placements, answer with JSON.
+
+    request (stdin)    {"directory", "axes": [[name, size, role]], "wrap", "trust_remote_code", "answer"}
+    answer (a file)    {"status": "ok", ...} as `_read_model` lists it, or an error: {"status":
+                       "cannot_build" | "policy" | "layout", "message", "problems", "hint", "show_output"}
+
+stdout and stderr are noise that the parent shows when something fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardkit._torch import init_fake_world
+from shardkit.core.mesh import REPLICATE, Axis, Mesh, Placement, Placements
+from shardkit.core.text import escape
+from shardkit.errors import LayoutError, PolicyError
+from shardkit.layout import meta_model
+from shardkit.layout.traced import CannotBuildError
+from shardkit.layout.wrap_policy import (
+    WrapPolicy,
+    list_candidates,
+    match_paths,
+    parse_policy,
+    unknown_names,
+)
+
+# The state dict hooks of activation checkpointing take this part out of names; named_modules() has it.
+_CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
+
+
+def main() -> None:
+    """Serve the one request on stdin, and end the process."""
+    request = json.loads(sys.stdin.buffer.read())
+    answer = answer_request(request)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(request["answer"], "w", encoding="utf-8") as file:
+        json.dump(answer, file)
+    os._exit(0)  # leaving a fake process group in good order takes time and serves nothing
+
+
+def answer_request(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a request, errors included. Works once in a process: it makes a world."""
+    try:
+        return {"status": "ok", **_trace(request)}
+    except PolicyError as error:
+        return {"status": "policy", **error.to_json(), "show_output": error.__cause__ is not None}
+    except CannotBuildError as error:
+        return {"status": "cannot_build", **error.to_json()}
+    except LayoutError as error:
+        return {"status": "layout", **error.to_json()}
+    except Exception as error:
+        # Anything may come out of a model's own code. All of it goes to the parent, none is hidden.
+        traceback.print_exc()
+        failure = LayoutError(
+            f"the model cannot be built and wrapped: {_describe(error)}",
+            hint="the last lines that the model's code printed are above",
+        )
+        return {"status": "layout", **failure.to_json(), "show_output": True}
+
+
+def _trace(request: dict[str, Any]) -> dict[str, Any]:
+    mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]))
+    policy = parse_policy(request["wrap"])
+    model = meta_model.build_model(request["directory"], trust_remote_code=request["trust_remote_code"])
+    before = _State.of(model)
+    classes = {id(module): type(module).__name__ for module in model.modules()}
+    init_fake_world(mesh.size)
+    device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names)
+    wrap_model(model, device_mesh, policy)
+    return {"model_class": classes[id(model)], **_read_model(model, mesh, before, classes)}
+
+
+def wrap_model(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> None:
+    """Apply a policy: `fully_shard` on each unit, children before parents, and on the root.
+
+    Args:
+        model: on the meta device; sharded in place.
+        mesh: shard axis, or replicate axis and shard axis.
+        policy: parsed `--wrap`.
+
+    Raises:
+        PolicyError: it matches nothing, or its function cannot be imported or fails.
+    """
+    if policy.kind == "function":
+        _call_function(model, mesh, policy)
+        return
+    matched: list[str] = []
+    if policy.kind == "auto":
+        matched = _match_auto(model)
+    elif policy.kind == "names":
+        matched = _match_names(model, policy.names)
+    modules = dict(model.named_modules())
+    for path in sorted(matched, key=lambda path: -path.count(".")):  # stable: module order within a depth
+        fully_shard(modules[path], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _match_auto(model: nn.Module) -> list[str]:
+    names = meta_model.collect(model, "_no_split_modules")
+    matched = [path for path, module in model.named_modules() if path and type(module).__name__ in names]
+    if matched:
+        return matched
+    why = f"none of {', '.join(names)} is in the model" if names else "it names none (_no_split_modules)"
+    raise PolicyError(
+        f"--wrap auto: {type(model).__name__} has no classes to wrap: {why}",
+        problems=list_candidates(_class_counts(model), ("DecoderLayer",)),
+        hint="name one of these classes, or --wrap none for one unit",
+    )
+
+
+def _match_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Module paths of every name: a class, a place in the model, or an import path, in that order."""
+    modules = {path: module for path, module in model.named_modules() if path}
+    found: set[str] = set()
+    unknown = []
+    for name in names:
+        matched = [path for path, module in modules.items() if type(module).__name__ == name]
+        matched = matched or match_paths(name, list(modules)) or _match_import(name, modules)
+        found.update(matched)
+        if not matched:
+            unknown.append(name)
+    if unknown:
+        raise unknown_names(unknown, _class_counts(model), what="module classes")
+    return [path for path in modules if path in found]
+
+
+def _match_import(name: str, modules: dict[str, nn.Module]) -> list[str]:
+    module_name, _, attribute = name.rpartition(".")
+    if not module_name or "*" in name:
+        return []
+    try:
+        wanted = _import(module_name, attribute)
+    except PolicyError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError | AttributeError):
+            return []  # then the list of what exists says more
+        raise
+    if not isinstance(wanted, type):
+        raise PolicyError(f"--wrap: {name} is not a class", hint="a function is written module:function")
+    return [path for path, module in modules.items() if isinstance(module, wanted)]
+
+
+def _class_counts(model: nn.Module) -> Counter[str]:
+    """Classes of modules that hold parameters, the root aside."""
+    held = (m for m in model.modules() if m is not model and any(True for _ in m.parameters()))
+    return Counter(type(module).__name__ for module in held if not isinstance(module, nn.ModuleList))
+
+
+def _import(module_name: str, attribute: str) -> Any:
+    """Import what a person named, from the current directory too. By now torch is loaded and safe."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:
+        if not isinstance(error, ModuleNotFoundError):
+            traceback.print_exc()
+        raise PolicyError(
+            f"--wrap: cannot import {attribute} from {module_name}: {_describe(error)}",
+            hint="it is looked for in the current directory, PYTHONPATH and the installed packages",
+        ) from error
+
+
+def _call_function(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> None:
+    assert policy.function is not None
+    function: Callable[[nn.Module, DeviceMesh], object] = _import(*policy.function)
+    try:
+        function(model, mesh)
+    except Exception as error:
+        traceback.print_exc()
+        raise PolicyError(
+            f"--wrap {policy.text}: the function failed: {_describe(error)}",
+            hint="it is called with the model on the meta device and a device mesh, and shards the model in place",
+        ) from error
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise PolicyError(
+            f"--wrap {policy.text}: after the call no module of the model is sharded",
+            problems=list_candidates(_class_counts(model)),
+            hint="the function applies fully_shard in place; what it returns is not used",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """A state dict, as far as layouts go."""
+
+    tensors: dict[str, torch.Tensor]
+    """In the model's order; parameters as the objects that they are."""
+    others: tuple[str, ...]
+    """Names of entries that are not tensors (`_extra_state`)."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _State:
+        state = model.state_dict(keep_vars=True)
+        return cls(
+            tensors={name: value for name, value in state.items() if isinstance(value, torch.Tensor)},
+            others=tuple(name for name, value in state.items() if not isinstance(value, torch.Tensor)),
+        )
+
+    def ties(self) -> list[tuple[str, ...]]:
+        """Groups of names that are one tensor."""
+        groups: dict[int, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            groups.setdefault(id(tensor), []).append(name)
+        return [tuple(names) for names in groups.values() if len(names) > 1]
+
+
+def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int, str]) -> dict[str, Any]:
+    """The answer: units, tensors, ties and the rest of what the parent makes a Trace from."""
+    after = _State.of(model)
+    units = _units(model, classes)
+    index = {path: at for at, (path, _) in enumerate(units)}
+    _check_ties(before, after, index, units)
+    ties = after.ties()
+    aliases = {name for group in ties for name in group[1:]}
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    kept = {name: tensor for name, tensor in after.tensors.items() if name not in aliases}
+    placements = _placements(kept, mesh)
+    return {
+        "units": units,
+        "tensors": [
+            (
+                name,
+                tuple(tensor.shape),
+                [str(p) for p in placements[name]],
+                _unit(name, index),
+                not _is_parameter(tensor),
+            )
+            for name, tensor in kept.items()
+        ],
+        "ties": ties,
+        "absent_buffers": [name for name in map(_clean, buffers) if name not in after.tensors],
+        "ignored_patterns": meta_model.ignored_patterns(model),
+        "keep_fp32": meta_model.keep_fp32_names(model, list(after.tensors)),
+        "notes": [f"left out, not a tensor: {escape(name)}" for name in after.others],
+    }
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter | DTensor)
+
+
+def _clean(name: str) -> str:
+    return name.replace(_CHECKPOINT_WRAPPER, "")
+
+
+def _units(model: nn.Module, classes: dict[int, str]) -> list[tuple[str, str]]:
+    """(path, class) of the root and of every module that `fully_shard` was called on, in module order."""
+    found = [("", classes[id(model)])]
+    for path, module in model.named_modules():
+        if path and isinstance(module, FSDPModule):
+            # fully_shard makes a subclass of FSDPModule and of the module's own class.
+            plain = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+            found.append((_clean(f"{path}.").rstrip("."), plain.__name__))
+    return found
+
+
+def _unit(name: str, index: dict[str, int]) -> int:
+    """Index of the innermost unit around a tensor."""
+    path = name.rpartition(".")[0]
+    while path not in index:
+        path = path.rpartition(".")[0]
+    return index[path]
+
+
+def _check_ties(before: _State, after: _State, index: dict[str, int], units: list[tuple[str, str]]) -> None:
+    """`fully_shard` splits a tied parameter in two when its modules are in different units."""
+    problems = []
+    split_classes: set[str] = set()
+    for group in before.ties():
+        objects = {id(after.tensors.get(name)) for name in group}
+        if len(objects) == 1:
+            continue
+        places = [(name, units[_unit(name, index)]) for name in group]
+        problems.append(" and ".join(f"{escape(n)} (unit {escape(p) or 'root'})" for n, (p, _) in places))
+        split_classes.update(class_name for _, (path, class_name) in places if path)
+    if problems:
+        others = sorted({class_name for path, class_name in units if path} - split_classes)
+        advice = f"--wrap {','.join(others)}" if others else "--wrap none"
+        raise LayoutError(
+            "tied parameters lie in different units, where training would untie them",
+            problems=problems,
+            hint=f"both names must share a unit, such as the root: {advice}",
+        )
+
+
+def _placements(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, Placements]:
+    found: dict[str, Placements] = {}
+    problems = []
+    for name, tensor in tensors.items():
+        try:
+            found[name] = _placement(tensor, mesh)
+        except _UnsupportedError as error:
+            problems.append(f"{escape(name)}: {error}")
+    if problems:
+        raise LayoutError(
+            "tensors have placements that are not supported yet",
+            problems=problems,
+            hint="replicated and dim-sharded tensors on the axes of --mesh are supported",
+        )
+    return found
+
+
+class _UnsupportedError(Exception):
+    """A placement that a layout cannot express; the text says which."""
+
+
+def _placement(tensor: torch.Tensor, mesh: Mesh) -> Placements:
+    """Placements on the mesh's axes; an axis that the tensor's own mesh lacks holds copies."""
+    if not isinstance(tensor, DTensor):
+        return (REPLICATE,) * len(mesh.axes)
+    names = tensor.device_mesh.mesh_dim_names or ()
+    own = dict(zip(names, zip(tensor.placements, tensor.device_mesh.shape, strict=True), strict=True))
+    strangers = [name for name in names if name not in mesh.names]
+    if strangers or not names:
+        raise _UnsupportedError(f"on mesh axes {', '.join(strangers) or 'without names'}")
+    placements = []
+    for axis in mesh.axes:
+        placement, size = own.get(axis.name, (Replicate(), axis.size))
+        shards = type(placement) is Shard
+        if not (shards or type(placement) is Replicate) or size != axis.size:
+            raise _UnsupportedError(f"{placement} on axis {axis.name} of size {size}")
+        if shards and axis.role == "replicate":
+            raise _UnsupportedError(f"{placement} on axis {axis.name}, which replicates")
+        placements.append(Placement(placement.dim) if isinstance(placement, Shard) else REPLICATE)
+    return tuple(placements)
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {escape(text[0])}" if text else type(error).__name__

@@ -1,0 +1,201 @@
+"""A layout read off the real model: built on the meta device, wrapped by the real `fully_shard`.
+
+The work is done in a child process (`trace_child`): a fake process group cannot be made where a real one
+is up, importing a model may run much code, and torch need not be loaded here. The child answers with JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardkit.core.mesh import Mesh, Placement
+from shardkit.core.text import escape
+from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError
+from shardkit.layout.layout import Layout, TensorLayout, Unit
+from shardkit.layout.wrap_policy import parse_policy
+
+DEFAULT_TIMEOUT_S = 600.0
+_LAST_LINES = 12
+
+# The child gets this process's import path and nothing more: `python -m` would put the current directory
+# first, and that may well be a downloaded model with a json.py in it.
+_BOOT = "import sys; sys.path[:] = sys.argv[1:]; from shardkit.layout.trace_child import main; main()"
+
+# What a launcher sets for real process groups would leak into the fake one; and a library's warning is no
+# reason to fail.
+_DROPPED = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "PYTHONWARNINGS",
+)
+_SET = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class CannotBuildError(LayoutError):
+    """No model can be made from the config: a fact about the model, not about the policy or the mesh."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What the child found: the layout, and what it takes to compare its names with a source's."""
+
+    layout: Layout
+    model_class: str
+    """E.g. "LlamaForCausalLM"."""
+    absent_buffers: frozenset[str]
+    """Non-persistent buffers: the live model has them, its state dict does not."""
+    ignored_patterns: tuple[str, ...]
+    """Regular expressions for names that transformers leaves out when it loads this model."""
+
+
+def trace(
+    directory: str,
+    mesh: Mesh,
+    wrap: str,
+    *,
+    trust_remote_code: bool = False,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Layout:
+    """Return the layout of a model, by wrapping it; `trace_model` tells more, and the rest is there."""
+    return trace_model(directory, mesh, wrap, trust_remote_code=trust_remote_code, timeout_s=timeout_s).layout
+
+
+def trace_model(
+    directory: str,
+    mesh: Mesh,
+    wrap: str,
+    *,
+    trust_remote_code: bool = False,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Trace:
+    """Build a model without weights, wrap it as training will, and read every tensor's placements.
+
+    Args:
+        directory: holds config.json, and the model's own code where it has such.
+        mesh: of any size; one process stands for all ranks.
+        wrap: see `wrap_policy`.
+        trust_remote_code: may the model's own code run.
+        timeout_s: seconds for the whole child.
+
+    Returns:
+        Trace whose layout has origin "traced"; names are those of the live model's state dict.
+
+    Raises:
+        CannotBuildError: the config names no model that transformers (or the code it may run) can make.
+        PolicyError: the policy matches nothing, or its function cannot be imported or fails.
+        LayoutError: placements that are not supported yet, ties across units, a model that fails to build.
+        ResourceError: the child was killed or took too long.
+    """
+    parse_policy(wrap)  # a mistake in the text is told before seconds of importing
+    request = {
+        "directory": os.path.abspath(directory),
+        "axes": [[axis.name, axis.size, axis.role] for axis in mesh.axes],
+        "wrap": wrap,
+        "trust_remote_code": trust_remote_code,
+    }
+    return read_answer(_run_child(request, timeout_s), mesh, wrap)
+
+
+def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="shardkit-trace-") as scratch:
+        # A file, not stdout: importing a model may print anything.
+        answer_path = os.path.join(scratch, "answer.json")
+        payload = json.dumps(request | {"answer": answer_path}).encode()
+        try:
+            done = _spawn(payload, timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise ResourceError(
+                f"tracing the model took longer than {timeout_s:g} s",
+                problems=_last_lines(error.output),
+                hint="try again on a machine that is less busy",
+            ) from None
+        try:
+            with open(answer_path, encoding="utf-8") as file:
+                answer: dict[str, Any] = json.load(file)
+        except (FileNotFoundError, ValueError):
+            raise _died(done) from None
+    if answer["status"] != "ok":
+        raise _refusal(answer, done.stdout)
+    return answer
+
+
+def _spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    environment = {key: value for key, value in os.environ.items() if key not in _DROPPED} | _SET
+    return subprocess.run(
+        [sys.executable, "-c", _BOOT, *map(os.path.abspath, sys.path)],
+        input=payload,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def _died(done: subprocess.CompletedProcess[bytes]) -> ShardkitError:
+    how = f"by signal {-done.returncode}" if done.returncode < 0 else f"with exit code {done.returncode}"
+    hint = "signal 9 usually means that memory ran out" if done.returncode == -9 else None
+    return ResourceError(
+        f"the process that traces the model ended {how}", problems=_last_lines(done.stdout), hint=hint
+    )
+
+
+def _refusal(answer: Mapping[str, Any], output: bytes) -> ShardkitError:
+    """The error that the child raised, raised here."""
+    kinds = {"cannot_build": CannotBuildError, "policy": PolicyError, "layout": LayoutError}
+    lines = _last_lines(output) if answer.get("show_output") else []
+    kind = kinds[answer["status"]]
+    return kind(answer["message"], problems=[*answer["problems"], *lines], hint=answer["hint"])
+
+
+def _last_lines(output: bytes | None) -> list[str]:
+    lines = (output or b"").decode(errors="replace").splitlines()
+    return [escape(line) for line in lines if line.strip()][-_LAST_LINES:]
+
+
+def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
+    """Return the trace that a child's answer of status "ok" describes."""
+    tensors = [
+        TensorLayout(
+            fqn=fqn,
+            shape=tuple(shape),
+            placements=tuple(map(Placement.parse, placements)),
+            unit=unit,
+            is_buffer=is_buffer,
+        )
+        for fqn, shape, placements, unit, is_buffer in answer["tensors"]
+    ]
+    layout = Layout(
+        origin="traced",
+        mesh=mesh,
+        units=tuple(Unit(path=path, class_name=class_name) for path, class_name in answer["units"]),
+        tensors={tensor.fqn: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.unit)},
+        ties=tuple(map(tuple, answer["ties"])),
+        keep_fp32=frozenset(answer["keep_fp32"]),
+        policy=wrap,
+        notes=tuple(answer["notes"]),
+    )
+    return Trace(
+        layout=layout,
+        model_class=answer["model_class"],
+        absent_buffers=frozenset(answer["absent_buffers"]),
+        ignored_patterns=tuple(answer["ignored_patterns"]),
+    )

@@ -1,0 +1,155 @@
+"""What `--wrap` asks for: which modules become units, that is, get a `fully_shard` call of their own.
+
+    auto                          the classes that the model itself names (`_no_split_modules`)
+    none                          one unit, the whole model
+    LlamaDecoderLayer,...         modules of these classes
+    pkg.mod.Class,...             the same, the class told by its import path
+    model.layers                  modules by their place in the model: the children of a numbered container,
+    model.layers.*                or every module that a path with `*` matches
+    pkg.mod:function              function(model, mesh) calls `fully_shard` itself
+
+Nothing is imported here: what a name means is decided where the model is, or the tensor names are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardkit.core.text import escape, suggestion
+from shardkit.errors import PolicyError
+
+# One part of a dotted name: an identifier, an index of a numbered container, or any.
+_NAME = re.compile(r"(?:\w+|\*)(?:\.(?:\w+|\*))*")
+_FUNCTION = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+_USAGE = "write auto, none, class names (A,B), import paths (pkg.mod.Class), module paths or module:function"
+_MAX_SUGGESTIONS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapPolicy:
+    """A wrap policy, parsed."""
+
+    kind: Literal["auto", "none", "names", "function"]
+    text: str
+    """As it was asked for."""
+    names: tuple[str, ...] = ()
+    """Class names, import paths and module paths of the kind "names"."""
+    function: tuple[str, str] | None = None
+    """(module, attribute) of the kind "function"."""
+
+
+def parse_policy(text: str) -> WrapPolicy:
+    """Return the policy that `--wrap` describes.
+
+    Args:
+        text: see the module's text.
+
+    Raises:
+        PolicyError: empty, or not of any of the forms.
+    """
+    stripped = text.strip()
+    if stripped == "auto":
+        return WrapPolicy(kind="auto", text=stripped)
+    if stripped == "none":
+        return WrapPolicy(kind="none", text=stripped)
+    function = _FUNCTION.fullmatch(stripped)
+    if function:
+        return WrapPolicy(kind="function", text=stripped, function=(function.group(1), function.group(2)))
+    names = tuple(dict.fromkeys(part.strip() for part in stripped.split(",")))
+    bad = [name for name in names if not _NAME.fullmatch(name)]
+    if bad:
+        shown = ", ".join(repr(escape(name)) for name in bad)
+        raise PolicyError(f"--wrap {escape(stripped)!r}: cannot read {shown}", hint=_USAGE)
+    reserved = [name for name in names if name in ("auto", "none")]
+    if reserved:
+        raise PolicyError(f"--wrap {escape(stripped)!r}: {reserved[0]!r} stands alone", hint=_USAGE)
+    return WrapPolicy(kind="names", text=stripped, names=names)
+
+
+def no_split_names(value: object) -> tuple[str, ...]:
+    """Return the class names of a `_no_split_modules`, which may be a str, list, tuple, set or None.
+
+    Sets are sorted: their order differs from run to run.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(str(name) for name in value))
+    if isinstance(value, list | tuple):
+        return tuple(str(name) for name in value)
+    return ()
+
+
+def match_paths(pattern: str, paths: Sequence[str]) -> list[str]:
+    """Return the modules that a module path names, in the order of `paths`.
+
+    Args:
+        pattern: "model.layers.*" (each `*` is one part), or a path or its last parts: "model.layers",
+            "layers". A numbered container stands for its children.
+        paths: every module path of the model.
+
+    Returns:
+        Matching paths; empty when there is none.
+    """
+    wanted = pattern.split(".")
+    ends = [path for path in paths if _ends_with(path.split("."), wanted)]
+    if "*" in wanted:
+        return ends
+    known = set(ends)
+    everything = set(paths)
+    containers = {path for path in ends if f"{path}.0" in everything}
+    return [
+        path
+        for path in paths
+        if (path in known and path not in containers)
+        or (path.rpartition(".")[0] in containers and path.rpartition(".")[2].isdecimal())
+    ]
+
+
+def _ends_with(parts: list[str], wanted: list[str]) -> bool:
+    tail = parts[-len(wanted) :]
+    return len(tail) == len(wanted) and all(w in ("*", p) for p, w in zip(tail, wanted, strict=True))
+
+
+def unknown_names(
+    names: Iterable[str], candidates: Mapping[str, int], *, what: str, reason: str = ""
+) -> PolicyError:
+    """Return the error for names that match no module.
+
+    Args:
+        names: the ones that matched nothing.
+        candidates: what could be named, with the number of modules of each.
+        what: "module classes" or "module paths"; what `candidates` are.
+        reason: why other kinds of names cannot be tried; one clause.
+    """
+    asked = tuple(names)
+    shown = ", ".join(
+        f"{escape(name)}{suggestion(name, candidates)}" if at < _MAX_SUGGESTIONS else escape(name)
+        for at, name in enumerate(asked)
+    )
+    return PolicyError(
+        f"--wrap: no module matches {shown}{'; ' + reason if reason else ''}",
+        problems=list_candidates(candidates, asked),
+        hint=f"the {what} that exist are listed above, nearest first; --wrap none makes one unit",
+    )
+
+
+def list_candidates(candidates: Mapping[str, int], asked: Iterable[str] = ()) -> list[str]:
+    """Return one line for each candidate, those most like the names that were asked for first."""
+    wanted = tuple(asked)
+    ordered = sorted(candidates, key=lambda name: -_likeness(name, wanted))
+    return [f"{escape(name)}  ({_times(candidates[name])})" for name in ordered]
+
+
+def _likeness(name: str, asked: tuple[str, ...]) -> float:
+    return max((difflib.SequenceMatcher(None, name, wanted).ratio() for wanted in asked), default=0.0)
+
+
+def _times(count: int) -> str:
+    return "1 module" if count == 1 else f"{count} modules"
