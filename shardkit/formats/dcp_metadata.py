@@ -1,0 +1,256 @@
+"""`.metadata` of a DCP directory, parsed: tensors with their chunks and places, objects, planner paths.
+
+This is about the file alone, whatever lies beside it: every chunk has a place, every name is known once.
+What the places point at is checked where the directory is opened (`formats.dcp`).
+
+Source: torch 2.2 to 2.13, torch/distributed/checkpoint/metadata.py, filesystem.py, _nested_dict.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shardkit.core.catalog import ChunkTable, TensorEntry
+from shardkit.core.regions import Region
+from shardkit.core.text import escape
+from shardkit.errors import SourceError
+from shardkit.formats.dcp_pickle import (
+    RECORDS,
+    Metadata,
+    Object,
+    StorageTable,
+    Tensor,
+    metadata_vocabulary,
+)
+from shardkit.formats.pickle_vm import parse
+
+Path = tuple[str | int, ...]
+
+_VERSIONS = (None, "1.0.0")  # torch 2.13: metadata.CURRENT_DCP_VERSION
+_MAX_INDEX = 1 << 24  # list index in a planner path: torch extends a list up to it
+_MAX_PATH = 64  # steps of a planner path
+_MAX_ELEMENTS = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one entry's bytes lie."""
+
+    file: int
+    """Index into `DcpMetadata.files`."""
+    start: int
+    """First byte."""
+    nbytes: int
+    """Length in bytes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DcpMetadata:
+    """What a `.metadata` says."""
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    """By name, in the order of the file."""
+    chunks: ChunkTable = field(default_factory=ChunkTable)
+    """Regions and places; each extent is one `torch.save` record, in file `files[chunks.file[row]]`."""
+    transforms: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """By chunk, where the record was put through extensions, e.g. ("stream.zstd/1",)."""
+    files: tuple[str, ...] = ()
+    """relative_path values, as they stand."""
+    objects: dict[str, Place | None] = field(default_factory=dict)
+    """Entries that are not tensors, and their place if they have one."""
+    paths: dict[str, Path] | None = None
+    """planner_data: the path of each name in the state dict that was saved; None where there is none."""
+    orphans: tuple[str, ...] = ()
+    """Names of storage entries that belong to no tensor or object."""
+
+
+def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
+    """Parse a `.metadata`.
+
+    Args:
+        data: the whole file.
+        where: what to call it in messages, escaped.
+
+    Raises:
+        SourceError: damaged, hostile, from another tool, or contradicting itself; names the tensors.
+    """
+    top = parse(data, metadata_vocabulary(len(data)), where)
+    if not isinstance(top, Metadata):
+        raise SourceError(f"{where} holds {type(top).__name__}, not the Metadata of a checkpoint")
+    entries, storage = _main_fields(top, where)
+    result = DcpMetadata(files=tuple(storage.paths))
+    problems: list[str] = []
+    unused = _join(result, entries, storage, problems)
+    result.paths = _planner_paths(top.fields.get("planner_data"), where, problems)
+    result.orphans = tuple(unused)
+    if problems:
+        raise SourceError(
+            f"{where} contradicts itself in {len(problems)} places",
+            problems=problems,
+            hint="the checkpoint is damaged or was put together by hand: use another copy",
+        )
+    return result
+
+
+def _main_fields(top: Metadata, where: str) -> tuple[dict[str, object], StorageTable]:
+    fields = top.fields
+    version, entries, storage = (
+        fields.get(name) for name in ("version", "state_dict_metadata", "storage_data")
+    )
+    if version is not None and (type(version) is not str or version not in _VERSIONS):
+        shown = escape(version) if type(version) is str else type(version).__name__
+        raise SourceError(
+            f"{where} has version {shown!r}; known is 1.0.0", hint="a newer shardkit may be able to read it"
+        )
+    if type(entries) is not dict or RECORDS in entries:
+        raise SourceError(f"{where}: state_dict_metadata is not a dict of names")
+    if type(storage) is not dict or (storage and RECORDS not in storage):
+        raise SourceError(f"{where}: storage_data is not a dict of MetadataIndex")
+    return entries, storage.get(RECORDS) or StorageTable()
+
+
+def _join(
+    result: DcpMetadata, entries: dict[str, object], storage: StorageTable, problems: list[str]
+) -> Iterator[str]:
+    """Give every entry its place, in the order of the file; return the names left over."""
+    rows = _rows_by_name(storage)
+    used = 0
+    for fqn, entry in entries.items():
+        if isinstance(entry, Tensor):
+            used += _add_tensor(result, fqn, entry, storage, rows.get(fqn, range(0)), problems)
+        elif isinstance(entry, Object):
+            used += _add_object(result, fqn, storage, rows.get(fqn, range(0)), problems)
+        else:
+            problems.append(f"{escape(fqn)}: neither a tensor nor an object")
+    if used == len(storage.corners):
+        return iter(())
+    return (fqn for fqn in rows if not _is_whole(result, fqn, len(rows[fqn])))
+
+
+def _is_whole(result: DcpMetadata, fqn: str, num_rows: int) -> bool:
+    entry = result.tensors.get(fqn)
+    return fqn in result.objects if entry is None else entry.num_chunks >= num_rows
+
+
+def _rows_by_name(storage: StorageTable) -> dict[str, array[int] | range]:
+    """Rows of the storage table for each name."""
+    order = array("i", sorted(range(len(storage.corners)), key=storage.name_ids.__getitem__))
+    rows: dict[str, array[int] | range] = {}
+    start, ids = 0, storage.name_ids
+    for fqn, name_id in storage.fqns.items():
+        stop = start
+        while stop < len(order) and ids[order[stop]] == name_id:
+            stop += 1
+        rows[fqn] = order[start:stop]
+        start = stop
+    return rows
+
+
+def _add_object(
+    result: DcpMetadata, fqn: str, storage: StorageTable, rows: array[int] | range, problems: list[str]
+) -> int:
+    if any(storage.corners[row] is not None for row in rows) or len(rows) > 1:
+        problems.append(
+            f"{escape(fqn)}: an object, but storage_data places chunks of a tensor under its name"
+        )
+        return len(rows)
+    place = None
+    for row in rows:
+        place = Place(file=storage.path_ids[row], start=storage.offsets[row], nbytes=storage.lengths[row])
+    result.objects[fqn] = place
+    return len(rows)
+
+
+def _add_tensor(
+    result: DcpMetadata,
+    fqn: str,
+    tensor: Tensor,
+    storage: StorageTable,
+    rows: array[int] | range,
+    problems: list[str],
+) -> int:
+    """Append a tensor's chunks to the table; return how many storage entries they took."""
+    first = len(result.chunks)
+    problem = _shape_problem(tensor)
+    places = {storage.corners[row]: row for row in rows}
+    if problem is None and len(places) != len(rows):
+        problem = "storage_data places one of its chunks twice"
+    if problem is not None or tensor.dtype is None:
+        problems.append(f"{escape(fqn)}: {problem}")
+        return len(rows)
+    append, seen = result.chunks.append, set[bytes]()
+    for region, corner in _regions(tensor):
+        if corner in seen:
+            if region.num_elements:
+                problems.append(f"{escape(fqn)}: chunk at {list(region.offsets)} is listed twice")
+            continue
+        seen.add(corner)
+        row = places.get(corner)
+        if row is None:
+            problems.append(f"{escape(fqn)}: chunk at {list(region.offsets)} has no place in storage_data")
+            continue
+        chunk = append(storage.path_ids[row], storage.offsets[row], storage.lengths[row], region)
+        if row in storage.transforms:
+            result.transforms[chunk] = storage.transforms[row]
+    num_chunks = len(result.chunks) - first
+    result.tensors[fqn] = TensorEntry(
+        fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, first_chunk=first, num_chunks=num_chunks
+    )
+    return num_chunks
+
+
+def _shape_problem(tensor: Tensor) -> str | None:
+    if tensor.problem is not None or tensor.dtype is None:
+        return tensor.problem or "a tensor without its fields"
+    num_elements = 1
+    for size in tensor.shape:
+        num_elements *= max(size, 1)
+        if num_elements * tensor.dtype.itemsize > _MAX_ELEMENTS:
+            return f"impossible shape {list(tensor.shape)}"
+    return None if tensor.num_chunks else "has no chunks: its values are nowhere"
+
+
+def _regions(tensor: Tensor) -> Iterator[tuple[Region, bytes]]:
+    """Yield each chunk's region, and its offsets as `Index.corner` spells them."""
+    num_dims, step, itemsize = len(tensor.shape), 2 * len(tensor.shape), tensor.boxes.itemsize
+    if num_dims == 0:
+        for _ in range(tensor.num_chunks):
+            yield Region((), ()), b""
+        return
+    values, raw = tensor.boxes.tolist(), tensor.boxes.tobytes()
+    for at in range(0, len(values), step):
+        middle = at + num_dims
+        region = Region(tuple(values[at:middle]), tuple(values[middle : at + step]))
+        yield region, raw[at * itemsize : middle * itemsize]
+
+
+def _planner_paths(value: object, where: str, problems: list[str]) -> dict[str, Path] | None:
+    """Check planner_data: a dict from names to paths, no two of them equal."""
+    if value is None:
+        return None
+    if type(value) is not dict or RECORDS in value:
+        raise SourceError(f"{where}: planner_data is not a dict of names")
+    owners: dict[Path, str] = {}
+    for fqn, path in value.items():
+        problem = _path_problem(path)
+        if problem is None and path in owners:
+            problem = f"planner_data gives it the same path as {escape(owners[path])}"
+        if problem is not None:
+            problems.append(f"{escape(fqn)}: {problem}")
+            continue
+        owners[path] = fqn
+    return value
+
+
+def _path_problem(path: object) -> str | None:
+    if type(path) is not tuple or not path or len(path) > _MAX_PATH:
+        return f"its path in planner_data is not a tuple of 1 to {_MAX_PATH} steps"
+    for step in path:
+        if type(step) is int:
+            if not 0 <= step < _MAX_INDEX:
+                return f"its path in planner_data has the list index {step}"
+        elif type(step) is not str:
+            return f"its path in planner_data has a step of type {type(step).__name__}"
+    return None
