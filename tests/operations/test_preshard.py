@@ -171,7 +171,7 @@ class TestTies:
         embed = torch.randn(11, 4)
         both = {self.EMBED: embed, self.HEAD: embed.clone()}
         result = shardkit.preshard(
-            str(make_hub(both, config=self.config())), str(tmp_path / "out"), world_size=2
+            str(make_hub(both, config=self.config())), str(tmp_path / "out"), world_size=2, wrap="none"
         )
         assert (result.num_tensors, result.warnings) == (1, ())
         assert_bit_equal(loaded(tmp_path / "out", both), both)
@@ -179,7 +179,7 @@ class TestTies:
     def test_copies_that_differ_are_both_kept_with_a_warning(self, make_hub: MakeHub, tmp_path: Path) -> None:
         both = {self.EMBED: torch.randn(11, 4), self.HEAD: torch.randn(11, 4)}
         result = shardkit.preshard(
-            str(make_hub(both, config=self.config())), str(tmp_path / "out"), world_size=2
+            str(make_hub(both, config=self.config())), str(tmp_path / "out"), world_size=2, wrap="none"
         )
         assert (result.num_tensors, result.ties) == (2, ())
         assert self.HEAD in result.warnings[0]

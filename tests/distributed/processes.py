@@ -1,0 +1,47 @@
+"""Forking ranks from one process that has imported everything: interpreters start far slower than they work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Run `work` in a child process and return its pid."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def wait(children: list[int]) -> None:
+    """Wait for children; a failed one ends this process."""
+    for child in children:
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.exit(f"a process failed: {status}")
+
+
+def run_script(name: str, argument: str, *, timeout_s: float, env: Mapping[str, str] | None = None) -> None:
+    """Run a script of this directory in an interpreter of its own."""
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(name)), argument],
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
