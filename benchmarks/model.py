@@ -1,0 +1,107 @@
+"""Write a Qwen3-like Hub model of random bf16 weights, with nothing but numpy.
+
+python benchmarks/model.py OUTPUT --gigabytes 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import numpy
+
+HIDDEN, VOCAB, HEAD = 2048, 32000, 128
+FILE_BYTES = 500_000_000
+
+
+def layer(index: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    heads, kv, inner = HIDDEN // HEAD, HIDDEN // HEAD // 2, HIDDEN * 3
+    for name, shape in {
+        "self_attn.q_proj": (heads * HEAD, HIDDEN),
+        "self_attn.k_proj": (kv * HEAD, HIDDEN),
+        "self_attn.v_proj": (kv * HEAD, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, heads * HEAD),
+        "self_attn.q_norm": (HEAD,),
+        "self_attn.k_norm": (HEAD,),
+        "mlp.gate_proj": (inner, HIDDEN),
+        "mlp.up_proj": (inner, HIDDEN),
+        "mlp.down_proj": (HIDDEN, inner),
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }.items():
+        yield f"model.layers.{index}.{name}.weight", shape
+
+
+def tensors(num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
+    for index in range(num_layers):
+        yield from layer(index)
+    yield "model.norm.weight", (HIDDEN,)
+    yield "lm_head.weight", (VOCAB, HIDDEN)
+
+
+def write_file(path: Path, shapes: list[tuple[str, tuple[int, ...]]], dtype: str, itemsize: int) -> None:
+    header, offset = {}, 0
+    for name, shape in shapes:
+        stop = offset + prod(shape) * itemsize
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    random = numpy.random.default_rng(len(path.name))
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, shape in shapes:
+            values = random.standard_normal(prod(shape), dtype=numpy.float32)
+            # The upper half of a float32 is a bfloat16: real exponents, so conversions do real work.
+            (values.view(numpy.uint32) >> 16).astype(numpy.uint16).tofile(
+                file
+            ) if itemsize == 2 else values.tofile(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=3.0)
+    parser.add_argument("--fp32", action="store_true")
+    args = parser.parse_args()
+    dtype, itemsize = ("F32", 4) if args.fp32 else ("BF16", 2)
+    per_layer = sum(prod(shape) for _, shape in layer(0)) * itemsize
+    num_layers = max(1, round((args.gigabytes * 1e9 - 2 * VOCAB * HIDDEN * itemsize) / per_layer))
+    args.output.mkdir(parents=True)
+    files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    for name, shape in tensors(num_layers):
+        if files[-1] and sum(prod(s) for _, s in [*files[-1], (name, shape)]) * itemsize > FILE_BYTES:
+            files.append([])
+        files[-1].append((name, shape))
+    weight_map = {}
+    for number, shapes in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write_file(args.output / name, shapes, dtype, itemsize)
+        weight_map |= {tensor: name for tensor, _ in shapes}
+    total = sum(prod(shape) for _, shape in tensors(num_layers)) * itemsize
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (args.output / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": HIDDEN // HEAD,
+        "num_key_value_heads": HIDDEN // HEAD // 2,
+        "head_dim": HEAD,
+        "intermediate_size": HIDDEN * 3,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+        "dtype": "float32" if args.fp32 else "bfloat16",
+    }
+    (args.output / "config.json").write_text(json.dumps(config))
+    print(f"{total / 1e9:.2f} GB, {len(weight_map)} tensors, {len(files)} files")
+
+
+if __name__ == "__main__":
+    main()
