@@ -27,19 +27,23 @@ if TYPE_CHECKING:
         SourceError,
         UsageError,
     )
-    from shardkit.operations.environment import environment
-    from shardkit.operations.inspection import inspect
+    from shardkit.operations.environment import Environment, environment
+    from shardkit.operations.inspection import InspectResult, inspect
     from shardkit.operations.preshard import PreshardResult, preshard
 
 _HOMES = {
     "preshard": "shardkit.operations.preshard",
     "PreshardResult": "shardkit.operations.preshard",
     "inspect": "shardkit.operations.inspection",
+    "InspectResult": "shardkit.operations.inspection",
     "environment": "shardkit.operations.environment",
+    "Environment": "shardkit.operations.environment",
 }
 
 __all__ = [
+    "Environment",
     "IncompleteError",
+    "InspectResult",
     "IntegrityError",
     "Interrupted",
     "LayoutError",

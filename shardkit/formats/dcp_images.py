@@ -136,7 +136,8 @@ class DcpImages:
     def tensors(self) -> Iterator[TensorHoles]:
         """Yield what is known of each tensor's holes together."""
         for fqn, holes in self._holes.items():
-            yield TensorHoles(fqn, holes.source, holes.sizes, holes.nbytes)
+            dtype = self.catalog.tensors[fqn].dtype
+            yield TensorHoles(fqn, holes.source, holes.sizes, dtype, holes.nbytes)
 
     def holes(self, fqn: str) -> Iterator[tuple[int, Hole]]:
         """Yield (image index, hole) of every chunk of a stored tensor, in the order of its regions."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
+import contextlib
+from collections.abc import Iterator
 
 from shardkit.core.dtypes import DType
 
@@ -16,13 +17,29 @@ class Converter:
     def __init__(self, source: DType, target: DType) -> None:
         import torch
 
-        self._torch = torch
+        self._frombuffer = torch.frombuffer
         self._source, self._target = getattr(torch, source.name), getattr(torch, target.name)
 
     def __call__(self, source: memoryview, target: memoryview) -> None:
-        """Fill `target` with the converted elements of `source`; equal numbers of elements."""
-        with warnings.catch_warnings():
-            # torch warns that a read-only buffer could be written through the tensor; it is only read.
-            warnings.simplefilter("ignore")
-            values = self._torch.frombuffer(source, dtype=self._source)
-        self._torch.frombuffer(target, dtype=self._target).copy_(values)
+        """Fill `target` with the converted elements of `source`; equal numbers, both buffers writable."""
+        values = self._frombuffer(source, dtype=self._source)
+        self._frombuffer(target, dtype=self._target).copy_(values)
+
+
+@contextlib.contextmanager
+def one_thread_each(is_needed: bool) -> Iterator[None]:
+    """Let torch convert in the calling thread alone: ours are as many as there is work for.
+
+    Does nothing, and imports nothing, where no dtype is converted.
+    """
+    if not is_needed:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -17,6 +17,7 @@ from functools import partial
 from shardkit.core.text import escape
 from shardkit.core.units import KIB, MIB
 from shardkit.errors import ResourceError
+from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.fill import Filler, Stretch, image_crc
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan
@@ -119,7 +120,7 @@ class Execution:
             ResourceError: the system cannot read or write.
             KeyboardInterrupt: once no thread writes any more.
         """
-        with SourceFiles(self._plan.catalog.files) as sources:
+        with one_thread_each(self._plan.converts), SourceFiles(self._plan.catalog.files) as sources:
             self._create_files()
             self._in_threads(self._scatter_jobs(sources))
             self._in_threads(self._task_jobs(sources))

@@ -89,6 +89,8 @@ class TensorHoles(NamedTuple):
     """The name in the source catalog."""
     sizes: tuple[Shape, ...]
     """The distinct sizes of its regions, in elements."""
+    dtype: DType
+    """What its bytes are to be, after conversion."""
     nbytes: int
     """Bytes of all its holes."""
 

@@ -49,6 +49,8 @@ class TransferPlan:
     tasks: tuple[Task, ...]
     scattered: dict[str, tuple[tuple[int, Hole], ...]]
     """(image index, hole) of every hole that cannot be streamed, by the source's tensor name."""
+    converts: bool
+    """Some dtype is converted, which takes torch."""
     read_bytes: int
     """Source bytes; a scattered tensor's are read once."""
     written_bytes: int
@@ -105,10 +107,12 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
     """
     scattered: dict[str, list[tuple[int, Hole]]] = {}
     read_bytes = hole_bytes = 0
+    converts = False
     for holes in images.tensors():
         entry = catalog.tensors[holes.source]
         hole_bytes += holes.nbytes
         read_bytes += entry.nbytes
+        converts |= holes.dtype is not entry.dtype
         if not _all_streamed(holes, entry, images, catalog):
             left = [(n, hole) for n, hole in images.holes(holes.fqn) if stream_moves(hole, catalog) is None]
             scattered.setdefault(holes.source, []).extend(left)
@@ -117,6 +121,7 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
         catalog=catalog,
         tasks=tuple(task for number, image in enumerate(images) for task in _tasks(number, image)),
         scattered={fqn: tuple(found) for fqn, found in scattered.items()},
+        converts=converts,
         read_bytes=read_bytes,
         written_bytes=sum(image.size for image in images),
         hole_bytes=hole_bytes,

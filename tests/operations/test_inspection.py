@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 
 import pytest
 import torch
@@ -73,8 +74,8 @@ def test_presharded(sharded):
     assert {(t.name, t.count, t.placements) for t in found.tensors} == {
         ("layers.{0..2}.w", 3, "S(0)"),
         ("embed.weight", 1, "S(0)"),
-        ("mask", 1, "S(0)"),
-    } or found.tensors
+        ("mask", 1, "R"),
+    }
     assert [file.file_bytes for file in found.files] == [
         os.path.getsize(sharded / f"__{n}_0.distcp") for n in range(2)
     ]
@@ -141,7 +142,9 @@ def test_changed_manifest(sharded):
 
 def test_dcp_of_torch(tmp_path):
     state = {"w": torch.zeros(3, 2), "layers": {"0": torch.zeros(4), "1": torch.zeros(4)}, "step": 5}
-    dcp.save(state, checkpoint_id=str(tmp_path / "ckpt"), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it saves in a single process, as it is told to
+        dcp.save(state, checkpoint_id=str(tmp_path / "ckpt"), no_dist=True)
     found = shardkit.inspect(str(tmp_path / "ckpt"))
     assert (found.kind, found.mesh, found.world_size) == ("dcp", None, None)
     assert {(t.name, t.count) for t in found.tensors} == {("w", 1), ("layers.{0,1}", 2)}
