@@ -1,0 +1,87 @@
+"""The command line: parsing, rendering, exit codes. It calls the library, never the reverse.
+
+Commands load when they are run; `shardkit --help` imports click and nothing else of any size.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from shardkit._version import __version__
+from shardkit.cli.errors import report, report_usage
+from shardkit.cli.signals import signals_raised
+from shardkit.core.text import escape, suggestion
+
+_COMMANDS = {
+    "env": "Show versions and settings, to paste into a bug report.",
+    "inspect": "Show what a model or a checkpoint holds.",
+    "preshard": "Write a Hub model as one file for each rank of a mesh.",
+}
+"""Name -> the line in `shardkit --help`; the module `shardkit.cli.<name>` has the command."""
+
+
+class Commands(click.Group):
+    """A group whose commands are imported when they are run, and which maps errors to exit codes."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep what was typed: errors need it, for `--json` and for the command that resumes."""
+        ctx.obj = tuple(args)
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of the help text."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command."""
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(f"shardkit.cli.{cmd_name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that was named; an unknown name gets the nearest one for an answer."""
+        if args[0] not in _COMMANDS and not ctx.resilient_parsing and not args[0].startswith("-"):
+            ctx.fail(f"No such command {escape(args[0])!r}.{suggestion(args[0], _COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; every error but click's own leaves as an exit code."""
+        try:
+            with signals_raised():
+                super().invoke(ctx)
+                sys.stdout.flush()
+        except (click.exceptions.Exit, click.Abort):
+            raise
+        except click.ClickException as error:
+            report_usage(error, ctx.obj)
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            ctx.exit(report(error, ctx.obj))
+
+
+@click.command(
+    cls=Commands,
+    name="shardkit",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Examples:
+  shardkit preshard Qwen/Qwen3-8B --world-size 32 --dry-run
+  shardkit inspect Qwen3-8B-dp_shard32
+
+Every command has --help, and --json for its result as one JSON document.""",
+)
+@click.version_option(__version__, "-V", "--version", message="shardkit %(version)s")
+def main() -> None:
+    """Move model weights between layouts: Hub models, per-rank shards, any mesh."""

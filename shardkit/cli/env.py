@@ -1,0 +1,46 @@
+"""`shardkit env`."""
+
+from __future__ import annotations
+
+import click
+
+from shardkit.cli.output import Output, facts, json_option
+from shardkit.core.text import escape
+from shardkit.core.units import format_size
+from shardkit.operations.environment import Environment, environment
+
+
+@click.command(
+    name="env",
+    epilog="""\b
+Examples:
+  shardkit env
+  shardkit env --json > environment.json""",
+)
+@json_option
+def command(*, as_json: bool) -> None:
+    """Show versions and settings, to paste into a bug report.
+
+    Of the HF_* variables only HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are shown with their values.
+    """
+    out, found = Output(as_json=as_json), environment()
+    if as_json:
+        out.document(found.to_json())
+    else:
+        out.lines(render(found))
+
+
+def render(found: Environment) -> list[str]:
+    """Return an environment as lines for people."""
+    memory = "unknown" if found.memory_bytes is None else format_size(found.memory_bytes)
+    return facts(
+        [
+            ("shardkit", found.shardkit),
+            ("python", found.python),
+            ("platform", found.platform),
+            *((name, version or "not installed") for name, version in found.packages.items()),
+            ("cpus", str(found.num_cpus)),
+            ("memory", memory),
+            *((escape(name), escape(value)) for name, value in found.huggingface.items()),
+        ]
+    )

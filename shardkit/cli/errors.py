@@ -1,0 +1,126 @@
+"""From what went wrong to what a person reads and which code the shell gets.
+
+0   done                       5    disk, permission, memory or network
+1   the answer is no           70   our bug
+2   usage                      130  Ctrl-C, 143 SIGTERM
+3   bad input                  141  whoever read our output went away
+4   incomplete, run again
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from shardkit.cli.output import MAX_LINES, Output, more
+from shardkit.core.text import escape
+from shardkit.errors import Interrupted, ShardkitError
+
+_ENVIRONMENT, _BUG, _BROKEN_PIPE = 5, 70, 141
+_SIGINT = 2
+
+
+def report(error: BaseException, args: Sequence[str]) -> int:
+    """Say what went wrong and return the exit code.
+
+    Args:
+        error: what a command raised.
+        args: what was typed after the program's name.
+    """
+    if isinstance(error, BrokenPipeError):
+        return _silence_stdout()
+    out = Output(as_json="--json" in args)
+    content = describe(error)
+    resume = resume_command(args) if isinstance(error, Interrupted) else None
+    if resume is not None:
+        content = {**content, "hint": None, "resume_command": resume}
+    try:
+        _say(out, error, content, resume)
+        if out.as_json:
+            out.document(content)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _silence_stdout()
+    return int(content["exit_code"])
+
+
+def report_usage(error: click.ClickException, args: Sequence[str]) -> None:
+    """With `--json`, put a usage error on stdout too; click itself says it on stderr and exits with 2."""
+    if "--json" in args:
+        content = ShardkitError(error.format_message()).to_json()
+        Output(as_json=True).document({**content, "error": "UsageError", "exit_code": error.exit_code})
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return any error in the form of `ShardkitError.to_json()`."""
+    if isinstance(error, ShardkitError):
+        return error.to_json()
+    if isinstance(error, KeyboardInterrupt):
+        code = 128 + getattr(error, "signum", _SIGINT)
+        return _plain("Interrupted", "interrupted: nothing was written", None, code)
+    if isinstance(error, MemoryError):
+        hint = "lower --max-memory or --jobs, or use a machine with more memory"
+        return _plain("ResourceError", "out of memory", hint, _ENVIRONMENT)
+    if isinstance(error, OSError):
+        place = f"{escape(os.fsdecode(error.filename))}: " if isinstance(error.filename, (str, bytes)) else ""
+        return _plain("ResourceError", f"{place}{error.strerror or error}", None, _ENVIRONMENT)
+    message = f"{type(error).__name__}: {escape(str(error))}"
+    hint = "please report it with the output of `shardkit env`; SHARDKIT_DEBUG=1 shows where it happened"
+    return _plain("InternalError", message, hint, _BUG)
+
+
+def _plain(name: str, message: str, hint: str | None, code: int) -> dict[str, Any]:
+    return {"error": name, "message": message, "problems": [], "hint": hint, "exit_code": code}
+
+
+def _say(out: Output, error: BaseException, content: dict[str, Any], resume: str | None) -> None:
+    if os.environ.get("SHARDKIT_DEBUG") not in (None, "", "0"):
+        traceback.print_exception(error)
+    if content["exit_code"] == _BUG:
+        out.say("internal error", f"{content['message']}; {content['hint']}")
+        return
+    label, _, rest = str(content["message"]).partition(": ")
+    out.say(*(("interrupted", rest) if label == "interrupted" else ("error", content["message"])))
+    for problem in content["problems"][:MAX_LINES]:
+        out.detail(problem)
+    if len(content["problems"]) > MAX_LINES:
+        out.detail(more(len(content["problems"])))
+    if content["hint"]:
+        out.say("hint", content["hint"])
+    if resume is not None:
+        out.say("resume", resume)
+
+
+def resume_command(args: Sequence[str]) -> str:
+    """Return the command that goes on with an interrupted one, as the shell takes it.
+
+    It is the command that was typed, without `--no-resume`, which would begin anew.
+    """
+    return shlex.join([*_program(), *(arg for arg in args if arg != "--no-resume")])
+
+
+def _program() -> list[str]:
+    """Return how this process was started: a console script, or `python -m shardkit`."""
+    script = sys.argv[0]
+    if os.path.basename(script) == "__main__.py":
+        return sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    name = os.path.basename(script)
+    found = shutil.which(name)
+    is_on_path = found is not None and os.path.realpath(found) == os.path.realpath(script)
+    return [name if is_on_path else script]
+
+
+def _silence_stdout() -> int:
+    """Let the interpreter's last flush of stdout go nowhere; return the exit code, as after SIGPIPE."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # a stdout without a descriptor
+        pass
+    return _BROKEN_PIPE

@@ -1,0 +1,133 @@
+"""`shardkit inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, limited, more, size_runs, table
+from shardkit.core.text import escape
+from shardkit.core.units import format_size
+from shardkit.operations.inspection import InspectedFile, InspectResult, inspect
+
+_SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_MAX_FILES = 20
+
+
+@click.command(
+    name="inspect",
+    epilog="""\b
+Examples:
+  shardkit inspect Qwen3-8B-dp_shard32
+  shardkit inspect last.ckpt --tensors --json""",
+)
+@click.argument("path")
+@click.option("--tensors", is_flag=True, help="List every tensor; otherwise layers and experts are folded.")
+@json_option
+def command(*, path: str, tensors: bool, as_json: bool) -> None:
+    """Show what PATH holds: a Hub model, a pre-sharded directory, or any DCP checkpoint.
+
+    Headers and metadata are read, no tensor data. What is not as it should be is said on stderr.
+    """
+    out, result = Output(as_json=as_json), inspect(path, tensors=tensors)
+    if as_json:
+        out.document(result.to_json())
+    else:
+        out.lines(render(result))
+        for note in result.notes:
+            out.say("note", note)
+    for warning in result.warnings[:MAX_LINES]:
+        out.say("warning", warning)
+    if len(result.warnings) > MAX_LINES:
+        out.say("warning", more(len(result.warnings)))
+
+
+def render(result: InspectResult) -> list[str]:
+    """Return a result as lines for people."""
+    return [
+        f"{escape(result.path)}: {_title(result)}",
+        *facts(_facts(result)),
+        "",
+        "tensors",
+        *_tensor_lines(result),
+        "",
+        "files",
+        *_file_lines(result.files),
+    ]
+
+
+def _title(result: InspectResult) -> str:
+    if result.kind == "presharded":
+        return f"DCP checkpoint, pre-sharded by {escape(result.made_by or '')}"
+    if result.kind == "dcp":
+        return "DCP checkpoint"
+    model_class = f" of {escape(result.model_class)}" if result.model_class else ""
+    return f"Hub model{model_class}, {result.format}"
+
+
+def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:
+    if result.source is not None:
+        yield "source", escape(result.source)
+    if result.mesh is not None:
+        yield "mesh", f"{escape(result.mesh)}; world size {result.world_size}"
+    elif result.kind == "dcp":
+        yield "mesh", "not recorded"
+    if result.layout is not None:
+        yield "layout", f"{escape(result.layout)}, wrap policy {escape(result.policy or '')}"
+        yield from limited("units", [_unit(unit.path, unit.class_name, unit.count) for unit in result.units])
+    yield "tensors", f"{count(result.num_tensors, 'tensor')}, {format_size(result.tensor_bytes)}"
+    for dtype in result.dtypes:
+        yield "dtypes", f"{short_dtype(dtype.dtype)}: {dtype.num_tensors}, {format_size(dtype.tensor_bytes)}"
+    yield "files", _files(result)
+    yield from limited("tied", [" = ".join(map(escape, group)) for group in result.ties])
+    yield from limited("objects", [escape(name) for name in result.objects])
+    yield from limited("omitted", [f"{escape(name)}: {escape(reason)}" for name, reason in result.omitted])
+
+
+def _unit(path: str, class_name: str | None, number: int) -> str:
+    shown = escape(path) or "(root)"
+    shown += f" {escape(class_name)}" if class_name else ""
+    return f"{shown} x{number}" if number > 1 else shown
+
+
+def _files(result: InspectResult) -> str:
+    sizes = [file.file_bytes for file in result.files]
+    noun = "weight file" if result.kind == "hub" else "shard file"
+    text = f"{count(len(sizes), noun)}, {format_size(sum(sizes))}"
+    return text if result.imbalance is None else f"{text}; largest over mean {result.imbalance:.4f}"
+
+
+def short_dtype(name: str) -> str:
+    """Return the name that `--dtype` uses, or torch's."""
+    return _SHORT_DTYPES.get(name, name)
+
+
+def _tensor_lines(result: InspectResult) -> list[str]:
+    rows = [
+        (
+            escape(group.name),
+            short_dtype(group.dtype),
+            str(list(group.shape)),
+            escape(group.placements or ""),
+            f"x{group.count}" if group.count > 1 else "",
+            format_size(group.tensor_bytes),
+        )
+        for group in result.tensors
+    ]
+    return table(rows, right=(4, 5))
+
+
+def _file_lines(files: tuple[InspectedFile, ...]) -> list[str]:
+    """List the files; where they are many, runs of equal size are one line."""
+    if len(files) <= _MAX_FILES:
+        return table([(escape(file.name), format_size(file.file_bytes)) for file in files], right=(1,))
+    rows = [(_span(files, numbers), size) for numbers, size in size_runs([file.file_bytes for file in files])]
+    lines = table(rows[:MAX_LINES])
+    return [*lines, f"  {more(len(rows))}"] if len(rows) > MAX_LINES else lines
+
+
+def _span(files: tuple[InspectedFile, ...], numbers: str) -> str:
+    first, _, last = numbers.partition("-")
+    name = escape(files[int(first)].name)
+    return f"{name} to {escape(files[int(last)].name)}" if last else name

@@ -1,0 +1,142 @@
+"""One sink for all that a command says: its result on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+import click
+
+from shardkit.core.units import format_size
+
+MAX_LINES = 20
+"""Most lines of one list for people; --json has all."""
+
+_GAP = "  "
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--json`, which every command has."""
+    return click.option(
+        "--json", "as_json", is_flag=True, help="Print the result as one JSON document; sizes in bytes."
+    )(command)
+
+
+class Output:
+    """Where a command's words go.
+
+    Args:
+        as_json: the result is one JSON document, and nothing else goes to stdout.
+    """
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self.as_json = as_json
+
+    def document(self, content: Mapping[str, Any]) -> None:
+        """Print a result as JSON; ASCII only, so that no name can act on a terminal."""
+        print(json.dumps(content, indent=2), file=sys.stdout)
+
+    def lines(self, lines: Iterable[str]) -> None:
+        """Print lines of a result for people."""
+        for line in lines:
+            print(printable(line, sys.stdout), file=sys.stdout)
+
+    def say(self, label: str, text: str) -> None:
+        """Print `label: text` on stderr, e.g. a warning, an error or a hint."""
+        print(f"{painted(label, sys.stderr)}: {printable(text, sys.stderr)}", file=sys.stderr)
+
+    def detail(self, text: str) -> None:
+        """Print a line that belongs to what was said before."""
+        print(f"  {printable(text, sys.stderr)}", file=sys.stderr)
+
+
+_COLORS = {"error": "red", "internal error": "red", "warning": "yellow", "hint": "cyan", "note": "blue"}
+
+
+def painted(label: str, stream: TextIO) -> str:
+    """Return a label in its colour, where the stream is a terminal that wants colours."""
+    wants = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return click.style(label, fg=_COLORS.get(label), bold=True) if wants else label
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """Return one line of text with what a terminal might act on, or the encoding lacks, as escapes.
+
+    Names were escaped where they entered the text; this is for messages of the system and of libraries.
+    """
+    encoding = stream.encoding or "ascii"
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: str = "  ") -> list[str]:
+    """Return rows as aligned lines; columns that are empty in every row are left out.
+
+    Args:
+        rows: cells, each row as long as the first.
+        right: columns to align on the right.
+        indent: put before every line.
+    """
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        indent
+        + _GAP.join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            if width
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Return (label, text) pairs as aligned lines; a label that repeats is shown once."""
+    rows: list[tuple[str, str]] = []
+    previous = None
+    for label, text in pairs:
+        rows.append(("" if label == previous else label, text))
+        previous = label
+    return table(rows)
+
+
+def limited(label: str, items: Sequence[str]) -> list[tuple[str, str]]:
+    """Return one fact for each item, at most MAX_LINES of them and then how many more there are."""
+    pairs = [(label, item) for item in items[:MAX_LINES]]
+    return [*pairs, (label, more(len(items)))] if len(items) > MAX_LINES else pairs
+
+
+def more(num_items: int) -> str:
+    """Return the line that stands for all items after the first MAX_LINES."""
+    return f"... {num_items - MAX_LINES} more, see --json"
+
+
+def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:
+    """Return (range of indexes, size) for runs of files that have the same size as people read it.
+
+    Args:
+        sizes: bytes, by index.
+
+    Returns:
+        Such as [("0-30", "490.1 MiB each"), ("31", "12.0 KiB")].
+    """
+    runs: list[tuple[int, int, str]] = []
+    for index, size in enumerate(map(format_size, sizes)):
+        if runs and runs[-1][2] == size:
+            runs[-1] = (runs[-1][0], index, size)
+        else:
+            runs.append((index, index, size))
+    return [
+        (str(first), size) if first == last else (f"{first}-{last}", f"{size} each")
+        for first, last, size in runs
+    ]
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 file", "2 files"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

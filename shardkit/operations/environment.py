@@ -1,0 +1,87 @@
+"""Versions and settings, for a bug report. Nothing is imported to learn its version."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+from shardkit._version import __version__
+
+_PACKAGES = (
+    "torch",
+    "safetensors",
+    "huggingface-hub",
+    "click",
+    "tqdm",
+    "isal",
+    "numpy",
+    "transformers",
+    "accelerate",
+)
+_SHOWN_VALUES = ("HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+_CREDENTIALS = re.compile(r"//[^/@]*@")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What shardkit runs on."""
+
+    shardkit: str
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+    """Versions; None where a package is not installed."""
+    num_cpus: int
+    """That this process may use."""
+    memory_bytes: int | None
+    """Of the machine."""
+    huggingface: dict[str, str]
+    """HF_* variables that are set; of most only that they are, because some are secrets."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+def environment() -> Environment:
+    """Return versions of shardkit, Python and the packages it uses, and what a run depends on."""
+    return Environment(
+        shardkit=__version__,
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        platform=platform.platform(),
+        packages={name: package_version(name) for name in _PACKAGES},
+        num_cpus=_num_cpus(),
+        memory_bytes=_memory_bytes(),
+        huggingface={name: _shown(name) for name in sorted(os.environ) if name.startswith("HF_")},
+    )
+
+
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package, None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _shown(name: str) -> str:
+    if name not in _SHOWN_VALUES:
+        return "(set)"
+    return _CREDENTIALS.sub("//...@", os.environ[name])
+
+
+def _num_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None

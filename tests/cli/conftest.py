@@ -1,0 +1,45 @@
+"""What tests of the command line share: tiny models, and running it in this process or another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+import shardkit
+from shardkit.cli import main
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A model of two layers in `tiny/`; the working directory is the one around it."""
+    tensors = {f"layers.{n}.up.weight": torch.full((4, 3), n, dtype=torch.bfloat16) for n in range(2)}
+    tensors |= {"embed.weight": torch.arange(15.0).view(5, 3), "steps": torch.tensor(7)}
+    (tmp_path / "tiny").mkdir()
+    save_file(tensors, str(tmp_path / "tiny" / "model.safetensors"), metadata={"format": "pt"})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "tiny"
+
+
+@pytest.fixture
+def run():
+    """Run a command in this process."""
+    return lambda *args: CliRunner().invoke(main, args, prog_name="shardkit")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start Python in a process of its own, with this shardkit on its path."""
+    root = os.path.dirname(os.path.dirname(shardkit.__file__))
+
+    def begin(*args, **options):
+        env = {**os.environ, "PYTHONPATH": root, **options.pop("env", {})}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([sys.executable, *args], cwd=tmp_path, env=env, **pipes, **options)
+
+    return begin

@@ -1,0 +1,30 @@
+"""`shardkit env`: versions, and no secrets."""
+
+from __future__ import annotations
+
+import json
+
+import shardkit
+
+
+def test_human_and_json_say_the_same(run, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_HOME", "/cache")
+    monkeypatch.setenv("HF_ENDPOINT", "https://user:secret@mirror/")
+    human, document = run("env"), run("env", "--json")
+    assert "secret" not in human.output + document.output
+    content = json.loads(document.stdout)
+    assert content["huggingface"]["HF_TOKEN"] == "(set)"
+    assert content["huggingface"]["HF_HOME"] == "/cache"
+    assert content["huggingface"]["HF_ENDPOINT"] == "https://...@mirror/"
+    assert isinstance(content["memory_bytes"], int)
+    rows = dict(line.strip().split(maxsplit=1) for line in human.stdout.splitlines())
+    assert rows["shardkit"] == content["shardkit"] == shardkit.__version__
+    assert rows["torch"] == content["packages"]["torch"]
+    assert rows["HF_TOKEN"] == "(set)"
+
+
+def test_missing_package(run, monkeypatch):
+    monkeypatch.setattr("shardkit.operations.environment._PACKAGES", ("no-such-package",))
+    assert "no-such-package  not installed" in run("env").stdout
+    assert json.loads(run("env", "--json").stdout)["packages"] == {"no-such-package": None}

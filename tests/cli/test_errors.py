@@ -1,0 +1,157 @@
+"""From what went wrong to exit codes and words, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+import pytest
+
+from shardkit import errors
+from shardkit.cli import env as env_command
+from shardkit.cli.errors import resume_command
+
+PROBLEMS = [f"tensor {n}" for n in range(25)]
+
+# what is raised, exit code, lines on stderr
+CASES = {
+    "usage": (errors.UsageError("bad option"), 2, ["error: bad option"]),
+    "mesh": (errors.MeshError("bad mesh"), 2, ["error: bad mesh"]),
+    "source": (
+        errors.SourceError("damaged", problems=["a: short"], hint="download it again"),
+        3,
+        ["error: damaged", "  a: short", "hint: download it again"],
+    ),
+    "many": (
+        errors.LayoutError("25 differ", problems=PROBLEMS),
+        3,
+        ["error: 25 differ", *(f"  {p}" for p in PROBLEMS[:20]), "  ... 5 more, see --json"],
+    ),
+    "incomplete": (errors.IncompleteError("stopped"), 4, ["error: stopped"]),
+    "resource": (errors.ResourceError("disk full"), 5, ["error: disk full"]),
+    "os": (PermissionError(13, "Permission denied", "/x\n"), 5, ["error: /x\\n: Permission denied"]),
+    "memory": (
+        MemoryError(),
+        5,
+        [
+            "error: out of memory",
+            "hint: lower --max-memory or --jobs, or use a machine with more memory",
+        ],
+    ),
+    "bug": (
+        ValueError("two\nlines"),
+        70,
+        [
+            "internal error: ValueError: two\\nlines; please report it with the output of `shardkit env`; "
+            "SHARDKIT_DEBUG=1 shows where it happened"
+        ],
+    ),
+    "ctrl-c": (KeyboardInterrupt(), 130, ["interrupted: nothing was written"]),
+    "sigterm": (errors.Terminated(), 143, ["interrupted: nothing was written"]),
+}
+
+
+@pytest.fixture
+def fail(run, monkeypatch):
+    """Run a command that raises."""
+
+    def failing(error, *args):
+        def raise_it():
+            raise error
+
+        monkeypatch.setattr(env_command, "environment", raise_it)
+        return run("env", *args)
+
+    return failing
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_for_people(fail, case):
+    error, code, lines = CASES[case]
+    result = fail(error)
+    assert (result.exit_code, result.stdout, result.stderr.splitlines()) == (code, "", lines)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_json(fail, case):
+    error, code, lines = CASES[case]
+    result = fail(error, "--json")
+    assert result.exit_code == code
+    assert result.stderr.splitlines() == lines  # in addition
+    content = json.loads(result.stdout)
+    assert list(content) == ["error", "message", "problems", "hint", "exit_code"]
+    assert content["exit_code"] == code
+    assert content["problems"] == list(getattr(error, "problems", ()))
+
+
+@pytest.mark.parametrize(
+    "args", [["bogus"], ["inspect"], ["inspect", "a", "--bogus"], ["preshard", "a", "--dtype", "x"]]
+)
+def test_click_usage_errors(run, args):
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Error: " in result.stderr
+    content = json.loads(run(*args, "--json").stdout)
+    assert (content["error"], content["exit_code"]) == ("UsageError", 2)
+
+
+def test_nearest_command(run):
+    assert "No such command 'inspct'.  (closest name: inspect)" in run("inspct").stderr
+
+
+def test_traceback_only_on_request(fail, monkeypatch):
+    assert "Traceback" not in fail(ValueError("x")).stderr
+    monkeypatch.setenv("SHARDKIT_DEBUG", "1")
+    assert "Traceback" in fail(ValueError("x")).stderr
+
+
+def test_interrupted_run_prints_the_resume_command(fail, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/nowhere/bin/shardkit"])
+    error = errors.Interrupted("interrupted: x was not made", signum=2, hint="run it again")
+    result = fail(error, "--json")
+    assert result.stderr.splitlines() == [
+        "interrupted: x was not made",
+        "resume: /nowhere/bin/shardkit env --json",
+    ]
+    assert json.loads(result.stdout)["resume_command"] == "/nowhere/bin/shardkit env --json"
+    assert result.exit_code == 130
+
+
+def test_resume_command_is_quoted_and_resumes(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/site/shardkit/__main__.py", "preshard", "a b"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "shardkit", "preshard", "a b"])
+    assert resume_command(["preshard", "a b", "--no-resume"]) == "python -m shardkit preshard 'a b'"
+
+
+def test_closed_stdout_is_quiet(start, tiny):
+    # A reader that leaves at once: the pipe is closed before anything is written.
+    code = (
+        "import os, sys; os.dup2(os.open('/dev/null', 0), 0); r, w = os.pipe(); os.close(r); os.dup2(w, 1); "
+    )
+    code += "from shardkit.cli import main; main(['inspect', 'tiny'])"
+    process = start("-c", code)
+    assert process.communicate() == ("", "")
+    assert process.returncode == 141
+
+
+def test_signal_handlers_are_put_back(run, tiny):
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    run("env")
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_second_signal_stops_at_once(start):
+    code = """
+import os, signal
+from shardkit.cli.signals import signals_raised
+with signals_raised():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        print("still here")
+"""
+    process = start("-c", code)
+    assert process.communicate() == ("", "")
+    assert process.returncode == 130

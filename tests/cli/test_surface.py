@@ -1,0 +1,65 @@
+"""The commands and flags that people and scripts rely on. Changing this list is a decision."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from shardkit.cli import main
+
+SURFACE = {
+    "env": ["--json"],
+    "inspect": ["--json", "--tensors", "PATH"],
+    "preshard": [
+        "--digest",
+        "--dry-run",
+        "--dtype",
+        "--jobs",
+        "--json",
+        "--max-memory",
+        "--mesh",
+        "--no-progress",
+        "--no-resume",
+        "--overwrite",
+        "--resume",
+        "--revision",
+        "--trust-remote-code",
+        "--variant",
+        "--world-size",
+        "--wrap",
+        "-n",
+        "OUTPUT",
+        "SOURCE",
+    ],
+}
+
+
+def command(name):
+    return main.get_command(click.Context(main), name)
+
+
+def test_commands():
+    assert main.list_commands(click.Context(main)) == sorted(SURFACE)
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_parameters(name):
+    found = []
+    for parameter in command(name).params:
+        is_option = isinstance(parameter, click.Option)
+        found += [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.name.upper()]
+    assert sorted(found) == sorted(SURFACE[name])
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_help_has_two_examples_and_json(run, name):
+    result = run(name, "--help")
+    assert result.exit_code == 0
+    assert result.stdout.count(f"\n    shardkit {name}") == 2
+    assert "--json" in result.stdout
+
+
+@pytest.mark.parametrize("args", [["--help"], ["-h"], ["inspect", "-h"], ["--version"]])
+def test_asking_for_help_is_no_error(run, args):
+    result = run(*args)
+    assert (result.exit_code, result.stderr) == (0, "")
