@@ -131,7 +131,7 @@ def render(result: PreshardResult) -> list[str]:
 
 def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     would = "to " if result.dry_run else ""
-    yield "source", escape(result.source)
+    yield "source", f"{escape(result.source)} ({result.source_format})"
     yield "mesh", f"{escape(result.mesh)}; world size {result.world_size}"
     yield "layout", _layout(result)
     yield f"{would}read", f"{count(result.num_tensors, 'tensor')}, {format_size(result.read_bytes)}"

@@ -30,6 +30,8 @@ class PreshardResult:
 
     source: str
     """As it was given."""
+    source_format: str
+    """"safetensors" or "torch-bin"."""
     output: str
     """Directory of the checkpoint."""
     dry_run: bool
@@ -160,6 +162,7 @@ def _describe(
     layout, sizes = job.layout, tuple(image.size for image in job.output)
     return PreshardResult(
         source=source,
+        source_format=job.model.catalog.format,
         output=path,
         dry_run=dry_run,
         world_size=layout.mesh.size,

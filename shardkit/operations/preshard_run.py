@@ -19,7 +19,7 @@ from shardkit.formats.dcp_images import DcpImage
 from shardkit.formats.dcp_metadata_writer import write_metadata
 from shardkit.operations.preshard_job import PreshardJob
 from shardkit.transfer.digest import combine, crc32
-from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.execute import SYNC_THREADS, ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
 from shardkit.transfer.progress import Progress
 from shardkit.transfer.staging import Staging, abandoned
@@ -39,35 +39,36 @@ def run_job(
         Interrupted: after a signal.
         IntegrityError, ResourceError: as `Execution.run`.
     """
-    plan_hash = job.plan_hash
-    leftovers = abandoned(path)
-    staging = _adopted(path, leftovers, plan_hash) if resume else None
-    staging = staging or Staging.create(path)
+    plan_hash, staging, num_finished = job.plan_hash, None, 0
     try:
+        staging = (_adopted(path, plan_hash) if resume else None) or Staging.create(path)
         progress.start(job.plan.hole_bytes, "preshard")
         finished = _finished(job, staging, progress)
+        num_finished = len(finished)
         digests, scattered = _moved(job, staging, plan_hash, options, progress, finished)
-        _describe_files(job, staging, digests, scattered, options.jobs)
+        _describe_files(job, staging, digests, scattered)
         staging.commit(overwrite=overwrite)
     except KeyboardInterrupt as interrupt:
-        raise Interrupted(
-            f"interrupted: {escape(path)} was not made; what was finished is kept beside it",
-            signum=getattr(interrupt, "signum", signal.SIGINT),
-            hint="run the same command again to resume",
-        ) from interrupt
+        if staging is None or not staging.is_committed:
+            raise Interrupted(
+                f"interrupted: {escape(path)} was not made; what was finished is kept beside it",
+                signum=getattr(interrupt, "signum", signal.SIGINT),
+                hint="run the same command again to resume",
+            ) from interrupt
     except BaseException:
-        staging.discard()
+        if staging is not None:
+            staging.discard()
         raise
     finally:
         progress.finish()
     for leftover in abandoned(path):
         Staging(path, leftover).discard()
-    return len(finished)
+    return num_finished
 
 
-def _adopted(path: str, leftovers: list[str], plan_hash: str) -> Staging | None:
+def _adopted(path: str, plan_hash: str) -> Staging | None:
     """Take over a dead run's staging directory if it was carrying out this very plan."""
-    for leftover in leftovers:
+    for leftover in abandoned(path):
         if read_plan_hash(Staging(path, leftover).journal) == plan_hash:
             staging = Staging.adopt(path, leftover)
             if staging is not None:
@@ -108,17 +109,13 @@ def _translated(path: str) -> Iterator[None]:
 
 
 def _describe_files(
-    job: PreshardJob,
-    staging: Staging,
-    digests: Mapping[str, FileDigest],
-    scattered: Mapping[str, int],
-    jobs: int,
+    job: PreshardJob, staging: Staging, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]
 ) -> None:
     """Write the chunk lists, then the manifest; `.metadata`, which makes it a checkpoint, comes last."""
     crcs = [digests[image.name].data_crcs for image in job.output]
     rows, tensor_crcs = _chunk_rows(job, crcs, scattered)
     with _translated(staging.path):
-        with ThreadPoolExecutor(jobs) as pool:
+        with ThreadPoolExecutor(SYNC_THREADS) as pool:
             lists = list(pool.map(partial(_write_chunk_list, job, staging), job.output, rows))
         temporary = os.path.join(staging.data, METADATA + ".part")
         metadata = _write_metadata(job, temporary)

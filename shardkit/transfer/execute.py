@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,6 +27,9 @@ from shardkit.transfer.sources import SourceFiles
 
 _BUFFER_BYTES = MIB  # the processor's cache keeps it; 8 MiB is slower on every file system tried
 _BAND_BYTES = 16 * MIB
+# Threads that wait for the disk. Syncs that wait together share one commit of the file system's log, and
+# the threads that move bytes go on meanwhile.
+SYNC_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,8 @@ class Execution:
         self._states: dict[int, _ImageState] = {}
         self._thread = threading.local()
         self._tensor_crcs: dict[str, int] = {}
+        self._sync_pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-sync")
+        self._syncs: list[Future[None]] = []
 
     def run(self) -> tuple[dict[str, FileDigest], dict[str, int]]:
         """Move everything.
@@ -121,9 +126,12 @@ class Execution:
             KeyboardInterrupt: once no thread writes any more.
         """
         with one_thread_each(self._plan.converts), SourceFiles(self._plan.catalog.files) as sources:
-            self._create_files()
-            self._in_threads(self._scatter_jobs(sources))
-            self._in_threads(self._task_jobs(sources))
+            with self._sync_pool:
+                self._create_files()
+                self._in_threads(self._scatter_jobs(sources))
+                self._in_threads(self._task_jobs(sources))
+            for sync in self._syncs:
+                sync.result()
             sources.check_unchanged()
         return self._digests, self._tensor_crcs
 
@@ -135,7 +143,7 @@ class Execution:
             with self._opened(image, os.O_CREAT | os.O_TRUNC) as fd:
                 os.ftruncate(fd, image.size)
             if len(image) == 0:
-                self._finish(image, _ImageState())
+                self._submit_finish(image, _ImageState())
 
     def _scatter_jobs(self, sources: SourceFiles) -> list[Callable[[], None]]:
         if not self._plan.scattered:
@@ -186,7 +194,11 @@ class Execution:
             state.tasks_left -= 1
             is_whole = state.tasks_left == 0
         if is_whole:
-            self._finish(image, self._states.pop(task.image))
+            self._submit_finish(image, self._states.pop(task.image))
+
+    def _submit_finish(self, image: Image, state: _ImageState) -> None:
+        with self._lock:
+            self._syncs.append(self._sync_pool.submit(self._finish, image, state))
 
     def _finish(self, image: Image, state: _ImageState) -> None:
         """Bring a whole file to the disk and hand it over."""
@@ -225,12 +237,13 @@ class Execution:
         """Run jobs; the first error stops the others and is raised once none of them runs any more."""
         if not jobs:
             return
+        futures: list[Future[None]] = []
         with ThreadPoolExecutor(self._options.jobs, thread_name_prefix="shardkit") as pool:
-            futures = [pool.submit(job) for job in jobs]
             try:
+                futures.extend(pool.submit(job) for job in jobs)
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             finally:  # also on Ctrl-C: the pool waits for threads that stop at their next check
-                if any(not f.done() or f.exception() for f in futures):
+                if len(futures) < len(jobs) or any(not f.done() or f.exception() for f in futures):
                     self._stop.set()
                 pool.shutdown(cancel_futures=True)
         errors = [e for f in done if (e := f.exception()) and not isinstance(e, CancelledError)]

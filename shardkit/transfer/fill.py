@@ -9,7 +9,7 @@ from shardkit.core.dtypes import DType
 from shardkit.transfer.convert import Converter
 from shardkit.transfer.digest import combine, crc32, crc32_combine, zeros
 from shardkit.transfer.images import Hole, Image, Piece
-from shardkit.transfer.plan import Move, Task, TransferPlan, stream_moves
+from shardkit.transfer.plan import Move, Task, TransferPlan, moves_for
 from shardkit.transfer.reflink import BLOCK, clone_range, shared_part
 from shardkit.transfer.sources import SourceFiles
 from shardkit.transfer.stream import Stream, read_back
@@ -86,7 +86,7 @@ class Filler:
 
     def _fill(self, stream: Stream, hole: Hole) -> int:
         """Fill the hole at the stream's position; return the CRC-32 of its bytes, 0 without digests."""
-        moves = stream_moves(hole, self._plan.catalog)
+        moves = moves_for(hole, self._plan)
         if moves is None:  # dealt out before; its bytes passed by in another order
             stream.step_over(hole.nbytes)
             return read_back(self._fd, hole.start, hole.nbytes, self._buffer) if self._digests else 0

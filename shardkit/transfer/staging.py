@@ -93,6 +93,7 @@ class Staging:
         self.destination, self.path = destination, path
         self.data = os.path.join(path, "data")
         self.journal = os.path.join(path, "journal.jsonl")
+        self.is_committed = False
 
     @classmethod
     def create(cls, destination: str) -> Staging:
@@ -149,6 +150,7 @@ class Staging:
                 _exchange(self.data, self.destination)
             else:
                 _rename_noreplace(self.data, self.destination)
+            self.is_committed = True
         except FileExistsError as error:
             raise UsageError(f"{escape(self.destination)} appeared while it was being written") from error
         except OSError as error:

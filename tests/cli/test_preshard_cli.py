@@ -22,6 +22,7 @@ ARGS = ["preshard", "tiny", "--world-size", "4", "--wrap", "none"]
 
 RESULT = PreshardResult(
     source="org/model",
+    source_format="safetensors",
     output="/data/model-dp_shard4",
     dry_run=False,
     world_size=4,
@@ -48,7 +49,7 @@ RESULT = PreshardResult(
 
 HUMAN = """\
 wrote /data/model-dp_shard4
-  source   org/model
+  source   org/model (safetensors)
   mesh     dp_shard=4; world size 4
   layout   traced from the model, 3 units
   read     20 tensors, 8.0 GiB
@@ -66,7 +67,7 @@ load it on every rank, once the model is wrapped for this mesh:
 
 DRY = """\
 dry run: nothing was written to /data/model-dp_shard4
-  source     org/model
+  source     org/model (safetensors)
   mesh       dp_shard=4; world size 4
   layout     traced from the model, 3 units
   to read    20 tensors, 8.0 GiB
