@@ -81,6 +81,8 @@ class RecordSkeleton:
         Args:
             data_crc: CRC-32 of the data, or 0 for "not recorded".
         """
+        if data_crc == 0:  # what the zeros in the suffix say already
+            return self._suffix
         out = bytearray(self._suffix)
         for place in self._crc_places:
             out[place : place + 4] = data_crc.to_bytes(4, "little")

@@ -67,13 +67,16 @@ class Stream:
             part[:] = data[done : done + len(part)]
             done += len(part)
 
-    def gap_to(self, position: int) -> None:
-        """Leave zeros up to `position`. Short gaps are written: cheaper than another system call."""
-        gap = position - self.position
-        if 0 < gap <= min(len(self._view) - self._used, _WRITTEN_GAP):
-            self.room(gap)[:] = bytes(gap)
-        elif gap:
+    def put_at(self, position: int, data: bytes) -> None:
+        """Append literal bytes at a position at or after the present one, with zeros up to it.
+
+        A fresh file is all zeros, yet short gaps are written: that is cheaper than another system call.
+        """
+        gap = position - self._at - self._used
+        if gap > _WRITTEN_GAP:
             self.step_over(gap)
+            gap = 0
+        self.put(bytes(gap) + data if gap else data)
 
     def step_over(self, nbytes: int) -> None:
         """Leave the next `nbytes` untouched: they are filled by other means, or a fresh file's zeros."""
