@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import warnings
@@ -245,6 +246,17 @@ class TestDestination:
         usage = type("usage", (), {"free": 100})
         monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
         with pytest.raises(ResourceError, match="No space left"):
+            shardkit.preshard(source, str(tmp_path / "out"), world_size=1, wrap="none")
+        assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+    def test_a_disk_that_fills_up_half_way_leaves_nothing(
+        self, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(fd: int, data: bytes, offset: int) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("os.pwrite", full)
+        with pytest.raises(ResourceError, match=r"__0_0\.distcp.*No space left"):
             shardkit.preshard(source, str(tmp_path / "out"), world_size=1, wrap="none")
         assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
