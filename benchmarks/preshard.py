@@ -58,9 +58,15 @@ def preshard(source: Path, output: Path, **options: object) -> dict[str, float]:
 
 
 def used_bytes(path: Path) -> int:
-    os.sync()
-    status = os.statvfs(path)
-    return (status.f_blocks - status.f_bfree) * status.f_frsize
+    """Bytes in use once the file system has come to rest: some free a removed file's blocks later."""
+    used = -1
+    while True:
+        os.sync()
+        status = os.statvfs(path)
+        before, used = used, (status.f_blocks - status.f_bfree) * status.f_frsize
+        if before == used:
+            return used
+        time.sleep(0.3)
 
 
 def peer(source: Path, output: Path, ranks: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ Source: torch 2.13, torch/distributed/checkpoint/metadata.py and filesystem.py (
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 from shardkit.core.catalog import Catalog, TensorEntry
@@ -46,7 +46,6 @@ class _MetadataPickler:
         self._out = out
         self._buffer = bytearray(b"\x80\x04")
         self._memo: dict[object, bytes] = {}
-        self._repeated: dict[object, bytes] = {}
         self._corners: dict[Shape, bytes] = {}
 
     def write(self, catalog: Catalog, aliases: Mapping[str, Sequence[str]]) -> None:
@@ -83,62 +82,58 @@ class _MetadataPickler:
         parts = [self._text(name), *self._new(_METADATA, "TensorStorageMetadata")]
         parts += [self._text("properties"), self._properties(entry.dtype.name)]
         parts += [self._text("size"), self._size(entry.shape), self._text("chunks"), _EMPTY_LIST, _MARK]
-        for offsets, sizes in catalog.chunks.regions(entry.chunk_ids):
-            parts += (
-                self._chunk_head(),
-                self._offsets(offsets),
-                self._text("sizes"),
-                self._size(sizes),
-                _SET,
-            )
+        regions = catalog.chunks.regions(entry.chunk_ids)
+        for region in regions[:1]:  # puts every word into the memo, so that the others' heads are equal
+            parts += (self._chunk_head(), self._offsets(region.offsets), self._text("sizes"))
+            parts += (self._size(region.sizes), _SET)
+        if len(regions) > 1:
+            head, word, offsets, size = self._chunk_head(), self._text("sizes"), self._offsets, self._size
+            for region in regions[1:]:
+                parts += (head, offsets(region.offsets), word, size(region.sizes), _SET)
         return b"".join([*parts, _APPENDS, _SET])
 
     def _chunk_head(self) -> bytes:
-        return self._joined(
-            "chunk", lambda: [*self._new(_METADATA, "ChunkStorageMetadata"), self._text("offsets")]
-        )
+        return b"".join((*self._new(_METADATA, "ChunkStorageMetadata"), self._text("offsets")))
 
     def _storage(self, catalog: Catalog, name: str, entry: TensorEntry) -> Iterator[bytes]:
         table, rows = catalog.chunks, entry.chunk_ids
         columns = (table.file, table.start, table.nbytes)
-        places = zip(*(column[rows.start : rows.stop] for column in columns), strict=True)
-        files, text, offsets = catalog.files, self._text, self._offsets
-        for region, (file, start, nbytes) in zip(table.regions(rows), places, strict=True):
-            yield b"".join(
-                (
-                    self._joined(
-                        ("index", name), lambda: [*self._new(_METADATA, "MetadataIndex"), *self._index(name)]
-                    ),
-                    offsets(region.offsets),
-                    self._joined("place", self._place_head),
-                    text(files[file].name),
-                    text("offset"),
-                    pickle_int(start),
-                    text("length"),
-                    pickle_int(nbytes),
-                    _SET,
-                )
+        places = list(zip(*(column[rows.start : rows.stop] for column in columns), strict=True))
+        regions, files, text = table.regions(rows), [file.name for file in catalog.files], self._text
+        for region, (file, start, nbytes) in zip(regions[:1], places[:1], strict=True):
+            parts = (
+                self._index_head(name),
+                self._offsets(region.offsets),
+                self._place_head(),
+                text(files[file]),
             )
+            yield b"".join(
+                (*parts, text("offset"), pickle_int(start), text("length"), pickle_int(nbytes), _SET)
+            )
+        if len(regions) < 2:
+            return
+        index, place, offset, length = (
+            self._index_head(name),
+            self._place_head(),
+            text("offset"),
+            text("length"),
+        )
+        offsets, join = self._offsets, b"".join
+        for region, (file, start, nbytes) in zip(regions[1:], places[1:], strict=True):
+            where = (offset, pickle_int(start), length, pickle_int(nbytes), _SET)
+            yield join((index, offsets(region.offsets), place, text(files[file]), *where))
 
-    def _index(self, name: str) -> list[bytes]:
-        return [self._text("fqn"), self._text(name), self._text("index"), _NONE, self._text("offset")]
+    def _index_head(self, name: str) -> bytes:
+        parts = self._new(_METADATA, "MetadataIndex")
+        parts += (self._text("fqn"), self._text(name), self._text("index"), _NONE, self._text("offset"))
+        return b"".join(parts)
 
-    def _place_head(self) -> list[bytes]:
-        return [_SET, *self._new(_FILESYSTEM, "_StorageInfo"), self._text("relative_path")]
+    def _place_head(self) -> bytes:
+        return b"".join((_SET, *self._new(_FILESYSTEM, "_StorageInfo"), self._text("relative_path")))
 
     def _new(self, module: str, name: str) -> list[bytes]:
         """An object of a class, and its state's dict up to the first item; `_SET` ends it."""
         return [self._class(module, name), _NEW, _EMPTY_DICT, _MARK]
-
-    def _joined(self, key: object, make: Callable[[], list[bytes]]) -> bytes:
-        """Opcodes that repeat for every chunk, kept once making them puts nothing new into the memo."""
-        found = self._repeated.get(key)
-        if found is None:
-            known = len(self._memo)
-            found = b"".join(make())
-            if len(self._memo) == known:
-                self._repeated[key] = found
-        return found
 
     def _offsets(self, values: Shape) -> bytes:
         """A chunk's corner: not in the memo, which the reader must keep alive, but made only once."""

@@ -154,14 +154,15 @@ def _chunk_rows(
         table, rows = output.catalog.chunks, entry.chunk_ids
         head = chunk_list.line_head(fqn, entry.dtype, entry.shape)
         pieces: list[tuple[int, int]] = []
-        for row, region, (start, nbytes) in zip(
-            rows, table.regions(rows), output.data_places(fqn), strict=True
-        ):
-            file = table.file[row]
-            crc = crcs[file][len(lines[file])] if crcs[file] else None
-            places = (table.start[row], table.nbytes[row], start, nbytes)
-            lines[file].append(chunk_list.line(head, region, places, crc))
-            pieces.append((crc or 0, nbytes))
+        records = zip(
+            *(c[rows.start : rows.stop] for c in (table.file, table.start, table.nbytes)), strict=True
+        )
+        chunks = zip(table.regions(rows), records, output.data_places(fqn), strict=True)
+        for region, (file, start, nbytes), (data_start, data_nbytes) in chunks:
+            into = lines[file]
+            crc = crcs[file][len(into)] if crcs[file] else None
+            into.append(chunk_list.line(head, region, (start, nbytes, data_start, data_nbytes), crc))
+            pieces.append((crc or 0, data_nbytes))
         if job.digest != "none":
             source = job.sources[fqn]
             tensor_crcs[fqn] = scattered[source] if source in scattered else combine(pieces)

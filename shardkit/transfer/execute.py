@@ -152,7 +152,7 @@ class Execution:
         scatter = Scatter(
             self._plan.catalog,
             sources,
-            lambda image: self._opened(images[image]),
+            lambda image: self._target(images[image]),
             band_bytes=options.band_bytes,
             check=self._check,
             advance=self._progress.advance,
@@ -228,6 +228,11 @@ class Execution:
                 os.close(fd)
         except OSError as error:
             raise ResourceError(f"cannot write {escape(image.name)}: {error.strerror}") from error
+
+    @contextlib.contextmanager
+    def _target(self, image: Image) -> Iterator[tuple[int, str]]:
+        with self._opened(image) as fd:
+            yield fd, image.name
 
     def _check(self) -> None:
         if self._stop.is_set():

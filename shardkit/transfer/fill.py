@@ -70,6 +70,7 @@ class Filler:
         return stretch
 
     def _write_piece(self, piece: Piece, stream: Stream, stretch: Stretch) -> None:
+        stream.fqn = piece.hole.fqn
         stream.put_at(piece.start, piece.prefix)
         crc = self._fill(stream, piece.hole)
         suffix = piece.tail.suffix(crc)

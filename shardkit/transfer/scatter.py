@@ -21,8 +21,8 @@ from shardkit.transfer.images import Hole
 from shardkit.transfer.sources import SourceFiles
 from shardkit.transfer.stream import write_all
 
-OpenTarget = Callable[[int], AbstractContextManager[int]]
-"""Opens an image, by its index, for writing; the descriptor is closed at the end of the `with`."""
+OpenTarget = Callable[[int], AbstractContextManager[tuple[int, str]]]
+"""Opens an image, by its index, for writing; gives (descriptor, name) until the end of the `with`."""
 
 
 class Scatter:
@@ -97,8 +97,8 @@ class Scatter:
 
     def _write(self, image: int, hole: Hole, target: Region, data: memoryview) -> None:
         itemsize, done = hole.dtype.itemsize, 0
-        with self._open(image) as fd:
+        with self._open(image) as (fd, name):
             for run in runs(target, hole.region.sizes):
                 length = run.length * itemsize
-                write_all(fd, data[done : done + length], hole.start + run.source * itemsize, hole.fqn)
+                write_all(fd, data[done : done + length], hole.start + run.source * itemsize, name, hole.fqn)
                 done += length

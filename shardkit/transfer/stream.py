@@ -27,6 +27,7 @@ class Stream:
 
     def __init__(self, fd: int, name: str, start: int, buffer: bytearray) -> None:
         self._fd, self._name = fd, name
+        self.fqn = ""  # the tensor being written, for messages
         self._view = memoryview(buffer)
         self._at, self._used = start, 0
 
@@ -85,12 +86,12 @@ class Stream:
 
     def flush(self) -> None:
         """Write what the buffer holds."""
-        write_all(self._fd, self._view[: self._used], self._at, self._name)
+        write_all(self._fd, self._view[: self._used], self._at, self._name, self.fqn)
         self._at += self._used
         self._used = 0
 
 
-def write_all(fd: int, data: memoryview, start: int, name: str) -> None:
+def write_all(fd: int, data: memoryview, start: int, name: str, fqn: str) -> None:
     """Write `data` at byte `start`, however many calls it takes.
 
     Raises:
@@ -102,7 +103,7 @@ def write_all(fd: int, data: memoryview, start: int, name: str) -> None:
             done += os.pwrite(fd, data[done:], start + done)
         except OSError as error:
             raise ResourceError(
-                f"cannot write {escape(name)} at byte {start + done}: {error.strerror}",
+                f"cannot write {escape(name)} at byte {start + done} ({escape(fqn)}): {error.strerror}",
                 hint="free some space or choose another destination, then run the same command again",
             ) from error
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
 from shardkit import manifest
@@ -74,6 +75,15 @@ def test_stock_load_gives_every_bit_back(world_size: int, make_hub: MakeHub, tmp
     )
     assert result.num_files == world_size
     assert_bit_equal(loaded(tmp_path / "out", tensors), tensors)
+
+
+def test_torch_converts_it_to_one_file(make_hub: MakeHub, tmp_path: Path) -> None:
+    tensors = every_kind()
+    shardkit.preshard(str(make_hub(tensors)), str(tmp_path / "out"), world_size=3, wrap="none")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(tmp_path / "out", tmp_path / "whole.pt")
+    assert_bit_equal(torch.load(tmp_path / "whole.pt", weights_only=True), tensors)
 
 
 def test_digests_are_those_of_the_bytes(make_hub: MakeHub, tmp_path: Path) -> None:
@@ -256,7 +266,7 @@ class TestDestination:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr("os.pwrite", full)
-        with pytest.raises(ResourceError, match=r"__0_0\.distcp.*No space left"):
+        with pytest.raises(ResourceError, match=r"__0_0\.distcp.*\(w\).*No space left"):
             shardkit.preshard(source, str(tmp_path / "out"), world_size=1, wrap="none")
         assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
