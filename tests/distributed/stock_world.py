@@ -9,10 +9,7 @@ Writes out/<world>/<model>/{.metadata,...} and out/<world>/<model>.json, the tra
 """
 
 import json
-import os
 import sys
-import traceback
-from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -27,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardkit.layout import trace_child
+from tests.distributed.processes import fork, wait
 
 torch.set_num_threads(1)
 
@@ -45,25 +43,6 @@ class Edges(nn.Module):
         self.register_buffer("step", torch.zeros((), dtype=torch.float32).long())
         self.register_buffer("mask", torch.ones(5, 3, dtype=torch.bool))
         self.register_buffer("ids", torch.arange(7))
-
-
-def fork(work: Callable[[], None]) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return child
-
-
-def wait(children: list[int]) -> None:
-    for child in children:
-        _, status = os.waitpid(child, 0)
-        if status:
-            sys.exit(f"a process failed: {status}")
 
 
 def save(rank: int, shape: list[int], jobs: dict[str, Any], out: Path) -> None:

@@ -1,9 +1,6 @@
 """The chunks of a layout are those that stock `dcp.save` writes from real processes, wrapped the same way."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.layout.declared import declare
 from shardkit.layout.layout import Layout
 from shardkit.layout.traced import read_answer
+from tests.distributed.processes import run_script
 
 pytestmark = pytest.mark.dist
 
@@ -73,16 +71,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "directories": str(base / "models"),
         "out": str(base / "out"),
     }
-    path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("stock_world.py")), json.dumps(jobs)],
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script("stock_world.py", json.dumps(jobs), timeout_s=300)
     return base / "out"
 
 
