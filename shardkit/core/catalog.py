@@ -11,9 +11,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
+from typing import NamedTuple
 
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape
+
+
+class FileStamp(NamedTuple):
+    """Which file it was when its description was read, and in what state."""
+
+    size: int
+    modified_ns: int
+    inode: int
+    device: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +33,14 @@ class SourceFile:
     name: str
     """Relative to the checkpoint, for messages and manifests."""
     path: str
-    """Where to open it; the empty string where `decode` is given."""
+    """Where to open it; where `decode` is given, the file that the bytes are decoded from."""
     size: int
     """Bytes."""
     decode: Callable[[], memoryview] | None = None
     """For bytes that exist only after decoding (legacy `.bin`): gives them, row-major and contiguous.
     Such a file holds a single tensor."""
+    stamp: FileStamp | None = None
+    """Taken from the descriptor that the description was read from; None where nobody has looked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

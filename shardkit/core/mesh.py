@@ -24,6 +24,8 @@ Role = Literal["replicate", "shard"]
 ROLES: dict[str, Role] = {"dp_replicate": "replicate", "dp_shard": "shard"}
 LATER_AXES = ("tp", "ep", "pp")
 
+_MAX_RANKS = 1 << 17  # every rank is a file; a typing error should not plan for hours
+
 _AXIS = re.compile(r"([A-Za-z_]\w{0,63})(?::(replicate|shard))?=(\d{1,9})", re.ASCII)
 
 
@@ -196,15 +198,22 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
             raise MeshError("no mesh given", hint="pass --world-size N, or --mesh dp_replicate=2,dp_shard=16")
         if world_size < 1:
             raise MeshError(f"--world-size must be at least 1, not {world_size}")
+        _check_size(world_size)
         return Mesh((Axis("dp_shard", world_size, "shard"),))
     mesh = Mesh(tuple(_parse_axis(part.strip()) for part in text.split(",")))
     _check_axes(mesh)
+    _check_size(mesh.size)
     if world_size is not None and world_size != mesh.size:
         raise MeshError(
             f"--mesh {mesh} has {mesh.size} ranks, --world-size says {world_size}",
             hint="give one of the two, or make them agree",
         )
     return mesh
+
+
+def _check_size(num_ranks: int) -> None:
+    if num_ranks > _MAX_RANKS:
+        raise MeshError(f"{num_ranks} ranks are more than shardkit plans for, which is {_MAX_RANKS}")
 
 
 def _parse_axis(part: str) -> Axis:

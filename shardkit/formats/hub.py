@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.regions import full_region
@@ -278,19 +278,22 @@ def _catalog(
     catalog = Catalog(format=kind, directory=directory)
     places = {}
     for name, content in contents.items():
+        whole = SourceFile(name=name, path=paths[name], size=content.size, stamp=content.stamp)
+        number = len(catalog.files)
+        catalog.files.append(whole)
         if isinstance(content, SafetensorsHeader):
-            catalog.files.append(SourceFile(name=name, path=paths[name], size=content.size))
             for stored in content.tensors:
-                places[stored.fqn] = (stored.dtype, stored.shape, len(catalog.files) - 1, stored.start)
+                places[stored.fqn] = (stored.dtype, stored.shape, number, stored.start)
             continue
         catalog.objects += content.objects
         for tensor in content.tensors:
+            if tensor.start is not None:
+                places[tensor.fqn] = (tensor.dtype, tensor.shape, number, tensor.start)
+                continue
             places[tensor.fqn] = (tensor.dtype, tensor.shape, len(catalog.files), 0)
-            region = full_region(tensor.shape)
-            size = region.num_elements * tensor.dtype.itemsize
-            catalog.files.append(
-                SourceFile(name=f"{name}:{tensor.fqn}", path="", size=size, decode=tensor.decode)
-            )
+            size = full_region(tensor.shape).num_elements * tensor.dtype.itemsize
+            decoded = replace(whole, name=f"{name}:{tensor.fqn}", size=size, decode=tensor.decode)
+            catalog.files.append(decoded)
     for fqn in index.weight_map if index else places:
         dtype, shape, file, start = places[fqn]
         region = full_region(shape)

@@ -15,11 +15,19 @@ from math import prod
 from typing import NamedTuple
 from zlib import crc32
 
+from shardkit.core.catalog import FileStamp
 from shardkit.core.dtypes import BY_SAFETENSORS, DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import SourceError
-from shardkit.formats.strict import DOWNLOAD_AGAIN, is_unicode, open_regular, parse_object, read_exactly
+from shardkit.formats.strict import (
+    DOWNLOAD_AGAIN,
+    is_unicode,
+    open_regular,
+    parse_object,
+    read_exactly,
+    stamp_of,
+)
 
 # safetensors 0.8, tensor.rs: MAX_HEADER_SIZE
 MAX_HEADER_BYTES = 100_000_000
@@ -53,6 +61,8 @@ class SafetensorsHeader:
     """Bytes of the whole file."""
     crc32: int
     """CRC-32 of the JSON text."""
+    stamp: FileStamp
+    """The file's, when the header was read."""
 
 
 def read_header(path: str, name: str) -> SafetensorsHeader:
@@ -73,13 +83,13 @@ def read_header(path: str, name: str) -> SafetensorsHeader:
     Source: safetensors 0.8, safetensors/src/tensor.rs, SafeTensors::read_metadata and Metadata::validate.
     """
     with open_regular(path, name) as (fd, size):
-        text = _read_text(fd, size, name)
+        text, stamp = _read_text(fd, size, name), stamp_of(fd)
     header = parse_object(text, name)
     metadata = _check_metadata(header.pop("__metadata__", {}), name)
     base = _LENGTH_BYTES + len(text)
     tensors = _check_entries(header, base, name)
     _check_tiling(tensors, base, size, name)
-    return SafetensorsHeader(tensors=tensors, metadata=metadata, size=size, crc32=crc32(text))
+    return SafetensorsHeader(tensors=tensors, metadata=metadata, size=size, crc32=crc32(text), stamp=stamp)
 
 
 def _read_text(fd: int, size: int, name: str) -> bytes:

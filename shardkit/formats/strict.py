@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shardkit.core.catalog import FileStamp
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
 
@@ -55,6 +56,12 @@ def open_regular(path: str, name: str) -> Iterator[tuple[int, int]]:
         yield fd, status.st_size
     finally:
         os.close(fd)
+
+
+def stamp_of(fd: int) -> FileStamp:
+    """Return the stamp of an open file: what is read from it later must come from the same one."""
+    status = os.fstat(fd)
+    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
 def read_exactly(fd: int, start: int, nbytes: int, name: str) -> bytes:

@@ -1,12 +1,15 @@
 """Legacy weights, `pytorch_model.bin`: a pickled state dict, read through torch's restricted unpickler.
 
-Here bytes exist only once torch has rebuilt the tensor, so each tensor comes with a function that gives
-them. Zip files are mapped, not loaded; nothing but tensors and plain containers is ever unpickled.
+torch maps a zip file rather than loading it, and where a contiguous tensor lies in the mapping is where its
+bytes lie in the file: those are read from there. Other tensors (transposed ones, lazy views, files of
+before torch 1.6) come with a function that gives their bytes. Nothing but tensors and plain containers is
+ever unpickled.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 import zipfile
@@ -16,35 +19,39 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
+from shardkit.core.catalog import FileStamp
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.formats.strict import DOWNLOAD_AGAIN, open_regular, read_exactly
+from shardkit.formats.strict import DOWNLOAD_AGAIN, open_regular, read_exactly, stamp_of
 
 if TYPE_CHECKING:
     import torch
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _PIECE_BYTES = 1 << 20
+_Mappings = list[tuple[int, int, int]]
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 
 
-class DecodedTensor(NamedTuple):
-    """A tensor whose bytes have to be asked for."""
+class BinTensor(NamedTuple):
+    """A tensor, and where its bytes lie or how to get them."""
 
     fqn: str
     dtype: DType
     shape: Shape
-    decode: Callable[[], memoryview]
-    """Gives the bytes: read-only, row-major, contiguous, little-endian."""
+    start: int | None
+    """First byte in the file, None where the bytes do not lie there as they are."""
+    decode: Callable[[], memoryview] | None
+    """Without a start, gives the bytes: read-only, row-major, contiguous, little-endian."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BinFile:
     """What a legacy file holds."""
 
-    tensors: tuple[DecodedTensor, ...]
+    tensors: tuple[BinTensor, ...]
     """In the order of the state dict."""
     objects: tuple[str, ...]
     """Names of entries that are not tensors."""
@@ -54,6 +61,8 @@ class BinFile:
     """Of the zip's names, sizes and checksums; of the whole file where it is no zip."""
     notes: tuple[str, ...]
     """What a person should be told."""
+    stamp: FileStamp
+    """The file's, before torch read it."""
 
 
 def read_bin(path: str, name: str) -> BinFile:
@@ -73,13 +82,19 @@ def read_bin(path: str, name: str) -> BinFile:
     with open_regular(path, name) as (fd, size):
         is_zip = read_exactly(fd, 0, min(size, 4), name) == _ZIP_MAGIC
         checksum = 0 if is_zip else _crc_of_file(fd, size, name)
+        stamp = stamp_of(fd)
     if is_zip:
         checksum = _crc_of_records(path, name)
     entries = _load(path, name, is_zip)
-    tensors, objects = _split(entries, name)
+    tensors, objects = _split(entries, name, _mappings(stamp) if is_zip else [])
     note = f"{escape(name)} has the format of before torch 1.6: it is held in memory as a whole"
     return BinFile(
-        tensors=tensors, objects=objects, size=size, crc32=checksum, notes=() if is_zip else (note,)
+        tensors=tensors,
+        objects=objects,
+        size=size,
+        crc32=checksum,
+        notes=() if is_zip else (note,),
+        stamp=stamp,
     )
 
 
@@ -127,11 +142,32 @@ def _refusal(error: Exception, name: str) -> SourceError:
     return SourceError(f"{escape(name)}: torch cannot load it: {escape(reason)}", hint=DOWNLOAD_AGAIN)
 
 
-def _split(entries: Mapping[object, object], name: str) -> tuple[tuple[DecodedTensor, ...], tuple[str, ...]]:
+def _mappings(stamp: FileStamp) -> _Mappings:
+    """Return (first address, end, first byte in the file) of every mapping of a file in this process.
+
+    Source: man 5 proc, /proc/pid/maps. Empty where there is no such thing; then tensors are decoded.
+    """
+    device = f"{os.major(stamp.device):02x}:{os.minor(stamp.device):02x}"
+    found = []
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            for line in maps:
+                addresses, _, offset, on, inode = line.split(maxsplit=5)[:5]
+                if inode == str(stamp.inode) and on == device:
+                    start, _, stop = addresses.partition("-")
+                    found.append((int(start, 16), int(stop, 16), int(offset, 16)))
+    except (OSError, ValueError):
+        return []
+    return found
+
+
+def _split(
+    entries: Mapping[object, object], name: str, mappings: _Mappings
+) -> tuple[tuple[BinTensor, ...], tuple[str, ...]]:
     """Return the tensors, and the names of everything else."""
     import torch
 
-    tensors: list[DecodedTensor] = []
+    tensors: list[BinTensor] = []
     objects: list[str] = []
     problems: list[str] = []
     for key, value in entries.items():
@@ -139,7 +175,7 @@ def _split(entries: Mapping[object, object], name: str) -> tuple[tuple[DecodedTe
             objects.append(str(key))
             continue
         try:
-            tensors.append(_describe(key, value))
+            tensors.append(_describe(key, value, mappings))
         except ValueError as error:
             problems.append(f"{escape(key)}: {error}")
     if problems:
@@ -157,7 +193,7 @@ def _split(entries: Mapping[object, object], name: str) -> tuple[tuple[DecodedTe
     return tuple(tensors), tuple(objects)
 
 
-def _describe(fqn: str, tensor: torch.Tensor) -> DecodedTensor:
+def _describe(fqn: str, tensor: torch.Tensor, mappings: _Mappings) -> BinTensor:
     import torch
 
     dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
@@ -165,7 +201,20 @@ def _describe(fqn: str, tensor: torch.Tensor) -> DecodedTensor:
         raise ValueError(f"dtype {tensor.dtype}")
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise ValueError(f"layout {tensor.layout} on device {tensor.device.type}")
-    return DecodedTensor(fqn, dtype, tuple(tensor.shape), partial(_row_major_bytes, tensor))
+    start = _place(tensor, mappings)
+    decode = partial(_row_major_bytes, tensor) if start is None else None
+    return BinTensor(fqn, dtype, tuple(tensor.shape), start, decode)
+
+
+def _place(tensor: torch.Tensor, mappings: _Mappings) -> int | None:
+    """Return the first byte of a tensor in the file, None where its bytes do not lie there in order."""
+    if tensor.numel() == 0 or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    for start, stop, offset in mappings:
+        if start <= address and address + nbytes <= stop:
+            return address - start + offset
+    return None
 
 
 def _row_major_bytes(tensor: torch.Tensor) -> memoryview:

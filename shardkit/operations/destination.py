@@ -9,6 +9,9 @@ from shardkit import manifest
 from shardkit.core.text import escape
 from shardkit.core.units import format_size
 from shardkit.errors import ResourceError, UsageError
+from shardkit.transfer.staging import reclaimable_bytes
+
+_MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 
 
 def check_destination(output: str, source: str | None, *, overwrite: bool) -> str:
@@ -34,6 +37,8 @@ def check_destination(output: str, source: str | None, *, overwrite: bool) -> st
     if os.path.lexists(path):
         _check_replaceable(path, shown, overwrite)
     parent = os.path.dirname(path)
+    if len(os.fsencode(os.path.basename(path))) > _MAX_NAME_BYTES:
+        raise UsageError(f"the name {shown} is longer than {_MAX_NAME_BYTES} bytes")
     if not os.path.isdir(parent):
         raise ResourceError(f"{escape(parent)} does not exist", hint=f"create it: mkdir -p {escape(parent)}")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -67,12 +72,12 @@ def free_bytes(path: str) -> int:
 
 
 def check_space(path: str, needed_bytes: int) -> None:
-    """Refuse to begin what cannot end.
+    """Refuse to begin what cannot end. What dead runs left beside `path` counts as free.
 
     Raises:
         ResourceError: with needed and free bytes.
     """
-    free = free_bytes(path)
+    free = free_bytes(path) + reclaimable_bytes(path)
     if needed_bytes > free:
         raise ResourceError(
             f"No space left for {escape(path)}: {format_size(needed_bytes)} ({needed_bytes} bytes) are needed, "

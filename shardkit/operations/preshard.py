@@ -18,7 +18,7 @@ from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
 from shardkit.transfer.reflink import can_share_extents
 
-_MIN_MEMORY = 2 * MIB
+_MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB
 # What a chunk adds beside the shard files: its entries in `.metadata` and in a chunk list. Measured: 110
 # and 130 bytes for a 2-D weight; names of tied tensors and long paths add some.
 _DESCRIPTION_BYTES = 1 * KIB
@@ -141,6 +141,11 @@ def _execute_options(jobs: int, max_memory: str | int, digest: str) -> ExecuteOp
         raise UsageError(f"--jobs must be at least 1, not {jobs}")
     if budget < _MIN_MEMORY:
         raise UsageError(f"--max-memory must be at least 2MiB, not {max_memory}")
+    if budget < jobs * _MIN_MEMORY_PER_JOB:
+        raise UsageError(
+            f"--max-memory {max_memory} is too little for --jobs {jobs}: each takes 512KiB at least",
+            hint="a few threads are as fast as many: --jobs 2 is the default",
+        )
     return ExecuteOptions(jobs=jobs, max_memory_bytes=budget, digests=digest != "none")
 
 

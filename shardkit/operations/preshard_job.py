@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,7 +55,7 @@ class PreshardJob:
         """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
         described = {
             "version": __version__,
-            "sources": [(f.name, f.size, _modified(f.path)) for f in self.model.catalog.files],
+            "sources": [(f.name, f.size, f.stamp) for f in self.model.catalog.files],
             "identity": self.model.identity,
             "description": self.describe(),
             "images": [(image.name, image.size) for image in self.output],
@@ -95,10 +94,6 @@ class PreshardJob:
                 for fqn, tensor in layout.tensors.items()
             },
         }
-
-
-def _modified(path: str) -> int:
-    return os.stat(path).st_mtime_ns if path else 0
 
 
 def build_job(
@@ -222,20 +217,22 @@ def _choose_dtypes(
             continue
         if not held.is_convertible:
             quantised.append(fqn)
-        elif fqn in (layout.keep_fp32 or ()):
+        elif target.name != "float32" and fqn in (layout.keep_fp32 or ()):
             kept.append(fqn)
         else:
             chosen[fqn] = target
     notes = []
     if kept:
+        held_as = ", ".join(sorted({chosen[fqn].name for fqn in kept}))
         notes.append(
-            f"{len(kept)} tensors keep their dtype because the model keeps them in fp32: {escape(kept[0])}, ..."
+            f"the model wants no half precision for {len(kept)} of its tensors: they stay {held_as}, as in the "
+            f"source (the first is {escape(kept[0])})"
         )
     if quantised:
         notes.append(
             f"{len(quantised)} fp8 or fp4 tensors keep their dtype: their scales stand in other tensors"
         )
-    if target is not None and layout.keep_fp32 is None:
+    if target is not None and target.name != "float32" and layout.keep_fp32 is None:
         notes.append(
             "which tensors the model keeps in fp32 is not known without the model: all were converted"
         )

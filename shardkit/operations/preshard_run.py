@@ -22,7 +22,7 @@ from shardkit.transfer.digest import combine, crc32
 from shardkit.transfer.execute import SYNC_THREADS, ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
 from shardkit.transfer.progress import Progress
-from shardkit.transfer.staging import Staging, abandoned
+from shardkit.transfer.staging import Staging, abandoned, journal_of, remove_abandoned
 from shardkit.transfer.stream import read_back
 
 METADATA = ".metadata"
@@ -42,6 +42,7 @@ def run_job(
     plan_hash, staging, num_finished = job.plan_hash, None, 0
     try:
         staging = (_adopted(path, plan_hash) if resume else None) or Staging.create(path)
+        remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
         progress.start(job.plan.hole_bytes, "preshard")
         finished = _finished(job, staging, progress)
         num_finished = len(finished)
@@ -49,7 +50,11 @@ def run_job(
         _describe_files(job, staging, digests, scattered)
         staging.commit(overwrite=overwrite)
     except KeyboardInterrupt as interrupt:
-        if staging is None or not staging.is_committed:
+        if staging is not None and staging.is_committed:
+            staging.discard()
+        else:
+            if staging is not None:
+                staging.release()
             raise Interrupted(
                 f"interrupted: {escape(path)} was not made; what was finished is kept beside it",
                 signum=getattr(interrupt, "signum", signal.SIGINT),
@@ -61,15 +66,13 @@ def run_job(
         raise
     finally:
         progress.finish()
-    for leftover in abandoned(path):
-        Staging(path, leftover).discard()
     return num_finished
 
 
 def _adopted(path: str, plan_hash: str) -> Staging | None:
     """Take over a dead run's staging directory if it was carrying out this very plan."""
     for leftover in abandoned(path):
-        if read_plan_hash(Staging(path, leftover).journal) == plan_hash:
+        if read_plan_hash(journal_of(leftover)) == plan_hash:
             staging = Staging.adopt(path, leftover)
             if staging is not None:
                 return staging

@@ -1,8 +1,9 @@
 """Planning: which source bytes fill which hole. Pure: nothing is opened, no bytes are read.
 
 A hole is *streamed* where its bytes, in order, are contiguous runs of source chunks: one run for a
-row-sharded tensor of a Hub model. Otherwise (a tensor cut along a later dim) it is *scattered*: its
-source is walked once, block by block, and every block's part is put into each hole that wants it.
+row-sharded tensor of a Hub model. Otherwise (a tensor cut along a later dim, or one whose bytes have to
+be decoded) it is *scattered*: its source is walked once, block by block, and every block's part is put
+into each hole that wants it.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ def _single_move(hole: Hole, entry: TensorEntry, catalog: Catalog) -> list[Move]
         return None
     if hole.nbytes == 0:
         return []
+    if catalog.files[catalog.chunks.file[entry.first_chunk]].decode:
+        return None
     itemsize, table, chunk = entry.dtype.itemsize, catalog.chunks, entry.first_chunk
     start = table.start[chunk] + flat_offset(hole.region.offsets, entry.shape) * itemsize
     return [Move(table.file[chunk], start, hole.region.num_elements * itemsize)]
@@ -152,6 +155,8 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
 
 def _all_streamed(holes: TensorHoles, entry: TensorEntry, images: ImageSet, catalog: Catalog) -> bool:
     if entry.num_chunks == 1:  # then only a region's sizes matter, and they are few
+        if catalog.files[catalog.chunks.file[entry.first_chunk]].decode and entry.nbytes:
+            return False
         return all(is_contiguous(Region((0,) * len(sizes), sizes), entry.shape) for sizes in holes.sizes)
     return all(stream_moves(hole, catalog) is not None for _, hole in images.holes(holes.fqn))
 

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Sequence
 
-from shardkit.core.catalog import SourceFile
+from shardkit.core.catalog import FileStamp, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 
@@ -25,7 +25,7 @@ class SourceFiles:
         self._lock = threading.Lock()
         self._open: dict[int, int] = {}
         self._users: dict[int, int] = {}
-        self._stamps: dict[int, tuple[int, ...]] = {}
+        self._stamps = {file: source.stamp for file, source in enumerate(files) if source.stamp}
         self._decoded: dict[int, memoryview] = {}
 
     def __enter__(self) -> SourceFiles:
@@ -77,7 +77,7 @@ class SourceFiles:
         except OSError as error:
             raise ResourceError(f"cannot open {escape(source.name)}: {error.strerror}") from error
         status = os.fstat(fd)
-        stamp = (status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+        stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
         if status.st_size != source.size or self._stamps.setdefault(file, stamp) != stamp:
             os.close(fd)
             raise _changed([source.name])
@@ -90,27 +90,33 @@ class SourceFiles:
             if content is None:
                 decode = self._files[file].decode
                 assert decode is not None
+                if file in self._stamps and _stamp_now(self._files[file].path) != self._stamps[file]:
+                    raise _changed([self._files[file].name])
                 self._decoded.clear()  # one tensor at a time: decoding may have had to copy it
                 content = self._decoded[file] = decode()
             return content
 
     def check_unchanged(self) -> None:
-        """Compare every file that was read with what it was when it was opened.
+        """Compare every file with what it was when its description was read, or when it was first opened.
 
         Raises:
             IntegrityError: naming every file that changed.
         """
-        changed = []
-        for file, stamp in self._stamps.items():
-            try:
-                status = os.stat(self._files[file].path)
-                now: tuple[int, ...] = (status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
-            except OSError:
-                now = ()
-            if now != stamp:
-                changed.append(self._files[file].name)
+        changed = [
+            self._files[file].name
+            for file, stamp in self._stamps.items()
+            if _stamp_now(self._files[file].path) != stamp
+        ]
         if changed:
             raise _changed(changed)
+
+
+def _stamp_now(path: str) -> FileStamp | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
 class Reader:

@@ -5,15 +5,17 @@
         journal.jsonl            what is finished, for resuming
         data/                    becomes the destination
 
-A staging directory belongs to one process: host, boot, pid and that process's start time are in its
-name, so that taking over a dead owner's directory is a single rename and two processes cannot both win.
-No locks: on some network file systems every caller gets them.
+A staging directory belongs to one run of one process: host, boot, pid namespace, pid, that process's start
+time and the run's number are in its name, so that taking over a dead owner's directory is a single rename
+and two runs cannot both win. No locks: on some network file systems every caller gets them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import itertools
 import json
 import os
 import re
@@ -28,41 +30,61 @@ from shardkit.transfer.digest import crc32
 _AT_FDCWD = -100  # fcntl.h
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # linux/fs.h
 _NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
-_TOKEN = re.compile(r"([0-9a-f]{8})-([0-9a-f]{8})-(\d{1,10})-(\d{1,20})", re.ASCII)
+_TOKEN = re.compile(r"([0-9a-f]{8})-([0-9a-f]{8})-(\d{1,20})-(\d{1,10})-(\d{1,20})-(\d{1,10})", re.ASCII)
+_MAX_NAME_BYTES = 120  # of the destination's name in the staging directory's; a name has at most 255
+
+_run_numbers = itertools.count(1)
+_live_runs: set[int] = set()
+"""Numbers of this process's runs that are under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process, told apart from every other one on this and other machines."""
+    """A run of a process, told apart from every other one on this and other machines."""
 
     host: str
     """CRC-32 of the host name, as hex."""
     boot: str
     """Start of the kernel's boot id, as hex."""
+    namespace: int
+    """Inode of the pid namespace: the same pid in another container is another process."""
     pid: int
     started: int
     """Start time in clock ticks since boot; tells apart processes that had the same pid."""
+    run: int
+    """Number of the run within the process."""
 
     @classmethod
-    def current(cls) -> Owner:
-        """Return this process."""
-        pid = os.getpid()
-        return cls(_host(), _boot(), pid, _start_time(pid) or 0)
+    def new_run(cls) -> Owner:
+        """Return a new run of this process; it lives until `end`."""
+        run, pid = next(_run_numbers), os.getpid()
+        _live_runs.add(run)
+        return cls(_host(), _boot(), _pid_namespace(), pid, _start_time(pid) or 0, run)
 
     @classmethod
     def parse(cls, token: str) -> Owner | None:
         """Return the owner that `str()` wrote, or None."""
         match = _TOKEN.fullmatch(token)
-        return cls(match[1], match[2], int(match[3]), int(match[4])) if match else None
+        return cls(match[1], match[2], *(int(match[at]) for at in (3, 4, 5, 6))) if match else None
 
     def __str__(self) -> str:
-        return f"{self.host}-{self.boot}-{self.pid}-{self.started}"
+        return f"{self.host}-{self.boot}-{self.namespace}-{self.pid}-{self.started}-{self.run}"
+
+    def end(self) -> None:
+        """This run is over; what it left may be taken."""
+        _live_runs.discard(self.run)
 
     def is_provably_dead(self) -> bool:
-        """True when the process ran on this host and runs no more; False where that cannot be known."""
+        """True when the run was on this host and is over; False where that cannot be known."""
         if self.host != _host():
             return False
-        return self.boot != _boot() or _start_time(self.pid) != self.started
+        if self.boot != _boot():
+            return True
+        if self.namespace != _pid_namespace():
+            return False
+        if self.pid == os.getpid() and self.started == _start_time(self.pid):
+            return self.run not in _live_runs
+        return _start_time(self.pid) != self.started
 
 
 def _host() -> str:
@@ -77,6 +99,13 @@ def _boot() -> str:
         return "00000000"
 
 
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
 def _start_time(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -89,10 +118,10 @@ def _start_time(pid: int) -> int | None:
 class Staging:
     """The staging directory of one destination, owned by this process."""
 
-    def __init__(self, destination: str, path: str) -> None:
-        self.destination, self.path = destination, path
+    def __init__(self, destination: str, path: str, owner: Owner) -> None:
+        self.destination, self.path, self._owner = destination, path, owner
         self.data = os.path.join(path, "data")
-        self.journal = os.path.join(path, "journal.jsonl")
+        self.journal = journal_of(path)
         self.is_committed = False
 
     @classmethod
@@ -102,14 +131,14 @@ class Staging:
         Raises:
             ResourceError: the parent does not exist or cannot be written.
         """
-        staging = cls(destination, _staging_path(destination, Owner.current()))
+        owner = Owner.new_run()
+        staging = cls(destination, _staging_path(destination, owner), owner)
         try:
-            if os.path.lexists(staging.path):  # an earlier run of this very process
-                shutil.rmtree(staging.path)
             os.mkdir(staging.path)
             os.mkdir(staging.data)
             staging._write_owner()
         except OSError as error:
+            staging.discard()
             raise ResourceError(
                 f"cannot write beside {escape(destination)}: {error.strerror}",
                 hint="choose a destination in an existing directory that you may write to",
@@ -118,20 +147,26 @@ class Staging:
 
     @classmethod
     def adopt(cls, destination: str, path: str) -> Staging | None:
-        """Take over a dead owner's directory by renaming it; None when another process was faster."""
-        staging = cls(destination, _staging_path(destination, Owner.current()))
+        """Take over a dead owner's directory by renaming it; None when another run was faster."""
+        owner = Owner.new_run()
+        staging = cls(destination, _staging_path(destination, owner), owner)
         try:
             os.rename(path, staging.path)
             os.makedirs(staging.data, exist_ok=True)
             staging._write_owner()
         except OSError:
+            staging.release()
             return None
         return staging
 
     def _write_owner(self) -> None:
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": str(Owner.current())}
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": str(self._owner)}
         with open(os.path.join(self.path, "owner.json"), "w", encoding="utf-8") as file:
             json.dump(owner, file)
+
+    def release(self) -> None:
+        """Leave the directory to whoever resumes."""
+        self._owner.end()
 
     def commit(self, *, overwrite: bool) -> None:
         """Make `data` the destination, in one rename, and remove the rest.
@@ -161,17 +196,31 @@ class Staging:
     def discard(self) -> None:
         """Remove the staging directory and all in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+
+def journal_of(path: str) -> str:
+    """Return the journal of a staging directory."""
+    return os.path.join(path, "journal.jsonl")
 
 
 def _staging_path(destination: str, owner: Owner) -> str:
     parent, name = os.path.split(destination)
-    return os.path.join(parent, f".{name}.shardkit-{owner}")
+    return os.path.join(parent, _prefix(name) + str(owner))
+
+
+def _prefix(name: str) -> str:
+    """What the names of all staging directories of a destination begin with; short enough for any name."""
+    data = os.fsencode(name)
+    if len(data) > _MAX_NAME_BYTES:
+        name = f"{os.fsdecode(data[: _MAX_NAME_BYTES - 9])}~{crc32(data):08x}"
+    return f".{name}.shardkit-"
 
 
 def abandoned(destination: str) -> list[str]:
     """Return the staging directories of `destination` whose owners are provably dead."""
     parent, name = os.path.split(destination)
-    prefix, found = f".{name}.shardkit-", []
+    prefix, found = _prefix(name), []
     try:
         entries = sorted(os.listdir(parent))
     except OSError:
@@ -181,6 +230,25 @@ def abandoned(destination: str) -> list[str]:
         if owner is not None and owner.is_provably_dead():
             found.append(os.path.join(parent, entry))
     return found
+
+
+def remove_abandoned(destination: str) -> None:
+    """Remove what dead runs left beside `destination`; taken over first, so that nobody else can meanwhile."""
+    for path in abandoned(destination):
+        staging = Staging.adopt(destination, path)
+        if staging is not None:
+            staging.discard()
+
+
+def reclaimable_bytes(destination: str) -> int:
+    """Return the disk that the files of dead runs take: a new run resumes from them or removes them."""
+    total = 0
+    for path in abandoned(destination):
+        for directory, _, names in os.walk(path):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += os.lstat(os.path.join(directory, name)).st_blocks * 512
+    return total
 
 
 def sync_directory(path: str) -> None:

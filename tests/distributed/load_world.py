@@ -2,7 +2,7 @@
 
     python load_world.py JOBS
 
-JOBS is JSON: {"base": directory, "jobs": [{"name", "config", "unit", "shape", "mesh"}]}. For each job: a model of
+JOBS is JSON: {"base": directory, "jobs": [{"name", "config", "unit", "shape", "mesh", "wrap"}]}. For each job: a model of
 random weights is saved by transformers, pre-sharded, and loaded by forked ranks into the same model,
 wrapped with `fully_shard`. Each rank writes base/<name>/rank<R>.json: what it opened and read, and the
 names that were not bit-equal.
@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardkit
+from tests.distributed.policies import shard_columns
 from tests.distributed.processes import fork, wait
 
 torch.set_num_threads(1)
@@ -48,9 +49,12 @@ def rank_main(rank: int, job: dict[str, Any], base: Path) -> None:
     mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
     with torch.device("meta"):
         model = model_class(job)._from_config(transformers.AutoConfig.from_pretrained(base / "hub"))
-    for layer in [m for m in model.modules() if type(m).__name__ == job["unit"]]:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    if "wrap" in job:
+        shard_columns(model, mesh)
+    else:
+        for layer in [m for m in model.modules() if type(m).__name__ == job["unit"]]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
     model.tie_weights()
     opened: list[str] = []
@@ -97,7 +101,9 @@ def main() -> None:
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(**job["config"])
         model_class(job)._from_config(config).save_pretrained(base / "hub")
-        result = shardkit.preshard(str(base / "hub"), str(base / "out"), mesh=job["mesh"])
+        result = shardkit.preshard(
+            str(base / "hub"), str(base / "out"), mesh=job["mesh"], wrap=job.get("wrap", "auto")
+        )
         (base / "result.json").write_text(json.dumps(result.to_json()))
         wait([fork(partial(rank_main, rank, job, base)) for rank in range(prod(job["shape"]))])
 

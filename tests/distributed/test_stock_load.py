@@ -23,6 +23,7 @@ WIDE = {
     "head_dim": 64,
     "vocab_size": 20011,
 }
+EVEN = {**LLAMA, "hidden_size": 24, "intermediate_size": 40, "vocab_size": 102}  # torch: no uneven columns
 JOBS: list[dict[str, Any]] = [
     {
         "name": "llama-4",
@@ -45,6 +46,14 @@ JOBS: list[dict[str, Any]] = [
         "unit": UNITS["llama-tied"],
         "shape": [2, 2],
         "mesh": "dp_replicate=2,dp_shard=2",
+    },
+    {
+        "name": "columns-2x2",
+        "config": EVEN,
+        "unit": UNITS["llama"],
+        "shape": [2, 2],
+        "mesh": "dp_replicate=2,dp_shard=2",
+        "wrap": "tests.distributed.policies:shard_columns",
     },
     {"name": "wide-4", "config": WIDE, "unit": UNITS["llama"], "shape": [4], "mesh": "dp_shard=4"},
 ]

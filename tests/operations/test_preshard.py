@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -18,9 +19,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
 from shardkit import manifest
-from shardkit.errors import ResourceError, UsageError
+from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.formats import chunk_list
 from shardkit.transfer.digest import crc32
+from shardkit.transfer.progress import NoProgress
 
 MakeHub = Callable[..., Path]
 CAUSAL = {"architectures": ["TinyForCausalLM"]}  # no model_type: declared, without a child process
@@ -299,3 +301,125 @@ def test_the_manifest_says_what_was_done(make_hub: MakeHub, tmp_path: Path) -> N
     assert [file["name"] for file in content["files"]] == [f"__{shard}_0.distcp" for shard in range(3)]
     assert content["tensors"]["model.embed.weight"]["placements"] == ["R", "S(0)"]
     assert [unit["path"] for unit in content["units"]] == ["", "model.layers.0", "model.layers.1"]
+
+
+class TestSourceThatChanges:
+    """A source is the one whose headers were read, or the run ends with its name."""
+
+    @pytest.fixture
+    def swap(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
+        """Let something happen between reading the headers and moving the bytes."""
+
+        def install(happen: Callable[[], None]) -> None:
+            from shardkit.operations import preshard as module
+
+            decide = module.build_job
+
+            def build_job(*args: Any, **kwargs: Any) -> Any:
+                job = decide(*args, **kwargs)
+                happen()
+                return job
+
+            monkeypatch.setattr(module, "build_job", build_job)
+
+        return install
+
+    def assert_refused(self, source: Path, tmp_path: Path, name: str) -> None:
+        with pytest.raises(IntegrityError, match=f"(?s)changed.*{name}"):
+            shardkit.preshard(str(source), str(tmp_path / "out"), world_size=2, wrap="none")
+        assert not (tmp_path / "out").exists()
+        assert not list(tmp_path.glob(".*"))
+
+    def test_a_file_of_the_same_size_in_its_place(
+        self, make_hub: MakeHub, tmp_path: Path, swap: Callable[[Callable[[], None]], None]
+    ) -> None:
+        old, new = make_hub({"a": torch.zeros(8)}), make_hub({"a": torch.ones(8)}, name="new")
+        swap(lambda: os.replace(new / "model.safetensors", old / "model.safetensors"))
+        self.assert_refused(old, tmp_path, "model.safetensors")
+
+    @pytest.mark.parametrize("tensor", [torch.zeros(300, 40), torch.zeros(40, 300).t()])
+    @pytest.mark.parametrize("size", [None, 5000])
+    def test_a_legacy_file_overwritten_or_cut(
+        self,
+        tensor: torch.Tensor,
+        size: int | None,
+        tmp_path: Path,
+        swap: Callable[[Callable[[], None]], None],
+    ) -> None:
+        (tmp_path / "model").mkdir()
+        path = tmp_path / "model" / "pytorch_model.bin"
+        torch.save({"a": tensor}, path)
+
+        def damage() -> None:
+            with path.open("r+b") as file:
+                if size is None:
+                    file.seek(4000)
+                    file.write(b"damage")
+                else:
+                    file.truncate(size)
+
+        swap(damage)
+        self.assert_refused(path.parent, tmp_path, "pytorch_model.bin")
+
+
+def test_legacy_files_with_tensors_that_lie_otherwise(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    (tmp_path / "model").mkdir()
+    base = torch.randn(50, 33)
+    tensors = {
+        "plain": base,
+        "rows": base[7:19],
+        "turned": torch.randn(21, 70).t(),
+        "half": base[:5].bfloat16(),
+    }
+    torch.save(tensors, tmp_path / "model" / "pytorch_model.bin")
+    for dtype in ("keep", "fp32"):
+        out = tmp_path / dtype
+        result = shardkit.preshard(str(tmp_path / "model"), str(out), world_size=3, wrap="none", dtype=dtype)
+        assert result.source_format == "torch-bin"
+        expected = {k: t.float() if dtype == "fp32" else t for k, t in tensors.items()}
+        assert_bit_equal(loaded(out, {k: t.contiguous() for k, t in expected.items()}), expected)
+
+
+def test_an_interrupted_call_is_resumed_by_the_next_one(make_hub: MakeHub, tmp_path: Path) -> None:
+    """As in a notebook: the process that was interrupted calls again."""
+    source, out = str(make_hub(every_kind())), str(tmp_path / "out")
+
+    class Impatient(NoProgress):
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def advance(self, num_bytes: int) -> None:
+            self.seen += 1
+            if self.seen == 20:
+                raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        shardkit.preshard(source, out, world_size=9, wrap="none", jobs=1, progress=Impatient())
+    assert not os.path.exists(out)
+    result = shardkit.preshard(source, out, world_size=9, wrap="none")
+    assert result.resumed_files > 0
+    assert_bit_equal(loaded(Path(out), every_kind()), every_kind())
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_two_calls_at_once_have_one_winner(make_hub: MakeHub, tmp_path: Path) -> None:
+    tensors, out = every_kind(), tmp_path / "out"
+    source, outcomes = str(make_hub(tensors)), []
+
+    def call(world_size: int) -> None:
+        try:
+            outcomes.append(shardkit.preshard(source, str(out), world_size=world_size, wrap="none").num_files)
+        except UsageError:
+            outcomes.append(None)
+
+    threads = [threading.Thread(target=call, args=(size,)) for size in (3, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [outcome for outcome in outcomes if outcome]
+    assert len(winners) == 1
+    assert len(list(out.glob("*.distcp"))) == winners[0]
+    assert_bit_equal(loaded(out, tensors), tensors)
+    assert not list(tmp_path.glob(".*"))

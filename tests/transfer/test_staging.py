@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from shardkit.errors import UsageError
 from shardkit.transfer import staging as module
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
-from shardkit.transfer.staging import Owner, Staging, abandoned
+from shardkit.transfer.staging import Owner, Staging, abandoned, reclaimable_bytes, remove_abandoned
 
 MAKE = "import sys; from shardkit.transfer.staging import Staging; print(Staging.create(sys.argv[1]).path)"
 
@@ -27,13 +28,14 @@ def dead_staging(destination: Path) -> Path:
 def test_only_the_dead_are_abandoned(tmp_path: Path) -> None:
     destination = tmp_path / "out"
     mine, dead = Staging.create(str(destination)), dead_staging(destination)
-    owner = Owner.current()
+    owner = Owner.new_run()
     for other in (
-        Owner("00000000", owner.boot, owner.pid, owner.started),  # another host: it may live
-        Owner(owner.host, owner.boot, os.getppid(), module._start_time(os.getppid()) or 0),
+        replace(owner, host="00000000", pid=1, started=0),  # another host: it may live
+        replace(owner, namespace=1, started=0),  # another container: likewise
+        replace(owner, pid=os.getppid(), started=module._start_time(os.getppid()) or 0),
     ):
         (tmp_path / f".out.shardkit-{other}").mkdir()
-    rebooted = tmp_path / f".out.shardkit-{Owner(owner.host, '00000000', owner.pid, owner.started)}"
+    rebooted = tmp_path / f".out.shardkit-{replace(owner, boot='00000000')}"
     rebooted.mkdir()
     (tmp_path / ".out.shardkit-nonsense").mkdir()
     (tmp_path / ".output.shardkit-nonsense").mkdir()
@@ -42,9 +44,27 @@ def test_only_the_dead_are_abandoned(tmp_path: Path) -> None:
 
 
 def test_a_pid_that_lives_again_is_another_process() -> None:
-    owner = Owner.current()
+    owner = Owner.new_run()
     assert not owner.is_provably_dead()
-    assert Owner(owner.host, owner.boot, owner.pid, owner.started + 1).is_provably_dead()
+    assert replace(owner, started=owner.started + 1).is_provably_dead()
+
+
+def test_a_run_of_this_process_is_over_when_it_is_released(tmp_path: Path) -> None:
+    first, second = (Staging.create(str(tmp_path / "out")) for _ in range(2))
+    assert first.path != second.path
+    assert abandoned(str(tmp_path / "out")) == []
+    first.release()
+    assert abandoned(str(tmp_path / "out")) == [first.path]
+    assert reclaimable_bytes(str(tmp_path / "out")) > 0
+    remove_abandoned(str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == [os.path.basename(second.path)]
+
+
+def test_names_of_any_length_and_kind(tmp_path: Path) -> None:
+    for name in ("a" * 255, "\u00fc" * 127, "b c\n"):
+        staging = Staging.create(str(tmp_path / name))
+        staging.commit(overwrite=False)
+        assert (tmp_path / name).is_dir()
 
 
 def test_only_one_adopts(tmp_path: Path) -> None:
