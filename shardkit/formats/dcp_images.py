@@ -52,6 +52,11 @@ class DcpImage:
         for row in self._rows[start:stop]:
             yield self._images.piece(row)
 
+    def records(self) -> Iterator[tuple[str, Region, tuple[int, int, int, int]]]:
+        """Yield (name, region, record start and bytes, data start and bytes), in file order."""
+        for row in self._rows:
+            yield self._images.record(row)
+
 
 class DcpImages:
     """Every record of a checkpoint to be written: where it lies and what it holds.
@@ -72,7 +77,7 @@ class DcpImages:
             phase: where the source's bytes lie, for alignment.
         """
         self.catalog = Catalog(format="dcp", directory="", encoding="torch-record")
-        self._entries: list[tuple[str, DType]] = []  # source name and dtype of each tensor
+        self._entries: list[tuple[str, str, DType]] = []  # name, source name and dtype of each tensor
         self._tensor_of, self._skeleton_of = array("i"), array("i")
         self._skeletons: list[RecordSkeleton] = []
         self._holes: dict[str, _TensorHoles] = {}
@@ -118,7 +123,7 @@ class DcpImages:
             regions.append(region)
         tensor = layout.tensors[fqn]
         self._tensor_of.extend([len(self._entries)] * len(shards))
-        self._entries.append((source, dtype))
+        self._entries.append((fqn, source, dtype))
         self._holes[fqn] = _TensorHoles(
             source, range(first, first + len(shards)), tuple(numbers), num_data_bytes
         )
@@ -150,9 +155,15 @@ class DcpImages:
             skeleton = self._skeletons[self._skeleton_of[row]]
             yield self.catalog.chunks.start[row] + len(skeleton.prefix), skeleton.data_nbytes
 
+    def record(self, row: int) -> tuple[str, Region, tuple[int, int, int, int]]:
+        """Return what `DcpImage.records` yields of a row of the chunk table."""
+        skeleton, start = self._skeletons[self._skeleton_of[row]], self.catalog.chunks.start[row]
+        places = (start, skeleton.nbytes, start + len(skeleton.prefix), skeleton.data_nbytes)
+        return self._entries[self._tensor_of[row]][0], self.catalog.chunks.region(row), places
+
     def piece(self, row: int) -> Piece:
         """Return the piece of a row of the chunk table."""
-        source, dtype = self._entries[self._tensor_of[row]]
+        _, source, dtype = self._entries[self._tensor_of[row]]
         skeleton, start = self._skeletons[self._skeleton_of[row]], self.catalog.chunks.start[row]
         prefix = skeleton.prefix
         hole = Hole(source, self.catalog.chunks.region(row), dtype, start + len(prefix), skeleton.data_nbytes)

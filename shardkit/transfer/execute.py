@@ -89,7 +89,7 @@ class Execution:
         plan: what to move.
         directory: where the images go; it exists.
         finished: files that an earlier run finished, by name; they are not touched.
-        on_finished: told of each file once it is on disk (from any thread, one at a time).
+        on_finished: told of each file once it is on disk, from any thread.
         progress: told of the bytes.
     """
 
@@ -212,9 +212,9 @@ class Execution:
             crc32=crc if self._options.digests else None,
             data_crcs=tuple(crc for stretch in stretches for crc in stretch.data_crcs),
         )
+        self._on_finished(digest)
         with self._lock:
             self._digests[image.name] = digest
-            self._on_finished(digest)
 
     @contextlib.contextmanager
     def _opened(self, image: Image, flags: int = 0) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -25,13 +26,16 @@ class Journal:
 
     def __init__(self, path: str, plan_hash: str) -> None:
         is_new = read_plan_hash(path) != plan_hash
+        self._lock = threading.Lock()
         self._file = open(path, "w" if is_new else "a", encoding="utf-8")
         # A run that was killed in the middle of a line left half of it; that line is ignored.
         self._write({"format": _FORMAT, "plan": plan_hash} if is_new else {})
 
     def add(self, digest: FileDigest) -> None:
-        """Record a finished file."""
-        self._write({"file": asdict(digest)})
+        """Record a finished file; may be called from any thread."""
+        line = {"file": asdict(digest)}
+        with self._lock:
+            self._write(line)
 
     def _write(self, line: Mapping[str, object]) -> None:
         self._file.write(("" if "format" in line else "\n") + json.dumps(line))

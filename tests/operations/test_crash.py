@@ -55,14 +55,18 @@ def test_killed_at_points_spread_over_the_run(source: Path, tmp_path: Path) -> N
 
 def test_killed_while_replacing_the_name_is_never_absent(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    _, (num_calls, _) = run(0, source, out)
+    run(0, source, out)
     expected = content(out)
-    (out / "old").touch()
-    old = content(out)
-    for fatal in points(num_calls)[-6:]:
+    old = {**expected, "from-before": b"", "__9_0.distcp": b"of a larger world"}
+    _, (num_calls, _) = run(0, source, out, "--overwrite")
+    killed = 0
+    for fatal in points(num_calls)[-8:]:
+        for name, data in old.items():
+            (out / name).write_bytes(data)
         code, _ = run(fatal, source, out, "--overwrite")
-        assert code in (0, -9)
+        killed += code == -9
         assert content(out) in (old, expected)
-    run(0, source, out, "--overwrite")
-    assert content(out) == expected
-    assert not list(tmp_path.glob(".*")), "litter was left behind"
+        run(0, source, out, "--overwrite")
+        assert content(out) == expected
+        assert not list(tmp_path.glob(".*")), "litter was left behind"
+    assert killed >= 6

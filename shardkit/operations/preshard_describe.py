@@ -1,0 +1,131 @@
+"""Describing a checkpoint beside its shard files: chunk lists, `.metadata`, the manifest.
+
+`.metadata` says nothing that is known only after the bytes have moved, and a file's chunk list needs that
+file's digests alone; so both are written while other files are still on their way to the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from shardkit import manifest
+from shardkit._version import __version__
+from shardkit.formats import chunk_list
+from shardkit.formats.dcp_images import DcpImage
+from shardkit.formats.dcp_metadata_writer import write_metadata
+from shardkit.operations.preshard_job import PreshardJob
+from shardkit.transfer.digest import combine, crc32
+from shardkit.transfer.execute import SYNC_THREADS, FileDigest
+from shardkit.transfer.stream import read_back
+
+METADATA = ".metadata"
+_PART = METADATA + ".part"
+
+
+class Descriptions:
+    """Writes what lies beside the shard files. A context manager: it waits for its threads.
+
+    Args:
+        job: what is being written.
+        directory: where; the shard files lie there too.
+    """
+
+    def __init__(self, job: PreshardJob, directory: str) -> None:
+        self._job, self._directory = job, directory
+        self._images = {image.name: image for image in job.output}
+        self._heads = {
+            fqn: chunk_list.line_head(fqn, entry.dtype, entry.shape)
+            for fqn, entry in job.output.catalog.tensors.items()
+        }
+        self._lists: dict[str, dict[str, Any]] = {}
+        self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-describe")
+        self._metadata = self._pool.submit(self._write_metadata)
+
+    def __enter__(self) -> Descriptions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add_file(self, digest: FileDigest) -> None:
+        """Write the chunk list of a finished file; may be called from any thread."""
+        image = self._images[digest.name]
+        data = chunk_list.dump(image.name, image.size, self._job.aliases, self._lines(image, digest))
+        name = chunk_list.name_for(image.name)
+        self._write_synced(name, data)
+        self._lists[image.name] = {"name": name, "size": len(data), "crc32": crc32(data)}
+
+    def _lines(self, image: DcpImage, digest: FileDigest) -> list[str]:
+        crcs = digest.data_crcs or (None,) * len(image)
+        return [
+            chunk_list.line(self._heads[fqn], region, places, crc)
+            for (fqn, region, places), crc in zip(image.records(), crcs, strict=True)
+        ]
+
+    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
+        """Write the manifest, then let `.metadata` appear, which makes the directory a checkpoint.
+
+        Args:
+            digests: of every file, those of an interrupted run included.
+            scattered: CRC-32 of every scattered tensor, by its source name.
+        """
+        list(
+            self._pool.map(
+                self.add_file, [digest for name, digest in digests.items() if name not in self._lists]
+            )
+        )
+        described = self._job.describe()
+        if self._job.digest != "none":
+            for fqn, crc in self._tensor_crcs(digests, scattered).items():
+                described["tensors"][fqn]["crc32"] = crc
+        content = {
+            "format": manifest.FORMAT,
+            "tool": {"name": "shardkit", "version": __version__},
+            "source": self._job.model.identity,
+            **described,
+            "files": [self._file_entry(digests[name]) for name in self._images],
+            "metadata": self._metadata.result(),
+        }
+        self._write_synced(manifest.NAME, manifest.dump(content))
+        os.rename(os.path.join(self._directory, _PART), os.path.join(self._directory, METADATA))
+
+    def _file_entry(self, digest: FileDigest) -> dict[str, Any]:
+        lists = self._lists[digest.name]
+        return {"name": digest.name, "size": digest.size, "crc32": digest.crc32, "chunks": lists}
+
+    def _tensor_crcs(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> dict[str, int]:
+        """Return the CRC-32 of every tensor's logical bytes.
+
+        A tensor whose chunks are neighbours in row-major order has the combination of theirs; one that
+        was scattered had its digest taken on the source's side, where it is contiguous.
+        """
+        output, found = self._job.output, dict[str, int]()
+        crcs = [iter(digests[image.name].data_crcs) for image in output]
+        for fqn, entry in output.catalog.tensors.items():
+            files = output.catalog.chunks.file[entry.chunk_ids.start : entry.chunk_ids.stop]
+            pieces = [
+                (next(crcs[file]), nbytes)
+                for file, (_, nbytes) in zip(files, output.data_places(fqn), strict=True)
+            ]
+            source = self._job.sources[fqn]
+            found[fqn] = scattered[source] if source in scattered else combine(pieces)
+        return found
+
+    def _write_metadata(self) -> dict[str, Any]:
+        path = os.path.join(self._directory, _PART)
+        with open(path, "w+b") as file:
+            write_metadata(file, self._job.output.catalog, self._job.aliases)
+            file.flush()
+            os.fsync(file.fileno())
+            size = os.fstat(file.fileno()).st_size
+            crc = read_back(file.fileno(), 0, size, bytearray(1 << 20))
+        return {"name": METADATA, "size": size, "crc32": crc}
+
+    def _write_synced(self, name: str, data: bytes) -> None:
+        with open(os.path.join(self._directory, name), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
