@@ -25,7 +25,8 @@ BLOCK = 4096  # the block size of the file systems that share extents, and of a 
 _ALIGNED_NBYTES = 16 * BLOCK  # below this a gap costs more than it saves
 
 Phase = Callable[[str, Region], int | None]
-"""Offset modulo BLOCK of a region's bytes in the source, None where they are not copied as they lie."""
+"""First byte of a region in its source file, of which only the rest modulo BLOCK counts here; None where
+the bytes are not copied as they lie."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from shardkit.core.mesh import Mesh
 from shardkit.core.regions import Region, flat_offset, is_contiguous
 from shardkit.core.text import escape
 from shardkit.errors import UsageError
-from shardkit.formats.dcp_images import DcpImages
+from shardkit.formats.dcp_images import DcpImages, Phase
 from shardkit.formats.hub import HubModel
 from shardkit.layout.choose import make_layout
 from shardkit.layout.layout import Layout
@@ -239,8 +239,8 @@ def _choose_dtypes(
     return chosen, notes
 
 
-def _phase(model: HubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Any:
-    """Return where a region's bytes lie in the source, modulo the block size, for images to match."""
+def _phase(model: HubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Phase:
+    """Return what tells images where a region's bytes lie in the source, for them to match."""
     catalog = model.catalog
 
     def phase(fqn: str, region: Region) -> int | None:
