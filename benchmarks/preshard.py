@@ -135,7 +135,7 @@ def main() -> None:
         peak, extra = statistics.median(peaks) / 2**20, statistics.median(extras) / size
         print(
             f"{name:16} {statistics.median(seconds):8.2f} {statistics.median(ratios):6.2f} {spread:>12} "
-            f"{peak:9.0f} {peak - baseline / 2**20:8.0f} {extra:9.1%}"
+            f"{peak:9.0f} {peak - baseline / 2**20:8.0f} {extra:9.2%}"
         )
     shutil.rmtree(work)
 

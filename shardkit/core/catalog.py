@@ -111,8 +111,11 @@ class ChunkTable:
         """Return the region of a chunk."""
         start = self._box_at[chunk]
         stop = self._box_at[chunk + 1] if chunk + 1 < len(self._box_at) else len(self._boxes)
-        box, middle = self._boxes[start:stop], (stop - start) // 2
-        return Region(tuple(box[:middle]), tuple(box[middle:]))
+        boxes = self._boxes
+        if stop - start == 4:  # most weights; three times as fast as the slices below
+            return Region((boxes[start], boxes[start + 1]), (boxes[start + 2], boxes[start + 3]))
+        middle = (start + stop) // 2
+        return Region(tuple(boxes[start:middle]), tuple(boxes[middle:stop]))
 
     def regions(self, chunks: range) -> list[Region]:
         """Return the regions of consecutive chunks of one tensor; far faster than one by one."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
+from math import prod
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, Shape
+from shardkit.core.regions import Region, Shape, flat_offset, is_contiguous
 from shardkit.formats.torch_record_writer import RecordSkeleton, record_skeleton
 from shardkit.layout.layout import Layout
 from shardkit.transfer.images import Hole, Piece, TensorHoles
@@ -24,9 +26,8 @@ from shardkit.transfer.images import Hole, Piece, TensorHoles
 BLOCK = 4096  # the block size of the file systems that share extents, and of a page
 _ALIGNED_NBYTES = 16 * BLOCK  # below this a gap costs more than it saves
 
-Phase = Callable[[str, Region], int | None]
-"""First byte of a region in its source file, of which only the rest modulo BLOCK counts here; None where
-the bytes are not copied as they lie."""
+Phase = Callable[[str], int | None]
+"""First byte of a tensor in its source file; None where it is not copied as it lies, or not one chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class DcpImages:
     """Every record of a checkpoint to be written: where it lies and what it holds.
 
     `catalog` describes the finished checkpoint: one extent for each record. A tensor's rows of the chunk
-    table are in the order of its regions; a file's rows are in the order of the layout's tensors.
+    table are in the order of its regions; a file's rows are unit by unit in the order of the layout.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class DcpImages:
         """Place every chunk of `layout`.
 
         Args:
-            layout: tensors in the order in which they are to lie in each file.
+            layout: tensors in the order of their units, which is that of each file.
             dtypes: what each tensor is to be stored as.
             sources: the source's name of each tensor.
             phase: where the source's bytes lie, for alignment.
@@ -85,7 +86,7 @@ class DcpImages:
         rows = [array("i") for _ in range(layout.mesh.num_shards)]
         ends = [0] * layout.mesh.num_shards
         self.data_nbytes = [0] * layout.mesh.num_shards  # of each image, without the records around it
-        for fqn in layout.tensors:
+        for fqn in _in_file_order(layout, dtypes):
             self._place(layout, fqn, dtypes[fqn], sources[fqn], phase, rows, ends)
         names = [f"__{shard}_0.distcp" for shard in range(layout.mesh.num_shards)]
         self.catalog.files = [SourceFile(name=n, path="", size=e) for n, e in zip(names, ends, strict=True)]
@@ -102,7 +103,9 @@ class DcpImages:
         ends: list[int],
     ) -> None:
         """Append a tensor's records to their files."""
+        tensor, begin, itemsize = layout.tensors[fqn], phase(fqn), dtype.itemsize
         numbers: dict[Shape, int] = {}
+        in_source: dict[Shape, bool] = {}  # by size: as contiguous there as here
         first, num_data_bytes = len(self._tensor_of), 0
         shards, starts, sizes, regions = list[int](), list[int](), list[int](), list[Region]()
         for shard, region in layout.owners(fqn):
@@ -110,9 +113,15 @@ class DcpImages:
             if number is None:
                 number = numbers[region.sizes] = len(self._skeletons)
                 self._skeletons.append(record_skeleton(dtype, region.sizes))
+                in_source[region.sizes] = begin is not None and is_contiguous(region, tensor.shape)
             skeleton, start = self._skeletons[number], ends[shard]
             if skeleton.data_nbytes >= _ALIGNED_NBYTES:
-                start += ((phase(fqn, region) or 0) - start - len(skeleton.prefix)) % BLOCK
+                lies = (
+                    begin + flat_offset(region.offsets, tensor.shape) * itemsize
+                    if begin is not None and in_source[region.sizes]
+                    else 0
+                )
+                start += (lies - start - len(skeleton.prefix)) % BLOCK
             ends[shard] = start + skeleton.nbytes
             num_data_bytes += skeleton.data_nbytes
             self.data_nbytes[shard] += skeleton.data_nbytes
@@ -122,7 +131,6 @@ class DcpImages:
             starts.append(start)
             sizes.append(skeleton.nbytes)
             regions.append(region)
-        tensor = layout.tensors[fqn]
         self._tensor_of.extend([len(self._entries)] * len(shards))
         self._entries.append((fqn, source, dtype))
         self._holes[fqn] = _TensorHoles(
@@ -176,3 +184,21 @@ class _TensorHoles(NamedTuple):
     rows: range
     sizes: tuple[Shape, ...]
     nbytes: int
+
+
+def _in_file_order(layout: Layout, dtypes: Mapping[str, DType]) -> Iterator[str]:
+    """Yield names unit by unit, in each with the small tensors spread between the large ones.
+
+    Aligning a large record leaves a gap before it. One small record fits in most gaps; several together
+    take blocks of their own, which is what the disk holds beside the shared ones.
+    """
+    for _, unit in groupby(layout.tensors.items(), key=lambda item: item[1].unit):
+        large, small = list[str](), list[str]()
+        for fqn, tensor in unit:
+            nbytes = prod(tensor.shape) * dtypes[fqn].itemsize // layout.mesh.num_shards
+            (large if nbytes >= _ALIGNED_NBYTES else small).append(fqn)
+        between = iter(small)
+        for fqn in large:
+            yield fqn
+            yield from islice(between, 1)
+        yield from between

@@ -16,17 +16,14 @@ from typing import Any
 from shardkit._version import __version__
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
-from shardkit.core.regions import Region, flat_offset, is_contiguous
 from shardkit.core.text import escape
 from shardkit.errors import UsageError
 from shardkit.formats.dcp_images import DcpImages, Phase
 from shardkit.formats.hub import HubModel
 from shardkit.layout.choose import make_layout
 from shardkit.layout.layout import Layout
+from shardkit.operations.same_bytes import same_bytes
 from shardkit.transfer.plan import TransferPlan, build_plan
-from shardkit.transfer.sources import SourceFiles
-
-_COMPARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +163,7 @@ def _resolve_ties(
         present = [
             name for name in others if name in model.catalog.tensors and first in model.catalog.tensors
         ]
-        diverged = [name for name in present if not _same_bytes(model, first, name)]
+        diverged = [name for name in present if not same_bytes(model.catalog, first, name)]
         for name in diverged:
             tensors[name] = replace(tensors[first], fqn=name)
             warnings.append(
@@ -182,26 +179,6 @@ def _resolve_ties(
         {k: v for k, v in aliases.items() if v},
         tuple(warnings),
     )
-
-
-def _same_bytes(model: HubModel, a: str, b: str) -> bool:
-    """Compare two single-chunk tensors, reading no further than the first difference."""
-    catalog = model.catalog
-    first, second = catalog.tensors[a], catalog.tensors[b]
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    table, left, right = catalog.chunks, bytearray(_COMPARE_BYTES), bytearray(_COMPARE_BYTES)
-    with SourceFiles(catalog.files) as files, files.reader() as reader:
-        for start in range(0, first.nbytes, _COMPARE_BYTES):
-            size = min(_COMPARE_BYTES, first.nbytes - start)
-            for entry, buffer in ((first, left), (second, right)):
-                row = entry.first_chunk
-                reader.read_into(
-                    table.file[row], memoryview(buffer)[:size], table.start[row] + start, entry.fqn
-                )
-            if left[:size] != right[:size]:
-                return False
-    return True
 
 
 def _choose_dtypes(
@@ -240,14 +217,12 @@ def _choose_dtypes(
 
 
 def _phase(model: HubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Phase:
-    """Return what tells images where a region's bytes lie in the source, for them to match."""
+    """Return what tells images where a tensor's bytes lie in the source, for them to match."""
     catalog = model.catalog
 
-    def phase(fqn: str, region: Region) -> int | None:
+    def phase(fqn: str) -> int | None:
         entry = catalog.tensors[sources[fqn]]
-        if dtypes[fqn] is not entry.dtype or entry.num_chunks != 1 or not is_contiguous(region, entry.shape):
-            return None
-        start = catalog.chunks.start[entry.first_chunk]
-        return start + flat_offset(region.offsets, entry.shape) * entry.dtype.itemsize
+        is_copied = dtypes[fqn] is entry.dtype and entry.num_chunks == 1
+        return catalog.chunks.start[entry.first_chunk] if is_copied else None
 
     return phase

@@ -17,8 +17,9 @@ from functools import partial
 from shardkit.core.text import escape
 from shardkit.core.units import KIB, MIB
 from shardkit.errors import ResourceError
+from shardkit.transfer.cloner import Cloner
 from shardkit.transfer.convert import one_thread_each
-from shardkit.transfer.fill import Filler, Stretch, image_crc
+from shardkit.transfer.fill import Filler, Stretch, copy_range, image_crc
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan
 from shardkit.transfer.progress import Progress
@@ -113,6 +114,7 @@ class Execution:
         self._tensor_crcs: dict[str, int] = {}
         self._sync_pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-sync")
         self._syncs: list[Future[None]] = []
+        self._cloner = Cloner() if options.share_extents else None
 
     def run(self) -> tuple[dict[str, FileDigest], dict[str, int]]:
         """Move everything.
@@ -125,9 +127,10 @@ class Execution:
             ResourceError: the system cannot read or write.
             KeyboardInterrupt: once no thread writes any more.
         """
-        with one_thread_each(self._plan.converts), SourceFiles(self._plan.catalog.files) as sources:
-            with self._sync_pool:
-                self._create_files()
+        files, cloning = self._plan.catalog.files, self._cloner or contextlib.nullcontext()
+        with one_thread_each(self._plan.converts), SourceFiles(files) as sources:
+            with cloning, self._sync_pool:
+                self._create_files(sources)
                 self._in_threads(self._scatter_jobs(sources))
                 self._in_threads(self._task_jobs(sources))
             for sync in self._syncs:
@@ -135,7 +138,7 @@ class Execution:
             sources.check_unchanged()
         return self._digests, self._tensor_crcs
 
-    def _create_files(self) -> None:
+    def _create_files(self, sources: SourceFiles) -> None:
         """Make every unfinished file at its full size: gaps are zeros, and a missing write shows."""
         for image in self._plan.images:
             if image.name in self._skipped:
@@ -143,7 +146,7 @@ class Execution:
             with self._opened(image, os.O_CREAT | os.O_TRUNC) as fd:
                 os.ftruncate(fd, image.size)
             if len(image) == 0:
-                self._submit_finish(image, _ImageState())
+                self._submit_finish(image, _ImageState(), sources)
 
     def _scatter_jobs(self, sources: SourceFiles) -> list[Callable[[], None]]:
         if not self._plan.scattered:
@@ -182,7 +185,7 @@ class Execution:
                 sources,
                 buffer_bytes=self._options.buffer_bytes,
                 digests=self._options.digests,
-                share_extents=self._options.share_extents,
+                cloner=self._cloner,
                 check=self._check,
                 advance=self._progress.advance,
             )
@@ -194,17 +197,21 @@ class Execution:
             state.tasks_left -= 1
             is_whole = state.tasks_left == 0
         if is_whole:
-            self._submit_finish(image, self._states.pop(task.image))
+            self._submit_finish(image, self._states.pop(task.image), sources)
 
-    def _submit_finish(self, image: Image, state: _ImageState) -> None:
+    def _submit_finish(self, image: Image, state: _ImageState, sources: SourceFiles) -> None:
         with self._lock:
-            self._syncs.append(self._sync_pool.submit(self._finish, image, state))
+            self._syncs.append(self._sync_pool.submit(self._finish, image, state, sources))
 
-    def _finish(self, image: Image, state: _ImageState) -> None:
+    def _finish(self, image: Image, state: _ImageState, sources: SourceFiles) -> None:
         """Bring a whole file to the disk and hand it over."""
-        with self._opened(image) as fd:
-            os.fsync(fd)
         stretches = [state.stretches[start] for start in sorted(state.stretches)]
+        with self._opened(image) as fd, sources.reader() as reader:
+            for stretch in stretches:
+                if self._cloner is not None and stretch.clones is not None:
+                    for piece in self._cloner.wait(stretch.clones):
+                        copy_range(reader, fd, image.name, piece)
+            os.fsync(fd)
         crc = image_crc(image.size, [s for stretch in stretches for s in stretch.segments])
         digest = FileDigest(
             name=image.name,

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shardkit.core.dtypes import DType
+from shardkit.core.units import MIB
+from shardkit.transfer.cloner import Cloner, CloneRange
 from shardkit.transfer.convert import Converter
 from shardkit.transfer.digest import combine, crc32, crc32_combine, zeros
 from shardkit.transfer.images import Hole, Image, Piece
 from shardkit.transfer.plan import Move, Task, TransferPlan, moves_for
-from shardkit.transfer.reflink import BLOCK, clone_range, shared_part
-from shardkit.transfer.sources import SourceFiles
-from shardkit.transfer.stream import Stream, read_back
+from shardkit.transfer.reflink import BLOCK, shared_part
+from shardkit.transfer.sources import Reader, SourceFiles
+from shardkit.transfer.stream import Stream, read_back, write_all
 
 _MIN_CLONED = 16 * BLOCK  # below this a copy is cheaper than a system call
 
@@ -25,6 +27,8 @@ class Stretch:
     """(first byte, bytes, CRC-32) of everything but the gaps, in file order."""
     data_crcs: list[int] = field(default_factory=list)
     """CRC-32 of each hole's bytes, in file order."""
+    clones: int | None = None
+    """The cloner's ticket for what was left to it."""
 
 
 class Filler:
@@ -35,7 +39,8 @@ class Filler:
         sources: how to read.
         buffer_bytes: size of the output buffer, and of the conversion buffer where one is needed.
         digests: take CRC-32s; without, records say "not recorded".
-        share_extents: clone whole blocks of large ranges that are copied as they lie.
+        cloner: takes the whole blocks of large ranges that are copied as they lie; None where extents
+            cannot be shared.
         check: called between reads; raises to stop.
         advance: told the bytes that filled holes.
     """
@@ -47,26 +52,29 @@ class Filler:
         *,
         buffer_bytes: int,
         digests: bool,
-        share_extents: bool,
+        cloner: Cloner | None,
         check: Callable[[], None],
         advance: Callable[[int], None],
     ) -> None:
         self._plan, self._sources = plan, sources
         self._reader = sources.reader()
-        self._digests, self._share = digests, share_extents
+        self._digests, self._cloner = digests, cloner
         self._check, self._advance = check, advance
         self._buffer, self._raw = bytearray(buffer_bytes), bytearray()
         self._converters: dict[tuple[DType, DType], Converter] = {}
-        self._fd = -1
+        self._fd, self._clones = -1, list[CloneRange]()
 
     def write(self, task: Task, image: Image, fd: int) -> Stretch:
         """Write the pieces of a task into an open image."""
         self._fd = fd
         stretch, stream = Stretch(), Stream(fd, image.name, 0, self._buffer)
+        self._clones.clear()
         with self._reader:
             for piece in image.pieces(task.start, task.stop):
                 self._write_piece(piece, stream, stretch)
             stream.flush()
+            if self._cloner is not None and self._clones:
+                stretch.clones = self._cloner.submit(fd, tuple(self._clones), self._reader.descriptor)
         return stretch
 
     def _write_piece(self, piece: Piece, stream: Stream, stretch: Stretch) -> None:
@@ -95,7 +103,7 @@ class Filler:
         for move in moves:
             if source is not hole.dtype:
                 crc = self._convert(stream, move, hole, source, crc)
-            elif self._share and self._is_cloned(move, stream.position):
+            elif self._cloner is not None and self._is_cloned(move, stream.position):
                 crc = self._clone(stream, move, hole, crc)
             else:
                 crc = self._copy(stream, move.file, move.start, move.nbytes, hole, crc)
@@ -141,23 +149,26 @@ class Filler:
         )
 
     def _clone(self, stream: Stream, move: Move, hole: Hole, crc: int) -> int:
-        """Share the whole blocks of a range and copy its two ragged ends."""
+        """Leave the whole blocks of a range to be shared and copy its two ragged ends."""
         head, body = shared_part(move.start, move.nbytes)
         tail = head + body
         crc = self._copy(stream, move.file, move.start, head, hole, crc)
-        stream.flush()
-        try:
-            clone_range(
-                self._reader.descriptor(move.file), move.start + head, self._fd, stream.position, body
-            )
-        except OSError:  # tried before the run, yet this range cannot: quota, limits on sharing, ...
-            self._share = False
-            return self._copy(stream, move.file, move.start + head, move.nbytes - head, hole, crc)
+        self._clones.append(CloneRange(move.file, move.start + head, body, stream.position, hole.fqn))
         stream.step_over(body)
         if self._digests:
             seen = read_back(self._reader.descriptor(move.file), move.start + head, body, self._buffer)
             crc = crc32_combine(crc, seen, body)
         return self._copy(stream, move.file, move.start + tail, move.nbytes - tail, hole, crc)
+
+
+def copy_range(reader: Reader, fd: int, name: str, piece: CloneRange) -> None:
+    """Copy a range that could not be shared after all: quota, limits on sharing, ..."""
+    done, buffer = 0, memoryview(bytearray(min(piece.nbytes, MIB)))
+    while done < piece.nbytes:
+        part = buffer[: piece.nbytes - done]
+        reader.read_into(piece.file, part, piece.start + done, piece.fqn)
+        write_all(fd, part, piece.target_start + done, name, piece.fqn)
+        done += len(part)
 
 
 def image_crc(size: int, segments: list[tuple[int, int, int]]) -> int:

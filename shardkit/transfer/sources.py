@@ -154,13 +154,15 @@ class Reader:
             IntegrityError: the file ends before that, or is not the one that was looked at.
             ResourceError: the system cannot read it.
         """
-        if self._sources.is_decoded(file):
-            buffer[:] = self._sources.decoded(file)[start : start + len(buffer)]
-            return
-        fd, done, size = self.descriptor(file), 0, len(buffer)
+        fd, done, size = self._borrowed.get(file), 0, len(buffer)
+        if fd is None:
+            if self._sources.is_decoded(file):
+                buffer[:] = self._sources.decoded(file)[start : start + size]
+                return
+            fd = self.descriptor(file)
         while done < size:
             try:
-                count = os.preadv(fd, [buffer[done:]], start + done)
+                count = os.preadv(fd, [buffer[done:] if done else buffer], start + done)
             except OSError as error:
                 where = f"{self._sources.name(file)} at byte {start + done} for {escape(fqn)}"
                 raise ResourceError(f"cannot read {where}: {error.strerror}") from error

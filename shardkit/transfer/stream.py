@@ -28,7 +28,7 @@ class Stream:
     def __init__(self, fd: int, name: str, start: int, buffer: bytearray) -> None:
         self._fd, self._name = fd, name
         self.fqn = ""  # the tensor being written, for messages
-        self._view = memoryview(buffer)
+        self._view, self._size = memoryview(buffer), len(buffer)
         self._at, self._used = start, 0
 
     @property
@@ -41,7 +41,7 @@ class Stream:
 
         What is returned counts as written; it is flushed with the rest.
         """
-        if self._used == len(self._view):
+        if self._used == self._size:
             self.flush()
         taken = self._view[self._used : self._used + wanted]
         self._used += len(taken)
@@ -49,7 +49,7 @@ class Stream:
 
     def whole_room(self, nbytes: int) -> memoryview:
         """Return exactly `nbytes` of the buffer, at most its size, to be filled by the caller."""
-        if len(self._view) - self._used < nbytes:
+        if self._size - self._used < nbytes:
             self.flush()
         taken = self._view[self._used : self._used + nbytes]
         self._used += nbytes
@@ -58,9 +58,10 @@ class Stream:
     def put(self, data: bytes) -> None:
         """Append literal bytes."""
         used = self._used
-        if used + len(data) <= len(self._view):  # nearly always: literals are small
-            self._view[used : used + len(data)] = data
-            self._used += len(data)
+        stop = used + len(data)
+        if stop <= self._size:  # nearly always: literals are small
+            self._view[used:stop] = data
+            self._used = stop
             return
         done = 0
         while done < len(data):
@@ -74,10 +75,13 @@ class Stream:
         A fresh file is all zeros, yet short gaps are written: that is cheaper than another system call.
         """
         gap = position - self._at - self._used
-        if gap > _WRITTEN_GAP:
+        if gap == 0:
+            self.put(data)
+        elif gap <= _WRITTEN_GAP:
+            self.put(bytes(gap) + data)
+        else:
             self.step_over(gap)
-            gap = 0
-        self.put(bytes(gap) + data if gap else data)
+            self.put(data)
 
     def step_over(self, nbytes: int) -> None:
         """Leave the next `nbytes` untouched: they are filled by other means, or a fresh file's zeros."""
@@ -86,9 +90,10 @@ class Stream:
 
     def flush(self) -> None:
         """Write what the buffer holds."""
-        write_all(self._fd, self._view[: self._used], self._at, self._name, self.fqn)
-        self._at += self._used
-        self._used = 0
+        if self._used:
+            write_all(self._fd, self._view[: self._used], self._at, self._name, self.fqn)
+            self._at += self._used
+            self._used = 0
 
 
 def write_all(fd: int, data: memoryview, start: int, name: str, fqn: str) -> None:

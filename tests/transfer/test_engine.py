@@ -18,7 +18,7 @@ from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.mesh import Axis, Mesh, Placement
 from shardkit.core.regions import Region, Shape, full_region
 from shardkit.errors import IntegrityError, ResourceError
-from shardkit.formats.dcp_images import DcpImages
+from shardkit.formats.dcp_images import DcpImages, Phase
 from shardkit.layout.layout import Layout, TensorLayout, Unit
 from shardkit.transfer.digest import crc32
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
@@ -44,7 +44,9 @@ def source(directory: Path, tensors: Tensors, pad: int) -> tuple[Catalog, dict[s
     return catalog, data
 
 
-def planned(catalog: Catalog, tensors: Tensors, num_shards: int) -> tuple[DcpImages, TransferPlan]:
+def planned(
+    catalog: Catalog, tensors: Tensors, num_shards: int, phase: Phase = lambda fqn: None
+) -> tuple[DcpImages, TransferPlan]:
     layout = Layout(
         origin="declared",
         mesh=Mesh((Axis("dp_shard", num_shards, "shard"),)),
@@ -55,7 +57,7 @@ def planned(catalog: Catalog, tensors: Tensors, num_shards: int) -> tuple[DcpIma
         },
     )
     dtypes = {fqn: dtype for fqn, (dtype, _, _) in tensors.items()}
-    images = DcpImages(layout, dtypes, {fqn: fqn for fqn in tensors}, lambda fqn, region: None)
+    images = DcpImages(layout, dtypes, {fqn: fqn for fqn in tensors}, phase)
     return images, build_plan(images, catalog)
 
 

@@ -1,0 +1,130 @@
+"""Sharing extents in a process of its own, beside the threads that write what cannot be shared.
+
+A file system takes its clones one after the other, each some 20 microseconds, and a thread that calls for
+one every few microseconds fights the others for the interpreter's lock; a process does not.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from shardkit.transfer import clone_child
+from shardkit.transfer.reflink import clone_range
+
+
+class CloneRange(NamedTuple):
+    """Whole blocks of a source file that a place in an image is to share. In bytes."""
+
+    file: int
+    """Index into the source catalog's files."""
+    start: int
+    nbytes: int
+    target_start: int
+    fqn: str
+    """Whose bytes they are, for messages."""
+
+
+class Cloner:
+    """Shares ranges, in batches. A context manager; leaving it gives up what is under way."""
+
+    def __init__(self) -> None:
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._connection: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pending: list[tuple[int, Sequence[CloneRange]]] = []
+        self._failed: dict[int, list[CloneRange]] = {}
+        self._num_submitted = 0
+
+    def __enter__(self) -> Cloner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.wait()
+
+    def submit(self, target: int, ranges: Sequence[CloneRange], descriptor: Callable[[int], int]) -> int:
+        """Begin to share ranges with a file and return a ticket for `wait`.
+
+        Args:
+            target: descriptor of the image, open for writing; may be closed once this returns.
+            ranges: what to share.
+            descriptor: gives an open descriptor of a source file.
+        """
+        with self._sending:
+            ticket = self._num_submitted
+            self._num_submitted += 1
+            if ticket == 0:
+                self._start()
+            sources = sorted({piece.file for piece in ranges})
+            if self._connection is None or len(sources) >= clone_child.MAX_DESCRIPTORS:
+                self._failed[ticket] = [r for r in ranges if not _clone(target, r, descriptor)]
+                return ticket
+            place = {file: index + 1 for index, file in enumerate(sources)}
+            # Back to front: a clone locks its source, and the threads read the same files front to back.
+            ranges = ranges[::-1]
+            columns = [(place[r.file], r.start, r.nbytes, r.target_start) for r in ranges]
+            self._pending.append((ticket, ranges))
+            try:
+                data = struct.pack("=I", len(ranges)) + b"".join(struct.pack("=QQQQ", *c) for c in columns)
+                sent = socket.send_fds(self._connection, [data], [target, *map(descriptor, sources)])
+                self._connection.sendall(data[sent:])
+            except OSError:  # the process is gone; `wait` finds the same and says that all failed
+                pass
+            return ticket
+
+    def wait(self, ticket: int) -> list[CloneRange]:
+        """Return the ranges of a batch that could not be shared, once all others are."""
+        with self._receiving:
+            while ticket not in self._failed:
+                number, ranges = self._pending.pop(0)
+                errors = self._receive(len(ranges))
+                self._failed[number] = [r for r, error in zip(ranges, errors, strict=True) if error]
+            return self._failed.pop(ticket)
+
+    def _start(self) -> None:
+        """Start the process; where that is not possible, ranges are shared in the calling thread."""
+        if not sys.executable:
+            return
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", clone_child.__file__],
+                stdin=theirs.fileno(),
+                start_new_session=True,
+            )
+            self._connection = ours
+        except OSError:
+            ours.close()
+        finally:
+            theirs.close()
+
+    def _receive(self, count: int) -> array[int]:
+        errors, parts = array("i"), bytearray()
+        assert self._connection is not None
+        while len(parts) < count * errors.itemsize:
+            try:
+                data = self._connection.recv(count * errors.itemsize - len(parts))
+            except OSError:
+                data = b""
+            if not data:
+                return array("i", [1]) * count
+            parts += data
+        errors.frombytes(bytes(parts))
+        return errors
+
+
+def _clone(target: int, piece: CloneRange, descriptor: Callable[[int], int]) -> bool:
+    try:
+        clone_range(descriptor(piece.file), piece.start, target, piece.target_start, piece.nbytes)
+    except OSError:
+        return False
+    return True
