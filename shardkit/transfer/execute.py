@@ -184,6 +184,7 @@ class Execution:
                 self._plan,
                 sources,
                 buffer_bytes=self._options.buffer_bytes,
+                band_bytes=self._options.band_bytes // 4,  # the cache keeps it
                 digests=self._options.digests,
                 cloner=self._cloner,
                 check=self._check,

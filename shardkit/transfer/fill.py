@@ -10,8 +10,9 @@ from shardkit.core.units import MIB
 from shardkit.transfer.cloner import Cloner, CloneRange
 from shardkit.transfer.convert import Converter
 from shardkit.transfer.digest import combine, crc32, crc32_combine, zeros
+from shardkit.transfer.gather import bands
 from shardkit.transfer.images import Hole, Image, Piece
-from shardkit.transfer.plan import Move, Task, TransferPlan, moves_for
+from shardkit.transfer.plan import Move, Task, TransferPlan
 from shardkit.transfer.reflink import BLOCK, shared_part
 from shardkit.transfer.sources import Reader, SourceFiles
 from shardkit.transfer.stream import Stream, read_back, write_all
@@ -38,6 +39,7 @@ class Filler:
         plan: what goes where.
         sources: how to read.
         buffer_bytes: size of the output buffer, and of the conversion buffer where one is needed.
+        band_bytes: bytes of a gathered tensor held at a time; a thread holds twice that.
         digests: take CRC-32s; without, records say "not recorded".
         cloner: takes the whole blocks of large ranges that are copied as they lie; None where extents
             cannot be shared.
@@ -51,6 +53,7 @@ class Filler:
         sources: SourceFiles,
         *,
         buffer_bytes: int,
+        band_bytes: int,
         digests: bool,
         cloner: Cloner | None,
         check: Callable[[], None],
@@ -59,7 +62,7 @@ class Filler:
         self._plan, self._sources = plan, sources
         self._reader = sources.reader()
         self._digests, self._cloner = digests, cloner
-        self._check, self._advance = check, advance
+        self._check, self._advance, self._band_bytes = check, advance, band_bytes
         self._buffer, self._raw = bytearray(buffer_bytes), bytearray()
         self._converters: dict[tuple[DType, DType], Converter] = {}
         self._fd, self._clones = -1, list[CloneRange]()
@@ -94,13 +97,15 @@ class Filler:
 
     def _fill(self, stream: Stream, hole: Hole) -> int:
         """Fill the hole at the stream's position; return the CRC-32 of its bytes, 0 without digests."""
-        moves = moves_for(hole, self._plan)
-        if moves is None:  # dealt out before; its bytes passed by in another order
+        if hole.fqn in self._plan.scattered:  # dealt out before; its bytes passed by in another order
             stream.step_over(hole.nbytes)
             return read_back(self._fd, hole.start, hole.nbytes, self._buffer) if self._digests else 0
-        source = self._plan.catalog.tensors[hole.fqn].dtype
-        crc = 0
-        for move in moves:
+        source, crc = self._plan.catalog.tensors[hole.fqn].dtype, 0
+        if hole.fqn in self._plan.gathered:
+            crc = self._gather(stream, hole, source)
+            self._advance(hole.nbytes)
+            return crc
+        for move in self._plan.moves(hole):
             if source is not hole.dtype:
                 crc = self._convert(stream, move, hole, source, crc)
             elif self._cloner is not None and self._is_cloned(move, stream.position):
@@ -122,24 +127,45 @@ class Filler:
         return crc
 
     def _convert(self, stream: Stream, move: Move, hole: Hole, source: DType, crc: int) -> int:
-        converter = self._converters.get((source, hole.dtype))
-        if converter is None:
-            converter = self._converters[source, hole.dtype] = Converter(source, hole.dtype)
-        wide, narrow = source.itemsize, hole.dtype.itemsize
         if not self._raw:
             self._raw = bytearray(len(self._buffer))
-        most = len(self._raw) // max(wide, narrow)
-        done, total = 0, move.nbytes // wide
-        while done < total:
+        done, most = 0, len(self._raw) // source.itemsize * source.itemsize
+        while done < move.nbytes:
             self._check()
-            count = min(total - done, most)
-            raw = memoryview(self._raw)[: count * wide]
-            self._reader.read_into(move.file, raw, move.start + done * wide, hole.fqn)
-            part = stream.whole_room(count * narrow)
-            converter(raw, part)
+            raw = memoryview(self._raw)[: min(move.nbytes - done, most)]
+            self._reader.read_into(move.file, raw, move.start + done, hole.fqn)
+            crc = self._put(stream, raw, hole, source, crc)
+            done += len(raw)
+        return crc
+
+    def _gather(self, stream: Stream, hole: Hole, source: DType) -> int:
+        crc = 0
+        for band in bands(hole, self._plan.catalog, self._reader, self._band_bytes):
+            self._check()
+            crc = self._put(stream, band, hole, source, crc)
+        return crc
+
+    def _put(self, stream: Stream, data: memoryview, hole: Hole, source: DType, crc: int) -> int:
+        """Append source elements as what the hole holds; go on with its CRC-32."""
+        converter = None if source is hole.dtype else self._converter(source, hole.dtype)
+        wide, narrow = source.itemsize, hole.dtype.itemsize
+        done, most = 0, len(self._buffer) // max(wide, narrow)
+        while done < len(data) // wide:
+            count = min(len(data) // wide - done, most)
+            part, raw = stream.whole_room(count * narrow), data[done * wide : (done + count) * wide]
+            if converter is None:
+                part[:] = raw
+            else:
+                converter(raw, part)
             crc = crc32(part, crc) if self._digests else 0
             done += count
         return crc
+
+    def _converter(self, source: DType, target: DType) -> Converter:
+        converter = self._converters.get((source, target))
+        if converter is None:
+            converter = self._converters[source, target] = Converter(source, target)
+        return converter
 
     def _is_cloned(self, move: Move, position: int) -> bool:
         return (

@@ -1,19 +1,23 @@
 """Planning: which source bytes fill which hole. Pure: nothing is opened, no bytes are read.
 
-A hole is *streamed* where its bytes, in order, are contiguous runs of source chunks: one run for a
-row-sharded tensor of a Hub model. Otherwise (a tensor cut along a later dim, or one whose bytes have to
-be decoded) it is *scattered*: its source is walked once, block by block, and every block's part is put
-into each hole that wants it.
+A hole is *streamed* where its bytes, in order, are contiguous runs of source chunks: row-sharded tensors,
+in either direction. Otherwise it is *gathered* where it is a run of the tensor but the chunks are not
+(a tensor that was cut along a later dim is put together): band by band, every chunk's part is read and put
+in its place. Else it is *scattered* (a tensor is being cut along a later dim, or its bytes have to be
+decoded): its source is walked once, block by block, and every block's part is put into each hole that
+wants it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
-from shardkit.core.regions import Region, flat_offset, intersect, is_contiguous, relative_to
+from shardkit.core.regions import Region, Shape, flat_offset, is_contiguous
 from shardkit.transfer.images import Hole, Image, ImageSet, TensorHoles
 
 _TASK_NBYTES = 128 << 20  # a thread's share of one image: small enough to balance, large enough to matter
@@ -41,6 +45,34 @@ class Task(NamedTuple):
     """Bytes from the first piece to the end of the last, gaps included."""
 
 
+class FlatSource(NamedTuple):
+    """A tensor whose chunks are all contiguous ranges of it: columns, in the tensor's own order."""
+
+    shape: Shape
+    itemsize: int
+    starts: array[int]
+    """First element of each chunk that has any, counted row-major in the whole tensor."""
+    stops: array[int]
+    files: array[int]
+    places: array[int]
+    """First byte of each chunk in its file."""
+
+    def moves(self, start: int, stop: int) -> list[Move]:
+        """Return what fills the elements `start .. stop`, in order; neighbours in a file are one move."""
+        found: list[Move] = []
+        index, at = bisect_right(self.starts, start) - 1, start
+        while at < stop:
+            end = min(stop, self.stops[index])
+            file, place = self.files[index], self.places[index] + (at - self.starts[index]) * self.itemsize
+            nbytes = (end - at) * self.itemsize
+            if found and found[-1].file == file and found[-1].start + found[-1].nbytes == place:
+                found[-1] = Move(file, found[-1].start, found[-1].nbytes + nbytes)
+            else:
+                found.append(Move(file, place, nbytes))
+            at, index = end, index + 1
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
     """What is to be moved."""
@@ -48,10 +80,12 @@ class TransferPlan:
     images: ImageSet
     catalog: Catalog
     tasks: tuple[Task, ...]
+    streamed: dict[str, FlatSource]
+    """By the source's tensor name, those whose holes are streamed."""
+    gathered: frozenset[str]
+    """The source's names of tensors whose holes are gathered."""
     scattered: dict[str, tuple[tuple[int, Hole], ...]]
-    """(image index, hole) of every hole that cannot be streamed, by the source's tensor name."""
-    bases: dict[str, tuple[int, int]]
-    """(file, first byte) of every tensor that is one chunk, all of whose holes are streamed."""
+    """(image index, hole) of every hole that is scattered, by the source's tensor name."""
     converts: bool
     """Some dtype is converted, which takes torch."""
     read_bytes: int
@@ -61,61 +95,18 @@ class TransferPlan:
     hole_bytes: int
     """Bytes that fill holes, which is what the progress counts."""
 
-
-def stream_moves(hole: Hole, catalog: Catalog) -> list[Move] | None:
-    """Return the moves that fill a hole in order, or None where it has to be scattered.
-
-    An empty hole needs no move. The catalog tiles the tensor, so what is found fills the hole.
-    """
-    entry = catalog.tensors[hole.fqn]
-    if entry.num_chunks == 1:  # every tensor of a Hub model: the chunk is the tensor
-        return _single_move(hole, entry, catalog)
-    moves: list[tuple[int, Move]] = []
-    for chunk, part, region in _overlaps(hole.region, entry, catalog):
-        inner, target = relative_to(part, region.offsets), relative_to(part, hole.region.offsets)
-        if not (is_contiguous(inner, region.sizes) and is_contiguous(target, hole.region.sizes)):
-            return None
-        itemsize, table = entry.dtype.itemsize, catalog.chunks
-        start = table.start[chunk] + flat_offset(inner.offsets, region.sizes) * itemsize
-        move = Move(table.file[chunk], start, part.num_elements * itemsize)
-        moves.append((flat_offset(target.offsets, hole.region.sizes), move))
-    return [move for _, move in sorted(moves)]
-
-
-def moves_for(hole: Hole, plan: TransferPlan) -> list[Move] | None:
-    """Return `stream_moves` of a planned hole, at less cost for what the plan has settled."""
-    base = plan.bases.get(hole.fqn)
-    if base is None:
-        return stream_moves(hole, plan.catalog)
-    if hole.nbytes == 0:
-        return []
-    entry = plan.catalog.tensors[hole.fqn]
-    itemsize, region = entry.dtype.itemsize, hole.region
-    start = base[1] + flat_offset(region.offsets, entry.shape) * itemsize
-    return [Move(base[0], start, hole.nbytes // hole.dtype.itemsize * itemsize)]
-
-
-def _single_move(hole: Hole, entry: TensorEntry, catalog: Catalog) -> list[Move] | None:
-    if not is_contiguous(hole.region, entry.shape):
-        return None
-    if hole.nbytes == 0:
-        return []
-    if catalog.files[catalog.chunks.file[entry.first_chunk]].decode:
-        return None
-    itemsize, table, chunk = entry.dtype.itemsize, catalog.chunks, entry.first_chunk
-    start = table.start[chunk] + flat_offset(hole.region.offsets, entry.shape) * itemsize
-    return [Move(table.file[chunk], start, hole.region.num_elements * itemsize)]
-
-
-def _overlaps(region: Region, entry: TensorEntry, catalog: Catalog) -> Iterator[tuple[int, Region, Region]]:
-    """Yield (chunk, common region, chunk's region), all in elements of the whole tensor."""
-    for chunk in entry.chunk_ids:
-        held = catalog.chunks.region(chunk)
-        part = intersect(region, held)
-        if part is not None:
-            yield chunk, part, held
-        elif not region.sizes:
-            yield chunk, region, held
+    def moves(self, hole: Hole) -> list[Move]:
+        """Return what fills a hole of a streamed tensor, in order; an empty hole needs no move."""
+        source, region = self.streamed[hole.fqn], hole.region
+        count = region.num_elements
+        if count == 0:
+            return []
+        start = flat_offset(region.offsets, source.shape)
+        if len(source.starts) == 1:  # every tensor of a Hub model
+            return [
+                Move(source.files[0], source.places[0] + start * source.itemsize, count * source.itemsize)
+            ]
+        return source.moves(start, start + count)
 
 
 def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
@@ -123,42 +114,66 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
 
     Every hole names a tensor of the catalog and lies inside it; whoever made the images saw to that.
     """
-    scattered: dict[str, list[tuple[int, Hole]]] = {}
-    bases: dict[str, tuple[int, int]] = {}
-    read_bytes = hole_bytes = 0
-    converts = False
+    by_source: dict[str, list[TensorHoles]] = {}
     for holes in images.tensors():
-        entry = catalog.tensors[holes.source]
-        hole_bytes += holes.nbytes
-        read_bytes += entry.nbytes
-        converts |= holes.dtype is not entry.dtype
-        if not _all_streamed(holes, entry, images, catalog):
-            left = [(n, hole) for n, hole in images.holes(holes.fqn) if stream_moves(hole, catalog) is None]
-            scattered.setdefault(holes.source, []).extend(left)
-        elif entry.num_chunks == 1:
-            bases[holes.source] = (
-                catalog.chunks.file[entry.first_chunk],
-                catalog.chunks.start[entry.first_chunk],
-            )
+        by_source.setdefault(holes.source, []).append(holes)
+    streamed, gathered = dict[str, FlatSource](), set[str]()
+    scattered: dict[str, tuple[tuple[int, Hole], ...]] = {}
+    for name, wanted in by_source.items():
+        entry = catalog.tensors[name]
+        holes_are_runs = _are_runs((sizes for holes in wanted for sizes in holes.sizes), entry.shape)
+        flat = _flat_source(entry, catalog) if holes_are_runs else None
+        if flat is not None:
+            streamed[name] = flat
+        elif holes_are_runs and not _is_decoded(entry, catalog):
+            gathered.add(name)
+        else:
+            scattered[name] = tuple(hole for holes in wanted for hole in images.holes(holes.fqn))
+    every = [holes for wanted in by_source.values() for holes in wanted]
     return TransferPlan(
         images=images,
         catalog=catalog,
         tasks=tuple(task for number, image in enumerate(images) for task in _tasks(number, image)),
-        scattered={fqn: tuple(found) for fqn, found in scattered.items()},
-        bases=bases,
-        converts=converts,
-        read_bytes=read_bytes,
+        streamed=streamed,
+        gathered=frozenset(gathered),
+        scattered=scattered,
+        converts=any(holes.dtype is not catalog.tensors[holes.source].dtype for holes in every),
+        read_bytes=sum(catalog.tensors[holes.source].nbytes for holes in every),
         written_bytes=sum(image.size for image in images),
-        hole_bytes=hole_bytes,
+        hole_bytes=sum(holes.nbytes for holes in every),
     )
 
 
-def _all_streamed(holes: TensorHoles, entry: TensorEntry, images: ImageSet, catalog: Catalog) -> bool:
-    if entry.num_chunks == 1:  # then only a region's sizes matter, and they are few
-        if catalog.files[catalog.chunks.file[entry.first_chunk]].decode and entry.nbytes:
-            return False
-        return all(is_contiguous(Region((0,) * len(sizes), sizes), entry.shape) for sizes in holes.sizes)
-    return all(stream_moves(hole, catalog) is not None for _, hole in images.holes(holes.fqn))
+def _are_runs(sizes: Iterable[Shape], shape: Shape) -> bool:
+    """True where regions of these sizes are contiguous in a tensor, which is the same wherever they lie."""
+    return all(is_contiguous(Region((0,) * len(each), each), shape) for each in sizes)
+
+
+def _is_decoded(entry: TensorEntry, catalog: Catalog) -> bool:
+    return any(catalog.files[catalog.chunks.file[row]].decode for row in entry.chunk_ids)
+
+
+def _flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
+    """Return a tensor's chunks as ranges of it, or None where one is not, or has to be decoded."""
+    regions, table = catalog.chunks.regions(entry.chunk_ids), catalog.chunks
+    if not _are_runs({region.sizes for region in regions}, entry.shape):
+        return None
+    rows = sorted(
+        (flat_offset(region.offsets, entry.shape), row, region.num_elements)
+        for row, region in zip(entry.chunk_ids, regions, strict=True)
+        if region.num_elements
+    )
+    files = array("i", [table.file[row] for _, row, _ in rows])
+    if any(catalog.files[file].decode for file in set(files)):
+        return None
+    return FlatSource(
+        shape=entry.shape,
+        itemsize=entry.dtype.itemsize,
+        starts=array("q", [start for start, _, _ in rows]),
+        stops=array("q", [start + count for start, _, count in rows]),
+        files=files,
+        places=array("q", [table.start[row] for _, row, _ in rows]),
+    )
 
 
 def _tasks(number: int, image: Image) -> Iterator[Task]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Sequence
 
@@ -10,8 +11,8 @@ from shardkit.core.catalog import FileStamp, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 
-_MAX_IDLE = 32  # well inside the smallest usual limit on open files
-_MAX_BORROWED = 8  # by one reader
+_MAX_BORROWED = 64  # by one reader
+_MIN_OPEN, _MAX_OPEN = 32, 4096
 
 
 class SourceFiles:
@@ -27,6 +28,8 @@ class SourceFiles:
         self._users: dict[int, int] = {}
         self._stamps = {file: source.stamp for file, source in enumerate(files) if source.stamp}
         self._decoded: dict[int, memoryview] = {}
+        # Half of what this process may have open: the smallest usual limit is 256.
+        self._max_open = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, _MIN_OPEN), _MAX_OPEN)
 
     def __enter__(self) -> SourceFiles:
         return self
@@ -52,11 +55,10 @@ class SourceFiles:
     def borrow(self, file: int) -> int:
         """Lend an open descriptor of a file on disk, until `give_back`."""
         with self._lock:
-            fd = self._open.pop(file, -1)
+            fd = self._open.get(file, -1)
             if fd < 0:
-                self._close_idle()
-                fd = self._open_checked(file)
-            self._open[file] = fd  # last is most recently used
+                self._make_room()
+                fd = self._open[file] = self._open_checked(file)
             self._users[file] = self._users.get(file, 0) + 1
             return fd
 
@@ -65,10 +67,16 @@ class SourceFiles:
         with self._lock:
             self._users[file] -= 1
 
-    def _close_idle(self) -> None:
-        idle = [file for file in self._open if not self._users.get(file)]
-        for file in idle[: max(len(self._open) - _MAX_IDLE + 1, 0)]:
-            os.close(self._open.pop(file))
+    def _make_room(self) -> None:
+        """Close an idle file where too many are open: the last opened.
+
+        Tensor after tensor is read from the files of all ranks in turn, and whatever was used longest ago is
+        what comes next; so the first ones stay.
+        """
+        if len(self._open) >= self._max_open:
+            idle = next((file for file in reversed(self._open) if not self._users.get(file)), None)
+            if idle is not None:
+                os.close(self._open.pop(idle))
 
     def _open_checked(self, file: int) -> int:
         source = self._files[file]
