@@ -10,7 +10,7 @@ starts at a multiple of 4,096.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from math import prod
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_offset, is_contiguous
-from shardkit.formats.torch_record_writer import RecordSkeleton, record_skeleton
+from shardkit.formats.torch_record_writer import RecordSkeleton, bare_skeleton, record_skeleton
 from shardkit.layout.layout import Layout
 from shardkit.transfer.images import Hole, Piece, TensorHoles
 
@@ -68,7 +68,13 @@ class DcpImages:
     """
 
     def __init__(
-        self, layout: Layout, dtypes: Mapping[str, DType], sources: Mapping[str, str], phase: Phase
+        self,
+        layout: Layout,
+        dtypes: Mapping[str, DType],
+        sources: Mapping[str, str],
+        phase: Phase,
+        *,
+        objects: Collection[str] = (),
     ) -> None:
         """Place every chunk of `layout`.
 
@@ -77,11 +83,14 @@ class DcpImages:
             dtypes: what each tensor is to be stored as.
             sources: the source's name of each tensor.
             phase: where the source's bytes lie, for alignment.
+            objects: names of tensors of bytes that are stored as they are, without a record around them: the
+                byte entries of a checkpoint, which are records already.
         """
         self.catalog = Catalog(format="dcp", directory="", encoding="torch-record")
         self._entries: list[tuple[str, str, DType]] = []  # name, source name and dtype of each tensor
         self._tensor_of, self._skeleton_of = array("i"), array("i")
         self._skeletons: list[RecordSkeleton] = []
+        self.objects = frozenset(objects)
         self._holes: dict[str, _TensorHoles] = {}
         rows = [array("i") for _ in range(layout.mesh.num_shards)]
         ends = [0] * layout.mesh.num_shards
@@ -112,7 +121,8 @@ class DcpImages:
             number = numbers.get(region.sizes)
             if number is None:
                 number = numbers[region.sizes] = len(self._skeletons)
-                self._skeletons.append(record_skeleton(dtype, region.sizes))
+                make = bare_skeleton if fqn in self.objects else record_skeleton
+                self._skeletons.append(make(dtype, region.sizes))
                 in_source[region.sizes] = begin is not None and is_contiguous(region, tensor.shape)
             skeleton, start = self._skeletons[number], ends[shard]
             if skeleton.data_nbytes >= _ALIGNED_NBYTES:

@@ -10,12 +10,14 @@ Source: torch 2.13, torch/distributed/checkpoint/metadata.py and filesystem.py (
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.regions import Shape
 from shardkit.formats.torch_record_writer import pickle_int
+
+Path = tuple[str | int, ...]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -30,15 +32,24 @@ _NONE, _FALSE, _MEMOIZE, _STOP = b"N", b"\x89", b"\x94", b"."
 _SET = _SETITEMS + _BUILD
 
 
-def write_metadata(out: BinaryIO, catalog: Catalog, aliases: Mapping[str, Sequence[str]]) -> None:
+def write_metadata(
+    out: BinaryIO,
+    catalog: Catalog,
+    aliases: Mapping[str, Sequence[str]],
+    *,
+    objects: Collection[str] = (),
+    paths: Mapping[str, Path] | None = None,
+) -> None:
     """Write `.metadata` for a catalog whose extents are `torch.save` records.
 
     Args:
         out: an open binary file; written front to back.
         catalog: files, tensors and chunks of the checkpoint; file names are bare.
         aliases: for a tensor's name, the other names that point at the same records (ties).
+        objects: names of the catalog's tensors that are not tensors but byte entries, one chunk each.
+        paths: planner_data, the path of each name in a nested state dict; by default every name is flat.
     """
-    _MetadataPickler(out).write(catalog, aliases)
+    _MetadataPickler(out).write(catalog, aliases, frozenset(objects), paths or {})
 
 
 class _MetadataPickler:
@@ -48,18 +59,35 @@ class _MetadataPickler:
         self._memo: dict[object, bytes] = {}
         self._corners: dict[Shape, bytes] = {}
 
-    def write(self, catalog: Catalog, aliases: Mapping[str, Sequence[str]]) -> None:
+    def write(
+        self,
+        catalog: Catalog,
+        aliases: Mapping[str, Sequence[str]],
+        objects: frozenset[str],
+        paths: Mapping[str, Path],
+    ) -> None:
         names = [
             (name, entry) for fqn, entry in catalog.tensors.items() for name in (fqn, *aliases.get(fqn, ()))
         ]
         put = self._buffer.extend
         put(self._class(_METADATA, "Metadata") + _NEW + _EMPTY_DICT + _MARK)
         put(self._text("state_dict_metadata"))
-        self._dict(self._tensor(catalog, name, entry) for name, entry in names)
+        self._dict(
+            self._object(name) if name in objects else self._tensor(catalog, name, entry)
+            for name, entry in names
+        )
         put(self._text("planner_data"))
-        self._dict(self._text(name) + self._text(name) + b"\x85" for name, _ in names)
+        self._dict(self._text(name) + self._path(paths.get(name, (name,))) for name, _ in names)
         put(self._text("storage_data"))
-        self._dict(piece for name, entry in names for piece in self._storage(catalog, name, entry))
+        self._dict(
+            piece
+            for name, entry in names
+            for piece in (
+                (self._object_place(catalog, name, entry),)
+                if name in objects
+                else self._storage(catalog, name, entry)
+            )
+        )
         put(self._text("storage_meta") + self._storage_meta())
         put(self._text("version") + self._text(_VERSION))
         put(_SETITEMS + _BUILD + _STOP)
@@ -91,6 +119,22 @@ class _MetadataPickler:
             for region in regions[1:]:
                 parts += (head, offsets(region.offsets), word, size(region.sizes), _SET)
         return b"".join([*parts, _APPENDS, _SET])
+
+    def _object(self, name: str) -> bytes:
+        return self._text(name) + self._class(_METADATA, "BytesStorageMetadata") + _NEW
+
+    def _object_place(self, catalog: Catalog, name: str, entry: TensorEntry) -> bytes:
+        row, table, text = entry.first_chunk, catalog.chunks, self._text
+        parts = (self._index_head(name), _NONE, self._place_head(), text(catalog.files[table.file[row]].name))
+        where = (text("offset"), pickle_int(table.start[row]), text("length"), pickle_int(table.nbytes[row]))
+        return b"".join((*parts, *where, _SET))
+
+    def _path(self, path: Path) -> bytes:
+        """A tuple of dict keys and list indexes."""
+        steps = [self._text(step) if isinstance(step, str) else pickle_int(step) for step in path]
+        if len(steps) <= 3:
+            return b"".join([*steps, (b")", b"\x85", b"\x86", b"\x87")[len(steps)]])
+        return b"".join([_MARK, *steps, b"t"])
 
     def _chunk_head(self) -> bytes:
         return b"".join((*self._new(_METADATA, "ChunkStorageMetadata"), self._text("offsets")))

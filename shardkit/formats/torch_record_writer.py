@@ -115,6 +115,12 @@ def record_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
     return RecordSkeleton(prefix, crc32(prefix), nbytes, base + len(tail), bytes(tail), tuple(places))
 
 
+def bare_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
+    """Return a record that is nothing but its data."""
+    nbytes = prod(shape) * dtype.itemsize
+    return RecordSkeleton(b"", 0, nbytes, nbytes, b"", ())
+
+
 def _append_entry(out: bytearray, base: int, name: str, content: bytes) -> _Entry:
     """Append a whole entry to `out`, whose first byte is byte `base` of the record."""
     flags = _UTF8 | _DESCRIPTOR

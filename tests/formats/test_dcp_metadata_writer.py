@@ -7,11 +7,12 @@ import pickle
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
+from shardkit.formats.dcp_metadata import parse_metadata
 from shardkit.formats.dcp_metadata_writer import write_metadata
 
 
@@ -74,3 +75,23 @@ def test_scalars_empty_names_and_no_tensors_at_all() -> None:
     assert list(metadata.state_dict_metadata) == ["", name]
     assert metadata.state_dict_metadata[""].size == torch.Size(())
     assert unpickled(Catalog(format="dcp", directory=""), {}).state_dict_metadata == {}
+
+
+def test_byte_entries_and_paths_of_a_nested_state() -> None:
+    catalog = example()
+    catalog.add_tensor("optim.lr", BY_NAME["uint8"], (900,), iter([(1, 77, 900, Region((0,), (900,)))]))
+    paths: dict[str, tuple[str | int, ...]] = {
+        "layers.0.weight": ("model", "layers.0.weight"),
+        "layers.1.weight": ("a", 0, 300, "b"),
+        "optim.lr": ("optim", "param_groups", 0, "lr"),
+    }
+    out = io.BytesIO()
+    write_metadata(out, catalog, {}, objects=["optim.lr"], paths=paths)
+    metadata = pickle.loads(out.getvalue())
+    assert metadata.state_dict_metadata["optim.lr"] == BytesStorageMetadata()
+    info = metadata.storage_data[MetadataIndex("optim.lr")]
+    assert (info.relative_path, info.offset, info.length) == ("__1_0.distcp", 77, 900)
+    assert metadata.planner_data == {**paths, "layers.2.weight": ("layers.2.weight",)}
+    parsed = parse_metadata(out.getvalue())
+    assert set(parsed.objects) == {"optim.lr"}
+    assert parsed.paths == metadata.planner_data
