@@ -19,30 +19,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardkit.layout import trace_child
+from tests.distributed.edges import Edges
 from tests.distributed.processes import fork, wait
 
 torch.set_num_threads(1)
-
-
-class Edges(nn.Module):
-    """Every kind of tensor that shards or does not: for the declared rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, rows) for rows in (1, 2, 3, 7))
-        self.phase = nn.Parameter(torch.zeros(5, 3, dtype=torch.complex64))
-        self.small = nn.Parameter(torch.zeros(3, 2, dtype=torch.float8_e4m3fn), requires_grad=False)
-        self.odd = nn.Parameter(torch.zeros(9, 2, dtype=torch.bfloat16))
-        self.nothing = nn.Parameter(torch.zeros(0, 4))
-        self.norm = nn.BatchNorm1d(6)
-        self.register_buffer("step", torch.zeros((), dtype=torch.float32).long())
-        self.register_buffer("mask", torch.ones(5, 3, dtype=torch.bool))
-        self.register_buffer("ids", torch.arange(7))
 
 
 def save(rank: int, shape: list[int], jobs: dict[str, Any], out: Path) -> None:
