@@ -1,0 +1,18 @@
+"""Names on one side, names on the other: from what a checkpoint stores to what the Hub calls it.
+
+Pure: names, shapes and dtypes in, names out; nothing is opened.
+"""
+
+from __future__ import annotations
+
+from shardkit.keys.base import BaseComparison, compare_with_base
+from shardkit.keys.select import Selection, Skipped, Stripped, select_model
+
+__all__ = [
+    "BaseComparison",
+    "Selection",
+    "Skipped",
+    "Stripped",
+    "compare_with_base",
+    "select_model",
+]

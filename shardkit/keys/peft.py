@@ -1,0 +1,230 @@
+"""Names of PEFT adapters: told from the base's, renamed as PEFT's own save does, or away for a merged model.
+
+    base_model.model.X.q_proj.base_layer.weight           the base's weight of a wrapped module
+    base_model.model.X.q_proj.lora_A.default.weight       an adapter's, `default` being the adapter's name
+    base_model.model.X.q_proj.lora_magnitude_vector...    DoRA
+    base_model.model.lm_head.original_module.weight       a module trained in full: before
+    base_model.model.lm_head.modules_to_save.default...   and after
+
+Source: peft 0.21, utils/save_and_load.py (get_peft_model_state_dict), utils/other.py (ModulesToSaveWrapper).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from shardkit.core.text import escape
+from shardkit.errors import UsageError
+from shardkit.keys.names import PEFT, Segments, join, split
+
+_SAVED, _ORIGINAL, _BASE = "modules_to_save", "original_module", "base_layer"
+_MAGNITUDE = "lora_magnitude_vector"
+_LORA = {
+    "lora_A": "a",
+    "lora_B": "b",
+    "lora_embedding_A": "a",
+    "lora_embedding_B": "b",
+    _MAGNITUDE: "magnitude",
+}
+# Other methods' parameters: they can be exported, not merged. Prompts are left out: their names are too common.
+_OTHER = re.compile(
+    r"(ia3)_l|(hada)_[wt][12]\w*|(lokr)_[wt][12]\w*|(oft)_[rRs]|(boft)_[Rs]|(vera)_lambda_[bd]|(randlora)_\w+"
+    r"|(vblora)_\w+|(lora)_\w+|(trainable_tokens)_(?:delta|original)|(adaption)_(?:prompt|gate)"
+    r"|(fourierft)_spectrum|(shira)_weight|(c3a)_kernel|(road)_(?:theta|alpha)|(bone)_block|(miss)_block"
+)
+_PARAMETERS = ("weight", "bias")
+
+
+class LoraModule(NamedTuple):
+    """A module that LoRA adds to. Fields are names as they were given, None where there is no such tensor."""
+
+    path: str
+    """Its place in the base model."""
+    base: str | None
+    """The base's weight."""
+    base_bias: str | None
+    a: str | None
+    b: str | None
+    magnitude: str | None
+    """DoRA's."""
+    b_bias: str | None
+    is_embedding: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftNames:
+    """What names say about adapters."""
+
+    kind: Literal["none", "adapter", "base+adapter"]
+    """Whether there is an adapter, and whether the weights that it was trained on are there too."""
+    adapter: str | None
+    """The adapter that the names below are of; None where names hold none, as in PEFT's own files."""
+    others: tuple[str, ...]
+    """Other adapters beside it."""
+    methods: tuple[str, ...]
+    """"lora", "dora", "modules_to_save", or the first part of other methods' names."""
+    adapter_names: dict[str, str]
+    """Name given -> name in `adapter_model.safetensors`."""
+    base_names: dict[str, str]
+    """Name given -> the base model's own name, modules trained in full in place of the originals."""
+    modules: tuple[LoraModule, ...]
+    """To be merged, for `base_names` to be the trained model's."""
+    unmergeable: tuple[str, ...]
+    """Names of the adapter that no merge here takes into account."""
+
+
+class _Part(NamedTuple):
+    """One name of an adapter, taken apart."""
+
+    name: str
+    module: Segments
+    marker: str
+    adapter: str | None
+    rest: Segments
+
+
+def classify_peft(names: Iterable[str], *, adapter: str | None = None) -> PeftNames:
+    """Sort a model's names into the base's and an adapter's.
+
+    Args:
+        names: a model's, e.g. the output names of a selection; `base_model.model.` may be missing.
+        adapter: which one, where there are several; else `default`, or the only one.
+
+    Raises:
+        UsageError: there are several adapters and none is `default`, or `adapter` is not among them.
+    """
+    plain, parts = list[str](), list[_Part]()
+    for name in names:
+        part = _take_apart(name)
+        if part is None:
+            plain.append(name)
+        else:
+            parts.append(part)
+    chosen, others = _choose(parts, adapter)
+    parts = [part for part in parts if part.adapter in (chosen, None) or part.marker == _ORIGINAL]
+    modules = _modules(parts, plain)
+    is_whole = any(_BASE in split(name) or _ORIGINAL in split(name) for name in plain)
+    is_whole = is_whole or any(part.marker == _ORIGINAL for part in parts) or any(m.base for m in modules)
+    return PeftNames(
+        kind="none" if not parts else "base+adapter" if is_whole else "adapter",
+        adapter=chosen,
+        others=others,
+        methods=_methods(parts),
+        adapter_names=_adapter_names(parts, [] if is_whole else plain) if parts else {},
+        base_names=_base_names(parts, plain) if is_whole or not parts else {},
+        modules=modules,
+        unmergeable=tuple(part.name for part in parts if part.marker not in (*_LORA, _SAVED, _ORIGINAL)),
+    )
+
+
+def _take_apart(name: str) -> _Part | None:
+    segments = _without_prefix(split(name))
+    for at, segment in enumerate(segments):
+        if segment in (*_LORA, _SAVED, _ORIGINAL) or _OTHER.fullmatch(segment):
+            rest = segments[at + 1 :]
+            has_adapter = bool(rest) and rest[0] not in _PARAMETERS and segment != _ORIGINAL
+            return _Part(
+                name=name,
+                module=segments[:at],
+                marker=segment,
+                adapter=rest[0] if has_adapter else None,
+                rest=rest[1:] if has_adapter else rest,
+            )
+    return None
+
+
+def _without_prefix(segments: Segments) -> Segments:
+    return segments[len(PEFT) :] if segments[: len(PEFT)] == PEFT else segments
+
+
+def _choose(parts: list[_Part], adapter: str | None) -> tuple[str | None, tuple[str, ...]]:
+    counts = Counter(part.adapter for part in parts if part.adapter is not None)
+    if adapter is not None and adapter not in counts:
+        raise UsageError(
+            f"there is no adapter {escape(adapter)!r}", problems=[escape(name) for name in counts]
+        )
+    if adapter is None and counts:
+        if len(counts) > 1 and "default" not in counts:
+            raise UsageError(
+                f"there are {len(counts)} adapters, and none is called default",
+                problems=[f"{escape(name)}: {count} tensors" for name, count in counts.items()],
+            )
+        adapter = "default" if "default" in counts else next(iter(counts))
+    return adapter, tuple(name for name in counts if name != adapter)
+
+
+def _methods(parts: list[_Part]) -> tuple[str, ...]:
+    found = dict[str, None]()
+    for part in parts:
+        if part.marker == _MAGNITUDE:
+            found["dora"] = None
+        elif part.marker in _LORA:
+            found["lora"] = None
+        elif part.marker != _ORIGINAL:
+            other = _OTHER.fullmatch(part.marker)
+            found[next(filter(None, other.groups())) if other else part.marker] = None
+    return tuple(found)
+
+
+def _adapter_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
+    """Name tensors as PEFT's own files do. Plain ones of an adapter-only checkpoint are modules trained in full."""
+    names = {}
+    for part in parts:
+        if part.marker == _ORIGINAL:
+            continue
+        path = part.module if part.marker == _SAVED else (*part.module, part.marker)
+        # PEFT keeps the name that DoRA's vector had when it was no module.
+        rest = () if part.marker == _MAGNITUDE else part.rest
+        names[part.name] = join((*PEFT, *path, *rest))
+    names.update({name: join((*PEFT, *_without_prefix(split(name)))) for name in plain})
+    return names
+
+
+def _base_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
+    names = {
+        name: join(
+            segment for segment in _without_prefix(split(name)) if segment not in (_BASE, "token_adapter")
+        )
+        for name in plain
+    }
+    replaced = {(*part.module, *part.rest) for part in parts if part.marker == _SAVED}
+    for part in parts:
+        path = tuple(segment for segment in (*part.module, *part.rest) if segment != _BASE)
+        if part.marker == _SAVED or (part.marker == _ORIGINAL and (*part.module, *part.rest) not in replaced):
+            names[part.name] = join(path)
+    return names
+
+
+def _modules(parts: list[_Part], plain: list[str]) -> tuple[LoraModule, ...]:
+    by_path = {_without_prefix(split(name)): name for name in plain}
+    found: dict[Segments, dict[str, str]] = {}
+    embeddings = set[Segments]()
+    for part in parts:
+        if part.marker in _LORA:
+            field = "b_bias" if part.rest == ("bias",) else _LORA[part.marker]
+            found.setdefault(part.module, {})[field] = part.name
+            if "embedding" in part.marker:
+                embeddings.add(part.module)
+    modules = []
+    for path, tensors in found.items():
+
+        def base(leaf: str, path: Segments = path) -> str | None:
+            return by_path.get((*path, _BASE, leaf)) or by_path.get((*path, leaf))
+
+        modules.append(
+            LoraModule(
+                path=join(path),
+                base=base("weight"),
+                base_bias=base("bias"),
+                a=tensors.get("a"),
+                b=tensors.get("b"),
+                magnitude=tensors.get("magnitude"),
+                b_bias=tensors.get("b_bias"),
+                is_embedding=path in embeddings,
+            )
+        )
+    return tuple(modules)

@@ -1,0 +1,277 @@
+"""Where in a checkpoint the model begins, decided by the whole set of names.
+
+From the top, everything that is not the model is set aside level by level, and whatever is then alone on its
+level is gone through: `app.model.` or `state.net.` have one child each on the way to the model. The way ends
+where several parts stand side by side. If those are the inside of what the Hub stores under one name
+(`model.layers`, `transformer.h`), that one name belongs to the model and stays. A dict of the state dict that
+was saved is never part of the model's names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from shardkit.core.text import escape
+from shardkit.errors import SourceError
+from shardkit.keys.groups import Kind, kind_beside
+from shardkit.keys.names import MODULE, PEFT, Segments, join
+from shardkit.keys.tree import Node
+
+# Keys that trainers put around a model's state dict; no model has a module of that name.
+_HARNESS_WORDS = ("state_dict", "model_state", "model_state_dict", "app", "state", "dcp")
+# Keys that people and trainers save a model under, best first.
+MODEL_WORDS = (
+    "model",
+    MODULE,
+    *_HARNESS_WORDS,
+    "net",
+    "network",
+    "policy",
+    "actor",
+    "student",
+    "online_model",
+)
+# The one name above a model without its head on the Hub: base_model_prefix of transformers 5.
+_PREFIXES = frozenset(
+    {"model", "transformer", "gpt_neox", "backbone", "bert", "roberta", "distilbert", "electra", "deberta"}
+    | {"albert", "mpnet", "mobilebert", "longformer", "funnel", "layoutlm", "luke", "esm", "xlnet", "vit"}
+    | {"deit", "beit", "swin", "dinov2", "convnext", "resnet", "clip", "siglip", "encoder", "decoder", "rwkv"}
+)
+# What stands side by side inside of a model without its head.
+_BODY = frozenset(
+    {
+        "layers",
+        "embed_tokens",
+        "norm",
+        "h",
+        "wte",
+        "wpe",
+        "ln_f",
+        "word_embeddings",
+        "embeddings",
+        "embedding",
+    }
+    | {"encoder", "decoder", "shared", "embed_in", "final_layer_norm", "norm_f", "blocks", "block", "layer"}
+    | {"embed_positions", "pooler", "visual", "vision_tower", "vision_model", "language_model", "text_model"}
+    | {"multi_modal_projector", "merger", "patch_embed", "tok_embeddings", "rotary_emb"}
+)
+_HEADS = frozenset(
+    {"lm_head", "score", "classifier", "qa_outputs", "embed_out", "cls", "output", "output_layer", "head"}
+    | {"v_head", "value_head", "reward_head", "proj_out", "logits_proj"}
+)
+# They stand beside `model` where that is the language model alone (Qwen2-VL on the Hub), and inside it otherwise.
+_TOWERS = frozenset({"visual", "vision_tower", "audio_tower", "multi_modal_projector"})
+_TWINS = frozenset({"text_model", "vision_model"})  # CLIP and its like
+# What a LightningModule keeps beside the model.
+_AIDS = re.compile(
+    r"(?:\w+_)?(?:loss|losses|loss_fn|loss_func|criterion|criteria|metrics?|acc|accuracy|auroc|f1|meter)(?:_\w+)?"
+    r"|teacher(?:_\w+)?|ref|reference(?:_\w+)?|ref_model|target(?:_\w+)?|critic|value"
+)
+_MAX_CHAIN = 64
+
+
+@dataclass(slots=True, kw_only=True)
+class Root:
+    """Where the model was found, and what was set aside on the way."""
+
+    node: Node
+    parts: list[Node] = field(default_factory=list)
+    """The nodes below it, or itself, that make up the model."""
+    aside: list[tuple[Node, Kind | None]] = field(default_factory=list)
+    """What does not belong to it, and what it is; None for a model or module of its own."""
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def find_root(
+    top: Node, start: Node, *, harness: Collection[Segments], is_lightning: bool, knows_dicts: bool
+) -> Root:
+    """Return where the model begins at or below `start`.
+
+    Args:
+        top: the tree of all names that may be the model's: no optimizer state among them.
+        start: where the layout says that the model's state dict begins, else `top`.
+        harness: levels that hold an optimizer or the like.
+        is_lightning: the state dict is a LightningModule's: the model is one of its attributes.
+        knows_dicts: `Node.is_dict` says where dicts end and modules begin; else only names can.
+
+    Raises:
+        SourceError: there are several models, and nothing tells which is meant.
+    """
+    found, floor, node = Root(node=start), start.path, start
+    in_lightning = is_lightning
+    for _ in range(_MAX_CHAIN):
+        parts = _without_aside(node, found, is_harness=node.path in harness, is_top=node is top)
+        found.node, found.parts = node, parts
+        at_attribute = in_lightning and not any(child.is_dict for child in parts)
+        step = _choose(node, parts, found, is_attribute=at_attribute)
+        if step is None:
+            break
+        if not (step.is_dict or at_attribute or _is_way(step, knows_dicts)):
+            if not _knows(step):
+                found.notes.append(_undecided(step))
+            break
+        if step.is_dict or at_attribute:
+            floor, in_lightning = step.path, in_lightning and not at_attribute
+        found.aside += [(other, None) for other in parts if other is not step]
+        node = step
+    return _with_prefix(top, found, floor)
+
+
+def _without_aside(node: Node, found: Root, *, is_harness: bool, is_top: bool) -> list[Node]:
+    """Return the children that may be the model; put the others aside."""
+    children = list(node.children.values())
+    modules = [child for child in children if child.is_module]
+    is_dict = bool(modules) and all(child.is_dict for child in modules)
+    is_dict = is_dict and (is_top or any(child.path[-1] in MODEL_WORDS for child in modules))
+    parts = []
+    for child in children:
+        kind = kind_beside(child, siblings=children, is_dict=is_dict, is_harness=is_dict or is_harness)
+        if kind is None:
+            parts.append(child)
+        else:
+            found.aside.append((child, kind))
+    return parts
+
+
+def _choose(node: Node, parts: list[Node], found: Root, *, is_attribute: bool) -> Node | None:
+    """Return the child that alone holds the model, or None where this is the model's own level."""
+    modules = [part for part in parts if part.is_module]
+    if len(parts) == 1 and modules:
+        return None if _is_peft(parts[0]) or parts[0].is_container else parts[0]
+    if node.is_container or _is_whole(parts):
+        return None
+    by_word = {part.path[-1]: part for part in modules if part.is_dict}
+    for word in MODEL_WORDS:
+        if word in by_word:
+            return _announced(by_word[word], parts, found)
+    whole = [part for part in modules if _holds_whole(part)]
+    if len(whole) > 1:
+        return _one_of(whole, parts, found)
+    if not whole:
+        return None
+    others = [part for part in parts if part is not whole[0]]
+    if is_attribute or all(_AIDS.fullmatch(part.path[-1]) for part in others):
+        return _announced(whole[0], parts, found)
+    found.warnings.append(
+        f"a whole model stands under {_shown(whole[0])}, beside {_some(others)}: all were taken under the names "
+        f"they have; --root {_shown(whole[0])} takes the model alone"
+    )
+    return None
+
+
+def _announced(chosen: Node, parts: list[Node], found: Root) -> Node:
+    others = [part for part in parts if part is not chosen]
+    if others:
+        found.notes.append(f"took {_shown(chosen)} as the model; left out beside it: {_some(others)}")
+    return chosen
+
+
+def _one_of(whole: list[Node], parts: list[Node], found: Root) -> Node | None:
+    by_word = {part.path[-1]: part for part in whole}
+    for word in MODEL_WORDS:
+        if word in by_word:
+            return _announced(by_word[word], parts, found)
+    real = [part for part in whole if not _AIDS.fullmatch(part.path[-1])]
+    if len(real) == 1:
+        return _announced(real[0], parts, found)
+    raise SourceError(
+        f"the checkpoint holds {len(whole)} models, and nothing tells which one is meant",
+        problems=[f"{_shown(part)}: {part.num_tensors} tensors" for part in whole],
+        hint=f"choose one, as in --root {_shown(whole[0])}; --root '' takes everything as it stands",
+    )
+
+
+def _is_way(step: Node, knows_dicts: bool) -> bool:
+    """True where the only child of a level is on the way to the model rather than a part of it."""
+    if step.path[-1] == MODULE or _knows(step):
+        return True
+    return not knows_dicts and step.path[-1] in _HARNESS_WORDS
+
+
+def _knows(step: Node) -> bool:
+    """True where what is below looks like a model of the Hub."""
+    if _holds_whole(step):
+        return True
+    body = [child for child in _branching(step).children.values() if child.path[-1] in _BODY]
+    return len(body) > 1 or any(child.is_container for child in body)
+
+
+def _holds_whole(node: Node) -> bool:
+    children = list(_branching(node).children.values())
+    return _is_whole(children) or any(map(_is_peft, children))
+
+
+def _branching(node: Node) -> Node:
+    """Return the first node, from this one down, that has several children, or ends in a container or PEFT's."""
+    for _ in range(_MAX_CHAIN):
+        children = list(node.children.values())
+        if (
+            len(children) != 1
+            or not children[0].is_module
+            or children[0].is_container
+            or _is_peft(children[0])
+        ):
+            break
+        node = children[0]
+    return node
+
+
+def _is_whole(children: list[Node]) -> bool:
+    """True for a body with its head: the children of what the Hub stores."""
+    names = {child.path[-1] for child in children}
+    deep = {child.path[-1] for child in children if child.is_container or _has_container(child)}
+    if not names.isdisjoint(_HEADS) and not deep.isdisjoint(_PREFIXES | _BODY):
+        return True
+    if names >= _TWINS:
+        return True
+    return not names.isdisjoint(_TOWERS) and any(map(_is_language_model, children))
+
+
+def _is_language_model(node: Node) -> bool:
+    """True for what stands beside a tower on the Hub; in memory a tower and a `language_model` are one body."""
+    name = node.path[-1]
+    return _has_container(node) and (
+        name == "model" or (name == "language_model" and "model" in node.children)
+    )
+
+
+def _has_container(node: Node, depth: int = 4) -> bool:
+    return any(
+        child.is_container or (depth > 0 and _has_container(child, depth - 1))
+        for child in node.children.values()
+    )
+
+
+def _is_peft(node: Node) -> bool:
+    return (node.path[-1], *node.children) == PEFT
+
+
+def _with_prefix(top: Node, found: Root, floor: Segments) -> Root:
+    """Give back the one name that the Hub keeps above a model's inside."""
+    path, inside = found.node.path, list(found.node.children.values())
+    if len(path) <= len(floor) or path[-1] not in _PREFIXES:
+        return found
+    if not (_is_whole(inside) or any(map(_is_peft, inside))):
+        parent = top.find(path[:-1])
+        assert parent is not None
+        found.node = parent
+    return found
+
+
+def _undecided(step: Node) -> str:
+    return (
+        f"every name begins with {_shown(step)}, which may or may not be the model's own: it was kept; "
+        f"--root {_shown(step)} or --base MODEL decides it"
+    )
+
+
+def _some(nodes: list[Node]) -> str:
+    shown = ", ".join(f"{_shown(node)} ({node.num_tensors})" for node in nodes[:5])
+    return f"{shown} and {len(nodes) - 5} more" if len(nodes) > 5 else shown
+
+
+def _shown(node: Node) -> str:
+    return escape(join(node.path))

@@ -1,0 +1,308 @@
+"""From the stored names of a checkpoint to the names that its model has on the Hub."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardkit.core.catalog import TensorEntry
+from shardkit.core.text import escape
+from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.keys.foreign import foreign_warnings
+from shardkit.keys.groups import is_averaged, object_kind, optimizer_path
+from shardkit.keys.locate import (
+    Located,
+    Path,
+    Source,
+    list_roots,
+    locate_averaged,
+    locate_model,
+    locate_other,
+    locate_root,
+    locate_top,
+    read_source,
+)
+from shardkit.keys.names import MODULE, WRAPPERS, Segments, clean, in_order, is_number, join, natural, split
+from shardkit.keys.rules import Rules, apply_rules, parse_rules
+
+_FLAT = ("_flat_param", "flat_param")
+
+
+class Stripped(NamedTuple):
+    """Something that was taken out of names."""
+
+    text: str
+    """A prefix with its dot, or a segment."""
+    num_names: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A part of the checkpoint that was left out."""
+
+    kind: str
+    """"optimizer", "scheduler", "random state", "trainer state", "averaged weights", "other weights", "model",
+    "not a tensor" or "excluded"."""
+    path: str
+    """What its names begin with; empty for entries in many places."""
+    num_tensors: int
+    num_objects: int
+    """Entries that are not tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which tensors become which names, and everything that was decided on the way."""
+
+    names: dict[str, str]
+    """Stored name -> output name, in the order of the output."""
+    root: str
+    """What was taken as the model's beginning, dotted; empty for the top."""
+    stripped: tuple[Stripped, ...]
+    """What was taken out of names."""
+    skipped: tuple[Skipped, ...]
+    """What was left out."""
+    candidates: tuple[str, ...]
+    """Other roots with weights of their own, for `--root`."""
+    notes: tuple[str, ...] = ()
+    """What a person should know."""
+    warnings: tuple[str, ...] = ()
+    """What may be wrong with the result."""
+
+
+def select_model(
+    tensors: Mapping[str, TensorEntry],
+    objects: Sequence[str] = (),
+    paths: Mapping[str, Path] | None = None,
+    roots: Mapping[str, Path] | None = None,
+    *,
+    weights: str = "model",
+    root: str | None = None,
+    strip_prefix: Sequence[str] = (),
+    add_prefix: str = "",
+    rename: Sequence[str] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    base_names: Collection[str] | None = None,
+) -> Selection:
+    """Choose the tensors of a checkpoint that are the model's, and name them as the Hub does.
+
+    Args:
+        tensors: everything that is stored, by its stored name.
+        objects: names of entries that are not tensors.
+        paths: of each name in the state dict that was saved (DCP's planner_data), where known.
+        roots: paths that the layout itself gives a meaning ("model", "optimizer", "ema").
+        weights: "model", "ema", or what some other part is called.
+        root: dotted; everything below it is taken, and nothing is guessed. Empty for the top.
+        strip_prefix: taken off names instead of a guessed root.
+        add_prefix: put before every name.
+        rename: REGEX=REPL, in order.
+        include: globs over output or stored names; only these.
+        exclude: globs; not these.
+        base_names: the names of the base model; in its order, unless it is a set.
+
+    Raises:
+        UsageError: an option that cannot be read or does not fit the names; two names that become one by it.
+        SourceError: nothing is left, two names become one, or the weights cannot be named.
+    """
+    rules = parse_rules(
+        strip_prefix=strip_prefix, add_prefix=add_prefix, rename=rename, include=include, exclude=exclude
+    )
+    base = base_names
+    if base is not None and not isinstance(base, (set, frozenset)):
+        base = dict.fromkeys(base)  # its order, and quick to look up
+    source = read_source(tensors, objects, paths, roots or {})
+    located = _locate(source, weights, root, rules, base)
+    _refuse_nothing(source, located, weights)
+    _refuse_flat_parameters(located)
+    modules = _without_modules(located, base)
+    names, notes = apply_rules(rules, {stored: join(path) for stored, path in located.names.items()})
+    if not names:
+        raise UsageError(
+            f"--include and --exclude leave none of {len(located.names)} tensors",
+            problems=[escape(join(path)) for path in list(located.names.values())[:5]],
+        )
+    _refuse_collisions(names, rules)
+    by_output = {name: stored for stored, name in names.items()}
+    skipped = _skipped(source, objects, located, excluded=len(located.names) - len(names))
+    return Selection(
+        names={by_output[name]: name for name in in_order(by_output, base)},
+        root=join(located.root),
+        stripped=_stripped(located, names, modules, rules),
+        skipped=skipped,
+        candidates=tuple(
+            part.path
+            for part in skipped
+            if part.kind in ("averaged weights", "other weights", "model") and part.num_tensors > 1
+        ),
+        notes=(*located.notes, *notes),
+        warnings=(*located.warnings, *foreign_warnings(by_output, base)),
+    )
+
+
+def _locate(
+    source: Source, weights: str, root: str | None, rules: Rules, base: Collection[str] | None
+) -> Located:
+    if root is not None:
+        return locate_root(source, root) if root.strip(".") else locate_top(source)
+    if rules.strip_prefix:
+        return locate_top(source)
+    if weights == "model":
+        return locate_model(source, base)
+    if weights == "ema":
+        return locate_averaged(source, base)
+    return locate_other(source, weights)
+
+
+def _refuse_nothing(source: Source, located: Located, weights: str) -> None:
+    if located.names:
+        return
+    if not source.tensors:
+        raise SourceError("the checkpoint holds no tensors at all")
+    averaged = [join(path) for path, kind in located.aside.items() if kind == "averaged weights"]
+    hint = "name what holds the weights with --root"
+    if averaged:
+        hint = "--weights ema takes the averaged weights"
+    elif len(source.optimizer) == len(source.tensors):
+        hint = "this is an optimizer's part of a checkpoint: give the directory of the model"
+    raise SourceError(
+        f"none of the {len(source.tensors)} tensors is a weight of the {escape(weights)}",
+        problems=list_roots(source) or [f"optimizer: {len(source.optimizer)} tensors"],
+        hint=hint,
+    )
+
+
+def _refuse_flat_parameters(located: Located) -> None:
+    flat = [stored for stored, path in located.names.items() if path[-1].startswith(_FLAT)]
+    if flat:
+        raise SourceError(
+            f"{len(flat)} tensors are flat parameters of FSDP1 (LOCAL_STATE_DICT): the names and shapes inside of "
+            "them are known only to the wrapped model, so they cannot be taken apart",
+            problems=[escape(name) for name in flat],
+            hint="load it with the training code and save again with SHARDED_STATE_DICT or FULL_STATE_DICT",
+        )
+
+
+def _without_modules(located: Located, base: Collection[str] | None) -> int:
+    """Take `module` out of the middle of names where it is a wrapper; return out of how many.
+
+    It is one where the base has the name without it, or where every entry of a numbered list has nothing but
+    a `module`: wrapped layer by layer.
+    """
+    children: dict[Segments, set[str]] = {}
+    for path in located.names.values():
+        if MODULE in path[:-1]:
+            for at, segment in enumerate(path[:-1]):
+                if segment == MODULE:
+                    children[path[:at]] = set()
+    if not children:
+        return 0
+    for path in located.names.values():
+        for at in range(len(path)):
+            if path[:at] in children:
+                children[path[:at]].add(path[at])
+    wrapped = {parent for parent, below in children.items() if below == {MODULE}}
+    lists = {parent[:-1] for parent in wrapped if parent and is_number(parent[-1])}
+    numbered = {
+        path[: len(stem) + 1]
+        for path in located.names.values()
+        for stem in lists
+        if path[: len(stem)] == stem
+    }
+    broken = {item[:-1] for item in numbered if item not in wrapped}
+    layers = {parent for parent in wrapped if parent and is_number(parent[-1]) and parent[:-1] not in broken}
+    num_names = 0
+    for stored, path in located.names.items():
+        without = tuple(
+            segment for at, segment in enumerate(path) if segment != MODULE or path[:at] not in layers
+        )
+        if base is not None and join(path) not in base:
+            bare = tuple(segment for segment in path if segment != MODULE)
+            without = bare if join(bare) in base else without
+        if without != path:
+            located.names[stored] = without
+            num_names += 1
+    return num_names
+
+
+def _refuse_collisions(names: Mapping[str, str], rules: Rules) -> None:
+    stored_by_name: dict[str, list[str]] = {}
+    for stored, name in names.items():
+        stored_by_name.setdefault(name, []).append(stored)
+    problems = [
+        f"{escape(name)}: from {' and '.join(map(escape, stored))}"
+        for name, stored in sorted(stored_by_name.items(), key=lambda item: natural(item[0]))
+        if len(stored) > 1
+    ]
+    if problems:
+        kind: type[ShardkitError] = UsageError if rules.strip_prefix or rules.rename else SourceError
+        raise kind(
+            f"{len(problems)} names would each be given to several tensors",
+            problems=problems,
+            hint="choose with --root, or leave one out with --exclude 'STORED NAME'",
+        )
+
+
+def _stripped(located: Located, names: Mapping[str, str], modules: int, rules: Rules) -> tuple[Stripped, ...]:
+    found = [Stripped(join(located.root) + ".", len(names))] if located.root else []
+    wrappers = Counter[str]()
+    for stored in names:
+        wrappers.update(WRAPPERS.intersection(split(stored)))
+    found += [Stripped(segment, wrappers[segment]) for segment in sorted(wrappers)]
+    if modules:
+        found.append(Stripped(MODULE, modules))
+    for prefix in rules.strip_prefix:
+        count = sum(join(located.names[stored]).startswith(prefix + ".") for stored in names)
+        found.append(Stripped(prefix + ".", count))
+    return tuple(found)
+
+
+def _skipped(
+    source: Source, objects: Sequence[str], located: Located, *, excluded: int
+) -> tuple[Skipped, ...]:
+    """Sort everything that was not taken into groups, by what it is and where its names begin."""
+    counts: dict[tuple[str, Segments], list[int]] = {}
+    for name in source.tensors:
+        if name not in located.names:
+            counts.setdefault(_group(source, located, name), [0, 0])[0] += 1
+    for name in objects:
+        counts.setdefault(_object_group(located, name), [0, 0])[1] += 1
+    found = [
+        Skipped(kind=kind, path=join(path), num_tensors=tensors, num_objects=others)
+        for (kind, path), (tensors, others) in counts.items()
+    ]
+    if excluded:
+        found.append(Skipped(kind="excluded", path="", num_tensors=excluded, num_objects=0))
+    return tuple(sorted(found, key=lambda part: (natural(part.path), part.kind)))
+
+
+def _group(source: Source, located: Located, name: str) -> tuple[str, Segments]:
+    segments = clean(name)
+    if name in source.optimizer:
+        return "optimizer", optimizer_path(name)
+    for depth in range(1, len(segments) + 1):
+        if segments[:depth] in located.aside:
+            return located.aside[segments[:depth]], segments[:depth]
+    path = _leaving(segments, located.root)
+    return (object_kind(path[-1]) or ("averaged weights" if is_averaged(path[-1]) else "other weights")), path
+
+
+def _object_group(located: Located, name: str) -> tuple[str, Segments]:
+    segments = clean(name)
+    path = _leaving(segments, located.root)
+    kind = object_kind(path[-1])
+    if kind is None and path[: len(located.root)] == located.root:
+        return "not a tensor", located.root
+    if len(path) == len(segments):
+        return kind or "not a tensor", path if kind == "optimizer" else path[:-1]
+    return kind or ("averaged weights" if is_averaged(path[-1]) else "not a tensor"), path
+
+
+def _leaving(segments: Segments, root: Segments) -> Segments:
+    """Return the path at which a name leaves the way to the root, or its first segment below the root."""
+    for depth, segment in enumerate(root):
+        if segments[depth : depth + 1] != (segment,):
+            return segments[: depth + 1]
+    return segments[: len(root) + 1]

@@ -1,0 +1,21 @@
+from shardkit.keys import compare_with_base
+
+
+def test_lists_every_difference() -> None:
+    compared = compare_with_base(
+        {"a": (2, 3), "b": (4,), "extra": (1,)}, {"a": (2, 3), "b": (5,), "gone": (1,), "lost": ()}
+    )
+    assert compared.missing == ("gone", "lost")
+    assert compared.unexpected == ("extra",)
+    assert compared.wrong_shapes == (("b", (5,), (4,)),)
+    assert not compared.is_equal
+
+
+def test_a_tie_makes_good_what_one_side_lacks() -> None:
+    ties = [("embed", "head")]
+    both, one = {"embed": (4, 2), "head": (4, 2)}, {"embed": (4, 2)}
+    assert compare_with_base(one, both, ties=ties).is_equal
+    assert compare_with_base(one, both, ties=ties).tied == ("head",)
+    assert compare_with_base(both, one, ties=ties).is_equal
+    assert not compare_with_base(both, one).is_equal
+    assert compare_with_base({}, both, ties=ties).missing == ("embed", "head")

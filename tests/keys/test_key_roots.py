@@ -1,0 +1,302 @@
+"""Where the model begins: any wrapping around any model is found again."""
+
+from itertools import islice
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.keys import select_model
+from shardkit.keys.groups import object_kind
+from tests.keys.key_sets import MODELS, entries, entry, optimizer
+
+LLAMA = MODELS["llama"]
+HARNESS = [
+    "model",
+    "app.model",
+    "state.model",
+    "dcp.model",
+    "model_state",
+    "state.net",
+    "trainer.policy",
+    "w",
+]
+WRAPPERS = ["_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"]
+BESIDE = ["optim", "optimizer", "optimizers", "optimizer_state"]
+
+
+def under(root: str, names: list[str]) -> list[str]:
+    return [f"{root}.{name}" if root else name for name in names]
+
+
+@st.composite
+def wrapped(draw: st.DrawFn) -> tuple[list[str], list[str]]:
+    """Return names with wrappers put between some of their segments, and the plain names."""
+    names = MODELS[draw(st.sampled_from(sorted(MODELS)))]
+    spelt = list(names)
+    for wrapper in draw(st.lists(st.sampled_from(WRAPPERS), max_size=2)):
+        depth = draw(st.integers(0, 3))
+        parts = [name.split(".") for name in spelt]
+        spelt = [
+            ".".join([*part[: min(depth, len(part) - 1)], wrapper, *part[min(depth, len(part) - 1) :]])
+            for part in parts
+        ]
+    return spelt, names
+
+
+@given(wrapped(), st.sampled_from(["", *HARNESS]), st.sampled_from(BESIDE), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_any_wrapping_is_found_where_the_paths_are_known(
+    model: tuple[list[str], list[str]], root: str, beside: str, has_optimizer: bool
+) -> None:
+    spelt, names = model
+    paths = {
+        stored: (*root.split("."), name) if root else (name,)
+        for stored, name in zip(under(root, spelt), spelt, strict=True)
+    }
+    state = optimizer(beside, names) if has_optimizer else {}
+    paths |= {key: (beside, key.removeprefix(beside + ".")) for key in state}
+    selection = select_model(
+        {**entries(paths.keys() - state.keys()), **state}, ["step", "lr_scheduler.last_lr"], paths
+    )
+    assert set(selection.names.values()) == set(names)
+    assert sum(part.num_tensors for part in selection.skipped) == len(state)
+
+
+@given(wrapped(), st.sampled_from(["", *HARNESS[:-2]]), st.sampled_from(BESIDE), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_and_from_the_names_alone(
+    model: tuple[list[str], list[str]], root: str, beside: str, has_optimizer: bool
+) -> None:
+    spelt, names = model
+    if names == MODELS["bert, bare"]:
+        names, root = spelt, ""  # `model.embeddings` may be the model's own
+        names = list(islice(MODELS["bert, bare"], len(spelt)))
+    state = optimizer(beside, names) if has_optimizer else {}
+    selection = select_model({**entries(under(root, spelt)), **state}, ["step"])
+    assert set(selection.names.values()) == set(names)
+
+
+@given(st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True), st.sampled_from(sorted(MODELS)), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_a_lightning_modules_attribute_goes_whatever_it_is_called(
+    attribute: str, model: str, has_loss: bool
+) -> None:
+    assume(object_kind(attribute) is None and attribute not in ("loss_fn", "val_acc", "base_model"))
+    names = MODELS[model]
+    has_loss = has_loss and any("lm_head" in name for name in names)
+    others = ["loss_fn.weight", "val_acc.tp"] if has_loss else []
+    paths = {f"state_dict.{name}": ("state_dict", name) for name in [*under(attribute, names), *others]}
+    selection = select_model(entries(paths), [], paths)
+    assert set(selection.names.values()) == set(names)
+    assert {part.path for part in selection.skipped} == (
+        {"state_dict.loss_fn", "state_dict.val_acc"} if has_loss else set()
+    )
+
+
+def test_paths_tell_a_flat_save_of_a_bare_model_from_a_wrapped_one() -> None:
+    stored = MODELS["llama, tied"]
+    flat = select_model(entries(stored), (), {name: (name,) for name in stored})
+    assert set(flat.names.values()) == set(stored)
+    inside = select_model(entries(stored), (), {name: tuple(name.split(".", 1)) for name in stored})
+    assert set(inside.names.values()) == {name.removeprefix("model.") for name in stored}
+
+
+def test_the_layouts_own_root_is_taken() -> None:
+    tensors = entries([*under("a", LLAMA), *under("b", LLAMA)])
+    assert select_model(tensors, roots={"model": ("b",)}).root == "b"
+    assert select_model(tensors, roots={"model": ("a",), "ema": ("b",)}, weights="ema").root == "b"
+    assert select_model(tensors, roots={"model": ("a",), "critic": ("b",)}, weights="critic").root == "b"
+
+
+def test_several_models_are_not_mixed() -> None:
+    tensors = entries([*under("first", LLAMA), *under("second", LLAMA)])
+    with pytest.raises(SourceError, match="2 models") as caught:
+        select_model(tensors)
+    assert caught.value.problems == ("first: 12 tensors", "second: 12 tensors")
+    assert "--root first" in str(caught.value.hint)
+    assert set(select_model(tensors, root="second").names) == set(under("second", LLAMA))
+    assert set(select_model(tensors, root="").names.values()) == set(tensors)
+
+
+@pytest.mark.parametrize(("taken", "left"), [("policy", "ref"), ("student", "teacher"), ("actor", "critic")])
+def test_of_two_models_the_trained_one_is_known_by_name(taken: str, left: str) -> None:
+    selection = select_model(entries([*under(left, LLAMA), *under(taken, LLAMA)]))
+    assert selection.root == taken
+    assert selection.candidates == (left,)
+    assert left in selection.notes[0]
+    assert select_model(entries([*under(left, LLAMA), *under(taken, LLAMA)]), weights=left).root == left
+
+
+def test_a_model_with_a_head_of_somebodys_own_is_kept_whole() -> None:
+    """What TRL calls a value head has no place in the model's own names: nothing is dropped for it."""
+    tensors = entries([*under("pretrained_model", LLAMA), "v_head.summary.weight"])
+    selection = select_model(tensors)
+    assert set(selection.names.values()) == set(tensors)
+    assert "--root pretrained_model" in selection.warnings[0]
+
+
+def test_twin_towers_are_one_model() -> None:
+    tensors = entries([*under("query", MODELS["bert, bare"]), *under("passage", MODELS["bert, bare"])])
+    assert set(select_model(tensors).names.values()) == set(tensors)
+
+
+def test_modules_with_names_of_trainers_stay_in_the_model() -> None:
+    """A scalar, a scheduler's buffers with weights, a step count: only a trainer's level makes them others."""
+    names = ["logit_scale", "step", "ema.weight", "scheduler.up.weight", *MODELS["clip"]]
+    tensors = {name: entry(name, (512, 512)) for name in names} | {"step": entry("step", ())}
+    assert set(select_model(tensors).names.values()) == set(names)
+    tensors |= optimizer("optimizer", ["logit_scale"])
+    names = set(names) - {"step", "ema.weight", "scheduler.up.weight"}
+    assert set(select_model(tensors).names.values()) == names
+
+
+def test_momentum_of_the_models_own_is_no_optimizer() -> None:
+    names = [*LLAMA, *(f"model.layers.{n}.codebook.exp_avg" for n in range(3))]
+    assert set(select_model(entries(names)).names.values()) == set(names)
+
+
+def test_only_an_optimizer() -> None:
+    with pytest.raises(SourceError, match="none of the 36 tensors is a weight") as caught:
+        select_model(optimizer("optimizer", LLAMA))
+    assert "optimizer's part" in str(caught.value.hint)
+    assert len(select_model(optimizer("optimizer", LLAMA), root="optimizer.state").names) == 36
+
+
+def test_no_tensors_at_all() -> None:
+    with pytest.raises(SourceError, match="no tensors at all"):
+        select_model({}, ["step"])
+
+
+class TestAveragedWeights:
+    def test_inside_of_a_lightning_module(self) -> None:
+        stored = [*under("state_dict.net", LLAMA), *under("state_dict.ema_model.module", LLAMA)]
+        selection = select_model(entries([*stored, "state_dict.ema_model.n_averaged"]))
+        assert selection.root == "state_dict.net"
+        averaged = select_model(entries([*stored, "state_dict.ema_model.n_averaged"]), weights="ema")
+        assert averaged.root == "state_dict.ema_model.module"
+        assert set(averaged.names.values()) == set(LLAMA)
+
+    def test_of_parameters_alone_without_the_tied_head(self) -> None:
+        """Names are the model's, though nothing in the average itself shows that `model.` is one of them."""
+        stored = [*under("model", LLAMA), *under("ema", LLAMA[:-1])]
+        averaged = select_model(entries(stored), weights="ema")
+        assert set(averaged.names.values()) == set(LLAMA[:-1])
+
+    def test_above_the_root_that_the_layout_gives(self) -> None:
+        tensors = entries([*under("state_dict.net", LLAMA), *under("ema", LLAMA), *under("critic", LLAMA)])
+        roots = {"model": ("state_dict",)}
+        assert select_model(tensors, roots=roots).root == "state_dict.net"
+        assert select_model(tensors, roots=roots, weights="ema").root == "ema"
+        assert select_model(tensors, roots=roots, weights="critic").root == "critic"
+
+    def test_with_a_copy_of_the_trained_model_inside(self) -> None:
+        names = [*under("model", LLAMA), *under("ema.ema_model", LLAMA), *under("ema.online_model", LLAMA)]
+        tensors = {**entries(names), "ema.step": entry("ema.step", ()), **optimizer("optim", LLAMA)}
+        assert select_model(tensors).root == "model"
+        assert select_model(tensors, weights="ema").root == "ema.ema_model"
+
+    def test_stored_without_dots(self) -> None:
+        dotless = [f"model_ema.{name.replace('.', '')}" for name in LLAMA]
+        tensors = {
+            **entries([*under("model", LLAMA), *dotless]),
+            "model_ema.decay": entry("model_ema.decay", ()),
+        }
+        averaged = select_model({**tensors, **optimizer("optim", LLAMA)}, weights="ema")
+        assert averaged.names == {
+            f"model_ema.{name.replace('.', '')}": name for name in averaged.names.values()
+        }
+        assert set(averaged.names.values()) == set(LLAMA)
+
+    def test_as_a_list(self) -> None:
+        names = [*under("model", LLAMA), *(f"ema.shadow_params.{n}" for n in range(12))]
+        with pytest.raises(SourceError, match="list of 12 tensors without names"):
+            select_model({**entries(names), **optimizer("optim", LLAMA)}, weights="ema")
+
+    def test_not_there(self) -> None:
+        with pytest.raises(UsageError, match="no averaged weights"):
+            select_model(entries(LLAMA), weights="ema")
+        with pytest.raises(UsageError, match="no weights of that name"):
+            select_model(entries(LLAMA), weights="emma")
+
+    def test_nothing_else_there(self) -> None:
+        with pytest.raises(SourceError) as caught:
+            select_model({**entries(under("model_ema", LLAMA)), **optimizer("optim", LLAMA)})
+        assert "--weights ema" in str(caught.value.hint)
+
+
+class TestModule:
+    def test_around_everything(self) -> None:
+        assert set(select_model(entries(under("module", LLAMA))).names.values()) == set(LLAMA)
+        assert select_model(entries(["module.weight", "module.bias"])).root == "module"
+
+    def test_around_every_layer(self) -> None:
+        stored = [name.replace("layers.0.", "layers.0.module.") for name in LLAMA]
+        stored = [name.replace("layers.1.", "layers.1.module.") for name in stored]
+        some = select_model(entries(stored))
+        assert set(some.names.values()) == set(stored), "layer 2 has none, so it may be a submodule's name"
+        stored = [name.replace("layers.2.", "layers.2.module.") for name in stored]
+        every = select_model(entries(stored))
+        assert set(every.names.values()) == set(LLAMA)
+        assert ("module", 9) in every.stripped
+
+    def test_beside_other_modules(self) -> None:
+        names = [*LLAMA, *(f"model.layers.{n}.adapter.module.weight" for n in range(3))]
+        assert set(select_model(entries(names)).names.values()) == set(names)
+
+    def test_where_the_base_says_so(self) -> None:
+        stored = [name.replace("mlp.", "mlp.module.") for name in LLAMA]
+        assert set(select_model(entries(stored), base_names=LLAMA).names.values()) == set(LLAMA)
+        assert set(select_model(entries(stored), base_names=stored).names.values()) == set(stored)
+
+
+ODD = [
+    "",
+    "model",
+    "0",
+    "1",
+    "layers",
+    "module",
+    "_orig_mod",
+    "ema",
+    "optim",
+    "state",
+    "exp_avg",
+    "step",
+    "weight",
+]
+NAMES = st.lists(
+    st.sampled_from([*ODD, "lm_head", "base_model", "rng", "state_dict"]), min_size=1, max_size=6
+)
+
+
+@given(
+    st.sets(NAMES.map(".".join), max_size=12),
+    st.sets(NAMES.map(".".join), max_size=4),
+    st.sampled_from(["model", "ema", "x"]),
+    st.none() | st.sets(NAMES.map(".".join), max_size=6),
+    st.sampled_from([None, 1, 9]),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_entry_is_taken_once_or_said_to_be_skipped(
+    names: set[str], objects: set[str], weights: str, base: set[str] | None, num_steps: int | None
+) -> None:
+    paths = {name: tuple(name.split(".", num_steps)) for name in names} if num_steps else None
+    tensors = entries(sorted(names))
+    try:
+        selection = select_model(tensors, sorted(objects), paths, weights=weights, base_names=base)
+    except ShardkitError:
+        return
+    assert len(set(selection.names.values())) == len(selection.names)
+    assert sum(part.num_tensors for part in selection.skipped) + len(selection.names) == len(names)
+    assert sum(part.num_objects for part in selection.skipped) == len(objects)
+
+
+def test_order_is_natural_or_the_bases() -> None:
+    stored = under("model", MODELS["llama, twelve layers"])
+    names = list(select_model(entries(reversed(stored))).names.values())
+    assert names == ["lm_head.weight", *(f"model.layers.{n}.mlp.up_proj.weight" for n in range(12))]
+    base = MODELS["llama, twelve layers"][::-1]
+    assert list(select_model(entries(stored), base_names=base[2:]).names.values()) == [*base[2:], *base[:2]]
+    assert list(select_model(entries(stored), base_names=set(base)).names.values()) == names

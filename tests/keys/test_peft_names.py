@@ -1,0 +1,85 @@
+"""Adapters' names. What PEFT 0.21 has in memory and what its own save makes of it."""
+
+import pytest
+
+from shardkit.errors import UsageError
+from shardkit.keys.peft import classify_peft
+from tests.keys.key_sets import MODELS, load
+
+Q = "model.layers.0.self_attn.q_proj"
+P = "base_model.model."
+LORA = [f"{P}{Q}.base_layer.weight", f"{P}{Q}.lora_A.default.weight", f"{P}{Q}.lora_B.default.weight"]
+
+
+def test_no_adapter() -> None:
+    found = classify_peft(MODELS["llama"])
+    assert (found.kind, found.adapter_names, found.modules) == ("none", {}, ())
+    assert found.base_names == {name: name for name in MODELS["llama"]}
+
+
+@pytest.mark.parametrize(
+    "name", ["sam.prompt_encoder.no_mask_embed.weight", "road_map.weight", "model.lora.weight"]
+)
+def test_names_that_only_look_like_an_adapters(name: str) -> None:
+    assert classify_peft([name]).kind == "none"
+
+
+def test_a_real_one() -> None:
+    found = classify_peft(load("peft_lora_fsdp2_full").names)
+    assert (found.kind, found.adapter, found.methods) == ("base+adapter", "default", ("lora",))
+    assert set(found.base_names.values()) == load("accelerate_fsdp2").names - {
+        f"model.layers.{layer}.self_attn.{norm}.weight" for layer in range(2) for norm in ("q_norm", "k_norm")
+    }
+    assert len(found.adapter_names) == 12
+    assert found.adapter_names[LORA[1]] == f"{P}{Q}.lora_A.weight"
+    assert {module.path for module in found.modules} >= {Q, "model.layers.1.mlp.down_proj"}
+    assert found.modules[0].base is not None
+
+
+def test_an_adapter_alone_keeps_or_gets_its_prefix() -> None:
+    saved = [f"{P}{Q}.lora_A.weight", f"{P}{Q}.lora_B.weight", f"{P}score.weight"]
+    found = classify_peft(saved)
+    assert (found.kind, found.adapter) == ("adapter", None)
+    assert found.adapter_names == {name: name for name in saved}
+    bare = classify_peft([name.removeprefix(P) for name in saved])
+    assert list(bare.adapter_names.values()) == saved
+
+
+@pytest.mark.parametrize(
+    ("held", "saved"),
+    [
+        (f"{P}{Q}.lora_magnitude_vector.default.weight", f"{P}{Q}.lora_magnitude_vector"),
+        (f"{P}{Q}.lora_magnitude_vector.default", f"{P}{Q}.lora_magnitude_vector"),
+        (f"{P}{Q}.lora_B.default.bias", f"{P}{Q}.lora_B.bias"),
+        (f"{P}e.lora_embedding_A.default", f"{P}e.lora_embedding_A"),
+        (f"{P}lm_head.modules_to_save.default.weight", f"{P}lm_head.weight"),
+        (f"{P}e.token_adapter.trainable_tokens_delta.default", f"{P}e.token_adapter.trainable_tokens_delta"),
+        (f"{P}{Q}.ia3_l.default", f"{P}{Q}.ia3_l"),
+    ],
+)
+def test_names_as_peft_saves_them(held: str, saved: str) -> None:
+    assert classify_peft([*LORA, held]).adapter_names[held] == saved
+
+
+def test_a_module_trained_in_full_replaces_the_original() -> None:
+    original, trained = f"{P}lm_head.original_module.weight", f"{P}lm_head.modules_to_save.default.weight"
+    found = classify_peft([*LORA, original, trained])
+    assert found.base_names == {LORA[0]: f"{Q}.weight", trained: "lm_head.weight"}
+    assert classify_peft([*LORA, original]).base_names[original] == "lm_head.weight"
+
+
+def test_several_adapters() -> None:
+    second = [name.replace("default", "other") for name in LORA[1:]]
+    assert classify_peft([*LORA, *second]).others == ("other",)
+    assert set(classify_peft([*LORA, *second], adapter="other").adapter_names) == set(second)
+    with pytest.raises(UsageError, match="no adapter 'x'"):
+        classify_peft(LORA, adapter="x")
+    third = [name.replace("default", "third") for name in LORA[1:]]
+    with pytest.raises(UsageError, match="none is called default"):
+        classify_peft([LORA[0], *second, *third])
+
+
+def test_what_cannot_be_merged_is_named() -> None:
+    delta = f"{P}model.embed_tokens.token_adapter.trainable_tokens_delta.default"
+    assert classify_peft([*LORA, delta]).unmergeable == (delta,)
+    assert classify_peft([*LORA, delta]).methods == ("lora", "trainable_tokens")

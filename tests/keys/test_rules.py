@@ -1,0 +1,101 @@
+"""What a person asks of names."""
+
+import pytest
+
+from shardkit.errors import SourceError, UsageError
+from shardkit.keys import select_model
+from shardkit.keys.rules import parse_rules
+from tests.keys.key_sets import MODELS, entries, optimizer
+
+LLAMA = MODELS["llama"]
+STORED = [f"app.model.{name}" for name in LLAMA]
+
+
+def test_root() -> None:
+    selection = select_model(entries(STORED), root="app.model.model.layers")
+    assert next(iter(selection.names.values())) == "0.input_layernorm.weight"
+    assert {part.path for part in selection.skipped} == {
+        "app.model.lm_head",
+        "app.model.model.embed_tokens",
+        "app.model.model.norm",
+    }
+
+
+def test_root_in_the_spelling_of_a_wrapper() -> None:
+    tensors = entries([f"net._orig_mod.{name}" for name in LLAMA])
+    assert set(select_model(tensors, root="net._orig_mod.").names.values()) == set(LLAMA)
+
+
+@pytest.mark.parametrize("root", ["app.modle", "app.model.lm_head.weight"])
+def test_unknown_root(root: str) -> None:
+    with pytest.raises(UsageError, match="not in the checkpoint") as caught:
+        select_model(entries(STORED), root=root)
+    assert "closest name: app.model" in str(caught.value)
+
+
+def test_strip_prefix_replaces_what_would_be_guessed() -> None:
+    tensors = {**entries(STORED), **optimizer("optim", LLAMA)}
+    selection = select_model(tensors, strip_prefix=["app"])
+    assert set(selection.names.values()) == {f"model.{name}" for name in LLAMA}
+    assert selection.stripped == (("app.", 12),)
+    with pytest.raises(UsageError, match="no name begins with") as caught:
+        select_model(tensors, strip_prefix=["app.modell."])
+    assert "closest name: app.model" in str(caught.value)
+
+
+def test_add_prefix_and_renames_in_order() -> None:
+    selection = select_model(
+        entries(STORED),
+        add_prefix="language",
+        rename=[r"^language\.(?=model)=", r"layers\.(\d+)=block.\1", r"^language\.lm_head=head"],
+    )
+    assert "model.block.2.mlp.up_proj.weight" in selection.names.values()
+    assert "head.weight" in selection.names.values()
+    assert selection.notes == ()
+
+
+def test_a_rename_that_changes_nothing_is_said() -> None:
+    selection = select_model(entries(STORED), rename=["nothing=x"], exclude=["*.absent"])
+    assert [note.split(" matches")[0] for note in selection.notes] == [
+        "--rename 'nothing=x'",
+        "--exclude '*.absent'",
+    ]
+
+
+def test_every_bad_option_is_listed() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_rules(rename=["no equals", "(=x", r"(a)=\2", "a=b", "=x"], strip_prefix=["."])
+    assert len(caught.value.problems) == 5
+
+
+def test_include_and_exclude() -> None:
+    tensors = entries(STORED)
+    names = select_model(tensors, include=["*.layers.1.*", "app.model.lm_head.*"], exclude=["*layernorm*"])
+    assert list(names.names.values()) == [
+        "lm_head.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+    ]
+    assert [(part.kind, part.num_tensors) for part in names.skipped] == [("excluded", 9)]
+    with pytest.raises(UsageError, match="leave none of 12"):
+        select_model(tensors, exclude=["*"])
+
+
+def test_a_name_is_never_given_twice() -> None:
+    stored = [*STORED, "app.model._orig_mod.lm_head.weight"]
+    with pytest.raises(SourceError) as found:
+        select_model(entries(stored))
+    assert found.value.problems == (
+        "lm_head.weight: from app.model.lm_head.weight and app.model._orig_mod.lm_head.weight",
+    )
+    with pytest.raises(UsageError) as asked:
+        select_model(entries(STORED), rename=[r"layers\.\d=layers.0"])
+    assert len(asked.value.problems) == 3
+    with pytest.raises(UsageError, match="empty"):
+        select_model(entries(STORED), rename=[".*="])
+
+
+def test_names_are_escaped() -> None:
+    with pytest.raises(SourceError) as caught:
+        select_model(entries(["a\x1b[31m.b", "a\x1b[31m._orig_mod.b"]))
+    assert "\x1b" not in str(caught.value)
