@@ -110,10 +110,6 @@ class Mesh:
                 shard = shard * axis.size + index
         return shard
 
-    def ranks_of_shard(self, shard: int) -> tuple[int, ...]:
-        """Return the ranks that read a shard coordinate's file: its replicas."""
-        return tuple(rank for rank in range(self.size) if self.shard_of_rank(rank) == shard)
-
     def local_region(self, shape: Shape, placements: Placements, shard: int) -> Region:
         """Return the part of a tensor that the ranks of a shard coordinate own.
 

@@ -145,6 +145,42 @@ def blocks(sizes: Shape, limit: int) -> Iterator[Region]:
             yield Region((*index, start, *tail_offsets), ((1,) * cut) + (size, *tail_sizes))
 
 
+def flat_range_boxes(shape: Shape, start: int, stop: int) -> list[Region]:
+    """Cut a range of a row-major tensor's elements into boxes, each of which is contiguous, in order.
+
+    At most 2 * ndim - 1 boxes: rows that the range only begins or ends in, at every level, around the
+    rows that it holds whole.
+
+    Args:
+        shape: the tensor's sizes.
+        start: first element of the range, counted row-major.
+        stop: element after the last, at most the tensor's number of elements.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Region((), ())]
+    inner = prod(shape[1:])
+    first, begin = divmod(start, inner)
+    last, end = divmod(stop, inner)
+    if first == last:
+        return _in_row(first, flat_range_boxes(shape[1:], begin, end))
+    boxes: list[Region] = []
+    if begin:
+        boxes += _in_row(first, flat_range_boxes(shape[1:], begin, inner))
+        first += 1
+    if first < last:
+        boxes.append(Region((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    if end:
+        boxes += _in_row(last, flat_range_boxes(shape[1:], 0, end))
+    return boxes
+
+
+def _in_row(row: int, boxes: list[Region]) -> list[Region]:
+    """Boxes of a tensor's row, as boxes of the tensor."""
+    return [Region((row, *box.offsets), (1, *box.sizes)) for box in boxes]
+
+
 def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
     """Return why `regions` do not tile a tensor of `shape` exactly once, or None when they do.
 

@@ -1,12 +1,13 @@
-"""Text that came from a file, made safe to print; and the nearest known name to an unknown one."""
+"""Text that came from a file, made safe to print; the nearest known name to an unknown one; plurals."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _MAX_SHOWN = 200
 _MAX_CANDIDATES = 20_000
+_MAX_LISTED = 3
 
 
 def escape(name: str) -> str:
@@ -36,3 +37,14 @@ def suggestion(name: str, candidates: Iterable[str]) -> str:
     """Return `  (closest name: X)` for a problem line, or the empty string."""
     found = nearest(name, candidates)
     return f"  (closest name: {found})" if found else ""
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the first few of some names, escaped: "a, b, c, ..."."""
+    shown = [escape(name) for _, name in zip(range(_MAX_LISTED), names, strict=False)]
+    return ", ".join([*shown, "..."] if len(names) > _MAX_LISTED else shown)
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return "1 file", "2 files"; a plural that is not made with an s is given."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"

@@ -11,53 +11,122 @@ from __future__ import annotations
 
 import os
 import stat
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from shardkit.core.catalog import Catalog, SourceFile, TensorEntry
-from shardkit.core.regions import Region, find_tiling_error
+from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.formats.dcp_metadata import DcpMetadata, parse_metadata
-from shardkit.formats.dcp_raw import point_at_data
+from shardkit.formats.dcp_check import ANOTHER_COPY, check_extents, check_tiling
+from shardkit.formats.dcp_merge import rank_files, read_rank_metadata
+from shardkit.formats.dcp_metadata import DcpMetadata, Place, parse_metadata
+from shardkit.formats.dcp_raw import check_records, select_raw
+from shardkit.formats.dcp_safetensors import holds_bare_bytes, point_at_parts
 from shardkit.formats.strict import read_small
+from shardkit.formats.subset import subset
 
 METADATA = ".metadata"
 _SUFFIX = ".distcp"
 _MAX_METADATA = 1 << 30
 _SHOWN_NAMES = 3
-_SAFETENSORS = (
-    "saved with serialization_format=SAFETENSORS? its places are wrong, and torch cannot load it either"
-)
-_ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
+_OTHER_RANKS = "files of a rank may be missing: copy all __R.metadata and .distcp files of the save"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpDirectory:
+    """A DCP directory, opened; no record of it yet."""
+
+    catalog: Catalog
+    """Its extents are whole records ("torch-record"), or bytes ("raw") where the files hold no records."""
+    transforms: Mapping[int, tuple[str, ...]]
+    """By chunk, the extensions that its record was put through."""
+    objects: Mapping[str, Place | None]
+    """Entries that are not tensors, and where each one's record lies."""
+
+    @property
+    def has_records(self) -> bool:
+        """True where tensors are stored as `torch.save` records, which have a CRC-32."""
+        return self.catalog.encoding != "raw"
+
+    def select(self, names: Collection[str]) -> Catalog:
+        """Return a catalog of some tensors, in the order given, whose extents are the chunks' bytes.
+
+        Their records, and no others, are opened and compared with what `.metadata` says.
+
+        Raises:
+            SourceError, IntegrityError, ResourceError: naming file and tensor; all problems of a kind at once.
+        """
+        if not self.has_records:
+            return subset(self.catalog, names)
+        return select_raw(self.catalog, self.transforms, names)
+
+    def check(self, names: Collection[str]) -> Iterator[str]:
+        """Read the bytes of some tensors and yield a line for each record whose CRC-32 is not the recorded one.
+
+        Raises:
+            SourceError, IntegrityError, ResourceError: records that cannot be read.
+        """
+        return check_records(self.catalog, self.transforms, names)
 
 
 def is_dcp(directory: str) -> bool:
-    """True where the directory has the marker file of a finished DCP save."""
-    return os.path.lexists(os.path.join(directory, METADATA))
+    """True where the directory has the marker file of a finished DCP save, or a rank's."""
+    try:
+        names = os.listdir(directory)
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        return False
+    return METADATA in names or bool(rank_files(names))
 
 
-def open_dcp(directory: str, *, records: bool = False) -> Catalog:
+def open_dcp(directory: str, *, records: bool | Collection[str] = False) -> Catalog:
     """Open a DCP directory.
 
     Args:
-        directory: where `.metadata` lies.
-        records: also open every record and compare it with `.metadata`. The catalog's encoding is then
-            "raw", and its extents are the chunks' bytes; otherwise it is "torch-record".
+        directory: where `.metadata` lies, or `__R.metadata` of each rank.
+        records: also open every record, or those of the tensors named, and compare them with `.metadata`.
+            The catalog's encoding is then "raw", its extents are the chunks' bytes, and it holds no other
+            tensors; otherwise it is "torch-record".
 
     Raises:
         SourceError: missing, damaged, hostile or contradictory; names the file and the tensors.
         IntegrityError: a record is not what `.metadata` says.
         ResourceError: a file may not be read.
     """
-    metadata = _read_metadata(directory)
+    opened = open_dcp_lazily(directory)
+    if records is False:
+        return opened.catalog
+    catalog = opened.catalog
+    chosen = opened.select(tuple(catalog.tensors) if records is True else records)
+    chosen.notes = (*catalog.notes, *chosen.notes)
+    if records is True:
+        chosen.objects, chosen.paths = catalog.objects, catalog.paths
+    return chosen
+
+
+def open_dcp_lazily(directory: str) -> DcpDirectory:
+    """Open a DCP directory without its records; `select` opens those of the tensors that are wanted.
+
+    Raises:
+        SourceError, ResourceError: as `open_dcp`.
+    """
+    return open_metadata(directory, _read_metadata(directory))
+
+
+def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
+    """Hold what metadata says against the files of a directory.
+
+    Raises:
+        SourceError, ResourceError: as `open_dcp`.
+    """
     files = _stat_files(directory, metadata)
-    _check_extents(metadata, files)
-    _check_tiling(metadata)
+    if metadata.encoding != "raw" and holds_bare_bytes(metadata):
+        point_at_parts(metadata, files)
+    check_extents(metadata, files)
+    check_tiling(metadata, ANOTHER_COPY if metadata.where == METADATA else _OTHER_RANKS)
     catalog = Catalog(
         format="dcp",
         directory=directory,
-        encoding="torch-record",
+        encoding=metadata.encoding,
         files=files,
         tensors=metadata.tensors,
         chunks=metadata.chunks,
@@ -65,25 +134,23 @@ def open_dcp(directory: str, *, records: bool = False) -> Catalog:
         paths=metadata.paths,
         notes=(*_orphan_notes(metadata), *_stale_notes(directory, metadata)),
     )
-    if records:
-        point_at_data(catalog, metadata.transforms)
-    return catalog
+    return DcpDirectory(catalog=catalog, transforms=metadata.transforms, objects=metadata.objects)
 
 
 def _read_metadata(directory: str) -> DcpMetadata:
+    """Read `.metadata`; rank-local metadata only where there is none, never instead of a damaged one."""
     path = os.path.join(directory, METADATA)
-    _refuse_link(path, METADATA)
-    if not os.path.lexists(path):
-        raise SourceError(f"{escape(directory)} has no {METADATA}: {_why_missing(directory)}")
-    return parse_metadata(read_small(path, METADATA, _MAX_METADATA), where=METADATA)
-
-
-def _why_missing(directory: str) -> str:
+    if os.path.lexists(path):
+        return parse_metadata(read_small(path, METADATA, _MAX_METADATA, follow=False), where=METADATA)
     names = _listing(directory)
+    if not rank_files(names):
+        raise SourceError(f"{escape(directory)} has no {METADATA}: {_why_missing(names)}")
+    return read_rank_metadata(directory, names, _MAX_METADATA)
+
+
+def _why_missing(names: Collection[str]) -> str:
     if f"{METADATA}.tmp" in names:
         return f"the save did not finish ({METADATA}.tmp is there)"
-    if "__0.metadata" in names:
-        return "rank-local metadata (__0.metadata) is not supported yet"
     return "not a DCP checkpoint, or its save did not finish"
 
 
@@ -92,14 +159,6 @@ def _listing(directory: str) -> set[str]:
         return set(os.listdir(directory))
     except OSError as error:
         raise SourceError(f"{escape(directory)} cannot be listed: {error.strerror}") from None
-
-
-def _refuse_link(path: str, name: str) -> None:
-    if os.path.islink(path):
-        raise SourceError(
-            f"{escape(name)} is a symbolic link: only regular files of the directory are read",
-            hint="copy the checkpoint with its links resolved (cp -rL)",
-        )
 
 
 def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
@@ -118,7 +177,7 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
         files.append(SourceFile(name=name, path=path, size=size))
     if problems:
         raise SourceError(
-            f"{METADATA} points at {len(problems)} files that cannot be read",
+            f"{metadata.where} points at {len(problems)} files that cannot be read",
             problems=problems,
             hint="copy the missing files from where the checkpoint was saved; it needs all of them",
         )
@@ -160,108 +219,20 @@ def _named(names: Sequence[str]) -> str:
     return f"{shown} and others lie" if len(names) > _SHOWN_NAMES else f"{shown} would lie"
 
 
-def _check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
-    """Every extent lies in its file, and shares no byte with another unless the two are equal."""
-    chunks = metadata.chunks
-    owner = _owners(metadata.tensors)
-    extents = [
-        (file, start, start + nbytes, row)
-        for row, (file, start, nbytes) in enumerate(
-            zip(chunks.file, chunks.start, chunks.nbytes, strict=True)
-        )
-    ]
-    objects = list(metadata.objects.items())
-    for index, (_, place) in enumerate(objects):
-        if place:
-            extents.append((place.file, place.start, place.start + place.nbytes, -1 - index))
-    extents.sort()
-
-    def name(row: int) -> str:
-        return escape(owner(row) if row >= 0 else objects[-1 - row][0])
-
-    problems: list[str] = []
-    previous = (-1, 0, 0, 0)
-    for extent in extents:
-        file, start, stop, row = extent
-        if start < 0 or stop <= start or stop > files[file].size:
-            problems.append(
-                f"{name(row)}: bytes {start} to {stop} of {escape(files[file].name)}, which has {files[file].size}"
-            )
-            continue
-        if file == previous[0] and start < previous[2] and (start, stop) != previous[1:3]:
-            problems.append(
-                f"{name(row)} and {name(previous[3])}: overlapping bytes at {start} of {escape(files[file].name)}"
-            )
-        if file != previous[0] or stop > previous[2]:
-            previous = extent
-    if problems:
-        raise SourceError(
-            f"{METADATA} places {len(problems)} entries where their bytes cannot be",
-            problems=problems,
-            hint=_SAFETENSORS if _all_at_zero(metadata) else _ANOTHER_COPY,
-        )
-
-
-def _all_at_zero(metadata: DcpMetadata) -> bool:
-    """True for what torch's writer leaves behind with serialization_format=SAFETENSORS."""
-    return len(metadata.chunks) > 1 and not any(metadata.chunks.start)
-
-
-def _owners(tensors: dict[str, TensorEntry]) -> Callable[[int], str]:
-    """Return a function from a chunk to its tensor's name."""
-    names = list(tensors)
-    firsts = [entry.first_chunk for entry in tensors.values()]
-    return lambda row: names[bisect_right(firsts, row) - 1]
-
-
-def _check_tiling(metadata: DcpMetadata) -> None:
-    problems = []
-    for fqn, entry in metadata.tensors.items():
-        regions = metadata.chunks.regions(entry.chunk_ids)
-        if not _is_grid(entry, regions):
-            reason = find_tiling_error(entry.shape, regions)
-            if reason:
-                problems.append(f"{escape(fqn)}: {reason}")
-    if problems:
-        raise SourceError(
-            f"the chunks of {len(problems)} tensors in {METADATA} do not make up the tensor",
-            problems=problems,
-            hint=_ANOTHER_COPY,
-        )
-
-
-def _is_grid(entry: TensorEntry, regions: list[Region]) -> bool:
-    """True where the chunks are the cells of a grid: each dim is cut into ranges, and every combination
-    is there. Such chunks tile the tensor; it is what trainers write, and quicker to see than by pairs.
-
-    No two chunks have the same offsets (`dcp_metadata` saw to that), so counting the cells is enough.
-    """
-    if any(0 in region.sizes for region in regions):
-        regions = [region for region in regions if 0 not in region.sizes]
-    num_cells = 1
-    for dim, size in enumerate(entry.shape):
-        ranges = sorted((region.offsets[dim], region.sizes[dim]) for region in regions)
-        reached, num_ranges, last = 0, 0, None
-        for part in ranges:
-            if part != last:
-                if part[0] != reached:
-                    return False
-                reached, num_ranges, last = part[0] + part[1], num_ranges + 1, part
-        if reached != size:
-            return False
-        num_cells *= num_ranges
-    return num_cells == len(regions)
-
-
 def _orphan_notes(metadata: DcpMetadata) -> Iterator[str]:
     if metadata.orphans:
-        yield f"{METADATA} places bytes of {len(metadata.orphans)} names that it does not describe: " + _some(
-            metadata.orphans
+        yield (
+            f"{metadata.where} places bytes of {len(metadata.orphans)} names that it does not describe: "
+            + _some(metadata.orphans)
         )
 
 
 def _stale_notes(directory: str, metadata: DcpMetadata) -> Iterator[str]:
-    stale = sorted(name for name in _listing(directory) - set(metadata.files) if name.endswith(_SUFFIX))
+    names = _listing(directory)
+    ranks = rank_files(names)
+    if metadata.where == METADATA and ranks:
+        yield f"{len(ranks)} rank-local metadata files of another save were left alone: {_some(list(ranks.values()))}"
+    stale = sorted(name for name in names - set(metadata.files) if name.endswith(_SUFFIX))
     if stale:
         yield f"{len(stale)} {_SUFFIX} files do not belong to this checkpoint and were left alone: {_some(stale)}"
 

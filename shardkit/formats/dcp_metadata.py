@@ -9,7 +9,7 @@ Source: torch 2.2 to 2.13, torch/distributed/checkpoint/metadata.py, filesystem.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardkit.core.catalog import ChunkTable, TensorEntry
@@ -53,7 +53,7 @@ class DcpMetadata:
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     """By name, in the order of the file."""
     chunks: ChunkTable = field(default_factory=ChunkTable)
-    """Regions and places; each extent is one `torch.save` record, in file `files[chunks.file[row]]`."""
+    """Regions and places, in file `files[chunks.file[row]]`."""
     transforms: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """By chunk, where the record was put through extensions, e.g. ("stream.zstd/1",)."""
     files: tuple[str, ...] = ()
@@ -64,6 +64,10 @@ class DcpMetadata:
     """planner_data: the path of each name in the state dict that was saved; None where there is none."""
     orphans: tuple[str, ...] = ()
     """Names of storage entries that belong to no tensor or object."""
+    where: str = ".metadata"
+    """What to call it in messages, escaped."""
+    encoding: str = "torch-record"
+    """What the extents of the chunks are, as `Catalog.encoding` says it."""
 
 
 def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
@@ -79,11 +83,24 @@ def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
     top = parse(data, metadata_vocabulary(len(data)), where)
     if not isinstance(top, Metadata):
         raise SourceError(f"{where} holds {type(top).__name__}, not the Metadata of a checkpoint")
-    entries, storage = _main_fields(top, where)
-    result = DcpMetadata(files=tuple(storage.paths))
+    return join_fields(top.fields, where)
+
+
+def join_fields(fields: Mapping[str, object], where: str) -> DcpMetadata:
+    """Return what the fields of a parsed `Metadata` say, put together.
+
+    Args:
+        fields: by name; `state_dict_metadata` and `storage_data` at least.
+        where: what to call the file in messages, escaped.
+
+    Raises:
+        SourceError: fields of other types, or contradicting each other; names the tensors.
+    """
+    entries, storage = _main_fields(fields, where)
+    result = DcpMetadata(files=tuple(storage.paths), where=where)
     problems: list[str] = []
     unused = _join(result, entries, storage, problems)
-    result.paths = _planner_paths(top.fields.get("planner_data"), where, problems)
+    result.paths = _planner_paths(fields.get("planner_data"), where, problems)
     result.orphans = tuple(unused)
     if problems:
         raise SourceError(
@@ -94,8 +111,7 @@ def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
     return result
 
 
-def _main_fields(top: Metadata, where: str) -> tuple[dict[str, object], StorageTable]:
-    fields = top.fields
+def _main_fields(fields: Mapping[str, object], where: str) -> tuple[dict[str, object], StorageTable]:
     version, entries, storage = (
         fields.get(name) for name in ("version", "state_dict_metadata", "storage_data")
     )
@@ -108,7 +124,10 @@ def _main_fields(top: Metadata, where: str) -> tuple[dict[str, object], StorageT
         raise SourceError(f"{where}: state_dict_metadata is not a dict of names")
     if type(storage) is not dict or (storage and RECORDS not in storage):
         raise SourceError(f"{where}: storage_data is not a dict of MetadataIndex")
-    return entries, storage.get(RECORDS) or StorageTable()
+    table = storage.get(RECORDS, StorageTable())
+    if not isinstance(table, StorageTable):
+        raise SourceError(f"{where}: storage_data does not hold places")
+    return entries, table
 
 
 def _join(

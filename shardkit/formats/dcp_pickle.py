@@ -23,7 +23,7 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # TensorProperties up to torch 2.2
 
-_MAX_BYTES = 1 << 30  # a million chunks take 138 MB
+MAX_BYTES = 1 << 30  # a million chunks take 138 MB
 _MAX_DIMS = 64  # torch's own limit
 _MAX_INT = (1 << 63) - 1
 _MAX_TRANSFORMS = 16
@@ -38,7 +38,7 @@ _METADATA_FIELDS = frozenset(
 )
 
 RECORDS = object()
-"""The key under which a dict of records (`storage_data`) holds its `StorageTable`."""
+"""The key under which a dict of records (`storage_data`) holds its table."""
 
 
 class Size(tuple[int, ...]):
@@ -70,7 +70,7 @@ class Index(Record):
     key, so no file can make these collide in a dict; integers it could."""
 
     def build(self, state: object) -> None:
-        fields = _fields(state, "MetadataIndex", _INDEX_FIELDS)
+        fields = checked_fields(state, "MetadataIndex", _INDEX_FIELDS)
         if type(fields["fqn"]) is not str:
             raise Refusal("MetadataIndex.fqn is not text")
         self.fqn, offset = fields["fqn"], fields.get("offset")  # torch leaves out None
@@ -87,7 +87,7 @@ class StorageInfo(Record):
     transforms: tuple[str, ...]
 
     def build(self, state: object) -> None:
-        fields = _fields(state, "_StorageInfo", _STORAGE_FIELDS)
+        fields = checked_fields(state, "_StorageInfo", _STORAGE_FIELDS)
         self.path, self.offset, self.length = fields["relative_path"], fields["offset"], fields["length"]
         if type(self.path) is not str or type(self.offset) is not int or type(self.length) is not int:
             raise Refusal("_StorageInfo: relative_path is not text, or offset or length is not an integer")
@@ -157,7 +157,7 @@ class Tensor(Record):
         """Why the chunks cannot be used; said once the tensor's name is known."""
 
     def build(self, state: object) -> None:
-        fields = _fields(state, "TensorStorageMetadata", _TENSOR_FIELDS)
+        fields = checked_fields(state, "TensorStorageMetadata", _TENSOR_FIELDS)
         properties, chunks = fields["properties"], fields["chunks"]
         if type(properties) is not Properties or type(chunks) is not list:
             raise Refusal("TensorStorageMetadata: properties or chunks are of another type")
@@ -180,7 +180,7 @@ class Object(Record):
     __slots__ = ()
 
     def build(self, state: object) -> None:
-        _fields(state, "BytesStorageMetadata", frozenset())
+        checked_fields(state, "BytesStorageMetadata", frozenset())
 
 
 class Metadata(Record):
@@ -192,7 +192,7 @@ class Metadata(Record):
         self.fields: dict[str, Any] = {}
 
     def build(self, state: object) -> None:
-        self.fields = _fields(state, "Metadata", _METADATA_FIELDS)
+        self.fields = checked_fields(state, "Metadata", _METADATA_FIELDS)
 
 
 class Unused(Record):
@@ -204,16 +204,17 @@ class Unused(Record):
         self._name, self._known = name, known
 
     def build(self, state: object) -> None:
-        _fields(state, self._name, self._known)
+        checked_fields(state, self._name, self._known)
 
 
 def metadata_vocabulary(nbytes: int) -> Vocabulary:
     """Return what a `.metadata` of `nbytes` bytes may say; for one parse."""
-    return Vocabulary(
-        names={**_NAMES, (_METADATA, "TensorStorageMetadata"): Global("Tensor", new=_counted(nbytes))},
-        max_bytes=_MAX_BYTES,
-        set_records=_store,
-    )
+    return Vocabulary(names=metadata_names(nbytes), max_bytes=MAX_BYTES, set_records=store_places)
+
+
+def metadata_names(nbytes: int) -> dict[tuple[str, str], object]:
+    """Return the names that a `.metadata` of `nbytes` bytes may use; for one parse."""
+    return {**_NAMES, (_METADATA, "TensorStorageMetadata"): Global("Tensor", new=_counted(nbytes))}
 
 
 def _counted(nbytes: int) -> Callable[[], Record]:
@@ -238,19 +239,23 @@ def _counted(nbytes: int) -> Callable[[], Record]:
     return CountedTensor
 
 
-def _store(target: dict[Any, Any], items: list[Any]) -> None:
+def store_places(target: dict[Any, Any], items: list[Any]) -> None:
+    """Put [MetadataIndex, _StorageInfo, ...] into the table of a dict (`Vocabulary.set_records`)."""
     table = target.get(RECORDS)
     if table is None:
         if target:
             raise Refusal("a dict whose keys are partly text and partly records")
         table = target[RECORDS] = StorageTable()
+    if type(table) is not StorageTable:
+        raise Refusal("a dict with values of several kinds")
     for i in range(0, len(items), 2):
         if type(items[i]) is not Index or type(items[i + 1]) is not StorageInfo:
             raise Refusal("storage_data holds something other than MetadataIndex and _StorageInfo")
         table.append(items[i], items[i + 1])
 
 
-def _fields(state: object, name: str, known: frozenset[str]) -> dict[str, Any]:
+def checked_fields(state: object, name: str, known: frozenset[str]) -> dict[str, Any]:
+    """Return the state of a record, which has no other fields than those known."""
     if type(state) is not dict:
         raise Refusal(f"the state of {name} is not a dict")
     if not known.issuperset(state):

@@ -1,122 +1,201 @@
-"""From records to bytes: open every `torch.save` record of a DCP catalog and point at the data inside.
+"""From records to bytes: open `torch.save` records of a DCP catalog and point at the data inside.
 
 A record says for itself what it holds; where that is not what `.metadata` says, nothing is guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from shardkit.core.catalog import Catalog, SourceFile, TensorEntry
-from shardkit.core.regions import Shape
 from shardkit.core.text import escape
-from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.strict import open_regular, read_exactly
-from shardkit.formats.torch_record import TensorRecord, read_record
+from shardkit.errors import IntegrityError, ResourceError, SourceError
+from shardkit.formats.dcp_decode import Packed, check_transforms, difference, packed_file, strided_file
+from shardkit.formats.strict import open_regular, read_exactly, stamp_of
+from shardkit.formats.subset import subset
+from shardkit.formats.torch_record import TensorRecord
+from shardkit.formats.torch_record_scan import RecordScanner
+from shardkit.transfer.digest import crc32
+
+_READ_BYTES = 1 << 20
+_AHEAD = 32  # records whose ends are asked for before they are read
+_END_BYTES = 4096
+_READ_AHEAD = 128 << 10  # what Linux reads ahead of its own accord
+
+Transforms = Mapping[int, tuple[str, ...]]
 
 
-def point_at_data(catalog: Catalog, transforms: Mapping[int, tuple[str, ...]]) -> None:
-    """Replace each extent, a record, by the bytes of the chunk inside it; the encoding becomes "raw".
+def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str]) -> Catalog:
+    """Return a catalog of some of the tensors whose extents are the chunks' bytes; encoding "raw".
 
-    A dense tensor that was not contiguous is stored as it lay: such a chunk gets a file of its own that
-    exists only after decoding (`SourceFile.decode`).
+    Their records are opened and compared with what the catalog says; no others are, and no data is read.
+    A dense tensor that was not contiguous is stored as it lay, and a transformed record is not stored as
+    bytes at all: such a chunk gets a file of its own that exists only after decoding (`SourceFile.decode`).
 
     Args:
-        catalog: with encoding "torch-record"; changed in place.
+        catalog: with encoding "torch-record".
         transforms: by chunk, where a record was put through extensions.
+        names: in the order that the result is to have.
 
     Raises:
-        SourceError: records that are damaged, or were transformed.
+        SourceError: records that are damaged, or transformed in a way that cannot be undone here.
         IntegrityError: records that are intact, but not what `.metadata` says.
+        ResourceError: a file may not be read.
     """
-    _refuse_transforms(catalog, transforms)
-    chunks, tensor_of = catalog.chunks, _tensors_by_chunk(catalog)
-    damaged: list[str] = []
-    different: list[str] = []
-    for row, record in _records(catalog, damaged):
-        entry = tensor_of[row]
-        reason = _difference(entry, chunks.region(row).sizes, record)
-        if reason:
-            different.append(f"{escape(entry.fqn)}: {reason}")
-        elif record.is_contiguous:
-            chunks.start[row], chunks.nbytes[row] = record.start, record.nbytes
-        else:
-            catalog.files.append(_strided_file(catalog.files[chunks.file[row]], entry, record))
-            chunks.file[row], chunks.start[row] = len(catalog.files) - 1, 0
-            chunks.nbytes[row] = record.nbytes
-    hint = "the checkpoint is damaged, or its files are from different saves: use another copy"
-    if damaged:
-        raise SourceError(f"{len(damaged)} records cannot be read", problems=damaged, hint=hint)
-    if different:
-        message = f"{len(different)} records are not what .metadata says"
-        raise IntegrityError(message, problems=different, hint=hint)
-    catalog.encoding = "raw"
+    chosen = subset(catalog, names)
+    packed = _packed_chunks(catalog, transforms, chosen)
+    check_transforms(packed)
+    scan = _Scan(chosen, skip=packed)
+    num_unrecorded = 0
+    for _, row, record in scan.records():
+        _point(chosen, scan.tensor_of[row], row, record)
+        num_unrecorded += record.crc32 is None
+    scan.raise_problems()
+    for row, chunk in packed.items():
+        _attach(chosen, row, packed_file(scan.stamped(chosen.chunks.file[row]), chunk))
+    chosen.encoding = "raw"
+    if num_unrecorded:
+        chosen.notes = (f"{num_unrecorded} of {len(chosen.chunks)} records have no CRC-32 to check them by",)
+    return chosen
 
 
-def _refuse_transforms(catalog: Catalog, transforms: Mapping[int, tuple[str, ...]]) -> None:
+def check_records(catalog: Catalog, transforms: Transforms, names: Collection[str]) -> Iterator[str]:
+    """Read the bytes of some tensors and yield a line for each record whose CRC-32 is not the recorded one.
+
+    Records without a CRC-32 are passed over. Arguments and errors are those of `select_raw`.
+    """
+    chosen = subset(catalog, names)
+    packed = _packed_chunks(catalog, transforms, chosen)
+    check_transforms(packed)
+    scan = _Scan(chosen, skip=packed)
+    for fd, row, record in scan.records():
+        if record.crc32 is None:
+            continue
+        source = chosen.files[chosen.chunks.file[row]]
+        crc = _crc_of(fd, record, source.name)
+        if crc != record.crc32:
+            yield (
+                f"{escape(scan.tensor_of[row].fqn)}: {escape(source.name)}: bytes {record.data_start} to "
+                f"{record.data_start + record.data_nbytes} have CRC-32 {crc:08x}, recorded is {record.crc32:08x}"
+            )
+    scan.raise_problems()
+    for row, chunk in packed.items():
+        decode = packed_file(chosen.files[chosen.chunks.file[row]], chunk).decode
+        assert decode is not None
+        try:
+            decode()
+        except IntegrityError as error:
+            yield error.message
+
+
+def _packed_chunks(catalog: Catalog, transforms: Transforms, chosen: Catalog) -> dict[int, Packed]:
+    """Return the chosen chunks whose records were transformed, by their rows in `chosen`."""
     if not transforms:
-        return
-    tensor_of = _tensors_by_chunk(catalog)
-    found: dict[str, str] = {}
-    for row, names in transforms.items():
-        found[tensor_of[row].fqn] = ", ".join(map(escape, names))
-    raise SourceError(
-        f"{len(found)} tensors were saved through extensions that cannot be undone yet",
-        problems=[f"{escape(fqn)}: {names}" for fqn, names in found.items()],
-        hint="load it with torch.distributed.checkpoint and save it without extensions",
-    )
+        return {}
+    packed: dict[int, Packed] = {}
+    table = chosen.chunks
+    for fqn, entry in chosen.tensors.items():
+        for before, row in zip(catalog.tensors[fqn].chunk_ids, entry.chunk_ids, strict=True):
+            if before in transforms:
+                packed[row] = Packed(
+                    entry, table.region(row), table.start[row], table.nbytes[row], transforms[before]
+                )
+    return packed
 
 
-def _tensors_by_chunk(catalog: Catalog) -> list[TensorEntry]:
-    return [entry for entry in catalog.tensors.values() for _ in entry.chunk_ids]
+def _crc_of(fd: int, record: TensorRecord, name: str) -> int:
+    crc, stop = 0, record.data_start + record.data_nbytes
+    for start in range(record.data_start, stop, _READ_BYTES):
+        crc = crc32(read_exactly(fd, start, min(_READ_BYTES, stop - start), name), crc)
+    return crc
 
 
-def _records(catalog: Catalog, damaged: list[str]) -> Iterator[tuple[int, TensorRecord]]:
-    """Yield (chunk, record), file by file and front to back; one file is open at a time."""
-    chunks, tensor_of = catalog.chunks, _tensors_by_chunk(catalog)
-    order = sorted(range(len(chunks)), key=lambda row: (chunks.file[row], chunks.start[row]))
-    for file, rows in groupby(order, key=chunks.file.__getitem__):
-        source = catalog.files[file]
-        with open_regular(source.path, source.name) as (fd, _):
-            for row in rows:
-                try:
-                    record = read_record(fd, chunks.start[row], chunks.nbytes[row], where=escape(source.name))
-                except SourceError as error:
-                    damaged.append(f"{escape(tensor_of[row].fqn)}: {error.message}")
-                    continue
-                yield row, record
+class _Scan:
+    """Opens the records of a catalog, file by file and front to back, and collects what is wrong with them."""
+
+    def __init__(self, catalog: Catalog, *, skip: Collection[int]) -> None:
+        self._catalog = catalog
+        self.tensor_of = [entry for entry in catalog.tensors.values() for _ in entry.chunk_ids]
+        files, starts = catalog.chunks.file.tolist(), catalog.chunks.start.tolist()
+        self._rows = sorted(range(len(files)), key=lambda row: (files[row], starts[row]))
+        if skip:
+            self._rows = [row for row in self._rows if row not in skip]
+        self._damaged: list[str] = []
+        self._different: list[str] = []
+
+    def records(self) -> Iterator[tuple[int, int, TensorRecord]]:
+        """Yield (descriptor, chunk, record) of those that are right; one file is open at a time."""
+        catalog, scanner = self._catalog, RecordScanner()
+        for file, group in groupby(self._rows, key=catalog.chunks.file.__getitem__):
+            source, rows = catalog.files[file], list(group)
+            with open_regular(source.path, source.name, follow=False) as (fd, _):
+                source = catalog.files[file] = replace(source, stamp=stamp_of(fd))
+                scanner.open(fd)
+                yield from self._records_of_file(scanner, fd, source, rows)
+
+    def _records_of_file(
+        self, scanner: RecordScanner, fd: int, source: SourceFile, rows: Sequence[int]
+    ) -> Iterator[tuple[int, int, TensorRecord]]:
+        table, where = self._catalog.chunks, escape(source.name)
+        for number, row in enumerate(rows):
+            if number % _AHEAD == 0:
+                _ask_for_ends(fd, [(table.start[r], table.nbytes[r]) for r in rows[number : number + _AHEAD]])
+            entry, sizes = self.tensor_of[row], table.region(row).sizes
+            try:
+                record = scanner.read((entry.dtype, sizes), table.start[row], table.nbytes[row], where=where)
+            except ResourceError:
+                raise
+            except SourceError as error:
+                self._damaged.append(f"{escape(entry.fqn)}: {error.message}")
+                continue
+            reason = difference(entry, sizes, record)
+            if reason:
+                self._different.append(f"{escape(entry.fqn)}: {where}: {reason}")
+                continue
+            yield fd, row, record
+
+    def stamped(self, file: int) -> SourceFile:
+        """Return a file with its stamp, also where none of its records was opened."""
+        source = self._catalog.files[file]
+        if source.stamp is None:
+            with open_regular(source.path, source.name, follow=False) as (fd, _):
+                source = self._catalog.files[file] = replace(source, stamp=stamp_of(fd))
+        return source
+
+    def raise_problems(self) -> None:
+        """Raise what was found, all of one kind at once."""
+        hint = "the checkpoint is damaged, or its files are from different saves: use another copy"
+        if self._damaged:
+            count = len(self._damaged)
+            raise SourceError(f"{count} records cannot be read", problems=self._damaged, hint=hint)
+        if self._different:
+            message = f"{len(self._different)} records are not what .metadata says"
+            raise IntegrityError(message, problems=self._different, hint=hint)
 
 
-def _difference(entry: TensorEntry, sizes: Shape, record: TensorRecord) -> str | None:
-    if record.dtype != entry.dtype:
-        return f"stored as {record.dtype.name}, .metadata says {entry.dtype.name}"
-    if record.shape != sizes:
-        return f"stored with shape {list(record.shape)}, .metadata says {list(sizes)}"
-    return None
+def _ask_for_ends(fd: int, extents: Sequence[tuple[int, int]]) -> None:
+    """Have the system fetch the ends of large records at once: one by one, each is a wait on a cold disk."""
+    if hasattr(os, "posix_fadvise"):
+        for start, nbytes in extents:
+            if nbytes > _READ_AHEAD:
+                at = start + nbytes - _END_BYTES
+                os.posix_fadvise(fd, at, 2 * _END_BYTES, os.POSIX_FADV_WILLNEED)
 
 
-def _strided_file(source: SourceFile, entry: TensorEntry, record: TensorRecord) -> SourceFile:
-    """A file that is one chunk, put in row-major order when it is decoded."""
-
-    def decode() -> memoryview:
-        with open_regular(source.path, source.name) as (fd, _):
-            data = read_exactly(fd, record.data_start, record.data_nbytes, source.name)
-        return _gather(data, record)
-
-    return SourceFile(name=f"{source.name}:{entry.fqn}", path="", size=record.nbytes, decode=decode)
+def _point(catalog: Catalog, entry: TensorEntry, row: int, record: TensorRecord) -> None:
+    """Replace the extent of a chunk, a record, by its bytes."""
+    chunks = catalog.chunks
+    if record.is_contiguous:
+        chunks.start[row], chunks.nbytes[row] = record.start, record.nbytes
+    else:
+        _attach(catalog, row, strided_file(catalog.files[chunks.file[row]], entry, record))
 
 
-def _gather(storage: bytes, record: TensorRecord) -> memoryview:
-    """Return a strided tensor's bytes in row-major order."""
-    import numpy as np
-
-    itemsize = record.dtype.itemsize
-    view = np.ndarray(
-        record.shape,
-        np.dtype((np.void, itemsize)),  # numpy has no bfloat16 or float8; bytes are moved, not values
-        storage,
-        record.storage_offset * itemsize,
-        tuple(stride * itemsize for stride in record.stride),
-    )
-    return memoryview(view.tobytes())
+def _attach(catalog: Catalog, row: int, file: SourceFile) -> None:
+    """Let a chunk be the whole of a file of its own."""
+    catalog.files.append(file)
+    catalog.chunks.file[row], catalog.chunks.start[row] = len(catalog.files) - 1, 0
+    catalog.chunks.nbytes[row] = file.size

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.regions import full_region
-from shardkit.core.text import escape, suggestion
+from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import ResourceError, SourceError
 from shardkit.formats.hub_files import Kind, Weights, select_file, select_weights
 from shardkit.formats.safetensors import SafetensorsHeader, read_header
@@ -22,6 +24,9 @@ MAX_CONFIG_BYTES = 16 << 20
 _MAX_SUGGESTIONS = 3
 _PLAIN_STEMS = ("model", "pytorch_model")
 _CONTENT = SafetensorsHeader | BinFile
+
+Elsewhere = Mapping[str, Callable[[], SafetensorsHeader]]
+"""Names of weight files that are not on this machine, and what gives the header of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,8 @@ class HubModel:
     """A short name, for the names of outputs."""
     identity: dict[str, object]
     """Which weights these are, as plain data; the same wherever they lie."""
+    download_bytes: int = 0
+    """Size of the weight files of which only the headers were read: they are not on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +89,21 @@ def open_model(directory: str, *, variant: str | None = None) -> HubModel:
     return open_weights(directory, select_weights(names, label, variant=variant))
 
 
-def open_weights(directory: str, weights: Weights, *, chosen_by_hand: bool = False) -> HubModel:
+def open_weights(
+    directory: str,
+    weights: Weights,
+    *,
+    chosen_by_hand: bool = False,
+    elsewhere: Elsewhere = MappingProxyType({}),
+) -> HubModel:
     """Open weights that have been decided on.
 
     Args:
         directory: where they lie.
         weights: from `select_weights` or `select_file`.
         chosen_by_hand: the single file was named by a person, so it may be a link to anywhere.
+        elsewhere: names of safetensors files that are not there, and what gives the header of each. The
+            catalog says where they would lie.
 
     Raises:
         SourceError: a damaged file, an index that its files contradict.
@@ -96,8 +111,8 @@ def open_weights(directory: str, weights: Weights, *, chosen_by_hand: bool = Fal
     """
     names, index = weight_files(directory, weights, chosen_by_hand=chosen_by_hand)
     trusted = chosen_by_hand and index is None
-    paths = _locate_all(directory, names, trusted, weights.index)
-    contents = dict(_read_all(paths, weights.kind))
+    paths = _locate_all(directory, names, trusted, weights.index, elsewhere)
+    contents = dict(_read_all(paths, weights.kind, elsewhere))
     if index is not None and weights.index is not None:
         _check_index(index, contents, weights.index)
     catalog = _catalog(directory, weights.kind, contents, paths, index)
@@ -105,10 +120,11 @@ def open_weights(directory: str, weights: Weights, *, chosen_by_hand: bool = Fal
     stem = os.path.splitext(names[0])[0] if weights.single and names else ""
     return HubModel(
         catalog=catalog,
-        config=_read_config(directory),
+        config=read_config(directory),
         directory=directory,
         label=_label(directory) if not chosen_by_hand or not stem or stem in _PLAIN_STEMS else stem,
         identity={"files": [_identity(name, content) for name, content in contents.items()]},
+        download_bytes=sum(contents[name].size for name in contents if name in elsewhere),
     )
 
 
@@ -123,7 +139,7 @@ def weight_files(
     """
     if weights.index is None:
         return ((weights.single,) if weights.single else ()), None
-    index = read_index(_locate(directory, weights.index, chosen_by_hand), weights.index)
+    index = read_index(locate(directory, weights.index, chosen_by_hand), weights.index)
     _refuse_stray(weights, index)
     return index.files, index
 
@@ -181,7 +197,7 @@ def _refuse_stray(weights: Weights, index: Index) -> None:
         )
 
 
-def _locate(directory: str, name: str, trusted: bool) -> str:
+def locate(directory: str, name: str, trusted: bool = False) -> str:
     """Return the path of a file, or raise SourceError for a link that leaves the directory.
 
     The Hub's cache is made of such links: snapshots/<commit>/<name> -> ../../blobs/<hash>.
@@ -190,7 +206,7 @@ def _locate(directory: str, name: str, trusted: bool) -> str:
     home = os.path.realpath(directory)
     real = os.path.realpath(path)
     allowed = [home]
-    if os.path.basename(os.path.dirname(home)) == "snapshots":
+    if is_snapshot(home):
         allowed.append(os.path.join(os.path.dirname(os.path.dirname(home)), "blobs"))
     if trusted or any(real.startswith(os.path.join(place, "")) for place in allowed):
         return path
@@ -200,12 +216,24 @@ def _locate(directory: str, name: str, trusted: bool) -> str:
     )
 
 
+def is_snapshot(directory: str) -> bool:
+    """True for the directory of one commit in the Hub's cache, which is made of links to files elsewhere."""
+    return os.path.basename(os.path.dirname(os.path.realpath(directory))) == "snapshots"
+
+
 def _locate_all(
-    directory: str, names: tuple[str, ...], trusted: bool, index_name: str | None
+    directory: str,
+    names: tuple[str, ...],
+    trusted: bool,
+    index_name: str | None,
+    elsewhere: Elsewhere,
 ) -> dict[str, str]:
     """Return the path of each file; a missing one is an error that lists all missing ones."""
-    paths = {name: _locate(directory, name, trusted) for name in names}
-    missing = [name for name, path in paths.items() if not os.path.lexists(path)]
+    paths = {
+        name: os.path.join(directory, name) if name in elsewhere else locate(directory, name, trusted)
+        for name in names
+    }
+    missing = [name for name, path in paths.items() if name not in elsewhere and not os.path.lexists(path)]
     if missing:
         raise SourceError(
             f"{len(missing)} of {len(paths)} files that {escape(index_name or 'the model')} lists are missing",
@@ -215,15 +243,18 @@ def _locate_all(
     return paths
 
 
-def _read_all(paths: dict[str, str], kind: Kind) -> list[tuple[str, _CONTENT]]:
+def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[tuple[str, _CONTENT]]:
     """Read every file's header; damaged files are reported together."""
     contents: list[tuple[str, _CONTENT]] = []
     errors: list[SourceError] = []
     for name, path in paths.items():
         try:
-            contents.append(
-                (name, read_header(path, name) if kind == "safetensors" else read_bin(path, name))
-            )
+            if name in elsewhere:
+                contents.append((name, elsewhere[name]()))
+            else:
+                contents.append(
+                    (name, read_header(path, name) if kind == "safetensors" else read_bin(path, name))
+                )
         except SourceError as error:
             errors.append(error)
     if len(errors) == 1:
@@ -257,7 +288,7 @@ def _check_index(index: Index, contents: dict[str, _CONTENT], index_name: str) -
             problems.append(f"{escape(fqn)}: in {escape(names[0])}, not in the index")
     if problems:
         raise SourceError(
-            f"{escape(index_name)} and its files disagree in {len(problems)} places",
+            f"{escape(index_name)} and its files disagree in {count(len(problems), 'place')}",
             problems=problems,
             hint="index and files are not of one version: download all of them again",
         )
@@ -328,12 +359,12 @@ def _label(directory: str) -> str:
     return os.path.basename(path) or "model"
 
 
-def _read_config(directory: str) -> dict[str, object] | None:
+def read_config(directory: str) -> dict[str, object] | None:
     """Return config.json as transformers reads it: Infinity is allowed there, and written."""
     path = os.path.join(directory, "config.json")
     if not os.path.lexists(path):
         return None
-    data = read_small(_locate(directory, "config.json", False), "config.json", MAX_CONFIG_BYTES)
+    data = read_small(locate(directory, "config.json"), "config.json", MAX_CONFIG_BYTES)
     try:
         config = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -10,13 +10,15 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError
-from shardkit.formats.hub import HubModel, open_weights, weight_files
+from shardkit.formats.hub import Elsewhere, HubModel, open_weights, weight_files
 from shardkit.formats.hub_files import Weights, select_weights
+from shardkit.formats.hub_headers import read_remote_header
 
 # What building the model needs besides weights; remote code is fetched here and never run here.
 _SMALL_FILES = ("config.json", "generation_config.json", "*.py")
@@ -24,6 +26,8 @@ _SMALL_FILES = ("config.json", "generation_config.json", "*.py")
 # huggingface_hub 2.4, utils/_validators.py, validate_repo_id
 _REPO_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _MAX_REPO_ID = 96
+_NUM_CONNECTIONS = 8
+_DOWNLOADED = "{name}: what a legacy file holds can be told only once it is here: the weights were downloaded into the cache"
 _FILE_ENDINGS = (".safetensors", ".bin", ".json", ".git", ".distcp", ".ckpt", ".pt", ".pth")
 
 
@@ -37,13 +41,17 @@ def looks_like_repo_id(text: str) -> bool:
     )
 
 
-def fetch_model(repo_id: str, *, revision: str | None = None, variant: str | None = None) -> HubModel:
+def fetch_model(
+    repo_id: str, *, revision: str | None = None, variant: str | None = None, headers_only: bool = False
+) -> HubModel:
     """Bring a model's weights into huggingface_hub's cache and open them.
 
     Args:
         repo_id: `organisation/name`.
         revision: branch, tag or commit; None is the default branch.
         variant: as for `open_model`.
+        headers_only: bring no safetensors file here: of those that are not in the cache only the headers
+            are read. Legacy files have no header to read by itself; they are downloaded.
 
     Returns:
         Model whose identity has the repo and the commit; every file is of that commit.
@@ -58,10 +66,80 @@ def fetch_model(repo_id: str, *, revision: str | None = None, variant: str | Non
         weights = _choose(repo_id, commit, folder, variant)
         if weights.index:
             _download(repo_id, commit, _literal([weights.index]))
-        _download(repo_id, commit, _literal(weight_files(folder, weights)[0]))
-    model = open_weights(folder, weights)
+        names, _ = weight_files(folder, weights)
+        absent = _absent(folder, names)
+        elsewhere: Elsewhere = {}
+        if headers_only and weights.kind == "safetensors":
+            elsewhere = _read_headers(repo_id, commit, absent)
+        else:
+            _download(repo_id, commit, _literal(names))
+    model = open_weights(folder, weights, elsewhere=elsewhere)
+    if headers_only and absent and weights.kind != "safetensors":
+        model.catalog.notes += (_DOWNLOADED.format(name=escape(absent[0])),)
     identity = {"repo": repo_id, "commit": commit, **model.identity}
     return replace(model, label=repo_id.rpartition("/")[2], identity=identity)
+
+
+def _absent(folder: str, names: Iterable[str]) -> list[str]:
+    """Return the names of the files that are not in the cache."""
+    return [name for name in names if not os.path.exists(os.path.join(folder, name))]
+
+
+def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> Elsewhere:
+    """Read headers over the network, some at a time; a file that the repo lacks is left out.
+
+    A damaged header is raised by its entry, so that it is said of all of them together.
+    """
+    from huggingface_hub import errors
+
+    headers = {}
+    pool = ThreadPoolExecutor(_NUM_CONNECTIONS)
+    try:
+        pending = {name: pool.submit(read_remote_header, repo_id, commit, name) for name in names}
+        for name, future in pending.items():
+            error = future.exception()
+            if isinstance(error, errors.EntryNotFoundError):
+                continue
+            if error is not None and not isinstance(error, SourceError):
+                raise error
+            headers[name] = future.result
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return headers
+
+
+def fetch_files(repo_id: str, patterns: Iterable[str], *, revision: str | None = None) -> str:
+    """Bring the files of a repo that match into the cache; return the commit's folder there.
+
+    Raises:
+        SourceError, ResourceError: as `fetch_model`.
+    """
+    with _explained(repo_id, revision):
+        return _download(repo_id, revision, patterns)
+
+
+def open_headers(repo_id: str, commit: str) -> HubModel | None:
+    """Open a repo's weights without bringing them here; None where it has no safetensors ones.
+
+    Args:
+        repo_id: `organisation/name`.
+        commit: a full hash whose small files are in the cache.
+
+    Raises:
+        SourceError, ResourceError: as `fetch_model`.
+    """
+    with _explained(repo_id, commit):
+        folder = _download(repo_id, commit, _SMALL_FILES)
+        try:
+            weights = _choose(repo_id, commit, folder, None)
+        except SourceError:  # an adapter's repo, or one of configs alone
+            return None
+        if weights.kind != "safetensors":
+            return None
+        if weights.index:
+            _download(repo_id, commit, _literal([weights.index]))
+        elsewhere = _read_headers(repo_id, commit, _absent(folder, weight_files(folder, weights)[0]))
+    return open_weights(folder, weights, elsewhere=elsewhere)
 
 
 def _download(repo_id: str, revision: str | None, patterns: Iterable[str]) -> str:

@@ -74,6 +74,8 @@ class Vocabulary:
     """What BINPERSID makes of its argument (it must check it), None where that is refused."""
     set_records: Callable[[dict[Any, Any], list[Any]], None] | None = None
     """Stores [key, value, ...] with records as keys in a dict; None where keys are strings only."""
+    has_bytes: bool = False
+    """Bytes may stand as values; otherwise they are refused."""
 
 
 def parse(data: bytes, vocabulary: Vocabulary, where: str) -> object:
@@ -283,6 +285,10 @@ def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
                 pos = stop + 1
             elif op == 0x51 and persistent is not None:  # BINPERSID
                 stack.append(persistent(stack.pop()))
+            elif (op == 0x43 or op == 0x42) and vocabulary.has_bytes:  # SHORT_BINBYTES, BINBYTES
+                start = pos + (1 if op == 0x43 else 4)
+                pos = start + int.from_bytes(data[pos:start], "little")
+                stack.append(data[start:pos])
             elif op == 0x95:  # FRAME
                 pos += 8
                 if int.from_bytes(data[pos - 8 : pos], "little") > len(data) - pos:

@@ -32,7 +32,9 @@ from shardkit.formats.strict import (
 # safetensors 0.8, tensor.rs: MAX_HEADER_SIZE
 MAX_HEADER_BYTES = 100_000_000
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
+"""Bytes before the header's text, which say how long it is."""
+
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _LIMIT = 2**63  # torch counts elements and bytes in int64
 
@@ -61,8 +63,8 @@ class SafetensorsHeader:
     """Bytes of the whole file."""
     crc32: int
     """CRC-32 of the JSON text."""
-    stamp: FileStamp
-    """The file's, when the header was read."""
+    stamp: FileStamp | None
+    """The file's, when the header was read; None where the file is not on this machine."""
 
 
 def read_header(path: str, name: str) -> SafetensorsHeader:
@@ -83,32 +85,56 @@ def read_header(path: str, name: str) -> SafetensorsHeader:
     Source: safetensors 0.8, safetensors/src/tensor.rs, SafeTensors::read_metadata and Metadata::validate.
     """
     with open_regular(path, name) as (fd, size):
-        text, stamp = _read_text(fd, size, name), stamp_of(fd)
-    header = parse_object(text, name)
-    metadata = _check_metadata(header.pop("__metadata__", {}), name)
-    base = _LENGTH_BYTES + len(text)
-    tensors = _check_entries(header, base, name)
-    _check_tiling(tensors, base, size, name)
-    return SafetensorsHeader(tensors=tensors, metadata=metadata, size=size, crc32=crc32(text), stamp=stamp)
+        length = text_length(read_exactly(fd, 0, min(size, LENGTH_BYTES), name), size, name)
+        text, stamp = read_exactly(fd, LENGTH_BYTES, length, name), stamp_of(fd)
+    return check_header(text, size, name, stamp)
 
 
-def _read_text(fd: int, size: int, name: str) -> bytes:
-    """Return the JSON text of the header."""
-    if size < _LENGTH_BYTES:
-        raise _damaged(name, f"expected at least {_LENGTH_BYTES} bytes, found {size}")
-    length = int.from_bytes(read_exactly(fd, 0, _LENGTH_BYTES, name), "little")
+def text_length(start: bytes, size: int, name: str) -> int:
+    """Return the bytes of a header's text.
+
+    Args:
+        start: the file's first LENGTH_BYTES, fewer where it has no more.
+        size: bytes of the whole file.
+        name: how to call it in messages.
+
+    Raises:
+        SourceError: the file has no room for the header, or the header is larger than the format allows.
+    """
+    if size < LENGTH_BYTES:
+        raise _damaged(name, f"expected at least {LENGTH_BYTES} bytes, found {size}")
+    length = int.from_bytes(start, "little")
     if length > MAX_HEADER_BYTES:
         raise _damaged(
             name, f"a header of {length} bytes, the format allows {MAX_HEADER_BYTES}: not a safetensors file"
         )
-    if length > size - _LENGTH_BYTES:
+    if length > size - LENGTH_BYTES:
         raise _damaged(
-            name, f"truncated: a header of {length} bytes, the file has {size - _LENGTH_BYTES} for it"
+            name, f"truncated: a header of {length} bytes, the file has {size - LENGTH_BYTES} for it"
         )
-    text = read_exactly(fd, _LENGTH_BYTES, length, name)
+    return length
+
+
+def check_header(text: bytes, size: int, name: str, stamp: FileStamp | None = None) -> SafetensorsHeader:
+    """Check a header, wherever its text came from.
+
+    Args:
+        text: the JSON, `text_length` bytes.
+        size: bytes of the whole file.
+        name: how to call it in messages.
+        stamp: of the file on this machine.
+
+    Raises:
+        SourceError: as `read_header`.
+    """
     if not text.startswith(b"{"):
         raise _damaged(name, "the header does not begin with '{': not a safetensors file")
-    return text
+    header = parse_object(text, name)
+    metadata = _check_metadata(header.pop("__metadata__", {}), name)
+    base = LENGTH_BYTES + len(text)
+    tensors = _check_entries(header, base, name)
+    _check_tiling(tensors, base, size, name)
+    return SafetensorsHeader(tensors=tensors, metadata=metadata, size=size, crc32=crc32(text), stamp=stamp)
 
 
 def _check_metadata(metadata: object, name: str) -> dict[str, str]:

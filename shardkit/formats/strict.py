@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -20,7 +21,7 @@ _MAX_DIGITS = 20
 
 
 @contextmanager
-def open_regular(path: str, name: str) -> Iterator[tuple[int, int]]:
+def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple[int, int]]:
     """Open a regular file for reading and give (descriptor, size in bytes).
 
     Never waits: a FIFO, a device or a directory is refused without a byte being read.
@@ -28,6 +29,7 @@ def open_regular(path: str, name: str) -> Iterator[tuple[int, int]]:
     Args:
         path: where the file is.
         name: how to call it in messages.
+        follow: a symbolic link is opened too. What it was when somebody looked at it before says nothing.
 
     Raises:
         SourceError: there is no such file, or it is not a regular one.
@@ -35,7 +37,7 @@ def open_regular(path: str, name: str) -> Iterator[tuple[int, int]]:
     """
     try:
         # O_NONBLOCK: opening a FIFO for reading otherwise waits for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     except FileNotFoundError:
         raise SourceError(f"{escape(name)}: no such file", hint="download the missing file") from None
     except PermissionError as error:
@@ -43,6 +45,11 @@ def open_regular(path: str, name: str) -> Iterator[tuple[int, int]]:
             f"{escape(name)}: {error.strerror}", hint="the file must be readable by you"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        if not follow and getattr(error, "errno", None) == errno.ELOOP:
+            raise SourceError(
+                f"{escape(name)} is a symbolic link: only regular files of the directory are read",
+                hint="copy the checkpoint with its links resolved (cp -rL)",
+            ) from None
         reason = getattr(error, "strerror", None) or str(error)
         raise SourceError(f"{escape(name)}: cannot be opened: {reason}") from None
     try:
@@ -84,14 +91,14 @@ def read_exactly(fd: int, start: int, nbytes: int, name: str) -> bytes:
     return b"".join(pieces)
 
 
-def read_small(path: str, name: str, limit: int) -> bytes:
-    """Return the content of a file of at most `limit` bytes.
+def read_small(path: str, name: str, limit: int, *, follow: bool = True) -> bytes:
+    """Return the content of a file of at most `limit` bytes; `follow` as for `open_regular`.
 
     Raises:
         SourceError: missing, not a regular file, or larger than `limit`.
         ResourceError: it may not be opened, or the device fails.
     """
-    with open_regular(path, name) as (fd, size):
+    with open_regular(path, name, follow=follow) as (fd, size):
         if size > limit:
             raise SourceError(f"{escape(name)}: expected at most {limit} bytes, found {size}")
         return read_exactly(fd, 0, size, name)

@@ -6,7 +6,7 @@ torch/serialization.py (`persistent_id`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape
@@ -18,7 +18,7 @@ _MAX_BYTES = 1 << 16
 _MAX_DIMS = 64  # torch's own limit
 _MAX_ELEMENTS = 1 << 62
 
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -113,16 +113,13 @@ def _view(dtype: DType, nbytes: int, view: tuple[Any, ...], metadata: tuple[Any,
         raise Refusal(f"the tensor is a lazy view ({flags}): its bytes alone are not its values")
     if type(offset) is not int or not 0 <= offset < _MAX_ELEMENTS or type(requires_grad) is not bool:
         raise Refusal("a tensor with an impossible offset")
-    if (
-        type(hooks) is not _Hooks
-        or not (_is_extent(shape) and _is_extent(stride))
-        or len(shape) != len(stride)
-    ):
+    if type(hooks) is not _Hooks or not (is_extent(shape) and is_extent(stride)) or len(shape) != len(stride):
         raise Refusal("a tensor with an impossible shape or stride")
     return StoredTensor(dtype, shape, stride, offset, nbytes)
 
 
-def _is_extent(value: object) -> bool:
+def is_extent(value: object) -> TypeGuard[Shape]:
+    """True for a tuple that can be a shape or a stride."""
     return (
         type(value) is tuple
         and len(value) <= _MAX_DIMS
@@ -142,7 +139,7 @@ _VOCABULARY = Vocabulary(
         ("torch._utils", "_rebuild_tensor_v3"): Global("_rebuild_tensor_v3", call=_rebuild_v3),
         ("collections", "OrderedDict"): Global("OrderedDict", call=_make_hooks),
         ("torch.storage", "UntypedStorage"): _StorageClass(None),
-        **{("torch", name): _StorageClass(BY_NAME[dtype]) for name, dtype in _STORAGES.items()},
+        **{("torch", name): _StorageClass(BY_NAME[dtype]) for name, dtype in STORAGES.items()},
         **{("torch", name): dtype for name, dtype in BY_NAME.items()},
     },
     max_bytes=_MAX_BYTES,

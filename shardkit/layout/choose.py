@@ -20,6 +20,7 @@ from shardkit.layout.wrap_policy import parse_policy
 # A search for the nearest name takes a second among 20,000 of them.
 _MAX_SUGGESTIONS = 3
 _MAX_PREFIXES = 20
+_COMPILED = "_orig_mod."
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -151,7 +152,8 @@ def _misfit(
     config: Mapping[str, Any] | None,
 ) -> LayoutError:
     name = escape(found.model_class)
-    if _is_renamed(unknown, missing, source):
+    is_compiled = _is_compiled(unknown, missing)
+    if not is_compiled and _is_renamed(unknown, missing, source):
         return LayoutError(
             "the model's module names differ from the names in its files;"
             " this needs key rules, which shardkit does not have yet",
@@ -164,14 +166,28 @@ def _misfit(
         "of another shape": len(shapes),
     }
     said = ", ".join(f"{what}: {count}" for what, count in counts.items() if count)
-    quantized = "quantization_config" in (config or {})
     return LayoutError(
         f"{name} and its files do not fit each other; tensors {said}",
         problems=[*shapes, *_name_problems(name, unknown, missing)],
-        hint="the config asks for quantized weights, which shardkit cannot build a model for yet"
-        if quantized
-        else "config.json and the weight files must be of the same model",
+        hint=_hint(config or {}, is_compiled=is_compiled),
     )
+
+
+def _hint(config: Mapping[str, Any], *, is_compiled: bool) -> str:
+    if is_compiled:
+        return (
+            f"the names differ by {_COMPILED!r}, which torch.compile puts into them:"
+            " save the model that was compiled (its _orig_mod), or take that out of the names"
+        )
+    if "quantization_config" in config:
+        return "the config asks for quantized weights, which shardkit cannot build a model for yet"
+    return "config.json and the weight files must be of the same model"
+
+
+def _is_compiled(unknown: list[str], missing: list[str]) -> bool:
+    """True where all that is missing stands in the files under the name that a compiled model has for it."""
+    plain = {name.replace(_COMPILED, "") for name in unknown if _COMPILED in name}
+    return bool(missing) and plain.issuperset(missing)
 
 
 def _is_renamed(unknown: list[str], missing: list[str], source: Mapping[str, TensorEntry]) -> bool:

@@ -41,6 +41,7 @@ from shardkit.layout.wrap_policy import (
 
 # The state dict hooks of activation checkpointing take this part out of names; named_modules() has it.
 _CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
+_MAX_SHOWN = 200
 
 
 def main() -> None:
@@ -64,7 +65,7 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
         return {"status": "cannot_build", **error.to_json()}
     except LayoutError as error:
         return {"status": "layout", **error.to_json()}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Anything may come out of a model's own code. All of it goes to the parent, none is hidden.
         traceback.print_exc()
         failure = LayoutError(
@@ -167,7 +168,7 @@ def _import(module_name: str, attribute: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not isinstance(error, ModuleNotFoundError):
             traceback.print_exc()
         raise PolicyError(
@@ -181,7 +182,7 @@ def _call_function(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> No
     function: Callable[[nn.Module, DeviceMesh], object] = _import(*policy.function)
     try:
         function(model, mesh)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         traceback.print_exc()
         raise PolicyError(
             f"--wrap {policy.text}: the function failed: {_describe(error)}",
@@ -342,5 +343,7 @@ def _placement(tensor: torch.Tensor, mesh: Mesh) -> Placements:
 
 
 def _describe(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({repr(error.code)[:_MAX_SHOWN]})"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {escape(text[0])}" if text else type(error).__name__

@@ -66,18 +66,6 @@ class Trace:
     """Regular expressions for names that transformers leaves out when it loads this model."""
 
 
-def trace(
-    directory: str,
-    mesh: Mesh,
-    wrap: str,
-    *,
-    trust_remote_code: bool = False,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> Layout:
-    """Return the layout of a model, by wrapping it; `trace_model` tells more, and the rest is there."""
-    return trace_model(directory, mesh, wrap, trust_remote_code=trust_remote_code, timeout_s=timeout_s).layout
-
-
 def trace_model(
     directory: str,
     mesh: Mesh,

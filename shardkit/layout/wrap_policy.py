@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardkit.core.text import escape, suggestion
+from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import PolicyError
 
 # One part of a dotted name: an identifier, an index of a numbered container, or any.
@@ -144,12 +144,8 @@ def list_candidates(candidates: Mapping[str, int], asked: Iterable[str] = ()) ->
     """Return one line for each candidate, those most like the names that were asked for first."""
     wanted = tuple(asked)
     ordered = sorted(candidates, key=lambda name: -_likeness(name, wanted))
-    return [f"{escape(name)}  ({_times(candidates[name])})" for name in ordered]
+    return [f"{escape(name)}  ({count(candidates[name], 'module')})" for name in ordered]
 
 
 def _likeness(name: str, asked: tuple[str, ...]) -> float:
     return max((difflib.SequenceMatcher(None, name, wanted).ratio() for wanted in asked), default=0.0)
-
-
-def _times(count: int) -> str:
-    return "1 module" if count == 1 else f"{count} modules"

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import struct
+from collections.abc import Iterator
 
 from shardkit.core.catalog import Catalog
 
@@ -31,27 +32,56 @@ def clone_range(source_fd: int, source_start: int, target_fd: int, target_start:
 def can_share_extents(catalog: Catalog, directory: str) -> bool:
     """True when every source file can share extents with files in `directory`.
 
-    Tries it with the first block of each file on a file without a name, so that nothing is left behind.
+    Tries it, with the first block of one file of each device and files without a name, so that nothing is
+    left behind. Equal device numbers are no condition: each subvolume of Btrfs has its own, and shares.
     """
     files = [file for file in catalog.files if file.size >= BLOCK]
     if not files or any(file.decode for file in files):
         return False
-    devices = {os.stat(file.path).st_dev for file in files}
-    if devices != {os.stat(directory).st_dev}:
-        return False
     try:
-        probe = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except (OSError, AttributeError):  # no unnamed files here, or not Linux
+        with _nameless(directory) as probe:
+            tried = set[int]()
+            for file in files:
+                device = os.stat(nearest_existing(file.path)).st_dev
+                if device not in tried:
+                    tried.add(device)
+                    with _source(file.path) as source:
+                        clone_range(source, 0, probe, 0, BLOCK)
+    except (OSError, AttributeError):  # AttributeError: no O_TMPFILE, this is not Linux
         return False
+    return True
+
+
+@contextlib.contextmanager
+def _nameless(directory: str) -> Iterator[int]:
+    """Give the descriptor of a file without a name."""
+    fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        source = os.open(files[0].path, os.O_RDONLY | os.O_CLOEXEC)
-        with contextlib.closing(os.fdopen(source, "rb")):
-            clone_range(source, 0, probe, 0, BLOCK)
-        return True
-    except OSError:
-        return False
+        yield fd
     finally:
-        os.close(probe)
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _source(path: str) -> Iterator[int]:
+    """Give the descriptor of a source file; for one that is yet to be downloaded, of a block where it will lie."""
+    if not os.path.lexists(path):
+        with _nameless(nearest_existing(path)) as fd:
+            os.pwrite(fd, bytes(BLOCK), 0)
+            yield fd
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def nearest_existing(path: str) -> str:
+    """Return a path, or the directory above it that exists."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path) or os.curdir
+    return path
 
 
 def shared_part(start: int, nbytes: int) -> tuple[int, int]:

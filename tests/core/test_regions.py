@@ -10,6 +10,7 @@ from shardkit.core.regions import (
     blocks,
     contiguous_suffix,
     find_tiling_error,
+    flat_range_boxes,
     full_region,
     intersect,
     is_contiguous,
@@ -143,3 +144,29 @@ def test_thousands_of_strips_are_checked_along_either_dim(dim: int) -> None:
     ]
     assert find_tiling_error((4096, 4096), strips) is None
     assert "overlap" in (find_tiling_error((4096, 4096), [*strips, strips[7]]) or "")
+
+
+@given(shapes.flatmap(lambda shape: st.tuples(st.just(shape), st.data())))
+def test_flat_ranges_are_boxes_in_order(case: tuple[Shape, st.DataObject]) -> None:
+    shape, data = case
+    total = int(np.prod(shape, dtype=int))
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    boxes = flat_range_boxes(shape, start, stop)
+    grid = numbered(shape)
+    assert [int(index) for box in boxes for index in grid[window(box)].ravel()] == list(range(start, stop))
+    assert len(boxes) <= max(2 * len(shape) - 1, 1)
+    assert all(is_contiguous(box, shape) for box in boxes)
+
+
+def test_a_flat_range_takes_as_few_boxes_as_it_can() -> None:
+    assert flat_range_boxes((4, 6), 0, 24) == [Region((0, 0), (4, 6))]
+    assert flat_range_boxes((4, 6), 6, 18) == [Region((1, 0), (2, 6))]
+    assert flat_range_boxes((4, 6), 7, 10) == [Region((1, 1), (1, 3))]
+    assert flat_range_boxes((4, 6), 4, 20) == [
+        Region((0, 4), (1, 2)),
+        Region((1, 0), (2, 6)),
+        Region((3, 0), (1, 2)),
+    ]
+    assert flat_range_boxes((), 0, 1) == [Region((), ())]
+    assert flat_range_boxes((3, 0), 0, 0) == []

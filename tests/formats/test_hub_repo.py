@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -45,7 +46,35 @@ SHARDED = {
     "x-2.safetensors": tiny_file(b=b"345"),
 }
 STRAY = {**SHARDED, "model.safetensors": tiny_file(a=b"99")}
-REPOS = {"org/good": SHARDED, "gpt2": {"model.safetensors": tiny_file(a=b"1")}, "org/stray": STRAY}
+BIG = 32 << 20
+TIED = {"model.embed_tokens.weight": b"12", "lm_head.weight": b"34"}
+REPOS = {
+    "org/good": SHARDED,
+    "gpt2": {"model.safetensors": tiny_file(a=b"1")},
+    "org/stray": STRAY,
+    "org/lfs": SHARDED,  # its weights lie on another host
+    "org/big": {"model.safetensors": tiny_file(a=bytes(BIG))},
+    "org/norange": {"model.safetensors": tiny_file(a=bytes(BIG))},  # as if ranges had not been invented
+    "org/hushed": SHARDED,  # answers ranges without the size
+    "org/wrong": SHARDED,  # answers another range
+    "org/gap": {
+        **SHARDED,
+        "x-2.safetensors": tiny_file(c=b"345"),
+        "x [1].safetensors": tiny_file(a=b"1") + b"?",
+    },
+    "org/short": {**SHARDED, "x-2.safetensors": b"1234", "x [1].safetensors": b""},
+    "org/lacks": {name: data for name, data in SHARDED.items() if name != "x-2.safetensors"},
+    "org/tied": {
+        "config.json": b'{"architectures": ["OwnForCausalLM"], "tie_word_embeddings": true}',
+        "model.safetensors": tiny_file(**TIED),
+    },
+}
+
+
+def header_bytes(repo: str) -> int:
+    """Bytes of the weights of a repo that are not data."""
+    files = [data for name, data in REPOS[repo].items() if name.endswith(".safetensors") and "/" not in name]
+    return sum(8 + struct.unpack("<Q", data[:8])[0] for data in files)
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -60,13 +89,39 @@ class FakeHub(BaseHTTPRequestHandler):
     def answer(self, with_body):
         path = urlsplit(self.path).path.replace("%20", " ").replace("%5B", "[").replace("%5D", "]")
         status, headers, body = self.route(path)
+        if status == 200 and path.endswith(".safetensors"):
+            self.server.asked.append((self.headers["Host"], path, self.headers.get("Authorization")))
+            status, headers, body = self.weights(path, headers, body)
         self.send_response(status)
         for key, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(key, value)
         self.end_headers()
         if with_body:
             self.server.fetched.append(path)
-            self.wfile.write(body)
+            for start in range(0, len(body), 1 << 16):
+                try:
+                    self.wfile.write(body[start : start + (1 << 16)])
+                except OSError:  # the client has had enough
+                    break
+                self.server.weight_bytes += len(body[start : start + (1 << 16)]) * path.endswith(
+                    ".safetensors"
+                )
+
+    def weights(self, path, headers, body):
+        """What becomes of the answer for a weight file."""
+        if "org/lfs" in path and not self.headers["Host"].startswith("localhost"):
+            place = f"http://localhost:{self.server.server_port}{self.path}"
+            linked = {"Location": place, "X-Linked-Size": str(len(body)), "X-Linked-ETag": headers["ETag"]}
+            return 302, {**headers, **linked}, b""
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if not wanted or "norange" in path:
+            return 200, headers, body
+        start, last = int(wanted[1]), min(int(wanted[2]), len(body) - 1)
+        if start >= len(body):
+            return 416, {"Content-Range": f"bytes */{len(body)}"}, b""
+        size = "*" if "hushed" in path else len(body)
+        shown = 0 if "wrong" in path else start
+        return 206, {**headers, "Content-Range": f"bytes {shown}-{last}/{size}"}, body[start : last + 1]
 
     def route(self, path):
         if "down" in path:
@@ -104,7 +159,7 @@ class FakeHub(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    server.fetched = []
+    server.fetched, server.asked, server.weight_bytes = [], [], 0
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     yield server
@@ -114,10 +169,18 @@ def hub():
 
 
 SCRIPT = """
-import json, sys
+import json, os, sys
+from shardkit import preshard
 from shardkit.errors import ShardkitError
 from shardkit.formats.source import open_source
 for source, revision in json.loads(sys.argv[1]):
+    if revision and revision.startswith("-> "):
+        output, *flags = revision[3:].split()
+        try:
+            print(json.dumps(preshard(source, output, world_size=2, wrap="none", dry_run="-n" in flags).to_json()))
+        except ShardkitError as error:
+            print(json.dumps(error.to_json()))
+        continue
     try:
         model = open_source(source, revision=revision)
         config = model.config and model.config["model_type"]
@@ -129,7 +192,7 @@ for source, revision in json.loads(sys.argv[1]):
 """
 
 
-def fetch(hub, cache, *sources, **environment):
+def fetch(hub, cache, *sources, script=SCRIPT, **environment):
     """Run `open_source` in a fresh interpreter, because huggingface_hub reads its environment at import."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     env |= {
@@ -142,7 +205,7 @@ def fetch(hub, cache, *sources, **environment):
     }
     pairs = [source if isinstance(source, tuple) else (source, None) for source in sources]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(pairs)],
+        [sys.executable, "-c", script, json.dumps(pairs)],
         env=env, capture_output=True, text=True, timeout=120, check=True, cwd=os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
     )  # fmt: skip
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -169,6 +232,116 @@ def test_needed_files_only_then_offline(hub, tmp_path):
     assert not hub.fetched
     assert other[0] == "ResourceError"
     assert "HF_HUB_OFFLINE" in other[1]
+
+
+def plan_of(result):
+    """What must not depend on whether it is a dry run."""
+    return {
+        k: v for k, v in result.items() if k not in ("dry_run", "elapsed_s", "free_bytes", "download_bytes")
+    }
+
+
+@pytest.mark.parametrize("repo", ["org/good", "org/lfs", "org/hushed", "gpt2"])
+def test_a_dry_run_reads_headers_only_and_plans_the_same(hub, tmp_path, repo):
+    hub.weight_bytes = 0
+    hub.asked.clear()
+    planned = f"-> {tmp_path}/out -n"
+    (dry,) = fetch(hub, tmp_path / "cache", (repo, planned), HF_TOKEN="hf_secret")
+    assert hub.weight_bytes == header_bytes(repo)
+    data_bytes = sum(
+        len(data) for name, data in REPOS[repo].items() if name.endswith(".safetensors") and "/" not in name
+    )
+    assert dry["download_bytes"] == data_bytes
+    assert not (tmp_path / "out").exists()
+    by_host = {host.split(":")[0]: token for host, _, token in hub.asked}
+    assert by_host == {"127.0.0.1": "Bearer hf_secret", **({"localhost": None} if repo == "org/lfs" else {})}
+    (real,) = fetch(hub, tmp_path / "cache", (repo, f"-> {tmp_path}/out"), HF_TOKEN="hf_secret")
+    assert (tmp_path / "out" / ".metadata").exists()
+    assert plan_of(dry) == plan_of(real)
+    assert real["download_bytes"] == 0
+    hub.weight_bytes = 0
+    (again,) = fetch(hub, tmp_path / "cache", (repo, f"-> {tmp_path}/other -n"), HF_HUB_OFFLINE="1")
+    assert hub.weight_bytes == again["download_bytes"] == 0
+    assert plan_of({**again, "output": dry["output"]}) == plan_of(dry)
+
+
+def test_a_dry_run_opens_the_same_catalog(hub, tmp_path):
+    """The identity, too: it holds sizes and digests of headers."""
+    code = SCRIPT.replace("revision=revision)", "revision=revision, headers_only=True)").replace(
+        "file.path, ", "os.devnull, "
+    )
+    (dry,) = fetch(hub, tmp_path, "org/good", script=code)
+    (real,) = fetch(hub, tmp_path, "org/good")
+    assert dry[:-1] == real[:-1]
+    assert dry[-1] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("repo", "most_bytes"), [("org/big", header_bytes("org/big")), ("org/norange", BIG // 2)]
+)
+def test_no_more_is_read_than_the_header(hub, tmp_path, repo, most_bytes):
+    hub.weight_bytes = 0
+    (dry,) = fetch(hub, tmp_path / "cache", (repo, f"-> {tmp_path}/out -n"))
+    assert dry["read_bytes"] == BIG
+    assert hub.weight_bytes <= most_bytes
+    assert not [
+        file for file in (tmp_path / "cache").rglob("*") if file.is_file() and file.stat().st_size > 1 << 20
+    ]
+
+
+def test_a_dry_run_refuses_what_the_real_run_would(hub, tmp_path):
+    repos = ["org/gap", "org/short", "org/lacks"]
+    dry = fetch(hub, tmp_path / "cache", *((repo, f"-> {tmp_path}/out -n") for repo in repos))
+    real = fetch(hub, tmp_path / "cache", *((repo, f"-> {tmp_path}/out") for repo in repos))
+    assert dry == real
+    assert [error["error"] for error in dry] == ["SourceError"] * 3
+    assert "1 bytes after the end of a belong to no tensor" in " ".join(dry[0]["problems"])
+    assert "expected at least 8 bytes, found 4" in " ".join(dry[1]["problems"])
+    assert "expected at least 8 bytes, found 0" in " ".join(dry[1]["problems"])
+    assert "x-2.safetensors" in dry[2]["problems"]
+    wrong, down = (
+        *fetch(hub, tmp_path / "cache", ("org/wrong", f"-> {tmp_path}/out -n")),
+        *fetch(
+            hub, tmp_path / "none", ("org/good", f"-> {tmp_path}/out -n"), HF_ENDPOINT="http://127.0.0.1:9"
+        ),
+    )
+    assert (wrong["error"], down["error"]) == ("ResourceError", "ResourceError")
+    assert "another range" in wrong["message"]
+
+
+def test_a_dry_run_takes_what_is_cached_and_no_more_when_offline(hub, tmp_path):
+    (_,) = fetch(hub, tmp_path / "cache", "org/good")
+    (shard,) = (tmp_path / "cache").rglob("x-2.safetensors")
+    shard.unlink()
+    (offline,) = fetch(hub, tmp_path / "cache", ("org/good", f"-> {tmp_path}/out -n"), HF_HUB_OFFLINE="1")
+    assert offline["error"] == "ResourceError"
+    assert "HF_HUB_OFFLINE" in offline["message"]
+    hub.weight_bytes = 0
+    (dry,) = fetch(hub, tmp_path / "cache", ("org/good", f"-> {tmp_path}/out -n"))
+    assert hub.weight_bytes == len(SHARDED["x-2.safetensors"]) - 3
+    assert dry["download_bytes"] == len(SHARDED["x-2.safetensors"])
+
+
+def test_a_dry_run_of_tied_copies_says_that_it_did_not_compare_them(hub, tmp_path):
+    (dry,) = fetch(hub, tmp_path / "cache", ("org/tied", f"-> {tmp_path}/out -n"))
+    (real,) = fetch(hub, tmp_path / "cache", ("org/tied", f"-> {tmp_path}/out"))
+    assert any("taken for granted" in note for note in dry["notes"])
+    assert not any("taken for granted" in note for note in real["notes"])
+    assert (len(dry["warnings"]), len(real["warnings"])) == (0, 1)
+
+
+def test_a_dry_run_of_a_legacy_repo_says_that_it_was_downloaded(hub, tmp_path):
+    import io
+
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save({"a": torch.zeros(3)}, buffer)
+    REPOS["org/legacy"] = {"pytorch_model.bin": buffer.getvalue()}
+    first, second = fetch(hub, tmp_path / "cache", *[("org/legacy", f"-> {tmp_path}/out -n")] * 2)
+    assert "downloaded into the cache" in " ".join(first["notes"])
+    assert not any("downloaded" in note for note in second["notes"])
+    assert first["download_bytes"] == 0
 
 
 def test_refusals(hub, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from shardkit.core.mesh import parse_mesh
 from shardkit.layout import traced
-from shardkit.layout.traced import trace
+from shardkit.layout.traced import trace_model
 
 WRAP = """
 import os
@@ -30,8 +30,8 @@ def test_the_child_is_shielded_from_the_launcher_and_the_directory(
         monkeypatch.setenv(name, "3")
     monkeypatch.chdir(tmp_path)
     mesh = parse_mesh("dp_replicate=32,dp_shard=32", None)
-    layout = trace(model_dir("llama-tied", num_hidden_layers=1), mesh, "my_wrap:whole")
-    assert [unit.path for unit in layout.units] == [""]
+    found = trace_model(model_dir("llama-tied", num_hidden_layers=1), mesh, "my_wrap:whole")
+    assert [unit.path for unit in found.layout.units] == [""]
 
 
 def test_a_child_that_cannot_start_shows_its_last_lines() -> None:

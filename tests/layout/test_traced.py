@@ -4,22 +4,27 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import BY_NAME
-from shardkit.core.mesh import parse_mesh
+from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.errors import LayoutError, PolicyError, ResourceError
 from shardkit.layout import traced
 from shardkit.layout.choose import fit, make_layout
 from shardkit.layout.layout import Layout
-from shardkit.layout.traced import CannotBuildError, Trace, trace, trace_model
+from shardkit.layout.traced import CannotBuildError, Trace, trace_model
 
 MESH = parse_mesh(None, 4)
 ModelDir = Callable[..., str]
 
 pytestmark = pytest.mark.usefixtures("fast_trace")
+
+
+def trace(directory: str, mesh: Mesh, wrap: str, **options: Any) -> Layout:
+    return trace_model(directory, mesh, wrap, **options).layout
 
 
 def source_of(
@@ -183,6 +188,10 @@ def failing(model, mesh):
     print("told before it failed")
     raise KeyError("no such layer")
 
+def leaving(model, mesh):
+    import sys
+    sys.exit("no\\x1b GPU")
+
 number = 3
 """
 
@@ -191,6 +200,7 @@ number = 3
 def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module my_wrap.py in the current directory."""
     (tmp_path / "my_wrap.py").write_text(FUNCTIONS)
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
 
 
@@ -235,6 +245,8 @@ def test_names_are_those_of_the_state_dict(model_dir: ModelDir) -> None:
     [
         ("my_wrap:nothing", PolicyError, "no module of the model is sharded"),
         ("my_wrap:failing", PolicyError, "KeyError: 'no such layer'"),
+        ("my_wrap:leaving", PolicyError, "the function failed: it called sys.exit('no\\x1b GPU')"),
+        ("leaves:whole", PolicyError, "cannot import whole from leaves: it called sys.exit(3)"),
         ("my_wrap:absent", PolicyError, "cannot import absent from my_wrap"),
         ("my_warp:nothing", PolicyError, "cannot import nothing from my_warp: ModuleNotFoundError"),
         ("my_wrap.number", PolicyError, "is not a class"),
@@ -397,6 +409,18 @@ def test_fused_experts_need_key_rules(bert: Trace) -> None:
     )
     with pytest.raises(LayoutError, match="key rules"):
         fit(found, source_of(layout, more=more))
+
+
+def test_names_of_a_compiled_model_are_said_to_be_such(bert: Trace) -> None:
+    with pytest.raises(LayoutError) as caught:
+        fit(bert, renamed(bert, lambda name: "_orig_mod." + name))
+    assert "torch.compile" in (caught.value.hint or "")
+    with pytest.raises(LayoutError) as caught:  # as FSDP with a compiled layer names them
+        fit(bert, renamed(bert, lambda name: name.replace("layer.1.", "layer.1._orig_mod.")))
+    assert "torch.compile" in (caught.value.hint or "")
+    with pytest.raises(LayoutError) as caught:  # another name is missing too
+        fit(bert, renamed(bert, lambda name: "_orig_mod." + name.replace("pooler", "puller")))
+    assert "torch.compile" not in (caught.value.hint or "")
 
 
 def test_a_quantized_source_is_named_as_such(bert: Trace) -> None:

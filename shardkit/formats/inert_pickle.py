@@ -1,0 +1,337 @@
+"""Look into a pickle that may name anything, without importing, calling or building any of it.
+
+What a training script puts beside its weights cannot be listed beforehand. So this interpreter, unlike
+`pickle_vm`, knows every opcode of protocols 2 to 5 and refuses no name: what is not plain data becomes an
+`Opaque` (`inert`), and whatever is done to an `Opaque` yields an `Opaque`. A `Maker` is the only way to get
+anything else, and those are ours. Some rules keep a small file from costing much: only strings and 64-bit integers
+are ever hashed, the number of objects is limited, and a result that contains itself, or that shared parts
+would make endless to walk through, is refused.
+
+Source: CPython 3.13, Lib/pickletools.py (opcodes 2 to 5).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from shardkit.errors import SourceError
+from shardkit.formats.inert import Opaque
+from shardkit.formats.pickle_vm import Refusal
+
+_MAX_BYTES = 1 << 25
+_MAX_OBJECTS = 1 << 22  # containers, texts, calls and names; and as many memo slots
+_MAX_NAME = 200  # bytes of a module or a name that GLOBAL may give
+_MAX_NODES = 10_000_000  # values that somebody who walks through the result comes across
+_MAX_DEPTH = 100
+_MAX_LONG = 1 << 10  # bytes of an integer
+_INT64 = 1 << 63
+
+
+class InertPickle:
+    """Interprets one pickle.
+
+    Args:
+        data: the whole pickle.
+        names: (module, name) -> the inert value that it stands for; asked for every name.
+        persistent: what a persistent id stands for.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        names: Callable[[str, str], object],
+        persistent: Callable[[object], object],
+    ) -> None:
+        self._data, self._names, self._persistent = data, names, persistent
+        self._pos = 0
+        self._stack: list[Any] = []
+        self._outer: list[list[Any]] = []  # the stacks below each open MARK
+        self._memo: dict[int, Any] = {}
+        self._num_objects = 0
+        self.num_dropped = 0
+        """Entries of dicts that were left out, because their keys are neither strings nor integers."""
+
+    def run(self, where: str) -> object:
+        """Return what the pickle describes: None, bool, int, float, str, bytes, list, tuple, dict, Opaque.
+
+        Args:
+            where: the file, escaped, for messages.
+
+        Raises:
+            SourceError: damaged, or larger than such a thing may be.
+        """
+        try:
+            if len(self._data) > _MAX_BYTES:
+                raise Refusal(f"it has {len(self._data)} bytes, more than the {_MAX_BYTES} that it may")
+            value = self._execute()
+            _check_walk(value)
+            return value
+        except Refusal as refusal:
+            reason = str(refusal)
+        except (IndexError, struct.error):
+            reason = "it ends too early, or an opcode finds nothing to work on"
+        except KeyError:
+            reason = "a memo entry is missing"
+        except ValueError:  # UnicodeDecodeError is one
+            reason = "text that is not UTF-8, or a name without an end"
+        raise SourceError(
+            f"{where} is damaged or not what torch writes: {reason} (near byte {self._pos})",
+            hint="nothing in it was executed; use another copy of the file",
+        ) from None
+
+    def _execute(self) -> object:
+        data, handlers = self._data, _HANDLERS
+        if data[:1] != b"\x80" or not 2 <= data[1] <= 5:
+            raise Refusal("a pickle protocol other than 2 to 5")
+        self._pos = 2
+        while True:
+            op = data[self._pos]
+            self._pos += 1
+            if op == 0x2E:  # STOP
+                break
+            handler = handlers.get(op)
+            if handler is None:
+                raise Refusal(f"opcode 0x{op:02x} is not one of protocols 2 to 5")
+            handler(self)
+        if self._pos != len(data):
+            raise Refusal(f"{len(data) - self._pos} bytes follow the end of the pickle")
+        if len(self._stack) != 1 or self._outer:
+            raise Refusal("the pickle does not end with one object")
+        return self._stack[0]
+
+    def _count(self) -> None:
+        self._num_objects += 1
+        if self._num_objects > _MAX_OBJECTS:
+            raise Refusal(f"it makes more than {_MAX_OBJECTS} objects")
+
+    def _push_new(self, value: object) -> None:
+        self._count()
+        self._stack.append(value)
+
+    def _take(self, nbytes: int) -> bytes:
+        start = self._pos
+        self._pos = start + nbytes
+        if self._pos > len(self._data):
+            raise IndexError
+        return self._data[start : self._pos]
+
+    def _pop_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._outer.pop()
+        return items
+
+    def _drop_mark(self) -> None:
+        self._pop_mark()
+
+    def _mark(self) -> None:
+        self._count()
+        self._outer.append(self._stack)
+        self._stack = []
+
+    def _dup(self) -> None:
+        self._push_new(self._stack[-1])
+
+    def _pop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+        else:
+            self._pop_mark()
+
+    def _plain_long(self, nbytes: int) -> None:
+        if nbytes > _MAX_LONG:
+            raise Refusal(f"an integer of {nbytes} bytes")
+        self._stack.append(int.from_bytes(self._take(nbytes), "little", signed=True))
+
+    def _float(self) -> None:
+        self._stack.append(struct.unpack(">d", self._take(8))[0])
+
+    def _text(self, nbytes: int) -> None:
+        self._push_new(self._take(nbytes).decode())
+
+    def _tuple(self, size: int) -> None:
+        if size > len(self._stack):
+            raise IndexError
+        items = tuple(self._stack[len(self._stack) - size :])
+        del self._stack[len(self._stack) - size :]
+        self._push_new(items)
+
+    def _append(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is list:
+            target.extend(items)
+        elif not isinstance(target, Opaque):
+            raise Refusal(f"APPENDS to something of type {type(target).__name__}")
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if len(items) % 2:
+            raise Refusal("a dict key without a value")
+        if isinstance(target, Opaque):
+            return
+        if type(target) is not dict:
+            raise Refusal(f"SETITEMS on something of type {type(target).__name__}")
+        for i in range(0, len(items), 2):
+            key = items[i]
+            if type(key) is not str and not (type(key) is int and -_INT64 <= key < _INT64):
+                self.num_dropped += 1
+            elif key in target:
+                raise Refusal("a dict key that is given twice")
+            else:
+                target[key] = items[i + 1]
+
+    def _set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._set_items([key, value])
+
+    def _dict(self) -> None:
+        items = self._pop_mark()
+        self._push_new({})
+        self._set_items(items)
+
+    def _set(self, num_operands: int) -> None:
+        """Sets are not made: nothing here hashes what a file says."""
+        if num_operands < 0:
+            self._pop_mark()
+        self._push_new(Opaque("builtins.set"))
+
+    def _global(self) -> None:
+        middle = self._data.index(b"\n", self._pos, self._pos + _MAX_NAME)
+        stop = self._data.index(b"\n", middle + 1, middle + 1 + _MAX_NAME)
+        module, name = self._data[self._pos : middle].decode(), self._data[middle + 1 : stop].decode()
+        self._pos = stop + 1
+        self._push_new(self._names(module, name))
+
+    def _stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str or len(name) + len(module) > 2 * _MAX_NAME:
+            raise Refusal("a global whose name is not text")
+        self._push_new(self._names(module, name))
+
+    def _reduce(self, num_operands: int) -> None:
+        """REDUCE, NEWOBJ, and with the keywords that are ignored NEWOBJ_EX."""
+        operands = [self._stack.pop() for _ in range(num_operands)]
+        function = self._stack.pop()
+        if not isinstance(function, Opaque):
+            raise Refusal(f"a call of something of type {type(function).__name__}")
+        self._push_new(function.make(operands[-1]))
+
+    def _build(self) -> None:
+        state, target = self._stack.pop(), self._stack[-1]
+        if isinstance(target, Opaque):
+            target.build(state)
+
+    def _get(self, slot: int) -> None:
+        self._stack.append(self._memo[slot])
+
+    def _put(self, slot: int) -> None:
+        memo = self._memo
+        if slot in memo:
+            raise Refusal(f"memo slot {slot} set again")
+        if len(memo) >= _MAX_OBJECTS:
+            raise Refusal(f"it keeps more than {_MAX_OBJECTS} objects")
+        memo[slot] = self._stack[-1]
+
+    def _frame(self, nbytes: int) -> None:
+        if nbytes > len(self._data) - self._pos:
+            raise Refusal("a frame that reaches past the end")
+
+    def _persistent_id(self) -> None:
+        self._push_new(self._persistent(self._stack.pop()))
+
+
+def _check_walk(root: object) -> None:
+    """Refuse what nobody should walk through: something inside itself, too deep, or shared too often."""
+    sizes: dict[int, tuple[int, int]] = {}  # of finished containers: values in them, levels
+    active: set[int] = set()
+    todo: list[tuple[object, bool]] = [(root, False)]
+    while todo:
+        value, is_done = todo.pop()
+        if type(value) not in (list, tuple, dict):
+            continue
+        inner: Any = value.values() if type(value) is dict else value
+        children = [child for child in inner if type(child) in (list, tuple, dict)]
+        if is_done:
+            active.discard(id(value))
+            below = [sizes[id(child)] for child in children]
+            size = 1 + len(inner) + sum(num for num, _ in below)
+            depth = 1 + max((levels for _, levels in below), default=0)
+            if size > _MAX_NODES or depth > _MAX_DEPTH:
+                raise Refusal("what it describes is nested too deeply, or too large")
+            sizes[id(value)] = size, depth
+        elif id(value) in active:
+            raise Refusal("what it describes contains itself")
+        elif id(value) not in sizes:
+            active.add(id(value))
+            todo.append((value, True))
+            todo.extend((child, False) for child in children)
+
+
+def _sized(layout: str, method: Callable[[InertPickle, int], None]) -> Callable[[InertPickle], None]:
+    """An opcode with an unsigned number behind it, "<B" to "<Q"."""
+    number = struct.Struct(layout)
+
+    def handle(vm: InertPickle) -> None:
+        start = vm._pos
+        vm._pos = start + number.size
+        method(vm, number.unpack_from(vm._data, start)[0])
+
+    return handle
+
+
+def _constant(value: object) -> Callable[[InertPickle], None]:
+    return lambda vm: vm._stack.append(value)
+
+
+_VM = InertPickle
+_HANDLERS: dict[int, Callable[[InertPickle], None]] = {
+    0x28: _VM._mark,
+    0x30: _VM._pop,
+    0x31: _VM._drop_mark,
+    0x32: _VM._dup,
+    0x42: _sized("<I", lambda vm, size: vm._stack.append(vm._take(size))),  # BINBYTES
+    0x43: _sized("<B", lambda vm, size: vm._stack.append(vm._take(size))),  # SHORT_BINBYTES
+    0x47: _VM._float,
+    0x4A: lambda vm: vm._stack.append(struct.unpack("<i", vm._take(4))[0]),  # BININT
+    0x4B: _sized("<B", lambda vm, value: vm._stack.append(value)),  # BININT1
+    0x4D: _sized("<H", lambda vm, value: vm._stack.append(value)),  # BININT2
+    0x4E: _constant(None),
+    0x51: _VM._persistent_id,
+    0x52: lambda vm: vm._reduce(1),
+    0x58: _sized("<I", _VM._text),  # BINUNICODE
+    0x5D: lambda vm: vm._push_new([]),
+    0x61: lambda vm: vm._append([vm._stack.pop()]),
+    0x62: _VM._build,
+    0x63: _VM._global,
+    0x64: _VM._dict,
+    0x65: lambda vm: vm._append(vm._pop_mark()),
+    0x68: _sized("<B", _VM._get),
+    0x6A: _sized("<I", _VM._get),
+    0x6C: lambda vm: vm._push_new(vm._pop_mark()),  # LIST
+    0x71: _sized("<B", _VM._put),
+    0x72: _sized("<I", _VM._put),
+    0x73: _VM._set_item,
+    0x74: lambda vm: vm._push_new(tuple(vm._pop_mark())),  # TUPLE
+    0x75: lambda vm: vm._set_items(vm._pop_mark()),
+    0x7D: lambda vm: vm._push_new({}),
+    0x81: lambda vm: vm._reduce(1),  # NEWOBJ
+    0x85: lambda vm: vm._tuple(1),
+    0x86: lambda vm: vm._tuple(2),
+    0x87: lambda vm: vm._tuple(3),
+    0x88: _constant(True),
+    0x89: _constant(False),
+    0x8A: _sized("<B", _VM._plain_long),
+    0x8B: _sized("<I", _VM._plain_long),
+    0x8C: _sized("<B", _VM._text),
+    0x8D: _sized("<Q", _VM._text),
+    0x8E: _sized("<Q", lambda vm, size: vm._stack.append(vm._take(size))),  # BINBYTES8
+    0x8F: lambda vm: vm._set(0),  # EMPTY_SET
+    0x90: lambda vm: vm._append(vm._pop_mark()),  # ADDITEMS, to a set
+    0x91: lambda vm: vm._set(-1),  # FROZENSET
+    0x92: lambda vm: vm._reduce(2),  # NEWOBJ_EX
+    0x93: _VM._stack_global,
+    0x94: lambda vm: vm._put(len(vm._memo)),  # MEMOIZE
+    0x95: _sized("<Q", _VM._frame),
+    0x96: _sized("<Q", lambda vm, size: vm._stack.append(vm._take(size))),  # BYTEARRAY8
+    0x29: lambda vm: vm._stack.append(()),
+}

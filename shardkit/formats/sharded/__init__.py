@@ -1,0 +1,1 @@
+"""Sharded checkpoints as trainers leave them: one module for each layout, each opening to a `Checkpoint`."""

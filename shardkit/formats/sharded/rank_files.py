@@ -1,0 +1,291 @@
+"""Put the tensors of files of `torch.save` together, of which each holds what one rank had.
+
+A part of a DTensor or ShardedTensor says where it lies in the whole. A plain tensor is the same on every rank:
+the first file's is taken, and the others must look like it. Replicas of a part are taken once. File after file
+is gone through, so that of 1,000 of them only the places of tensors are kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+from shardkit.core.catalog import Catalog, SourceFile, TensorEntry
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region, Shape, find_tiling_error, full_region
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, SourceError
+from shardkit.formats.dcp_decode import strided_file
+from shardkit.formats.subset import subset
+from shardkit.formats.torch_file import TorchFile, differing_storages, open_torch_file
+from shardkit.formats.torch_values import DistributedRef, Part, TensorRef, UnreadableTensor
+
+Path = tuple[str | int, ...]
+_ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
+
+
+class RankFile(NamedTuple):
+    """A file to be put together with others."""
+
+    name: str
+    """Relative to the checkpoint."""
+    below: Path = ()
+    """What its names begin with."""
+
+
+class Gathered(NamedTuple):
+    """What some files hold together."""
+
+    catalog: Catalog
+    """Extents are raw."""
+    select: Callable[[Collection[str]], Catalog]
+    """As in `Checkpoint`."""
+    check: Callable[[Collection[str]], Iterator[str]]
+    """As in `Checkpoint`."""
+
+
+class _Chunk(NamedTuple):
+    """Where a part lies."""
+
+    file: int
+    start: int
+    nbytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tensor:
+    """A tensor while its parts are collected."""
+
+    path: Path
+    dtype: DType
+    shape: Shape
+    is_plain: bool
+    chunks: dict[Region, _Chunk] = field(default_factory=dict)
+    storages: list[tuple[int, str]] = field(default_factory=list)
+    """File and storage of each chunk."""
+
+
+def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
+    """Open the files of all ranks and put their tensors together.
+
+    Args:
+        directory: the checkpoint's.
+        files: in the order of the ranks.
+
+    Raises:
+        SourceError: files that are damaged, tensors that cannot be read or placed, parts that do not make up
+            the whole; all problems of a kind at once.
+        ResourceError: a file may not be read.
+    """
+    gathering = Gathering(directory)
+    damaged: list[str] = []
+    for name, below in files:
+        try:
+            file = open_torch_file(os.path.join(directory, name), name)
+        except ResourceError:
+            raise
+        except SourceError as error:
+            damaged.append(error.message)
+            continue
+        gathering.add(file, file.tree, below)
+    if damaged:
+        raise SourceError(
+            f"{len(damaged)} of {len(files)} files cannot be read", problems=damaged, hint=_ANOTHER_COPY
+        )
+    return gathering.finish()
+
+
+class Gathering:
+    """Collects the tensors of files, one after another.
+
+    Args:
+        directory: of the checkpoint, for the catalog.
+        may_lack: whether a tensor at a path may be left out where its bytes cannot be taken.
+    """
+
+    def __init__(self, directory: str, may_lack: Callable[[Path], bool] = lambda path: False) -> None:
+        self.left_out: dict[str, str] = {}
+        """Tensors that were left out, and why."""
+        self._may_lack = may_lack
+        self._catalog = Catalog(format="torch-save", directory=directory)
+        self._tensors: dict[str, _Tensor] = {}
+        self._objects: dict[str, None] = {}
+        self._opened: list[TorchFile] = []
+        self._file_ids: list[int] = []  # of the files in the catalog, which may have others between them
+        self._unreadable: dict[str, str] = {}
+        self._different: dict[str, str] = {}
+
+    def add(self, file: TorchFile, tree: object, below: Path = ()) -> None:
+        """Take the tensors of a file.
+
+        Args:
+            tree: what of the file's tree to take.
+            below: what the names begin with.
+        """
+        self._opened.append(replace(file, tree=None))
+        self._file_ids.append(len(self._catalog.files))
+        self._catalog.files.append(file.source)
+        self._add_below(file.source, tree, below)
+
+    def _add_below(self, source: SourceFile, value: object, path: Path) -> bool:
+        """Take what is at and below a path; return whether there was a tensor in it."""
+        children: Iterable[tuple[str | int, object]]
+        if isinstance(value, dict):
+            children = value.items()
+        elif isinstance(value, (list, tuple)):
+            children = enumerate(value)
+        else:
+            return self._add_value(source, value, path)
+        found, others = not path, []
+        for key, child in children:
+            if self._add_below(source, child, (*path, key)):
+                found = True
+            else:
+                others.append((*path, key))
+        if found:  # what holds no tensor at all is one object, not one for each number in it
+            self._objects.update(dict.fromkeys(map(_name, others)))
+        return found
+
+    def _add_value(self, source: SourceFile, value: object, path: Path) -> bool:
+        if isinstance(value, UnreadableTensor):
+            self._refuse(source, path, value.name)
+        elif isinstance(value, DistributedRef):
+            if value.problem:
+                self._refuse(source, path, value.problem)
+            else:
+                self._add_parts(source, path, value.dtype, value.shape, value.parts, is_plain=False)
+        elif isinstance(value, TensorRef):
+            whole = Part(full_region(value.shape), value)
+            self._add_parts(source, path, value.dtype, value.shape, (whole,), is_plain=True)
+        else:
+            return False
+        return True
+
+    def _refuse(self, source: SourceFile, path: Path, reason: str) -> None:
+        refused = self.left_out if self._may_lack(path) else self._unreadable
+        refused.setdefault(_name(path), f"{source.name}: {reason}")
+
+    def _add_parts(
+        self,
+        source: SourceFile,
+        path: Path,
+        dtype: DType,
+        shape: Shape,
+        parts: Iterable[Part],
+        *,
+        is_plain: bool,
+    ) -> None:
+        name = _name(path)
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            tensor = self._tensors[name] = _Tensor(path=path, dtype=dtype, shape=shape, is_plain=is_plain)
+        elif (reason := _difference(tensor, path, dtype, shape, is_plain)) is not None:
+            self._different.setdefault(name, f"{source.name}: {reason}")
+            return
+        for region, part in parts:
+            if region.num_elements and region not in tensor.chunks:
+                tensor.chunks[region] = self._place(name, part)
+                tensor.storages.append((len(self._opened) - 1, part.key))
+
+    def _place(self, name: str, tensor: TensorRef) -> _Chunk:
+        files, file = self._catalog.files, self._file_ids[-1]
+        if tensor.is_contiguous:
+            return _Chunk(file, tensor.start, tensor.nbytes)
+        # Of a storage that others share, only the stretch that this tensor reaches over is read.
+        start = tensor.start
+        record = replace(
+            tensor, data_start=start, data_nbytes=tensor.reach - (start - tensor.data_start), storage_offset=0
+        )
+        entry = TensorEntry(fqn=name, dtype=tensor.dtype, shape=tensor.shape, first_chunk=0, num_chunks=1)
+        files.append(strided_file(files[file], entry, record))
+        return _Chunk(len(files) - 1, 0, tensor.nbytes)
+
+    def finish(self) -> Gathered:
+        """Return the tensors, each of which is whole.
+
+        Raises:
+            SourceError: tensors that cannot be read or placed, that files contradict each other about, or of
+                which parts are missing.
+        """
+        self._raise_problems()
+        catalog, gaps = self._catalog, []
+        for name, tensor in self._tensors.items():
+            reason = find_tiling_error(tensor.shape, list(tensor.chunks))
+            if reason is not None:
+                gaps.append(f"{escape(name)}: {reason}")
+                continue
+            chunks = ((*chunk, region) for region, chunk in tensor.chunks.items())
+            catalog.add_tensor(name, tensor.dtype, tensor.shape, chunks)
+        if gaps:
+            raise SourceError(
+                f"the parts of {len(gaps)} tensors in {len(self._opened)} files do not make up the tensor",
+                problems=gaps,
+                hint="the file of a rank is missing, or files are from different saves: use another copy",
+            )
+        catalog.objects = tuple(self._objects)
+        catalog.paths = {name: tensor.path for name, tensor in self._tensors.items()}
+        storages = {name: tensor.storages for name, tensor in self._tensors.items()}
+        return Gathered(catalog, partial(subset, catalog), partial(_check, self._opened, storages))
+
+    def _raise_problems(self) -> None:
+        if self._unreadable:
+            raise SourceError(
+                f"{len(self._unreadable)} tensors have no bytes that could be taken as they are",
+                problems=[f"{escape(name)}: {escape(why)}" for name, why in self._unreadable.items()],
+                hint="save the model with ordinary dense tensors",
+            )
+        if self._different:
+            raise SourceError(
+                f"{len(self._different)} tensors are different in the files of other ranks",
+                problems=[f"{escape(name)}: {escape(why)}" for name, why in self._different.items()],
+                hint="files from different saves, or local parts that do not say where they belong",
+            )
+
+
+def _difference(tensor: _Tensor, path: Path, dtype: DType, shape: Shape, is_plain: bool) -> str | None:
+    if path != tensor.path:
+        return "two tensors of one name"
+    if is_plain != tensor.is_plain:
+        return "a whole tensor here, a part of one elsewhere"
+    if shape != tensor.shape or dtype is not tensor.dtype:
+        return f"{dtype.name} {list(shape)}, elsewhere {tensor.dtype.name} {list(tensor.shape)}"
+    return None
+
+
+def _check(
+    opened: Sequence[TorchFile], storages: Mapping[str, Sequence[tuple[int, str]]], names: Collection[str]
+) -> Iterator[str]:
+    users: dict[int, dict[str, list[str]]] = {}
+    for name in names:
+        for file, key in storages[name]:
+            users.setdefault(file, {}).setdefault(key, []).append(name)
+    for file, by_key in sorted(users.items()):
+        for key in differing_storages(opened[file], by_key):
+            for name in by_key[key]:
+                yield f"{escape(name)}: {escape(opened[file].name)}: the CRC-32 of its storage is not the recorded one"
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def missing_ranks(pattern: str, ranks: Collection[int], world_size: int) -> None:
+    """Refuse a checkpoint that lacks the files of some ranks.
+
+    Args:
+        pattern: the name of a rank's file, with "{}" in the place of the rank.
+        ranks: those that are there.
+
+    Raises:
+        SourceError: names every missing file.
+    """
+    missing = [rank for rank in range(world_size) if rank not in ranks]
+    if missing:
+        raise SourceError(
+            f"the files of {len(missing)} of {world_size} ranks are missing",
+            problems=[escape(pattern.format(rank)) for rank in missing],
+            hint="copy them from where the ranks ran: each may have saved on a machine of its own",
+        )
