@@ -27,20 +27,31 @@ if TYPE_CHECKING:
         SourceError,
         UsageError,
     )
+    from shardkit.operations.consolidate import ConsolidateResult, consolidate
     from shardkit.operations.environment import Environment, environment
-    from shardkit.operations.inspection import InspectResult, inspect
+    from shardkit.operations.inspection import inspect
+    from shardkit.operations.inspection_result import InspectResult
     from shardkit.operations.preshard import PreshardResult, preshard
+    from shardkit.operations.reshard import ReshardResult, reshard
+    from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 
 _HOMES = {
+    "consolidate": "shardkit.operations.consolidate",
+    "ConsolidateResult": "shardkit.operations.consolidate",
     "preshard": "shardkit.operations.preshard",
     "PreshardResult": "shardkit.operations.preshard",
     "inspect": "shardkit.operations.inspection",
-    "InspectResult": "shardkit.operations.inspection",
+    "InspectResult": "shardkit.operations.inspection_result",
+    "reshard": "shardkit.operations.reshard",
+    "ReshardResult": "shardkit.operations.reshard",
+    "resolve_checkpoint": "shardkit.operations.resolve",
+    "ResolvedCheckpoint": "shardkit.operations.resolve",
     "environment": "shardkit.operations.environment",
     "Environment": "shardkit.operations.environment",
 }
 
 __all__ = [
+    "ConsolidateResult",
     "Environment",
     "IncompleteError",
     "InspectResult",
@@ -50,14 +61,19 @@ __all__ = [
     "MeshError",
     "PolicyError",
     "PreshardResult",
+    "ReshardResult",
+    "ResolvedCheckpoint",
     "ResourceError",
     "ShardkitError",
     "SourceError",
     "UsageError",
     "__version__",
+    "consolidate",
     "environment",
     "inspect",
     "preshard",
+    "reshard",
+    "resolve_checkpoint",
 ]
 
 

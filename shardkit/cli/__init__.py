@@ -17,9 +17,11 @@ from shardkit.cli.signals import signals_raised
 from shardkit.core.text import escape, suggestion
 
 _COMMANDS = {
+    "consolidate": "Write any trainer's sharded checkpoint as a Hub model.",
     "env": "Show versions and settings, to paste into a bug report.",
     "inspect": "Show what a model or a checkpoint holds.",
     "preshard": "Write a Hub model as one file for each rank of a mesh.",
+    "reshard": "Write a sharded checkpoint, model and optimizer, for another mesh.",
 }
 """Name -> the line in `shardkit --help`; the module `shardkit.cli.<name>` has the command."""
 
@@ -78,6 +80,7 @@ class Commands(click.Group):
     epilog="""\b
 Examples:
   shardkit preshard Qwen/Qwen3-8B --world-size 32 --dry-run
+  shardkit consolidate last.ckpt/
   shardkit inspect Qwen3-8B-dp_shard32
 
 Every command has --help, and --json for its result as one JSON document.""",

@@ -9,7 +9,8 @@ import click
 from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, limited, more, size_runs, table
 from shardkit.core.text import escape
 from shardkit.core.units import format_size
-from shardkit.operations.inspection import InspectedFile, InspectResult, inspect
+from shardkit.operations.inspection import inspect
+from shardkit.operations.inspection_result import InspectedFile, InspectResult
 
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _MAX_FILES = 20
@@ -26,7 +27,7 @@ Examples:
 @click.option("--tensors", is_flag=True, help="List every tensor; otherwise layers and experts are folded.")
 @json_option
 def command(*, path: str, tensors: bool, as_json: bool) -> None:
-    """Show what PATH holds: a Hub model, a pre-sharded directory, or any DCP checkpoint.
+    """Show what PATH holds: a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint.
 
     Headers and metadata are read, no tensor data. What is not as it should be is said on stderr.
     """
@@ -61,7 +62,10 @@ def _title(result: InspectResult) -> str:
     if result.kind == "presharded":
         return f"DCP checkpoint, pre-sharded by {escape(result.made_by or '')}"
     if result.kind == "dcp":
-        return "DCP checkpoint"
+        is_plain = result.made_by in (None, "torch.distributed.checkpoint")
+        return "DCP checkpoint" if is_plain else f"DCP checkpoint of {escape(result.made_by or '')}"
+    if result.kind == "sharded":
+        return f"checkpoint of {escape(result.made_by or result.format)}"
     model_class = f" of {escape(result.model_class)}" if result.model_class else ""
     return f"Hub model{model_class}, {result.format}"
 
@@ -73,6 +77,8 @@ def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:
         yield "mesh", f"{escape(result.mesh)}; world size {result.world_size}"
     elif result.kind == "dcp":
         yield "mesh", "not recorded"
+    for kind, root in result.roots:
+        yield "roots", f"{kind}: {escape(root) or '(all)'}"
     if result.layout is not None:
         yield "layout", f"{escape(result.layout)}, wrap policy {escape(result.policy or '')}"
         yield from limited("units", [_unit(unit.path, unit.class_name, unit.count) for unit in result.units])
@@ -82,6 +88,10 @@ def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:
     yield "files", _files(result)
     yield from limited("tied", [" = ".join(map(escape, group)) for group in result.ties])
     yield from limited("objects", [escape(name) for name in result.objects])
+    for asset in result.assets:
+        yield "assets", escape(asset)
+    yield from limited("refused", [f"{kind}: {escape(reason)}" for kind, reason in result.refused])
+    yield from limited("skipped", [f"{escape(name)}: {escape(reason)}" for name, reason in result.skipped])
     yield from limited("omitted", [f"{escape(name)}: {escape(reason)}" for name, reason in result.omitted])
 
 

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import click
 
+from shardkit.core.text import count as count
 from shardkit.core.units import format_size
 
 MAX_LINES = 20
@@ -135,8 +136,3 @@ def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:
         (str(first), size) if first == last else (f"{first}-{last}", f"{size} each")
         for first, last, size in runs
     ]
-
-
-def count(number: int, noun: str) -> str:
-    """Return "1 file", "2 files"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -134,6 +134,8 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     yield "source", f"{escape(result.source)} ({result.source_format})"
     yield "mesh", f"{escape(result.mesh)}; world size {result.world_size}"
     yield "layout", _layout(result)
+    if result.download_bytes:
+        yield "to fetch", f"{format_size(result.download_bytes)} from the Hub; so far only headers were read"
     yield f"{would}read", f"{count(result.num_tensors, 'tensor')}, {format_size(result.read_bytes)}"
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
     yield "balance", f"largest file over mean {result.imbalance:.4f}"

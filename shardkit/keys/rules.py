@@ -105,6 +105,7 @@ def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str],
     Raises:
         UsageError: a prefix to strip that no name has; a rename that leaves a name empty.
     """
+    unnamed = {stored for stored, name in names.items() if not name}  # as it was saved: allowed, if odd
     names, notes = _strip(rules.strip_prefix, names), list[str]()
     names = {stored: rules.add_prefix + name for stored, name in names.items()}
     for rename in rules.rename:
@@ -112,7 +113,7 @@ def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str],
         if renamed == names:
             notes.append(f"--rename {escape(rename.text)!r} matches no name")
         names = renamed
-    empty = [escape(stored) for stored, name in names.items() if not name]
+    empty = [escape(stored) for stored, name in names.items() if not name and stored not in unnamed]
     if empty:
         raise UsageError(f"--rename leaves {len(empty)} names empty", problems=empty)
     notes += [f"--exclude {escape(glob)!r} matches no name" for glob in _idle(rules.exclude, names)]

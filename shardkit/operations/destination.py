@@ -3,24 +3,68 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+from collections.abc import Callable
 
 from shardkit import manifest
-from shardkit.core.text import escape
+from shardkit.core.text import escape, listed
 from shardkit.core.units import format_size
 from shardkit.errors import ResourceError, UsageError
+from shardkit.formats.hub_assets import is_asset, is_asset_folder
 from shardkit.transfer.staging import reclaimable_bytes
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
+_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_BESIDE = (manifest.NAME, "adapter_config.json", ".gitattributes")
 
 
-def check_destination(output: str, source: str | None, *, overwrite: bool) -> str:
+Replaceable = Callable[[str], str | None]
+"""Tells why a directory may not be replaced, None where it may."""
+
+
+def is_sharded_checkpoint(path: str) -> str | None:
+    """Let only a directory with the manifest or `.metadata` in it be replaced."""
+    if any(os.path.isfile(os.path.join(path, name)) for name in (manifest.NAME, ".metadata")):
+        return None
+    return "is not a sharded checkpoint (--overwrite replaces only a directory with shardkit.json or .metadata in it)"
+
+
+def is_hub_model(path: str) -> str | None:
+    """Let only a directory that holds a Hub model, or an adapter, and nothing else be replaced.
+
+    A trainer's run directory has the final model beside all its checkpoints.
+    """
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        return f"cannot be listed: {error.strerror}"
+    others = sorted(
+        name for name in names if not (_WEIGHTS.fullmatch(name) or name in _BESIDE or _is_asset(path, name))
+    )
+    if others:
+        return f"holds what is no part of a Hub model: {listed(others)}"
+    return None if any(_WEIGHTS.fullmatch(name) for name in names) else "holds no weights of a Hub model"
+
+
+def _is_asset(path: str, name: str) -> bool:
+    return is_asset_folder(name) if os.path.isdir(os.path.join(path, name)) else is_asset(name)
+
+
+def check_destination(
+    output: str,
+    source: str | None,
+    *,
+    overwrite: bool,
+    why_not: Replaceable = is_sharded_checkpoint,
+) -> str:
     """Return the absolute path of a destination that may be written.
 
     Args:
         output: as the user gave it.
         source: directory that is read, or None for one in a cache of its own.
-        overwrite: an existing checkpoint may be replaced; nothing else ever is.
+        overwrite: an existing output may be replaced; nothing else ever is.
+        why_not: tells an output of the same kind from anything else.
 
     Raises:
         UsageError: it exists, or lies in, on or around the source.
@@ -35,7 +79,7 @@ def check_destination(output: str, source: str | None, *, overwrite: bool) -> st
     if os.path.islink(path):
         raise UsageError(f"{shown} is a symbolic link", hint="give the directory's own path")
     if os.path.lexists(path):
-        _check_replaceable(path, shown, overwrite)
+        _check_replaceable(path, shown, overwrite, why_not)
     parent = os.path.dirname(path)
     if len(os.fsencode(os.path.basename(path))) > _MAX_NAME_BYTES:
         raise UsageError(f"the name {shown} is longer than {_MAX_NAME_BYTES} bytes")
@@ -55,14 +99,16 @@ def _check_apart(path: str, source: str, shown: str) -> None:
         )
 
 
-def _check_replaceable(path: str, shown: str, overwrite: bool) -> None:
+def _check_replaceable(path: str, shown: str, overwrite: bool, why_not: Replaceable) -> None:
     if not overwrite:
         raise UsageError(f"{shown} exists", hint="choose another name, or pass --overwrite to replace it")
-    is_checkpoint = any(os.path.isfile(os.path.join(path, name)) for name in (manifest.NAME, ".metadata"))
-    if not (is_checkpoint or (os.path.isdir(path) and not os.listdir(path))):
+    if not os.path.isdir(path):
+        raise UsageError(f"{shown} exists and is not a directory: it is not replaced")
+    reason = why_not(path) if os.listdir(path) else None
+    if reason is not None:
         raise UsageError(
-            f"{shown} exists and is not a sharded checkpoint: it is not replaced",
-            hint="--overwrite replaces only a directory with shardkit.json or .metadata in it",
+            f"{shown} exists and {reason}: it is not replaced",
+            hint="choose another name, or remove it yourself",
         )
 
 

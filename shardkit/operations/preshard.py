@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.core.units import KIB, MIB, parse_size
-from shardkit.errors import UsageError
+from shardkit.core.units import KIB, MIB
+from shardkit.formats.hub import HubModel, is_snapshot
 from shardkit.formats.source import open_source
 from shardkit.operations.destination import check_destination, check_space, free_bytes
+from shardkit.operations.preshard_describe import Descriptions
 from shardkit.operations.preshard_job import PreshardJob, build_job
-from shardkit.operations.preshard_run import run_job
+from shardkit.operations.run import execute_options, run_job
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
-from shardkit.transfer.reflink import can_share_extents
+from shardkit.transfer.reflink import can_share_extents, nearest_existing
 
-_MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB
 # What a chunk adds beside the shard files: its entries in `.metadata` and in a chunk list. Measured: 110
 # and 130 bytes for a 2-D weight; names of tied tensors and long paths add some.
 _DESCRIPTION_BYTES = 1 * KIB
@@ -56,6 +57,8 @@ class PreshardResult:
     """The file system shares blocks between files, so that most bytes are not copied."""
     peak_memory_bytes: int
     """Bound on the buffers, beside the interpreter and the plan."""
+    download_bytes: int
+    """Still to be brought into the Hub's cache; 0 but for a dry run of a repo."""
     free_bytes: int
     """On the destination's file system, before writing."""
     resumed_files: int
@@ -95,7 +98,8 @@ def preshard(
 
     Args:
         source: a directory or file of a Hub model, or a Hub repo id.
-        output: the directory to make; by default a name in the working directory that says model and mesh.
+        output: the directory to make; by default a name that says model and mesh, in the working directory,
+            or beside the source where the working directory lies in it.
         world_size: number of ranks; `mesh` may say it instead.
         mesh: "dp_replicate=2,dp_shard=16"; by default one `dp_shard` axis of `world_size`.
         wrap: "auto", "none", class names, dotted paths, or "module:function".
@@ -103,7 +107,8 @@ def preshard(
         revision: branch, tag or commit of a repo.
         variant: "fp16" for `model.fp16.safetensors` and the like.
         overwrite: replace an existing checkpoint, whole and in one step.
-        dry_run: decide and check everything, and write nothing.
+        dry_run: decide and check everything, and write nothing. Of a repo's safetensors files that are not in
+            the cache only the headers are read.
         resume: go on with an interrupted run of the same plan.
         digest: "crc32" or "none".
         jobs: threads.
@@ -118,40 +123,54 @@ def preshard(
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
     begun, progress = time.monotonic(), progress or NoProgress()
-    parsed, options = parse_mesh(mesh, world_size), _execute_options(jobs, max_memory, digest)
+    parsed, options = (
+        parse_mesh(mesh, world_size),
+        execute_options(jobs, max_memory, digests=digest != "none"),
+    )
     local = source if os.path.exists(source) else None
     if output is not None:  # before anything is downloaded
         check_destination(output, local, overwrite=overwrite)
-    model = open_source(source, revision=revision, variant=variant)
-    path = check_destination(output or _default_output(model.label, parsed), local, overwrite=overwrite)
+    model = open_source(source, revision=revision, variant=variant, headers_only=dry_run)
+    path = check_destination(output or _default_output(model, local, parsed), local, overwrite=overwrite)
     job = build_job(model, parsed, wrap=wrap, dtype=dtype, digest=digest, trust_remote_code=trust_remote_code)
     shares = can_share_extents(model.catalog, os.path.dirname(path))
     options = replace(options, share_extents=shares)
     result = _describe(job, source, path, options, dry_run=dry_run)
-    check_space(path, _needed_bytes(job, shares=shares))
+    _check_room(job, path, shares=shares)
     if not dry_run:
-        resumed = run_job(job, path, options, progress, overwrite=overwrite, resume=resume)
+        resumed = run_job(
+            job,
+            path,
+            options,
+            progress,
+            describe=partial(Descriptions, job),
+            label="preshard",
+            overwrite=overwrite,
+            resume=resume,
+        )
         result = replace(result, resumed_files=resumed)
     return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
 
 
-def _execute_options(jobs: int, max_memory: str | int, digest: str) -> ExecuteOptions:
-    budget = parse_size(max_memory)
-    if jobs < 1:
-        raise UsageError(f"--jobs must be at least 1, not {jobs}")
-    if budget < _MIN_MEMORY:
-        raise UsageError(f"--max-memory must be at least 2MiB, not {max_memory}")
-    if budget < jobs * _MIN_MEMORY_PER_JOB:
-        raise UsageError(
-            f"--max-memory {max_memory} is too little for --jobs {jobs}: each takes 512KiB at least",
-            hint="a few threads are as fast as many: --jobs 2 is the default",
-        )
-    return ExecuteOptions(jobs=jobs, max_memory_bytes=budget, digests=digest != "none")
-
-
-def _default_output(label: str, mesh: Mesh) -> str:
+def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
     """Say model and mesh: "Qwen3-8B-dp_shard32", "Qwen3-8B-dp_replicate2-dp_shard16"."""
-    return "-".join([label, *(f"{axis.name}{axis.size}" for axis in mesh.axes)])
+    name = "-".join([model.label, *(f"{axis.name}{axis.size}" for axis in mesh.axes)])
+    if source is None or is_snapshot(source):  # what lies beside a snapshot is the Hub cache's own
+        return name
+    home = os.path.realpath(source)
+    return (
+        os.path.join(os.path.dirname(home), name) if os.path.commonpath([home, os.getcwd()]) == home else name
+    )
+
+
+def _check_room(job: PreshardJob, path: str, *, shares: bool) -> None:
+    """Refuse to begin what cannot end, or to promise it where the source must be downloaded first."""
+    needed, cache = _needed_bytes(job, shares=shares), nearest_existing(job.model.directory)
+    if job.model.download_bytes and os.stat(cache).st_dev != os.stat(os.path.dirname(path)).st_dev:
+        check_space(os.path.join(cache, job.model.label), job.model.download_bytes)
+    elif job.model.download_bytes:
+        needed += job.model.download_bytes
+    check_space(path, needed)
 
 
 def _needed_bytes(job: PreshardJob, *, shares: bool) -> int:
@@ -183,6 +202,7 @@ def _describe(
         num_tensors_with_empty_shards=_count_empty(job),
         shares_extents=options.share_extents,
         peak_memory_bytes=options.peak_bytes,
+        download_bytes=job.model.download_bytes,
         free_bytes=free_bytes(path),
         resumed_files=0,
         elapsed_s=0.0,

@@ -13,10 +13,11 @@ from typing import Any
 
 from shardkit import manifest
 from shardkit._version import __version__
+from shardkit.core.regions import Region, is_contiguous
 from shardkit.formats import chunk_list
 from shardkit.formats.dcp_images import DcpImage
 from shardkit.formats.dcp_metadata_writer import write_metadata
-from shardkit.operations.preshard_job import PreshardJob
+from shardkit.operations.dcp_output import DcpOutput
 from shardkit.transfer.digest import combine, crc32
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
 from shardkit.transfer.stream import read_back
@@ -33,7 +34,7 @@ class Descriptions:
         directory: where; the shard files lie there too.
     """
 
-    def __init__(self, job: PreshardJob, directory: str) -> None:
+    def __init__(self, job: DcpOutput, directory: str) -> None:
         self._job, self._directory = job, directory
         self._images = {image.name: image for image in job.output}
         self._heads = {
@@ -63,6 +64,7 @@ class Descriptions:
         return [
             chunk_list.line(self._heads[fqn], region, places, crc)
             for (fqn, region, places), crc in zip(image.records(), crcs, strict=True)
+            if fqn not in self._job.output.objects
         ]
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
@@ -84,7 +86,7 @@ class Descriptions:
         content = {
             "format": manifest.FORMAT,
             "tool": {"name": "shardkit", "version": __version__},
-            "source": self._job.model.identity,
+            "source": self._job.identity,
             **described,
             "files": [self._file_entry(digests[name]) for name in self._images],
             "metadata": self._metadata.result(),
@@ -99,8 +101,8 @@ class Descriptions:
     def _tensor_crcs(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> dict[str, int]:
         """Return the CRC-32 of every tensor's logical bytes.
 
-        A tensor whose chunks are neighbours in row-major order has the combination of theirs; one that
-        was scattered had its digest taken on the source's side, where it is contiguous.
+        A tensor whose chunks are neighbours in row-major order has the combination of theirs; of one that
+        was cut another way it was taken on the source's side, where it was contiguous.
         """
         output, found = self._job.output, dict[str, int]()
         crcs = [iter(digests[image.name].data_crcs) for image in output]
@@ -110,14 +112,20 @@ class Descriptions:
                 (next(crcs[file]), nbytes)
                 for file, (_, nbytes) in zip(files, output.data_places(fqn), strict=True)
             ]
-            source = self._job.sources[fqn]
-            found[fqn] = scattered[source] if source in scattered else combine(pieces)
+            if fqn in output.objects:
+                continue
+            sizes = {region.sizes for region in output.catalog.chunks.regions(entry.chunk_ids)}
+            are_neighbours = all(is_contiguous(Region((0,) * len(s), s), entry.shape) for s in sizes)
+            found[fqn] = combine(pieces) if are_neighbours else scattered[self._job.sources[fqn]]
         return found
 
     def _write_metadata(self) -> dict[str, Any]:
         path = os.path.join(self._directory, _PART)
         with open(path, "w+b") as file:
-            write_metadata(file, self._job.output.catalog, self._job.aliases)
+            job = self._job
+            write_metadata(
+                file, job.output.catalog, job.aliases, objects=job.output.objects, paths=job.paths
+            )
             file.flush()
             os.fsync(file.fileno())
             size = os.fstat(file.fileno()).st_size

@@ -16,7 +16,7 @@ from typing import Any
 from shardkit._version import __version__
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape
 from shardkit.errors import UsageError
 from shardkit.formats.dcp_images import DcpImages, Phase
 from shardkit.formats.hub import HubModel
@@ -46,6 +46,16 @@ class PreshardJob:
     plan: TransferPlan
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the source is, for the manifest."""
+        return self.model.identity
+
+    @property
+    def paths(self) -> None:
+        """A model's state dict is flat."""
+        return None
 
     @property
     def plan_hash(self) -> str:
@@ -115,7 +125,7 @@ def build_job(
     if digest not in ("crc32", "none"):
         raise UsageError(f"--digest {escape(digest)!r} is not one of crc32, none")
     layout = make_layout(model, mesh, wrap, trust_remote_code=trust_remote_code)
-    layout, aliases, warnings = _resolve_ties(model, layout)
+    layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: _source_name(model, fqn, aliases) for fqn in layout.tensors}
     dtypes, notes = _choose_dtypes(model, layout, sources, dtype)
     output = DcpImages(layout, dtypes, sources, _phase(model, dtypes, sources))
@@ -129,20 +139,14 @@ def build_job(
         digest=digest,
         output=output,
         plan=build_plan(output, model.catalog),
-        notes=(*model.catalog.notes, *layout.notes, *notes, *_skipped(model)),
+        notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),
         warnings=warnings,
     )
 
 
 def _skipped(model: HubModel) -> list[str]:
     objects = model.catalog.objects
-    return (
-        [
-            f"{len(objects)} entries of the source are not tensors and are left out: {escape(', '.join(objects))}"
-        ]
-        if objects
-        else []
-    )
+    return [f"left out of the source, not tensors: {escape(', '.join(objects))}"] if objects else []
 
 
 def _source_name(model: HubModel, fqn: str, aliases: Mapping[str, tuple[str, ...]]) -> str:
@@ -151,18 +155,25 @@ def _source_name(model: HubModel, fqn: str, aliases: Mapping[str, tuple[str, ...
 
 def _resolve_ties(
     model: HubModel, layout: Layout
-) -> tuple[Layout, dict[str, tuple[str, ...]], tuple[str, ...]]:
+) -> tuple[Layout, dict[str, tuple[str, ...]], tuple[str, ...], tuple[str, ...]]:
     """Store each group of tied names once; names whose bytes in the source differ are kept apart.
 
     Returns:
-        The layout with a tensor for every stored name, the aliases of each, and warnings.
+        The layout with a tensor for every stored name, the aliases of each, notes and warnings.
     """
-    tensors, aliases, warnings = dict(layout.tensors), dict[str, tuple[str, ...]](), []
+    tensors, aliases = dict(layout.tensors), dict[str, tuple[str, ...]]()
+    notes, warnings = list[str](), list[str]()
     for group in layout.ties:
         first, *others = group
         present = [
             name for name in others if name in model.catalog.tensors and first in model.catalog.tensors
         ]
+        if present and model.download_bytes:
+            notes.append(
+                f"{' and '.join(map(escape, (first, *present)))} are one parameter in the model; that their values "
+                "in the source are equal is taken for granted until they are downloaded"
+            )
+            present = []
         diverged = [name for name in present if not same_bytes(model.catalog, first, name)]
         for name in diverged:
             tensors[name] = replace(tensors[first], fqn=name)
@@ -177,6 +188,7 @@ def _resolve_ties(
     return (
         replace(layout, tensors={t.fqn: t for t in by_unit}),
         {k: v for k, v in aliases.items() if v},
+        tuple(notes),
         tuple(warnings),
     )
 
@@ -207,7 +219,7 @@ def _choose_dtypes(
         )
     if quantised:
         notes.append(
-            f"{len(quantised)} fp8 or fp4 tensors keep their dtype: their scales stand in other tensors"
+            f"not converted: {count(len(quantised), 'fp8 or fp4 tensor')}, because the scales stand in other tensors"
         )
     if target is not None and target.name != "float32" and layout.keep_fp32 is None:
         notes.append(

@@ -68,6 +68,20 @@ def test_dcp_without_manifest(run, sharded):
     )
 
 
+def test_checkpoint_of_a_trainer(run, sharded):
+    home = sharded.parent / "checkpoint-2"
+    home.mkdir()
+    sharded.rename(home / "pytorch_model_fsdp_0")
+    (home / "pytorch_model_fsdp_0" / "shardkit.json").unlink()
+    (home / "scheduler.bin").touch()
+    result = run("inspect", "checkpoint-2")
+    assert result.stderr == ""
+    assert result.stdout.startswith(
+        "checkpoint-2: checkpoint of accelerate (FSDP)\n  roots    model: model\n  tensors  4 tensors, 116 B\n"
+    )
+    assert ["skipped", "scheduler.bin:", "state", "of", "the", "trainer"] in rows(result.stdout)
+
+
 @pytest.mark.parametrize("path", ["tiny", "out"])
 def test_json_has_integer_sizes(run, sharded, path):
     content = json.loads(run("inspect", path, "--json").stdout)

@@ -38,6 +38,7 @@ RESULT = PreshardResult(
     num_tensors_with_empty_shards=2,
     shares_extents=False,
     peak_memory_bytes=128 << 20,
+    download_bytes=0,
     free_bytes=100 << 30,
     resumed_files=0,
     elapsed_s=4.0,
@@ -70,6 +71,7 @@ dry run: nothing was written to /data/model-dp_shard4
   source     org/model (safetensors)
   mesh       dp_shard=4; world size 4
   layout     traced from the model, 3 units
+  to fetch   6.0 GiB from the Hub; so far only headers were read
   to read    20 tensors, 8.0 GiB
   to write   4 shard files, 8.0 GiB
   balance    largest file over mean 1.1429
@@ -85,7 +87,7 @@ dry run: nothing was written to /data/model-dp_shard4
 
 @pytest.mark.parametrize(("dry_run", "text"), [(False, HUMAN), (True, DRY)])
 def test_text(dry_run, text):
-    lines = preshard_command.render(replace(RESULT, dry_run=dry_run))
+    lines = preshard_command.render(replace(RESULT, dry_run=dry_run, download_bytes=(6 << 30) * dry_run))
     assert "\n".join(lines) + "\n" == text
 
 

@@ -169,6 +169,59 @@ def test_ties_of_a_dcp(tmp_path):
     assert (found.num_tensors, found.tensor_bytes, found.files[0].tensor_bytes) == (1, 20, 20)
 
 
+@pytest.fixture
+def trained(tmp_path):
+    """What a trainer leaves: accelerate's model and optimizer, each in a directory of its own."""
+    home = tmp_path / "checkpoint-2"
+    state = {"model": {f"layers.{n}.w": torch.zeros(4, 2) for n in range(3)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=str(home / "pytorch_model_fsdp_0"), no_dist=True)
+        dcp.save({"optimizer": {"x": torch.zeros(2)}}, checkpoint_id=str(home / "optimizer_0"), no_dist=True)
+    (home / "tokenizer.json").write_text("{}")
+    return home
+
+
+def test_checkpoint_of_a_trainer(trained):
+    found = shardkit.inspect(str(trained))
+    assert (found.kind, found.format, found.made_by) == ("sharded", "accelerate", "accelerate (FSDP)")
+    assert {(t.name, t.count) for t in found.tensors} == {("model.layers.{0..2}.w", 3)}
+    assert found.roots == (("model", "model"),)
+    assert found.assets == (str(trained),)
+    assert found.skipped == (("optimizer_0", "optimizer state"),)
+    assert [(file.name, file.tensor_bytes) for file in found.files] == [("__0_0.distcp", 96)]
+
+
+def test_weights_that_are_refused(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"w": torch.zeros(2)}}, checkpoint_id=str(tmp_path), no_dist=True)
+    torch.save({"epoch": 0, "callbacks": {"EMA": {"w": torch.zeros(2)}}}, tmp_path / "meta.pt")
+    found = shardkit.inspect(str(tmp_path))
+    assert found.format == "lightning"
+    assert [kind for kind, _ in found.refused] == ["ema"]
+
+
+def test_files_of_rank_tensors_are_counted_once():
+    """A chunk that exists only decoded belongs to the file that it is decoded from."""
+    from shardkit.core.catalog import Catalog, SourceFile
+    from shardkit.core.dtypes import BY_NAME
+    from shardkit.core.regions import full_region
+    from shardkit.operations.inspection import _files
+
+    catalog = Catalog(format="torch", directory="nowhere")
+    catalog.files = [
+        SourceFile(name="r0.pt", path="r0.pt", size=100),
+        SourceFile(name="r0.pt:b", path="", size=8, decode=lambda: memoryview(bytes(8))),
+    ]
+    region = full_region((2,))
+    catalog.add_tensor("a", BY_NAME["float32"], (2,), iter([(0, 10, 8, region)]))
+    catalog.add_tensor("b", BY_NAME["float32"], (2,), iter([(1, 0, 8, region)]))
+    assert [(file.name, file.file_bytes, file.tensor_bytes) for file in _files(catalog, set())] == [
+        ("r0.pt", 100, 16)
+    ]
+
+
 def test_unfinished_save(sharded):
     (sharded / ".metadata").unlink()
     assert ".metadata: the manifest lists it" in shardkit.inspect(str(sharded)).warnings[0]

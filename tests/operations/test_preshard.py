@@ -10,6 +10,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import shardkit
 from shardkit import manifest
 from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.formats import chunk_list
+from shardkit.operations.preshard import _check_room
 from shardkit.transfer.digest import crc32
 from shardkit.transfer.progress import NoProgress
 
@@ -423,3 +425,46 @@ def test_two_calls_at_once_have_one_winner(make_hub: MakeHub, tmp_path: Path) ->
     assert len(list(out.glob("*.distcp"))) == winners[0]
     assert_bit_equal(loaded(out, tensors), tensors)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_the_working_directory_as_source_gives_its_own_name(
+    make_hub: MakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_hub({"w": torch.ones(4, 2)}, name="Own-1B")
+    (source / "sub").mkdir()
+    monkeypatch.chdir(source)
+    assert shardkit.preshard(".", world_size=2, wrap="none").output == str(tmp_path / "Own-1B-dp_shard2")
+    monkeypatch.chdir(source / "sub")
+    assert shardkit.preshard("..", world_size=3, wrap="none").output == str(tmp_path / "Own-1B-dp_shard3")
+    monkeypatch.chdir(tmp_path)
+    assert shardkit.preshard("Own-1B/", world_size=4, wrap="none").output == str(
+        tmp_path / "Own-1B-dp_shard4"
+    )
+    assert sorted(path.name for path in source.iterdir()) == ["model.safetensors", "sub"]
+
+
+def test_the_hub_cache_gets_no_output_by_default(
+    make_hub: MakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--org--Own-1B" / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    make_hub({"w": torch.ones(4, 2)}).rename(snapshot)
+    monkeypatch.chdir(snapshot)
+    with pytest.raises(UsageError, match="Own-1B-dp_shard2 lies inside the source"):
+        shardkit.preshard(".", world_size=2, wrap="none")
+
+
+def test_a_dry_run_minds_the_room_for_the_download(tmp_path: Path) -> None:
+    output: Any = SimpleNamespace(catalog=SimpleNamespace(chunks=[]))
+
+    def job(cache: Path, download_bytes: int) -> Any:
+        model = SimpleNamespace(directory=str(cache), download_bytes=download_bytes, label="Own-1B")
+        return SimpleNamespace(model=model, output=output, plan=SimpleNamespace(written_bytes=1))
+
+    _check_room(job(tmp_path / "not" / "yet", 1), str(tmp_path / "out"), shares=False)
+    with pytest.raises(ResourceError, match=rf"{1 + (1 << 60)} bytes"):
+        _check_room(job(tmp_path / "not" / "yet", 1 << 60), str(tmp_path / "out"), shares=False)
+    if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == tmp_path.stat().st_dev:
+        return
+    with pytest.raises(ResourceError, match=rf"/Own-1B: .*{1 << 60} bytes"):  # the cache is on another disk
+        _check_room(job(Path("/dev/shm/hub"), 1 << 60), str(tmp_path / "out"), shares=False)

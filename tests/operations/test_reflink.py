@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,9 @@ import numpy
 import pytest
 
 import shardkit
+from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.transfer import reflink
+from shardkit.transfer.reflink import can_share_extents
 from tests.operations.test_scale import sparse_model
 
 pytestmark = pytest.mark.root
@@ -39,6 +44,56 @@ def used_bytes(path: Path) -> int:
     os.sync()
     status = os.statvfs(path)
     return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+
+def test_a_file_yet_to_be_downloaded_is_tried_where_it_will_lie(shared: Path, tmp_path: Path) -> None:
+    def of(path: Path) -> Catalog:
+        file = SourceFile(name="model.safetensors", path=str(path), size=1 << 20)
+        return Catalog(format="safetensors", directory="", files=[file])
+
+    for cache in (shared, shared / "hub" / "snapshots"):
+        assert can_share_extents(of(cache / "model.safetensors"), str(shared))
+        assert not can_share_extents(of(cache / "model.safetensors"), str(tmp_path))
+    assert not can_share_extents(of(tmp_path / "model.safetensors"), str(shared))
+    assert {path.name for path in shared.iterdir()} <= {"lost+found"}
+
+
+def test_every_device_is_tried_and_its_number_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs two file systems")
+    with tempfile.TemporaryDirectory(dir=memory) as other:
+        files = []
+        for number, directory in enumerate((tmp_path, tmp_path, Path(other))):
+            (directory / str(number)).write_bytes(bytes(4096))
+            files.append(SourceFile(name=str(number), path=str(directory / str(number)), size=4096))
+        catalog = Catalog(format="safetensors", directory="", files=files)
+        both, refused = [tmp_path.stat().st_dev, memory.stat().st_dev], list[int]()
+        tried = list[int]()
+
+        def clone(source_fd: int, *_: int) -> None:
+            tried.append(os.fstat(source_fd).st_dev)
+            if tried[-1] in refused:
+                raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+        monkeypatch.setattr(reflink, "clone_range", clone)
+        assert can_share_extents(catalog, str(tmp_path))
+        assert tried == both
+        for device in both:
+            refused[:] = [device]
+            assert not can_share_extents(catalog, str(tmp_path))
+
+
+def test_btrfs_shares_across_subvolumes(shared: Path) -> None:
+    made = shutil.which("btrfs") and subprocess.run(
+        ["btrfs", "subvolume", "create", str(shared / "other")], capture_output=True, check=False
+    )
+    if not made or made.returncode:
+        pytest.skip("only Btrfs has subvolumes")
+    source = sparse_model(shared / "model", 2, (64, 1500))
+    assert shardkit.preshard(str(source), str(shared / "other" / "out"), world_size=2).shares_extents
 
 
 @pytest.mark.parametrize("digest", ["none", "crc32"])

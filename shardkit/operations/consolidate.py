@@ -1,0 +1,385 @@
+"""consolidate: any trainer's sharded checkpoint becomes a Hub model."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from shardkit.core.text import escape
+from shardkit.core.units import MIB, parse_size
+from shardkit.errors import IntegrityError, UsageError
+from shardkit.formats.sharded.detect import open_checkpoint
+from shardkit.operations.consolidate_base import find_base, open_base
+from shardkit.operations.consolidate_job import ConsolidateJob, JobOptions, build_job
+from shardkit.operations.consolidate_run import Descriptions
+from shardkit.operations.destination import check_destination, check_space, free_bytes, is_hub_model
+from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
+from shardkit.operations.run import execute_options, run_job
+from shardkit.transfer.execute import ExecuteOptions
+from shardkit.transfer.progress import NoProgress, Progress
+
+_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".safetensors.index.json", ".bin.index.json")
+_ENDING = "-hf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DTypeCount:
+    """The tensors of one dtype."""
+
+    dtype: str
+    """torch's name."""
+    num_tensors: int
+    tensor_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedPart:
+    """A part of the checkpoint that was left out."""
+
+    what: str
+    """"optimizer", "random state", a file's name, ..."""
+    where: str
+    """What its names begin with, or why it was not read."""
+    num_tensors: int
+    num_objects: int
+    """Entries that are not tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsolidateResult:
+    """What consolidate wrote, or with `dry_run` would write."""
+
+    checkpoint: str
+    """As it was given."""
+    resolved: str
+    """The checkpoint that was taken."""
+    reason: str
+    """Why that one."""
+    step: int | None
+    """Its training step, where that is known."""
+    layout: str
+    """Stable identifier, e.g. "dcp", "lightning", "verl"."""
+    writer: str
+    """Who wrote it, for people."""
+    output: str
+    """Directory of the model."""
+    dry_run: bool
+    kind: str
+    """What was written: "model", "adapter", or "merged", an adapter added to its model."""
+    weights: str
+    """"model", "ema", ..."""
+    root: str
+    """What was taken as the model's beginning, dotted; empty for the top."""
+    stripped: tuple[tuple[str, int], ...]
+    """(prefix or segment that was taken out of names, of how many)."""
+    skipped: tuple[SkippedPart, ...]
+    candidates: tuple[str, ...]
+    """Other roots with weights of their own."""
+    base: str | None
+    """The model whose config and files were taken."""
+    model_class: str | None
+    """The class that the config names."""
+    assets: tuple[str, ...]
+    """Names of the files beside the weights."""
+    ties: tuple[tuple[str, str], ...]
+    """(name that is kept, its equal that is left out)."""
+    untied: tuple[tuple[str, str], ...]
+    """(embedding, output layer) that ought to be tied and differ: both are kept."""
+    cast: str
+    """"keep", "base", "bf16", "fp16" or "fp32"."""
+    dtypes: tuple[DTypeCount, ...]
+    """Of what is written."""
+    num_tensors: int
+    num_parameters: int
+    """Numbers in all tensors."""
+    num_files: int
+    """Weight files."""
+    file_names: tuple[str, ...]
+    """Of the weight files."""
+    file_bytes: tuple[int, ...]
+    """Size of each weight file."""
+    read_bytes: int
+    """Of the checkpoint's tensors, once."""
+    written_bytes: int
+    """Size of all weight files."""
+    checked: bool
+    """The bytes of the checkpoint were compared with the checksums in it."""
+    peak_memory_bytes: int
+    """Bound on the buffers, beside the interpreter and the plan."""
+    free_bytes: int
+    """On the destination's file system, before writing."""
+    resumed_files: int
+    """Files that an interrupted run had finished."""
+    pushed_to: str | None
+    """Address of the repo on the Hub."""
+    elapsed_s: float
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return asdict(self)
+
+
+def consolidate(
+    checkpoint: str | os.PathLike[str],
+    output: str | None = None,
+    *,
+    base: str | None = None,
+    base_revision: str | None = None,
+    dtype: str = "keep",
+    max_shard_size: str | int = "5GB",
+    single_file: bool = False,
+    weights: str = "model",
+    root: str | None = None,
+    strip_prefix: Sequence[str] = (),
+    add_prefix: str = "",
+    rename: Sequence[str] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    allow_missing: bool = False,
+    allow_unexpected: bool = False,
+    merge_lora: bool = False,
+    adapter_config: str | None = None,
+    check: bool = False,
+    manifest: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    resume: bool = True,
+    digest: str = "crc32",
+    jobs: int = 2,
+    max_memory: str | int = 256 * MIB,
+    push_to_hub: str | None = None,
+    private: bool = False,
+    branch: str | None = None,
+    progress: Progress | None = None,
+) -> ConsolidateResult:
+    """Write a sharded checkpoint as a Hub model: safetensors, config, tokenizer.
+
+    Args:
+        checkpoint: a checkpoint, or a run's directory, whose newest complete one is taken.
+        output: the directory to make; by default beside the checkpoint and named after it.
+        base: the model that it was trained from, a directory or a repo id: config and tokenizer are taken
+            from it, names and shapes must be its. By default what the trainer put into the checkpoint.
+        base_revision: branch, tag or commit of a repo id.
+        dtype: "keep", "base" (as the base stores each tensor), "bf16", "fp16" or "fp32"; only floating tensors
+            are converted.
+        max_shard_size: most bytes of tensors in a file, as a number or as "5GB".
+        single_file: one file, whatever its size.
+        weights: "model", "ema", or another part of the checkpoint by its name.
+        root: dotted; the model begins there, and nothing is guessed.
+        strip_prefix: taken off names instead of a guessed root.
+        add_prefix: put before every name.
+        rename: REGEX=REPL, in order.
+        include: globs; only these tensors.
+        exclude: globs; not these tensors.
+        allow_missing: tensors of the base may be missing.
+        allow_unexpected: tensors may be there that the base does not have.
+        merge_lora: add an adapter to the weights that it was trained on; otherwise the adapter is written.
+        adapter_config: an `adapter_config.json` or its directory; by default from the base or the checkpoint.
+        check: compare the checkpoint's bytes with the checksums in it first.
+        manifest: put `shardkit.json` with sizes and digests into the output.
+        overwrite: replace an existing Hub model, whole and in one step.
+        dry_run: decide and check everything, and write nothing.
+        resume: go on with an interrupted run of the same plan.
+        digest: "crc32" or "none".
+        jobs: threads.
+        max_memory: bytes for all buffers, as a number or as "512MiB".
+        push_to_hub: a repo id; the finished directory is uploaded there.
+        private: a repo that has to be made is private.
+        branch: of the repo, made where it is absent.
+        progress: told of the bytes as they move.
+
+    Raises:
+        UsageError: options that cannot be carried out, or an existing destination.
+        SourceError: the checkpoint is damaged or incomplete, or its names do not fit.
+        ResourceError: disk, permission or network.
+        Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
+    """
+    begun, progress = time.monotonic(), progress or NoProgress()
+    options = JobOptions(
+        weights=weights,
+        root=root,
+        strip_prefix=tuple(strip_prefix),
+        add_prefix=add_prefix,
+        rename=tuple(rename),
+        include=tuple(include),
+        exclude=tuple(exclude),
+        allow_missing=allow_missing,
+        allow_unexpected=allow_unexpected,
+        dtype=dtype,
+        max_shard_bytes=_shard_limit(max_shard_size, single_file),
+        digest=digest,
+        merge_lora=merge_lora,
+        adapter_config=adapter_config,
+        manifest=manifest,
+    )
+    moving = execute_options(jobs, max_memory, digests=digest != "none")
+    _check_push(push_to_hub, private=private, branch=branch)
+    given = os.fspath(checkpoint)
+    resolved = resolve_checkpoint(given)
+    path = check_destination(
+        output or default_output(resolved.path), resolved.path, overwrite=overwrite, why_not=is_hub_model
+    )
+    opened = open_checkpoint(resolved.path)
+    found = open_base(base, revision=base_revision) if base is not None else find_base(opened)
+    job = build_job(opened, found, options)
+    if check:
+        job = _checked(job)
+    result = _describe(
+        job, given, resolved, path, moving, dry_run=dry_run, checked=check and opened.check is not None
+    )
+    check_space(path, job.plan.written_bytes + sum(asset.nbytes for asset in job.assets))
+    if not dry_run:
+        resumed = run_job(
+            job,
+            path,
+            moving,
+            progress,
+            describe=partial(Descriptions, job),
+            label="consolidate",
+            overwrite=overwrite,
+            resume=resume,
+        )
+        result = replace(result, resumed_files=resumed)
+        if push_to_hub is not None:
+            from shardkit.formats.hub_push import push
+
+            result = replace(result, pushed_to=push(path, push_to_hub, private=private, branch=branch))
+    return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
+
+
+def default_output(checkpoint: str) -> str:
+    """Return a sibling named after a checkpoint: `run/last.ckpt` -> `run/last-hf`."""
+    path = os.path.abspath(checkpoint)
+    parent, name = os.path.split(path)
+    stem = next(
+        (name.removesuffix(s) for s in sorted(_SUFFIXES, key=len, reverse=True) if name.endswith(s)), name
+    )
+    return os.path.join(parent, (stem or name or "model") + _ENDING)
+
+
+def _shard_limit(max_shard_size: str | int, single_file: bool) -> int | None:
+    if single_file:
+        return None
+    limit = parse_size(max_shard_size)
+    if limit < 1:
+        raise UsageError(f"--max-shard-size must be at least one byte, not {max_shard_size}")
+    return limit
+
+
+def _check_push(repo_id: str | None, *, private: bool, branch: str | None) -> None:
+    if repo_id is not None:
+        from shardkit.formats.hub_push import check_push
+
+        check_push(repo_id)
+    elif private or branch is not None:
+        raise UsageError("--private and --branch are about --push-to-hub, which is not there")
+
+
+def _checked(job: ConsolidateJob) -> ConsolidateJob:
+    """Compare the bytes that are about to be moved with the checksums that lie with them."""
+    check = job.checkpoint.check
+    if check is None:
+        note = f"--check: {escape(job.checkpoint.writer)} writes no checksums to compare with"
+        return replace(job, notes=(*job.notes, note))
+    problems = list(check([tensor.source for tensor in job.tensors]))
+    if problems:
+        raise IntegrityError(
+            f"{len(problems)} places of the checkpoint are not what their checksums say",
+            problems=problems,
+            hint="the checkpoint is damaged: use another copy",
+        )
+    return job
+
+
+def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
+    return (
+        *(
+            SkippedPart(
+                what=part.kind, where=part.path, num_tensors=part.num_tensors, num_objects=part.num_objects
+            )
+            for part in job.selection.skipped
+        ),
+        *(
+            SkippedPart(what=name, where=reason, num_tensors=0, num_objects=0)
+            for name, reason in job.checkpoint.skipped
+        ),
+    )
+
+
+def _dtypes(job: ConsolidateJob) -> tuple[DTypeCount, ...]:
+    counted: dict[str, list[int]] = {}
+    for tensor in job.tensors:
+        counts = counted.setdefault(tensor.dtype.name, [0, 0])
+        counts[0] += 1
+        counts[1] += tensor.nbytes
+    return tuple(
+        DTypeCount(dtype=name, num_tensors=number, tensor_bytes=size)
+        for name, (number, size) in counted.items()
+    )
+
+
+def _describe(
+    job: ConsolidateJob,
+    given: str,
+    resolved: ResolvedCheckpoint,
+    path: str,
+    moving: ExecuteOptions,
+    *,
+    dry_run: bool,
+    checked: bool,
+) -> ConsolidateResult:
+    selection, checkpoint = job.selection, job.checkpoint
+    return ConsolidateResult(
+        checkpoint=given,
+        resolved=resolved.path,
+        reason=resolved.reason,
+        step=resolved.step,
+        layout=checkpoint.layout,
+        writer=checkpoint.writer,
+        output=path,
+        dry_run=dry_run,
+        kind=job.kind,
+        weights=job.options.weights,
+        root=selection.root,
+        stripped=tuple((rule.text, rule.num_names) for rule in selection.stripped),
+        skipped=_skipped(job),
+        candidates=selection.candidates,
+        base=job.base.label if job.base else None,
+        model_class=_model_class(job),
+        assets=tuple(asset.name for asset in job.assets),
+        ties=tuple((kept, dropped) for dropped, kept in job.ties.dropped.items()),
+        untied=job.ties.diverged,
+        cast=job.options.dtype,
+        dtypes=_dtypes(job),
+        num_tensors=len(job.tensors),
+        num_parameters=sum(tensor.num_values for tensor in job.tensors),
+        num_files=len(job.output),
+        file_names=tuple(image.name for image in job.output),
+        file_bytes=tuple(image.size for image in job.output),
+        read_bytes=job.plan.read_bytes,
+        written_bytes=job.plan.written_bytes,
+        checked=checked,
+        peak_memory_bytes=moving.peak_bytes,
+        free_bytes=free_bytes(path),
+        resumed_files=0,
+        pushed_to=None,
+        elapsed_s=0.0,
+        notes=(*_passed_over(resolved), *job.notes),
+        warnings=job.warnings,
+    )
+
+
+def _model_class(job: ConsolidateJob) -> str | None:
+    named = job.base.config.get("architectures") if job.base and job.base.config else None
+    name = named[0] if isinstance(named, list) and named else None
+    return name if isinstance(name, str) and name.isidentifier() else None
+
+
+def _passed_over(resolved: ResolvedCheckpoint) -> list[str]:
+    return [f"passed over {escape(path)}: {reason}" for path, reason in resolved.skipped]

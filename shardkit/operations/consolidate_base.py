@@ -1,0 +1,158 @@
+"""The model that a checkpoint was trained from: its config, its files, and its tensors' names, shapes and dtypes.
+
+Never its weights. It is given with --base, or lies in the checkpoint where the trainer put it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Shape
+from shardkit.core.text import escape
+from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.formats.hub import HubModel, open_model, read_config
+from shardkit.formats.hub_assets import CONFIG, asset_patterns, list_assets
+from shardkit.formats.hub_files import select_weights
+from shardkit.formats.hub_repo import fetch_files, looks_like_repo_id, open_headers
+from shardkit.formats.sharded.checkpoint import Checkpoint
+
+ADAPTER_CONFIG = "adapter_config.json"
+_TRAINER_STATE = "trainer_state.json"  # transformers' Trainer saves the model that it trains beside it
+
+
+class BaseTensor(NamedTuple):
+    """What the base says of a tensor."""
+
+    dtype: DType
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """A base, opened."""
+
+    label: str
+    """As it was given; of one that was found, its name in the checkpoint."""
+    directory: str
+    """Where its files lie."""
+    config: dict[str, object] | None
+    """config.json, None where there is none."""
+    tensors: Mapping[str, BaseTensor] | None
+    """By name, in the order of its files; None where it has no weights to read headers of."""
+    assets: Mapping[str, str]
+    """Files beside the weights: name -> path."""
+    is_given: bool
+    """Named by a person; otherwise found in the checkpoint."""
+    is_trainers: bool = False
+    """A trainer wrote it, and may have changed the config for the run."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told."""
+
+
+def open_base(base: str, *, revision: str | None = None) -> Base:
+    """Open the base that a person named.
+
+    Args:
+        base: a Hub directory or a repo id; a path that exists is never looked up on the Hub.
+        revision: branch, tag or commit of a repo id.
+
+    Raises:
+        UsageError: a revision of something local.
+        SourceError: neither a path nor a repo id; no config there; damaged headers.
+        ResourceError: no network, or files that may not be read.
+    """
+    if not os.path.lexists(base):
+        if looks_like_repo_id(base):
+            return _fetch(base, revision)
+        raise SourceError(
+            f"--base {escape(base)}: no such path, and not a repo id either",
+            hint="check the path, or name a model on the Hub as organisation/name",
+        )
+    if revision is not None:
+        raise UsageError(f"--base {escape(base)} is a local path, it has no revision {escape(revision)!r}")
+    if not os.path.isdir(base):
+        raise SourceError(f"--base {escape(base)}: not a directory", hint="give the directory of a Hub model")
+    return _open(base, base, is_given=True)
+
+
+def find_base(checkpoint: Checkpoint) -> Base | None:
+    """Open the first of a checkpoint's own directories that has a config; damaged weights there are left alone."""
+    for directory in checkpoint.assets:
+        names = os.listdir(directory)
+        if CONFIG in names or ADAPTER_CONFIG in names:
+            base = _open(os.path.basename(os.path.abspath(directory)), directory, is_given=False)
+            return replace(base, is_trainers=checkpoint.layout != "hub" or _TRAINER_STATE in names)
+    return None
+
+
+def _open(label: str, directory: str, *, is_given: bool) -> Base:
+    tensors, notes = None, []
+    if _has_weights(directory, legacy=is_given):
+        try:
+            tensors = _tensors_of(open_model(directory))
+        except ShardkitError as error:
+            if is_given:
+                raise
+            notes.append(f"the weights in {escape(label)} were not looked at: {error.message}")
+    assets, refused = list_assets(directory)
+    config = read_config(directory)
+    if is_given and config is None and ADAPTER_CONFIG not in os.listdir(directory):
+        raise SourceError(
+            f"--base {escape(label)} has no {CONFIG}",
+            hint="give the directory of a Hub model, or its repo id",
+        )
+    if refused:
+        notes.append(
+            f"{len(refused)} files of {escape(label)} are links that leave it and were not copied: "
+            + ", ".join(map(escape, refused))
+        )
+    return Base(
+        label=label,
+        directory=directory,
+        config=config,
+        tensors=tensors,
+        assets=assets,
+        is_given=is_given,
+        notes=tuple(notes),
+    )
+
+
+def _has_weights(directory: str, *, legacy: bool) -> bool:
+    """True where there are headers to read; those of legacy files take torch."""
+    try:
+        weights = select_weights(os.listdir(directory), directory)
+    except SourceError:
+        return False
+    return legacy or weights.kind == "safetensors"
+
+
+def _tensors_of(model: HubModel) -> dict[str, BaseTensor]:
+    return {fqn: BaseTensor(entry.dtype, entry.shape) for fqn, entry in model.catalog.tensors.items()}
+
+
+def _fetch(repo_id: str, revision: str | None) -> Base:
+    """Bring all but the weights into the cache; of the weights, only headers are asked for."""
+    folder = fetch_files(repo_id, (*asset_patterns(), ADAPTER_CONFIG), revision=revision)
+    config = read_config(folder)
+    if config is None and not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
+        raise SourceError(f"--base {escape(repo_id)} has no {CONFIG}", hint="name the repo of a model")
+    assets, _ = list_assets(folder)
+    model = open_headers(repo_id, os.path.basename(folder))
+    notes = (
+        ()
+        if model
+        else (f"{escape(repo_id)} has no safetensors weights: names and shapes were not compared with it",)
+    )
+    return Base(
+        label=repo_id,
+        directory=folder,
+        config=config,
+        tensors=_tensors_of(model) if model else None,
+        assets=assets,
+        is_given=True,
+        notes=notes,
+    )

@@ -1,0 +1,88 @@
+"""Names and shapes of the output, held against those of the base."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from shardkit.core.regions import Shape
+from shardkit.core.text import escape, listed, suggestion
+from shardkit.errors import LayoutError
+from shardkit.keys import BaseComparison, compare_with_base
+from shardkit.operations.consolidate_base import Base
+
+_MAX_SUGGESTIONS = 3  # each searches all names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What has to be said about how the output fits its base."""
+
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def check_fit(
+    shapes: Mapping[str, Shape],
+    base: Base | None,
+    ties: Iterable[Collection[str]],
+    *,
+    allow_missing: bool,
+    allow_unexpected: bool,
+) -> Fit:
+    """Compare the output with the base; a given one is binding, one that was found is not.
+
+    Args:
+        shapes: by name in the output.
+        base: None, or one without known tensors, has nothing to compare with.
+        ties: groups of names that are one parameter.
+        allow_missing: names of the base may be missing.
+        allow_unexpected: names may be there that the base does not have.
+
+    Raises:
+        LayoutError: with every name that is missing, unexpected or of another shape.
+    """
+    if base is None or base.tensors is None:
+        return Fit()
+    theirs = {name: tensor.shape for name, tensor in base.tensors.items()}
+    found = compare_with_base(shapes, theirs, ties=ties)
+    label = escape(base.label)
+    if found.is_equal:
+        return Fit(notes=(f"names and shapes are those of {label}",))
+    if not base.is_given:
+        return Fit(warnings=tuple(_summary(found, f"the weights in {label}")))
+    problems = [
+        *([] if allow_missing else _missing(found, shapes)),
+        *([] if allow_unexpected else _unexpected(found, theirs)),
+        *(
+            f"shape: {escape(name)}: {list(ours)}, in the base {list(base)}"
+            for name, base, ours in found.wrong_shapes
+        ),
+    ]
+    if problems:
+        raise LayoutError(
+            f"the checkpoint does not fit --base {label}: {len(problems)} differences",
+            problems=problems,
+            hint="--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others",
+        )
+    return Fit(notes=tuple(_summary(found, label)))
+
+
+def _missing(found: BaseComparison, ours: Mapping[str, Shape]) -> Iterator[str]:
+    for row, name in enumerate(found.missing):
+        yield f"missing: {escape(name)}{suggestion(name, ours) if row < _MAX_SUGGESTIONS else ''}"
+
+
+def _unexpected(found: BaseComparison, theirs: Mapping[str, Shape]) -> Iterator[str]:
+    for row, name in enumerate(found.unexpected):
+        yield f"unexpected: {escape(name)}{suggestion(name, theirs) if row < _MAX_SUGGESTIONS else ''}"
+
+
+def _summary(found: BaseComparison, label: str) -> Iterator[str]:
+    if found.missing:
+        yield f"{len(found.missing)} tensors of {label} are missing: {listed(found.missing)}"
+    if found.unexpected:
+        yield f"{len(found.unexpected)} tensors are not in {label}: {listed(found.unexpected)}"
+    if found.wrong_shapes:
+        names = [name for name, _, _ in found.wrong_shapes]
+        yield f"{len(names)} tensors have other shapes than in {label}: {listed(names)}"

@@ -1,0 +1,297 @@
+"""Everything that is decided before a byte moves: what consolidate would read and write.
+
+    checkpoint -> names -> ties -> base -> dtypes -> images -> plan
+
+Building a job reads descriptions, and of tied tensors the bytes; it writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardkit._version import __version__
+from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.text import escape
+from shardkit.errors import SourceError, UsageError
+from shardkit.formats.hub_assets import CONFIG
+from shardkit.formats.safetensors_images import OutputTensor, SafetensorsImages
+from shardkit.formats.sharded.checkpoint import Checkpoint
+from shardkit.keys import Selection, select_model
+from shardkit.operations.consolidate_adapter import STEM as ADAPTER_STEM
+from shardkit.operations.consolidate_adapter import Chosen, choose_tensors
+from shardkit.operations.consolidate_assets import Asset, adapter_assets, main_dtype, model_assets
+from shardkit.operations.consolidate_base import Base
+from shardkit.operations.consolidate_dtypes import check_choice, choose_dtypes
+from shardkit.operations.consolidate_fit import Fit, check_fit
+from shardkit.operations.consolidate_ties import Ties, declared_tie, resolve_ties, tie_groups
+from shardkit.transfer.plan import TransferPlan, build_plan
+
+DIGESTS = ("crc32", "none")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
+_NO_TIES = Ties(dropped={}, diverged=(), untied=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """What is asked of a job."""
+
+    weights: str = "model"
+    root: str | None = None
+    strip_prefix: tuple[str, ...] = ()
+    add_prefix: str = ""
+    rename: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    """The names, all as `keys.select_model` takes them."""
+    allow_missing: bool = False
+    """Tensors of the base may be missing."""
+    allow_unexpected: bool = False
+    """Tensors may be there that the base does not have."""
+    dtype: str = "keep"
+    """"keep", "base", "bf16", "fp16" or "fp32"."""
+    max_shard_bytes: int | None = None
+    """Most bytes of tensors in a file; None makes one file."""
+    digest: str = "crc32"
+    """"crc32" or "none"."""
+    merge_lora: bool = False
+    """Add an adapter to the weights that it was trained on."""
+    adapter_config: str | None = None
+    """An adapter's settings, a file or the directory that it lies in."""
+    manifest: bool = False
+    """Write `shardkit.json` into the output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsolidateJob:
+    """A decided consolidation."""
+
+    checkpoint: Checkpoint
+    options: JobOptions
+    selection: Selection
+    kind: str
+    """"model", "adapter", or "merged": an adapter added to its model."""
+    ties: Ties
+    base: Base | None
+    catalog: Catalog
+    """Of the tensors that were chosen; extents are raw bytes."""
+    tensors: tuple[OutputTensor, ...]
+    """In the order of the output."""
+    output: SafetensorsImages
+    plan: TransferPlan
+    assets: tuple[Asset, ...]
+    """What lies beside the weights."""
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def plan_hash(self) -> str:
+        """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
+        described = {
+            "version": __version__,
+            "sources": [(file.name, file.size, _stamp(file)) for file in self.catalog.files],
+            "description": self.describe(),
+            "images": [(image.name, image.size) for image in self.output],
+        }
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the part of the manifest that is known before a byte moves."""
+        return {
+            "layout": self.checkpoint.layout,
+            "writer": self.checkpoint.writer,
+            "weights": self.options.weights,
+            "holds": self.kind,
+            "root": self.selection.root,
+            "key_rules": [[rule.text, rule.num_names] for rule in self.selection.stripped],
+            "ties": [[kept, dropped] for dropped, kept in self.ties.dropped.items()],
+            "dtype": self.options.dtype,
+            "digest": self.options.digest,
+            "tensors": {
+                tensor.fqn: {
+                    "dtype": tensor.dtype.name,
+                    "shape": list(tensor.shape),
+                    "source": {
+                        "name": tensor.source,
+                        "dtype": self.catalog.tensors[tensor.source].dtype.name,
+                    },
+                }
+                for tensor in self.tensors
+            },
+        }
+
+
+def _stamp(file: SourceFile) -> tuple[int, ...] | None:
+    """Return what tells a source file from another of its name and size."""
+    if file.stamp is not None:
+        return file.stamp
+    try:
+        status = os.stat(file.path)
+    except OSError:  # the run will say so
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
+
+
+def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> ConsolidateJob:
+    """Decide what a checkpoint becomes.
+
+    Args:
+        checkpoint: opened.
+        base: given or found, or None.
+        options: what is asked for.
+
+    Raises:
+        UsageError: an option has no such value, or cannot be carried out.
+        SourceError: the weights that are asked for are not there, cannot be told or recovered, or have no place
+            in safetensors.
+        LayoutError: names or shapes are not the given base's.
+    """
+    _check_options(checkpoint, base, options)
+    selection = _select(checkpoint, base, options)
+    _refuse_objects(checkpoint.catalog.objects, selection)
+    chosen = choose_tensors(
+        checkpoint,
+        selection.names,
+        base,
+        merge=options.merge_lora,
+        adapter_config=options.adapter_config,
+    )
+    is_adapter, catalog = chosen.kind == "adapter", chosen.catalog
+    ties, fit = (_NO_TIES, Fit()) if is_adapter else _fit(chosen, base, options)
+    names = {source: name for source, name in chosen.names.items() if name not in ties.dropped}
+    dtypes, said = choose_dtypes(catalog, names, options.dtype, base, checkpoint.path)
+    tensors = tuple(
+        OutputTensor(name, source, dtypes[name], catalog.tensors[source].shape)
+        for source, name in names.items()
+    )
+    output = (
+        SafetensorsImages(tensors, max_shard_bytes=None, stem=ADAPTER_STEM)  # PEFT has no index
+        if is_adapter
+        else SafetensorsImages(tensors, max_shard_bytes=options.max_shard_bytes)
+    )
+    assets, changed = _assets(chosen, base, ties, tensors)
+    return ConsolidateJob(
+        checkpoint=checkpoint,
+        options=options,
+        selection=selection,
+        kind=chosen.kind,
+        ties=ties,
+        base=base,
+        catalog=catalog,
+        tensors=tensors,
+        output=output,
+        plan=build_plan(output, catalog),
+        assets=tuple(assets),
+        notes=(
+            *checkpoint.notes,
+            *selection.notes,
+            *chosen.notes,
+            *(base.notes if base else ()),
+            *fit.notes,
+            *said,
+            *changed,
+        ),
+        warnings=(
+            *selection.warnings,
+            *chosen.warnings,
+            *fit.warnings,
+            *_tie_warnings(ties, base),
+            *([] if is_adapter else _base_warnings(base)),
+        ),
+    )
+
+
+def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:
+    """Refuse entries that are not tensors where one layer more has a tensor of that name: a weight is lost there."""
+    patterns = {_NUMBER.sub("#", name) for name in selection.names if _NUMBER.search(name)}
+    lost = [
+        name for name in objects if _NUMBER.sub("#", name) in patterns and not name.endswith("_extra_state")
+    ]
+    if lost:
+        raise SourceError(
+            f"{len(lost)} entries are no tensors, and those of the same name in other layers are: they are never decoded",
+            problems=map(escape, lost),
+            hint="the checkpoint is damaged, or was changed: use another copy",
+        )
+
+
+def _fit(chosen: Chosen, base: Base | None, options: JobOptions) -> tuple[Ties, Fit]:
+    """Decide on ties, and hold names and shapes against the base's."""
+    declared = declared_tie(base.config) if base else None
+    base_tensors = base.tensors if base else None
+    ties = resolve_ties(chosen.catalog, chosen.names, declared=declared, base_names=base_tensors)
+    shapes = {
+        name: chosen.catalog.tensors[source].shape
+        for source, name in chosen.names.items()
+        if name not in ties.dropped
+    }
+    return ties, check_fit(
+        shapes,
+        base,
+        tie_groups(ties, {**dict.fromkeys(shapes), **(base_tensors or {})}, declared=declared),
+        allow_missing=options.allow_missing,
+        allow_unexpected=options.allow_unexpected,
+    )
+
+
+def _assets(
+    chosen: Chosen, base: Base | None, ties: Ties, tensors: Sequence[OutputTensor]
+) -> tuple[list[Asset], list[str]]:
+    if chosen.kind == "adapter":
+        return adapter_assets(base, chosen.adapter_config), []
+    untie = ties.untied and declared_tie(base.config if base else None) is not False
+    return model_assets(base, main_dtype(tensors), untie=untie)
+
+
+def _check_options(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> None:
+    check_choice(options.dtype, base)
+    if options.digest not in DIGESTS:
+        raise UsageError(f"--digest {escape(options.digest)!r} is not one of {', '.join(DIGESTS)}")
+    if (options.allow_missing or options.allow_unexpected) and (base is None or base.tensors is None):
+        raise UsageError("--allow-missing and --allow-unexpected compare with a base: name it with --base")
+    reason = checkpoint.refused_weights.get(options.weights)
+    if reason is not None:
+        raise SourceError(
+            f"--weights {escape(options.weights)}: {reason}", hint="leave --weights out for the model's"
+        )
+
+
+def _select(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> Selection:
+    catalog = checkpoint.catalog
+    return select_model(
+        catalog.tensors,
+        catalog.objects,
+        catalog.paths,
+        checkpoint.roots,
+        weights=options.weights,
+        root=options.root,
+        strip_prefix=options.strip_prefix,
+        add_prefix=options.add_prefix,
+        rename=options.rename,
+        include=options.include,
+        exclude=options.exclude,
+        base_names=base.tensors if base else None,
+    )
+
+
+def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
+    said = " and the written config says tie_word_embeddings: false" if base and base.config else ""
+    return [
+        f"{escape(kept)} and {escape(other)} are tied in the base, but training has made them differ: both are "
+        f"kept{said}"
+        for kept, other in ties.diverged
+    ]
+
+
+def _base_warnings(base: Base | None) -> list[str]:
+    if base is None or base.config is None:
+        return [
+            f"there is no {CONFIG} for the model: name the model that it was trained from with --base, and the "
+            "output can be loaded by itself"
+        ]
+    return []

@@ -1,0 +1,137 @@
+"""What lies beside a consolidated model's weights, and the check of it all before it appears."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardkit import manifest
+from shardkit._version import __version__
+from shardkit.core.text import escape
+from shardkit.errors import IntegrityError, ShardkitError
+from shardkit.formats.hub import HubModel, open_weights
+from shardkit.formats.hub_files import select_file, select_weights
+from shardkit.operations.consolidate_job import ConsolidateJob
+from shardkit.transfer.digest import combine
+from shardkit.transfer.execute import FileDigest
+
+
+class Descriptions:
+    """Writes config, tokenizer and the like, then the index; then reads everything back.
+
+    Args:
+        job: what is being written.
+        directory: where; the weights lie there too.
+    """
+
+    def __init__(self, job: ConsolidateJob, directory: str) -> None:
+        self._job, self._directory = job, directory
+
+    def __enter__(self) -> Descriptions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def add_file(self, digest: FileDigest) -> None:
+        """Nothing lies beside a single file."""
+
+    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
+        """Write the rest, the index last, and check that what is there is what was decided.
+
+        Args:
+            digests: of every file, those of an interrupted run included.
+            scattered: not needed: a tensor lies in one file, and its pieces have digests of their own.
+
+        Raises:
+            IntegrityError: it is not.
+            SourceError, ResourceError: a file beside the weights cannot be read or written.
+        """
+        for asset in self._job.assets:
+            self._write_synced(asset.name, asset.read())
+        if self._job.options.manifest:
+            self._write_synced(manifest.NAME, manifest.dump(self._manifest(digests)))
+        index = self._job.output.index()
+        if index is not None:
+            self._write_synced(self._job.output.index_name, index)
+        check_output(self._job, self._directory)
+
+    def _manifest(self, digests: Mapping[str, FileDigest]) -> dict[str, Any]:
+        described = self._job.describe()
+        if self._job.options.digest != "none":
+            for fqn, crc in self._tensor_crcs(digests).items():
+                described["tensors"][fqn]["crc32"] = crc
+        return {
+            "format": manifest.FORMAT,
+            "kind": "hub",
+            "tool": {"name": "shardkit", "version": __version__},
+            **described,
+            "files": [
+                {"name": image.name, "size": image.size, "crc32": digests[image.name].crc32}
+                for image in self._job.output
+            ],
+        }
+
+    def _tensor_crcs(self, digests: Mapping[str, FileDigest]) -> dict[str, int]:
+        """Return the CRC-32 of every tensor; its holes are neighbours in its file, in order."""
+        found = dict[str, int]()
+        for image in self._job.output:
+            crcs = iter(digests[image.name].data_crcs)
+            for tensor in image.tensors:
+                holes = self._job.output.holes(tensor.fqn)
+                found[tensor.fqn] = combine([(next(crcs), hole.nbytes) for _, hole in holes])
+        return found
+
+    def _write_synced(self, name: str, data: bytes) -> None:
+        path = os.path.join(self._directory, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def check_output(job: ConsolidateJob, directory: str) -> None:
+    """Open an output as any other model is opened, and hold it against what was decided.
+
+    Raises:
+        IntegrityError: with every tensor that is missing, there twice or otherwise than decided.
+    """
+    try:
+        model = _open(job, directory)
+    except ShardkitError as error:
+        raise IntegrityError(
+            f"what was written cannot be opened: {error.message}", problems=error.problems
+        ) from error
+    problems = list(_differences(job, model))
+    if problems:
+        raise IntegrityError(
+            f"what was written is not what was decided: {len(problems)} differences", problems=problems
+        )
+
+
+def _open(job: ConsolidateJob, directory: str) -> HubModel:
+    names = [image.name for image in job.output]
+    if job.output.index() is None:
+        return open_weights(directory, select_file(names[0]))
+    return open_weights(directory, select_weights(os.listdir(directory), directory))
+
+
+def _differences(job: ConsolidateJob, model: HubModel) -> Iterator[str]:
+    found, expected = model.catalog.tensors, {tensor.fqn: tensor for tensor in job.tensors}
+    for name in expected.keys() - found.keys():
+        yield f"{escape(name)}: missing"
+    for name in found.keys() - expected.keys():
+        yield f"{escape(name)}: not expected"
+    for name, tensor in expected.items():
+        entry = found.get(name)
+        if entry is not None and (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+            yield (
+                f"{escape(name)}: {entry.dtype.name} {list(entry.shape)}, "
+                f"expected {tensor.dtype.name} {list(tensor.shape)}"
+            )
+    sizes = {file.name: file.size for file in model.catalog.files}
+    for image in job.output:
+        if sizes.get(image.name) != image.size:
+            yield f"{escape(image.name)}: {sizes.get(image.name)} bytes, expected {image.size}"

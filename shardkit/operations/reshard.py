@@ -1,0 +1,173 @@
+"""reshard: a sharded checkpoint, model and optimizer, for another mesh."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from shardkit.core.mesh import Mesh, parse_mesh
+from shardkit.core.units import KIB, MIB
+from shardkit.operations.destination import check_destination, check_space, free_bytes, is_sharded_checkpoint
+from shardkit.operations.reshard_describe import ReshardDescriptions
+from shardkit.operations.reshard_job import ReshardJob, build_job
+from shardkit.operations.reshard_parts import take_apart
+from shardkit.operations.resolve import resolve_checkpoint
+from shardkit.operations.run import execute_options, run_job
+from shardkit.transfer.execute import ExecuteOptions
+from shardkit.transfer.progress import NoProgress, Progress
+
+_DESCRIPTION_BYTES = 1 * KIB  # for each chunk, beside the shard files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardResult:
+    """What reshard wrote, or with `dry_run` would write."""
+
+    source: str
+    """As it was given."""
+    checkpoint: str
+    """The checkpoint that was taken."""
+    writer: str
+    """Who wrote it, for people."""
+    output: str
+    dry_run: bool
+    world_size: int
+    mesh: str
+    """Axis names and sizes."""
+    num_tensors: int
+    """Of the model and of everything else that is not the optimizer's."""
+    num_optimizer_tensors: int
+    num_objects: int
+    """Byte entries, carried over unread."""
+    num_files: int
+    read_bytes: int
+    written_bytes: int
+    """Size of all shard files."""
+    file_bytes: tuple[int, ...]
+    """Size of each shard file, folder by folder."""
+    folders: tuple[str, ...]
+    """Of the DCP directories, relative to the checkpoint; "" for the checkpoint itself."""
+    copied: tuple[str, ...]
+    """Files beside them that were copied as they are."""
+    peak_memory_bytes: int
+    """Bound on the buffers, beside the interpreter and the plan."""
+    free_bytes: int
+    """On the destination's file system, before writing."""
+    resumed_files: int
+    """Files that an interrupted run had finished."""
+    elapsed_s: float
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return asdict(self)
+
+
+def reshard(
+    checkpoint: str | os.PathLike[str],
+    output: str,
+    *,
+    world_size: int | None = None,
+    mesh: str | None = None,
+    dtype: str = "keep",
+    optimizer_dtype: str = "keep",
+    overwrite: bool = False,
+    dry_run: bool = False,
+    resume: bool = True,
+    digest: str = "crc32",
+    jobs: int = 2,
+    max_memory: str | int = 256 * MIB,
+    progress: Progress | None = None,
+) -> ReshardResult:
+    """Write a sharded checkpoint anew, for another mesh: model, optimizer and everything else.
+
+    Args:
+        checkpoint: a checkpoint, or a run directory, whose newest complete checkpoint is taken.
+        output: the directory to make. It is of the same trainer's kind: what lies beside the shards is copied.
+        world_size: number of ranks; `mesh` may say it instead.
+        mesh: "dp_replicate=2,dp_shard=16"; by default one `dp_shard` axis of `world_size`.
+        dtype: "keep", "bf16", "fp16" or "fp32" for floating tensors outside the optimizer.
+        optimizer_dtype: the same for the optimizer's state.
+        overwrite: replace an existing checkpoint, whole and in one step.
+        dry_run: decide and check everything, and write nothing.
+        resume: go on with an interrupted run of the same plan.
+        digest: "crc32" or "none".
+        jobs: threads.
+        max_memory: bytes for all buffers, as a number or as "512MiB".
+        progress: told of the bytes as they move.
+
+    Raises:
+        UsageError: options that cannot be carried out, or an existing destination.
+        SourceError: the checkpoint is damaged, incomplete or not understood.
+        ResourceError: disk or permission.
+        Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
+    """
+    begun, progress, source = time.monotonic(), progress or NoProgress(), os.fspath(checkpoint)
+    parsed = parse_mesh(mesh, world_size)
+    options = execute_options(jobs, max_memory, digests=digest != "none")
+    resolved = resolve_checkpoint(source)
+    path = check_destination(output, resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint)
+    parts = take_apart(resolved.path)
+    job = build_job(parts, parsed, dtype=dtype, optimizer_dtype=optimizer_dtype, digest=digest)
+    taken = [f"{resolved.path}: {resolved.reason}"] if resolved.path != source.rstrip("/") else []
+    result = _describe(job, source, resolved.path, path, parsed, options, dry_run=dry_run)
+    result = replace(result, notes=(*taken, *result.notes))
+    chunks = sum(len(part.output.catalog.chunks) for part in job.folders.values())
+    copied = sum(os.path.getsize(os.path.join(resolved.path, name)) for name in parts.siblings)
+    check_space(path, job.plan.written_bytes + chunks * _DESCRIPTION_BYTES + copied)
+    if not dry_run:
+        resumed = run_job(
+            job,
+            path,
+            options,
+            progress,
+            describe=partial(ReshardDescriptions, resolved.path, job),
+            label="reshard",
+            overwrite=overwrite,
+            resume=resume,
+        )
+        result = replace(result, resumed_files=resumed)
+    return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
+
+
+def _describe(
+    job: ReshardJob,
+    source: str,
+    checkpoint: str,
+    path: str,
+    mesh: Mesh,
+    options: ExecuteOptions,
+    *,
+    dry_run: bool,
+) -> ReshardResult:
+    sizes = tuple(image.size for image in job.output)
+    optimizer = sum(len(part.optimizer) for part in job.folders.values())
+    objects = sum(len(part.part.objects) for part in job.folders.values())
+    return ReshardResult(
+        source=source,
+        checkpoint=checkpoint,
+        writer=job.parts.writer,
+        output=path,
+        dry_run=dry_run,
+        world_size=mesh.size,
+        mesh=str(mesh),
+        num_tensors=sum(len(part.layout.tensors) for part in job.folders.values()) - optimizer - objects,
+        num_optimizer_tensors=optimizer,
+        num_objects=objects,
+        num_files=len(sizes),
+        read_bytes=job.plan.read_bytes,
+        written_bytes=job.plan.written_bytes,
+        file_bytes=sizes,
+        folders=tuple(job.folders),
+        copied=job.parts.siblings,
+        peak_memory_bytes=options.peak_bytes,
+        free_bytes=free_bytes(path),
+        resumed_files=0,
+        elapsed_s=0.0,
+        notes=job.notes,
+        warnings=job.parts.warnings,
+    )

@@ -1,0 +1,314 @@
+"""From a run directory to the newest complete checkpoint in it, by each trainer's own rules.
+
+A directory is looked at newest first: what a tracker file names, what Lightning saved on a failure or as the
+last one, the highest step, the highest epoch. The first that opens is taken; everything that was passed over
+on the way is named, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from shardkit.core.text import escape
+from shardkit.errors import ShardkitError, SourceError
+from shardkit.formats.sharded.detect import layout_of, open_checkpoint
+from shardkit.formats.sharded.trainers import find_structure
+from shardkit.formats.strict import read_small
+from shardkit.operations.resolve_order import (
+    BEYOND,
+    EPOCH,
+    NAMED,
+    OTHER,
+    RULES,
+    STEP,
+    TRACKERS,
+    family_of,
+    is_left_out,
+    is_temporary,
+    ordered,
+    step_of,
+)
+
+_MAX_DEPTH = 3  # lightning_logs/version_3/checkpoints/ is the deepest that a trainer makes by itself
+_MAX_ENTRIES = 20_000
+_MAX_TRACKER = 4096
+_FILES = (".ckpt",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedCheckpoint:
+    """Which checkpoint was taken; `os.fspath` gives its path."""
+
+    path: str
+    """The checkpoint, a directory or a file."""
+    layout: str
+    """As `shardkit.inspect` names it."""
+    step: int | None
+    """The training step, where its name or a tracker file tells."""
+    reason: str
+    """Why it was taken, for people."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """(path, reason) of what is newer, but incomplete or damaged."""
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __str__(self) -> str:
+        return self.path
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+def resolve_checkpoint(path: str | os.PathLike[str]) -> ResolvedCheckpoint:
+    """Return the newest complete checkpoint at or below a path.
+
+    A path that is a checkpoint is taken as it is. Otherwise three levels of directories are searched, and
+    links that lead out of the path are not followed. A training script that wants to go on from where it
+    stopped, and `shardkit consolidate`, take the same one.
+
+    Args:
+        path: a checkpoint, a run's directory, or a directory of runs.
+
+    Raises:
+        SourceError: no complete checkpoint; lists what was passed over and why.
+        ResourceError: something may not be read.
+    """
+    given = os.fspath(path)
+    if not os.path.lexists(given):
+        raise SourceError(f"{escape(given)}: no such file or directory", hint="check the path")
+    if not os.path.isdir(given) and os.path.basename(given) in TRACKERS:
+        given = os.path.dirname(given) or os.curdir
+    search = _Search(given)
+    found = search.itself()
+    if found is None and not os.path.isdir(given):
+        open_checkpoint(given)  # says why it is none
+    found = found or search.below(given, _MAX_DEPTH)
+    if found is not None:
+        return found
+    if not search.skipped and layout_of(given) is None:
+        open_checkpoint(given)  # says what the directory looks like: a save that did not finish, ...
+    raise SourceError(
+        f"{escape(given)}: no complete checkpoint in it",
+        problems=[f"{escape(name)}: {reason}" for name, reason in search.skipped] or search.looked_for(),
+        hint="give the directory that the trainer's save made, or its parent",
+    )
+
+
+class _Search:
+    """One search: what it has passed over so far, and how many entries it may still look at."""
+
+    def __init__(self, home: str) -> None:
+        self.home = home
+        self.inside = os.path.join(os.path.realpath(home), "")
+        self.skipped: list[tuple[str, str]] = []
+        self.entries_left = _MAX_ENTRIES
+
+    def looked_for(self) -> list[str]:
+        return [
+            f"looked for directories and .ckpt files of known layouts, {_MAX_DEPTH} levels deep",
+            f"looked for {', '.join(TRACKERS)}",
+        ]
+
+    def itself(self) -> ResolvedCheckpoint | None:
+        """Return the path itself where it is a checkpoint, and not also a run of them."""
+        layout = layout_of(self.home)
+        if layout is None or (layout == "hub" and self._holds_training_states()):
+            return None
+        tracked = _tracked(self.home)
+        step = step_of(os.path.basename(os.path.abspath(self.home)))
+        if layout == "deepspeed" and tracked is not None:
+            # The directory is what its tracker names; where that is damaged, the ones before it may not be.
+            reason = self._damage(self.home) if len(self._children(self.home)) > 1 else None
+            if reason is not None:
+                self._skip(os.path.join(self.home, tracked[1]), reason)
+                return None
+            return self._take(
+                self.home, layout, step_of(tracked[1]), f"{tracked[0]} names {escape(tracked[1])}"
+            )
+        return self._take(self.home, layout, step, "it is a checkpoint itself")
+
+    def below(self, directory: str, depth: int) -> ResolvedCheckpoint | None:
+        """Return the newest complete checkpoint below a directory, None where there is none.
+
+        Args:
+            depth: how many levels of directories to go down.
+        """
+        tracked = _tracked(directory)
+        order = ordered(self._children(directory), tracked[1] if tracked else None)
+        if tracked and not any(place.rule == NAMED for place, _ in order):
+            self._skip(
+                os.path.join(directory, tracked[0]), f"it names {escape(tracked[1])}, which is not there"
+            )
+        by_rule = {
+            rule: [name for place, name in order if place.rule == rule]
+            for rule in dict.fromkeys(place.rule for place, _ in order)
+        }
+        for rule, names in by_rule.items():
+            families = list(dict.fromkeys(map(family_of, names))) if rule == OTHER else [None]
+            found = [
+                resolved
+                for family in families
+                if (resolved := self._first(directory, names, family, depth)) is not None
+            ]
+            if not found:
+                continue
+            if tracked and rule != BEYOND:
+                self._mention(directory, by_rule.get(BEYOND, []), tracked[0])
+            best = max(found, key=lambda resolved: -1 if resolved.step is None else resolved.step)
+            return self._explain(best, rule, directory, len(names), len(found), tracked)
+        return None
+
+    def _first(
+        self, directory: str, names: list[str], family: str | None, depth: int
+    ) -> ResolvedCheckpoint | None:
+        """Return the first complete one of some names, of one family where one is given."""
+        for name in names:
+            if family in (None, family_of(name)):
+                found = self._look(os.path.join(directory, name), depth)
+                if found is not None:
+                    return found
+        return None
+
+    def _look(self, path: str, depth: int) -> ResolvedCheckpoint | None:
+        """Return the checkpoint at a path, or the newest below it."""
+        layout = layout_of(path)
+        step = step_of(os.path.basename(path))
+        if layout is not None:
+            reason = self._damage(path)
+            if reason is None:
+                return self._take(path, layout, step, "")
+        elif not os.path.isdir(path):
+            reason = "not a checkpoint of a known layout"
+        else:
+            reason = _unfinished(path)
+            if reason is None:
+                return self._inside(path, depth, step)
+        self._skip(path, reason)
+        return None
+
+    def _inside(self, path: str, depth: int, step: int | None) -> ResolvedCheckpoint | None:
+        """Return the newest checkpoint in a directory that is none itself."""
+        num_skipped = len(self.skipped)
+        found = self.below(path, depth - 1) if depth > 0 else None
+        if found is not None:
+            return found if found.step is not None else replace(found, step=step)
+        if step is not None and len(self.skipped) == num_skipped:
+            self._skip(path, "it holds no checkpoint of a known layout")
+        return None
+
+    def _explain(
+        self,
+        found: ResolvedCheckpoint,
+        rule: int,
+        directory: str,
+        num_names: int,
+        num_found: int,
+        tracked: tuple[str, str] | None,
+    ) -> ResolvedCheckpoint:
+        """Put the choice that was made in one directory before those that were made below it."""
+        name = os.path.relpath(found.path, directory).split(os.sep)[0]
+        why = RULES[rule].format(tracker=tracked[0] if tracked else "")
+        if num_found > 1:
+            why = "it has the highest step of runs that are not numbered alike"
+        elif num_names == 1 and rule in (STEP, EPOCH, OTHER):
+            why = "it is the only one"
+        reason = "; ".join(part for part in (f"{escape(name)}: {why}", found.reason) if part)
+        return replace(found, reason=reason, skipped=tuple(self.skipped))
+
+    def _damage(self, path: str) -> str | None:
+        """Return why a checkpoint cannot be taken, None where it opens."""
+        structure = find_structure(path) if os.path.isdir(path) else None
+        last = structure.structure.last if structure else None
+        if last is not None and not os.path.lexists(os.path.join(path, last)):
+            return f"the save did not finish: {last}, which is written last, is missing"
+        try:
+            open_checkpoint(path)
+        except SourceError as error:
+            return "; ".join((error.message, *error.problems[:1]))
+        return None
+
+    def _children(self, directory: str) -> list[str]:
+        """Return the names in a directory that may be checkpoints or hold some."""
+        names: list[str] = []
+        for entry in self._scan(directory):
+            if is_left_out(entry.name):
+                continue
+            path = entry.path
+            if entry.is_symlink() and not os.path.realpath(path).startswith(self.inside):
+                continue
+            if not os.path.isdir(path) and not (entry.name.endswith(_FILES) and os.path.isfile(path)):
+                continue
+            if is_temporary(entry.name):
+                self._skip(path, "it has a temporary name: the save did not finish")
+                continue
+            names.append(entry.name)
+        return names
+
+    def _scan(self, directory: str) -> Iterator[os.DirEntry[str]]:
+        try:
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    self.entries_left -= 1
+                    if self.entries_left < 0:
+                        raise SourceError(
+                            f"{escape(self.home)} holds more than {_MAX_ENTRIES} files: it is not searched",
+                            hint="give the run's own directory",
+                        )
+                    yield entry
+        except OSError as error:
+            self._skip(directory, f"cannot be listed: {error.strerror}")
+
+    def _holds_training_states(self) -> bool:
+        """True where a Hub model stands in a run's own directory, beside the checkpoints of its training."""
+        for name in self._children(self.home):
+            path = os.path.join(self.home, name)
+            if step_of(name) is not None and layout_of(path) not in (None, "hub", "full-file"):
+                return True
+        return False
+
+    def _mention(self, directory: str, beyond: list[str], tracker: str) -> None:
+        """Name what was saved after the one that a tracker names."""
+        for name in beyond:
+            reason = f"newer than what {tracker} names: its save was not recorded as finished"
+            self._skip(os.path.join(directory, name), reason)
+
+    def _skip(self, path: str, reason: str) -> None:
+        name = os.path.relpath(path, self.home)
+        if all(known != name for known, _ in self.skipped):
+            self.skipped.append((name, reason))
+
+    def _take(self, path: str, layout: str, step: int | None, reason: str) -> ResolvedCheckpoint:
+        return ResolvedCheckpoint(
+            path=path, layout=layout, step=step, reason=reason, skipped=tuple(self.skipped)
+        )
+
+
+def _tracked(directory: str) -> tuple[str, str] | None:
+    """Return (tracker file, what it says) of a directory, None where it has none."""
+    for tracker in TRACKERS:
+        try:
+            data = read_small(os.path.join(directory, tracker), tracker, _MAX_TRACKER)
+        except ShardkitError:  # none, or something else under that name, such as a link to a checkpoint
+            continue
+        text = data.decode("utf-8", "replace").strip()
+        if text and os.path.basename(text) == text and text not in (os.curdir, os.pardir):
+            return tracker, text
+    return None
+
+
+def _unfinished(path: str) -> str | None:
+    """Return what shows that a directory is a save that did not finish, None where nothing does."""
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return None
+    if ".metadata.tmp" in names:
+        return "the save did not finish: .metadata.tmp was never renamed"
+    if any(name.endswith(".distcp") for name in names):
+        return "the save did not finish: there are .distcp files without .metadata"
+    return None

@@ -1,0 +1,124 @@
+"""Which of several names in a run directory is the newest checkpoint, by the rules of the trainers. Pure.
+
+Numbers are compared as numbers. What a trainer says itself comes first, then names that trainers give a
+meaning, then steps, then epochs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
+"""Files in which a trainer writes what it saved last: verl, Megatron and ByteCheckpoint a step, DeepSpeed a name."""
+
+_STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:steps?|iter(?:ation)?|it)[-_=]?([0-9]{1,15})", re.IGNORECASE)
+_NUMBER = re.compile(r"(?<![a-z])(?:checkpoint|ckpt|ckp|ba|batch|save)[-_=]?([0-9]{1,15})", re.IGNORECASE)
+_EPOCH = re.compile(r"(?<![a-z])(?:epoch|ep)[-_=]?([0-9]{1,15})", re.IGNORECASE)
+_VERSION = re.compile(r"-v([0-9]{1,9})(?:\.ckpt)?$")  # Lightning, where the name was taken
+_BARE = re.compile(r"[0-9]{1,15}")
+_LAST = re.compile(r"(last|latest)(-v[0-9]+)?(\.ckpt)?", re.IGNORECASE)
+_REQUEUED = re.compile(r"hpc_ckpt_([0-9]{1,9})\.ckpt")
+_ON_EXCEPTION = re.compile(r"on_exception(-v[0-9]+)?\.ckpt")
+_HOMES = ("checkpoints", "checkpoint", "ckpts", "ckpt", "actor", "policy", "model", "lightning_logs")
+_NOT_MODELS = re.compile(
+    r"(optim(izers?|izer_state)?|critic|ref|reward(_model)?|ema|scheduler|dataloader)(_[0-9]+)?"
+    r"|wandb|tensorboard|tb_logs|huggingface|hf|__pycache__|node_modules|site-packages"
+)
+_UNFINISHED = re.compile(
+    r".*\.(tmp|temp|partial|incomplete|part)|(tmp|temp)[-_].+|.*[-_](tmp|temp)", re.IGNORECASE
+)
+
+
+class Place(NamedTuple):
+    """How new a name is among its neighbours: greater is newer."""
+
+    rule: int
+    """One of the constants below."""
+    numbers: tuple[int, ...]
+
+
+NAMED, REQUEUED, ON_EXCEPTION, LAST, STEP, EPOCH, HOME, OTHER, BEYOND = range(9, 0, -1)
+
+RULES = {
+    NAMED: "{tracker} names it",
+    REQUEUED: "it was saved when the job was requeued, which comes before all others",
+    ON_EXCEPTION: "it was saved when the run failed, which comes before last.ckpt and numbered ones",
+    LAST: "it is named as the last one, which comes before numbered ones",
+    STEP: "it has the highest step",
+    EPOCH: "it has the highest epoch",
+    HOME: "it is where trainers put checkpoints",
+    OTHER: "it has the highest number",
+    BEYOND: "nothing that {tracker} covers is complete",
+}
+"""Why a name was taken from among others, by `Place.rule`."""
+
+
+def step_of(name: str) -> int | None:
+    """Return the training step that a name tells, None where it tells none."""
+    if _REQUEUED.fullmatch(name):
+        return None
+    for pattern in (_STEP, _NUMBER):
+        found = pattern.findall(name)
+        if found:
+            return int(found[-1])
+    return int(name) if _BARE.fullmatch(name) else None
+
+
+def family_of(name: str) -> str:
+    """Return what a name has in common with those that differ from it in numbers alone."""
+    return re.sub(r"[0-9]+", "0", name)
+
+
+def is_left_out(name: str) -> bool:
+    """True for names under which no model's checkpoint is looked for: hidden ones, optimizers, logs."""
+    return name.startswith(".") or _NOT_MODELS.fullmatch(name.lower()) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """True for the names that trainers give to what they have not finished writing."""
+    return _UNFINISHED.fullmatch(name) is not None
+
+
+def ordered(names: Iterable[str], tracked: str | None) -> list[tuple[Place, str]]:
+    """Return names with their places, newest first.
+
+    Args:
+        names: of checkpoints and of directories that may hold some.
+        tracked: what a tracker file says: a name or a step; None where there is no such file.
+    """
+    found = list(names)
+    named = next((name for name in found if tracked is not None and _is_tracked(name, tracked)), None)
+    limit = step_of(named) if named is not None else None
+    placed = [(_place(name, named, limit), name) for name in found]
+    return sorted(placed, key=lambda pair: (*pair[0], pair[1]), reverse=True)
+
+
+def _is_tracked(name: str, tracked: str) -> bool:
+    return name == tracked or (_BARE.fullmatch(tracked) is not None and step_of(name) == int(tracked))
+
+
+def _place(name: str, named: str | None, limit: int | None) -> Place:
+    """Return the place of a name; `limit` is the step of the one that a tracker names."""
+    if name == named:
+        return Place(NAMED, ())
+    version = _VERSION.search(name)
+    versions = (int(version[1]) if version else 0,)
+    requeued = _REQUEUED.fullmatch(name)
+    if requeued:
+        return Place(REQUEUED, (int(requeued[1]),))
+    if _ON_EXCEPTION.fullmatch(name):
+        return Place(ON_EXCEPTION, versions)
+    if _LAST.fullmatch(name):
+        return Place(LAST, versions)
+    step, epochs = step_of(name), _EPOCH.findall(name)
+    epoch = int(epochs[-1]) if epochs else 0
+    if step is not None:
+        # A save that the trainer did not get to record may be incomplete in ways that do not show.
+        return Place(BEYOND if limit is not None and step > limit else STEP, (step, epoch, *versions))
+    if epochs:
+        return Place(EPOCH, (epoch, *versions))
+    if name.lower() in _HOMES:
+        return Place(HOME, (-_HOMES.index(name.lower()),))
+    return Place(OTHER, tuple(map(int, re.findall(r"[0-9]{1,15}", name))))

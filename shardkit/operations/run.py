@@ -1,0 +1,222 @@
+"""Carrying out what has been decided: staging, moving, describing, one rename."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from shardkit.core.text import escape
+from shardkit.core.units import KIB, MIB, parse_size
+from shardkit.errors import Interrupted, ResourceError, UsageError
+from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.images import ImageSet
+from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
+from shardkit.transfer.plan import TransferPlan
+from shardkit.transfer.progress import Progress
+from shardkit.transfer.staging import Staging, abandoned, journal_of, remove_abandoned
+
+_MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB
+
+
+class Describer(Protocol):
+    """Writes what lies beside the images."""
+
+    def add_file(self, digest: FileDigest) -> None:
+        """An image is finished; may be called from any thread."""
+        ...
+
+    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
+        """Every image is on disk: write the rest, last of all what makes the directory complete.
+
+        Args:
+            digests: of every file, those of an interrupted run included.
+            scattered: CRC-32 of every scattered tensor, by its source name.
+        """
+        ...
+
+
+class Images(ImageSet, Protocol):
+    """Images that know how much of each is data."""
+
+    @property
+    def data_nbytes(self) -> Sequence[int]:
+        """Bytes of all holes of each image."""
+        ...
+
+
+class Job(Protocol):
+    """Something decided that is to be carried out."""
+
+    @property
+    def plan(self) -> TransferPlan:
+        """What is to be moved."""
+        ...
+
+    @property
+    def output(self) -> Images:
+        """The plan's images."""
+        ...
+
+    @property
+    def plan_hash(self) -> str:
+        """Stands for inputs, options and version: an interrupted run resumes only under an equal one."""
+        ...
+
+
+Describe = Callable[[str], AbstractContextManager[Describer]]
+"""Returns what writes the rest of the files into a directory."""
+
+
+def execute_options(jobs: int, max_memory: str | int, *, digests: bool) -> ExecuteOptions:
+    """Return how to move bytes, from what a person asked for.
+
+    Args:
+        jobs: threads.
+        max_memory: bytes for all buffers, as a number or as "512MiB".
+        digests: take CRC-32s on the way.
+
+    Raises:
+        UsageError: too few threads, or too little memory for them.
+    """
+    budget = parse_size(max_memory)
+    if jobs < 1:
+        raise UsageError(f"--jobs must be at least 1, not {jobs}")
+    if budget < _MIN_MEMORY:
+        raise UsageError(f"--max-memory must be at least 2MiB, not {max_memory}")
+    if budget < jobs * _MIN_MEMORY_PER_JOB:
+        raise UsageError(
+            f"--max-memory {max_memory} is too little for --jobs {jobs}: each takes 512KiB at least",
+            hint="a few threads are as fast as many: --jobs 2 is the default",
+        )
+    return ExecuteOptions(jobs=jobs, max_memory_bytes=budget, digests=digests)
+
+
+def run_job(
+    job: Job,
+    path: str,
+    options: ExecuteOptions,
+    progress: Progress,
+    *,
+    describe: Describe,
+    label: str,
+    overwrite: bool,
+    resume: bool,
+) -> int:
+    """Write a job's output to `path`; return how many files an interrupted run had finished.
+
+    On Ctrl-C or SIGTERM the staging directory stays for the next run; on any error it is removed.
+
+    Args:
+        describe: what is to lie beside the images.
+        label: how the progress is called.
+
+    Raises:
+        Interrupted: after a signal.
+        IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises.
+    """
+    plan_hash, staging, num_finished = job.plan_hash, None, 0
+    try:
+        staging = (_adopted(path, plan_hash) if resume else None) or Staging.create(path)
+        remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
+        progress.start(job.plan.hole_bytes, label)
+        finished = _finished(job, staging, progress)
+        num_finished = len(finished)
+        _write(job, staging, plan_hash, options, progress, finished, describe)
+        staging.commit(overwrite=overwrite)
+    except KeyboardInterrupt as interrupt:
+        if staging is not None and staging.is_committed:
+            staging.discard()
+        else:
+            if staging is not None:
+                staging.release()
+            raise Interrupted(
+                f"interrupted: {escape(path)} was not made; what was finished is kept beside it",
+                signum=getattr(interrupt, "signum", signal.SIGINT),
+                hint="run the same command again to resume",
+            ) from interrupt
+    except BaseException:
+        if staging is not None:
+            staging.discard()
+        raise
+    finally:
+        progress.finish()
+    return num_finished
+
+
+def _adopted(path: str, plan_hash: str) -> Staging | None:
+    """Take over a dead run's staging directory if it was carrying out this very plan."""
+    for leftover in abandoned(path):
+        if read_plan_hash(journal_of(leftover)) == plan_hash:
+            staging = Staging.adopt(path, leftover)
+            if staging is not None:
+                return staging
+    return None
+
+
+def _finished(job: Job, staging: Staging, progress: Progress) -> dict[str, FileDigest]:
+    """Return what an interrupted run had finished, and remove all else that lies there.
+
+    Half-written files and descriptions are made again; and a run that was killed between exchanging
+    directories and removing the old one left the whole old output.
+    """
+    finished = read_finished(staging.journal, staging.data, {image.name: image.size for image in job.output})
+    for number, image in enumerate(job.output):
+        if image.name in finished:
+            progress.advance(job.output.data_nbytes[number])
+    with translated(staging.data):
+        _remove_others(staging.data, finished)
+    return finished
+
+
+def _remove_others(directory: str, finished: Collection[str]) -> None:
+    """Remove all files but the finished ones, and the folders that are left empty."""
+    for here, folders, names in os.walk(directory, topdown=False):
+        for name in names:
+            path = os.path.join(here, name)
+            if os.path.relpath(path, directory) not in finished:
+                os.unlink(path)
+        for name in folders:
+            path = os.path.join(here, name)
+            if os.path.islink(path):
+                os.unlink(path)
+            elif not os.listdir(path):
+                os.rmdir(path)
+
+
+def _write(
+    job: Job,
+    staging: Staging,
+    plan_hash: str,
+    options: ExecuteOptions,
+    progress: Progress,
+    finished: Mapping[str, FileDigest],
+    describe: Describe,
+) -> None:
+    """Move the bytes, and describe them beside."""
+    with (
+        translated(staging.path),
+        contextlib.closing(Journal(staging.journal, plan_hash)) as journal,
+        describe(staging.data) as descriptions,
+    ):
+
+        def on_finished(digest: FileDigest) -> None:
+            journal.add(digest)
+            descriptions.add_file(digest)
+
+        execution = Execution(
+            job.plan, staging.data, options, finished=finished, on_finished=on_finished, progress=progress
+        )
+        descriptions.finish(*execution.run())
+
+
+@contextlib.contextmanager
+def translated(path: str) -> Iterator[None]:
+    """Let what the system refuses in our own bookkeeping name the place."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(f"cannot write to {escape(path)}: {error.strerror}") from error

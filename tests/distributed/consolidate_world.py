@@ -1,0 +1,88 @@
+"""Real gloo worlds that train a little and save, with the whole tensors beside: for consolidate.
+
+    python consolidate_world.py OUT
+
+Writes OUT/<name>/{.metadata,...} with stock `dcp.save`, and OUT/<name>.safetensors as rank 0 gathers it.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.distributed.processes import fork, wait
+from tests.operations.consolidate_checkpoints import CONFIG
+
+torch.set_num_threads(1)
+
+
+def begin(rank: int, world_size: int, out: Path) -> None:
+    store = f"file://{out}.{world_size}.store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+
+
+def keep_whole(state: dict[str, torch.Tensor], rank: int, path: Path) -> None:
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
+    if rank == 0:
+        save_file({name: value.clone().contiguous() for name, value in whole.items()}, path)
+
+
+def train(rank: int, out: Path) -> None:
+    """Two steps of a model with tied embeddings on three ranks: uneven rows, an optimizer beside."""
+    begin(rank, 3, out)
+    config = transformers.AutoConfig.for_model(**{**CONFIG, "tie_word_embeddings": True})
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    mesh = init_device_mesh("cpu", (3,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(2):
+        tokens = torch.arange(8).reshape(1, 8) + step
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save({**states, "step": 2}, checkpoint_id=out / "trained")
+    keep_whole(get_model_state_dict(model), rank, out / "trained.safetensors")
+    dist.barrier()
+
+
+def place(rank: int, out: Path) -> None:
+    """Every way in which two axes cut a tensor."""
+    begin(rank, 4, out)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    ways = {
+        "grid": (Shard(0), Shard(1)),
+        "rows": (Shard(0), Shard(0)),
+        "columns": (Shard(1), Replicate()),
+        "replicas": (Replicate(), Replicate()),
+    }
+    state = {
+        f"{name}.{shape[0]}.weight": distribute_tensor(torch.randn(shape), mesh, placements)
+        for name, placements in ways.items()
+        for shape in ((16, 9), (7, 5), (1, 6))
+    }
+    dcp.save(state, checkpoint_id=out / "placed")
+    keep_whole(state, rank, out / "placed.safetensors")
+    dist.barrier()
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    wait([fork(partial(train, rank, out)) for rank in range(3)])
+    wait([fork(partial(place, rank, out)) for rank in range(4)])
+
+
+main()

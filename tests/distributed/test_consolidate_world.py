@@ -1,0 +1,67 @@
+"""What real worlds save comes out as rank 0 would have gathered it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import shardkit
+from shardkit import manifest
+from shardkit.transfer.digest import crc32
+from tests.distributed.processes import run_script
+from tests.operations.consolidate_checkpoints import CONFIG, EMBED, HEAD, assert_bit_equal, hub, load, raw
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("worlds")
+    run_script("consolidate_world.py", str(out), timeout_s=200)
+    return out
+
+
+def test_a_trained_model(worlds: Path, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    base = hub(tmp_path / "base", None, {**CONFIG, "tie_word_embeddings": True})
+    result = shardkit.consolidate(
+        worlds / "trained", str(tmp_path / "out"), base=str(base), max_shard_size=3000
+    )
+    expected = load_file(worlds / "trained.safetensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(result.output, dtype=torch.bfloat16)
+    assert_bit_equal(model.state_dict(), expected)
+    assert result.ties == ((EMBED, HEAD),)
+    del expected[HEAD]
+    assert_bit_equal(load(result.output), expected)
+    assert {part.what for part in result.skipped} >= {"optimizer"}
+
+
+@pytest.mark.parametrize("digest", ["crc32", "none"])
+def test_every_way_to_cut_a_tensor(digest: str, worlds: Path, tmp_path: Path) -> None:
+    result = shardkit.consolidate(
+        worlds / "placed",
+        str(tmp_path / "out"),
+        root="",
+        digest=digest,
+        max_shard_size=1000,
+        check=True,
+        manifest=True,
+    )
+    assert result.checked
+    expected = load_file(worlds / "placed.safetensors")
+    assert_bit_equal(load(result.output), expected)
+    described = manifest.read(result.output)
+    assert described is not None
+    assert {name: entry.get("crc32") for name, entry in described["tensors"].items()} == {
+        name: crc32(raw(value)) if digest == "crc32" else None for name, value in expected.items()
+    }
+
+
+def test_a_cast_is_torchs(worlds: Path, tmp_path: Path) -> None:
+    result = shardkit.consolidate(worlds / "placed", str(tmp_path / "out"), root="", dtype="bf16")
+    expected = load_file(worlds / "placed.safetensors")
+    assert_bit_equal(load(result.output), {name: value.bfloat16() for name, value in expected.items()})

@@ -1,0 +1,296 @@
+"""Rules of `resolve_checkpoint`, over stand-ins for checkpoints; the real layouts come at the end."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from shardkit.errors import SourceError
+from shardkit.operations import resolve
+from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
+from shardkit.operations.resolve_order import is_left_out, is_temporary, step_of
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory with a file `whole`, and a .ckpt file, is a checkpoint; with `damaged` it does not open."""
+
+    def layout_of(path: str) -> str | None:
+        if os.path.isdir(path):
+            names = os.listdir(path)
+            return "stand-in" if "whole" in names or "damaged" in names else None
+        return "stand-in"
+
+    def open_checkpoint(path: str) -> object:
+        if os.path.exists(os.path.join(path, "damaged")):
+            raise SourceError("1 of 2 rank files is missing", problems=["rank_1.pt"])
+        return SimpleNamespace()
+
+    monkeypatch.setattr(resolve, "layout_of", layout_of)
+    monkeypatch.setattr(resolve, "open_checkpoint", open_checkpoint)
+
+
+def make(root: Path, *names: str) -> None:
+    """Make stand-ins: `a/b` is whole, `a/b!` damaged, `a/b/` an empty directory, `file=text` a text file."""
+    for name in names:
+        path = root / name.rstrip("!/").partition("=>")[0]
+        if "=>" in name:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name.partition("=>")[2])
+            continue
+        path.mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            (path / ("damaged" if name.endswith("!") else "whole")).touch()
+
+
+def taken(root: Path) -> str:
+    return os.path.relpath(resolve_checkpoint(root), root)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("names", "expected", "step"),
+    [
+        (["checkpoint-9", "checkpoint-10", "checkpoint-100"], "checkpoint-100", 100),
+        (["step_9", "step_10!", "step_11/"], "step_9", 9),
+        (["step-20", "step-9"], "step-20", 20),
+        (["global_step_1000", "global_step_200"], "global_step_1000", 1000),
+        (["iter_0000100", "iter_0000020"], "iter_0000100", 100),
+        (["step_5_ckp", "step_40_ckp"], "step_40_ckp", 40),
+        (["ep0-ba9", "ep1-ba10"], "ep1-ba10", 10),
+        (["1000", "200"], "1000", 1000),
+        (["epoch_2", "epoch_10"], "epoch_10", None),
+        (["dist_epoch_0", "dist_epoch_1"], "dist_epoch_1", None),
+        (["epoch=0-step=9.ckpt", "epoch=1-step=10.ckpt"], "epoch=1-step=10.ckpt", 10),
+        (["epoch=1-step=10.ckpt", "epoch=1-step=10-v1.ckpt"], "epoch=1-step=10-v1.ckpt", 10),
+        (["epoch=9-step=90.ckpt", "last.ckpt"], "last.ckpt", None),
+        (["last.ckpt", "last-v2.ckpt", "last-v10.ckpt"], "last-v10.ckpt", None),
+        (["on_exception.ckpt", "last.ckpt", "epoch=9-step=90.ckpt"], "on_exception.ckpt", None),
+        (["on_exception.ckpt!", "last.ckpt", "epoch=9-step=90.ckpt"], "last.ckpt", None),
+        (["hpc_ckpt_2.ckpt", "hpc_ckpt_10.ckpt", "on_exception.ckpt"], "hpc_ckpt_10.ckpt", None),
+        (["checkpoints/step_3", "checkpoints/step_12"], "checkpoints/step_12", 12),
+        (["checkpoint-5/", "checkpoint-4/x/deep"], "checkpoint-4/x/deep", 4),
+        (["lightning_logs/version_9/checkpoints/epoch=5-step=50.ckpt",
+          "lightning_logs/version_10/checkpoints/epoch=0-step=5.ckpt"],
+         "lightning_logs/version_10/checkpoints/epoch=0-step=5.ckpt", 5),
+        (["2026-01-09_10-00-00/step_9", "2026-01-10_09-00-00/step_3"], "2026-01-10_09-00-00/step_3", 3),
+        (["sft/step_9", "dpo/step_30"], "dpo/step_30", 30),
+        (["step_3", "optimizer_0", "critic", ".hidden", "wandb"], "step_3", 3),
+    ],
+)  # fmt: skip
+def test_the_newest_is_taken(tmp_path: Path, names: list[str], expected: str, step: int | None) -> None:
+    make(tmp_path, *names)
+    found = resolve_checkpoint(tmp_path)
+    assert os.path.relpath(found, tmp_path) == expected
+    assert found.step == step
+    assert os.path.basename(expected) in found.reason
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_checkpoint_is_taken_as_it_is(tmp_path: Path) -> None:
+    make(tmp_path, "step_7!", "step_7/step_9")
+    found = resolve_checkpoint(tmp_path / "step_7")
+    assert found == ResolvedCheckpoint(
+        path=str(tmp_path / "step_7"), layout="stand-in", step=7, reason="it is a checkpoint itself"
+    )
+    assert os.fspath(found) == str(found) == found.to_json()["path"]
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("tracker", "names"),
+    [
+        ("latest_checkpointed_iteration.txt=>20\n", ["global_step_3", "global_step_20", "global_step_100"]),
+        ("latest=>step20\n", ["step3", "step20", "step100"]),
+    ],
+)
+def test_a_tracker_file_comes_before_the_highest_step(tmp_path: Path, tracker: str, names: list[str]) -> None:
+    make(tmp_path, tracker, *names)
+    found = resolve_checkpoint(tmp_path)
+    name = tracker.partition("=>")[0]
+    assert os.path.basename(found) == names[1]
+    assert found.reason == f"{names[1]}: {name} names it"
+    assert found.skipped == (
+        (names[2], f"newer than what {name} names: its save was not recorded as finished"),
+    )
+    assert os.path.basename(resolve_checkpoint(tmp_path / name)) == names[1]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_where_the_tracked_one_is_damaged_an_older_one_comes_before_a_newer(tmp_path: Path) -> None:
+    make(tmp_path, "latest_checkpointed_iteration.txt=>20", "step_3", "step_20!", "step_100")
+    found = resolve_checkpoint(tmp_path)
+    assert os.path.basename(found) == "step_3"
+    assert found.skipped[0] == ("step_20", "1 of 2 rank files is missing; rank_1.pt")
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("text", ["../elsewhere", "/etc", "..", "", "\0", "x" * 5000])
+def test_a_tracker_never_leads_out(tmp_path: Path, text: str) -> None:
+    make(tmp_path, "elsewhere", "run/step_3")
+    (tmp_path / "run/latest").write_text(text)
+    assert taken(tmp_path / "run") == "step_3"
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_tracker_that_names_nothing_is_mentioned(tmp_path: Path) -> None:
+    make(tmp_path, "latest=>step_9", "step_3")
+    found = resolve_checkpoint(tmp_path)
+    assert found.step == 3
+    assert found.skipped == (("latest", "it names step_9, which is not there"),)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_what_is_unfinished_is_passed_over_and_named(tmp_path: Path) -> None:
+    make(tmp_path, "step_1", "step_2!", "step_3/", "step_4/", "step_5/distributed/", "checkpoint-6.tmp")
+    (tmp_path / "step_3/.metadata.tmp").touch()
+    (tmp_path / "step_4/__0_0.distcp").touch()
+    (tmp_path / "step_5/distributed/__0_0.distcp").touch()
+    found = resolve_checkpoint(tmp_path)
+    assert os.path.basename(found) == "step_1"
+    reasons = dict(found.skipped)
+    assert list(reasons) == ["checkpoint-6.tmp", "step_5/distributed", "step_4", "step_3", "step_2"]
+    assert reasons["step_3"] == "the save did not finish: .metadata.tmp was never renamed"
+    assert reasons["step_4"] == "the save did not finish: there are .distcp files without .metadata"
+    assert reasons["step_2"] == "1 of 2 rank files is missing; rank_1.pt"
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_save_that_had_hardly_begun_is_named(tmp_path: Path) -> None:
+    make(tmp_path, "step_1", "step_2/", "notes/")
+    assert resolve_checkpoint(tmp_path).skipped == (("step_2", "it holds no checkpoint of a known layout"),)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_nothing_complete_says_what_was_passed_over(tmp_path: Path) -> None:
+    make(tmp_path, "step_2!", "step_3!")
+    with pytest.raises(SourceError) as caught:
+        resolve_checkpoint(tmp_path)
+    assert caught.value.problems == (
+        "step_3: 1 of 2 rank files is missing; rank_1.pt",
+        "step_2: 1 of 2 rank files is missing; rank_1.pt",
+    )
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_nothing_at_all_says_what_was_looked_for(tmp_path: Path) -> None:
+    make(tmp_path, "a/b/c/d/too_deep_1", "e/")
+    with pytest.raises(SourceError, match="no complete checkpoint in it") as caught:
+        resolve_checkpoint(tmp_path)
+    assert any("latest_checkpointed_iteration.txt" in problem for problem in caught.value.problems)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_links_are_followed_inside_only(tmp_path: Path) -> None:
+    make(tmp_path, "other/step_9", "run/step_3", "run/step_2")
+    (tmp_path / "run/step_8").symlink_to(tmp_path / "other/step_9")
+    (tmp_path / "run/loop").symlink_to(tmp_path / "run")
+    (tmp_path / "run/dangling.ckpt").symlink_to(tmp_path / "run/none")
+    (tmp_path / "run/itself").symlink_to("itself")
+    assert taken(tmp_path / "run") == "step_3"
+    (tmp_path / "run/last.ckpt").symlink_to("step_2")
+    assert taken(tmp_path / "run") == "last.ckpt"
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_the_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_MAX_ENTRIES", 5)
+    make(tmp_path, *(f"step_{n}" for n in range(5)))
+    assert taken(tmp_path) == "step_4"
+    make(tmp_path, "step_5")
+    with pytest.raises(SourceError, match="more than 5"):
+        resolve_checkpoint(tmp_path)
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no such file"):
+        resolve_checkpoint(tmp_path / "none")
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("lr 1e-5")
+    with pytest.raises(SourceError, match="not a checkpoint"):
+        resolve_checkpoint(tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("epoch=3-step=1200.ckpt", 1200), ("step_00012", 12), ("checkpoint-500-best", 500), ("exit1", None),
+        ("last.ckpt", None), ("epoch=3.ckpt", None), ("ckpt_300", 300), ("3d-model", None), ("٣", None),
+    ],
+)  # fmt: skip
+def test_steps_in_names(name: str, step: int | None) -> None:
+    assert step_of(name) == step
+
+
+def test_names_that_are_not_looked_into() -> None:
+    for name in ("optimizer", "optimizer_0", "optim", ".cache", "critic", "huggingface"):
+        assert is_left_out(name)
+    for name in ("actor", "checkpoint-3", "optimum", "runs", "logs", "refined", "pytorch_model_fsdp_0"):
+        assert not is_left_out(name)
+    assert is_temporary("tmp-checkpoint-3")
+    assert is_temporary("step_3.incomplete")
+    assert not is_temporary("attempt_3")
+
+
+def save(path: Path, **values: float) -> None:
+    state = {name: torch.full((4,), value) for name, value in values.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it saves in a single process, as it is told to
+        dcp.save({"model": state}, checkpoint_id=path, no_dist=True)
+
+
+def test_real_checkpoints(tmp_path: Path) -> None:
+    """A run of DCP saves: one whole, one that lost a file, one that never got its .metadata."""
+    for step in (9, 10, 11):
+        save(tmp_path / f"step-{step}", weight=step)
+    (tmp_path / "step-10/__0_0.distcp").unlink()
+    (tmp_path / "step-11/.metadata").rename(tmp_path / "step-11/.metadata.tmp")
+    found = resolve_checkpoint(tmp_path)
+    assert (os.path.basename(found), found.layout, found.step) == ("step-9", "dcp", 9)
+    assert [name for name, _ in found.skipped] == ["step-11", "step-10"]
+    assert "__0_0.distcp" in found.skipped[1][1]
+
+
+def test_a_commit_marker_counts(tmp_path: Path) -> None:
+    """mini_trainer writes training_state.pt when everything else is there."""
+    for step in (2, 4):
+        save(tmp_path / f"step_{step}/distributed", weight=step)
+        (tmp_path / f"step_{step}/rng_state_rank_0.pt").touch()
+    (tmp_path / "step_2/training_state.pt").touch()
+    found = resolve_checkpoint(tmp_path)
+    assert (os.path.basename(found), found.layout) == ("step_2", "mini-trainer")
+    assert "training_state.pt" in found.skipped[0][1]
+
+
+def test_a_run_that_also_holds_its_final_model(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert resolve_checkpoint(tmp_path).layout == "hub"
+    save(tmp_path / "checkpoint-30/pytorch_model_fsdp_0", weight=1)
+    found = resolve_checkpoint(tmp_path)
+    assert (found.layout, found.step) == ("accelerate", 30)
+
+
+def test_a_deepspeed_run(tmp_path: Path) -> None:
+    """The directory is what `latest` names, unless that is damaged."""
+    for step in (9, 10):
+        path = tmp_path / f"global_step{step}/mp_rank_00_model_states.pt"
+        path.parent.mkdir()
+        torch.save({"module": {"weight": torch.zeros(3)}, "param_shapes": None}, path)
+    (tmp_path / "latest").write_text("global_step10")
+    found = resolve_checkpoint(tmp_path)
+    assert (found.path, found.layout, found.step) == (str(tmp_path), "deepspeed", 10)
+    assert found.reason == "latest names global_step10"
+    os.truncate(tmp_path / "global_step10/mp_rank_00_model_states.pt", 200)
+    found = resolve_checkpoint(tmp_path)
+    assert (os.path.basename(found), found.layout, found.step) == ("global_step9", "deepspeed", 9)
+    assert found.skipped[0][0] == "global_step10"
+    assert "mp_rank_00_model_states.pt" in found.skipped[0][1]
