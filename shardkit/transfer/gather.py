@@ -7,13 +7,15 @@ the band is read, which is one run of the chunk for any grid of chunks, and put 
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import numpy
+from typing import TYPE_CHECKING
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Region, Shape, blocks, intersect, relative_to, runs
 from shardkit.transfer.images import Hole
 from shardkit.transfer.sources import Reader
+
+if TYPE_CHECKING:
+    import numpy
 
 
 def bands(hole: Hole, catalog: Catalog, reader: Reader, limit: int) -> Iterator[memoryview]:
@@ -55,4 +57,6 @@ def bands(hole: Hole, catalog: Catalog, reader: Reader, limit: int) -> Iterator[
 
 def _as_array(view: memoryview, sizes: Shape, itemsize: int) -> numpy.ndarray:
     """View bytes as a box of bytes whose last dim counts bytes: numpy moves its rows whole, of any dtype."""
+    import numpy  # a tenth of a second that most runs do not need
+
     return numpy.frombuffer(view, dtype=numpy.uint8).reshape(*sizes[:-1], sizes[-1] * itemsize)

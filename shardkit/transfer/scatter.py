@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-import numpy
-
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, blocks, flat_offset, intersect, relative_to, runs
@@ -84,6 +82,8 @@ class Scatter:
         return band
 
     def _deal_out(self, band: bytearray, block: Region, holes: Sequence[tuple[int, Hole]]) -> None:
+        import numpy  # a tenth of a second that most runs do not need
+
         for image, hole in holes:
             part = intersect(hole.region, block)
             if part is None:
