@@ -16,6 +16,8 @@ from shardkit.core.units import format_size
 if TYPE_CHECKING:
     from shardkit.operations.consolidate import ConsolidateResult, SkippedPart
 
+_ADAPTER_CONFIG = "adapter_config.json"
+
 
 @click.command(
     name="consolidate",
@@ -146,7 +148,7 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     yield from limited("untied", [f"{escape(a)} and {escape(b)} differ: both kept" for a, b in result.untied])
     yield from limited("skipped", [_skipped(part) for part in result.skipped])
     if result.checked:
-        yield "checked", "the checkpoint is what its checksums say"
+        yield "checked", "all that was read is what the checksums beside it say"
     yield f"{would}read", f"{count(result.num_tensors, 'tensor')}, {format_size(result.read_bytes)}"
     yield f"{would}write", _written(result)
     for dtype in result.dtypes:
@@ -174,8 +176,10 @@ def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
 
 
 def _base(result: ConsolidateResult) -> str:
-    shown = f", {count(len(result.assets), 'file')}: {', '.join(map(escape, result.assets))}"
-    return escape(result.base or "") + (shown if result.assets else "")
+    # An adapter's config is the adapter's own, wherever it came from.
+    names = [name for name in result.assets if result.kind != "adapter" or name != _ADAPTER_CONFIG]
+    shown = f", {count(len(names), 'file')}: {', '.join(map(escape, names))}"
+    return escape(result.base or "") + (shown if names else "")
 
 
 def _skipped(part: SkippedPart) -> str:
@@ -197,7 +201,7 @@ def _time(result: ConsolidateResult) -> str:
 
 def _how_to_load(result: ConsolidateResult) -> list[str]:
     path = result.output
-    if result.kind == "adapter":
+    if result.kind == "adapter" and _ADAPTER_CONFIG in result.assets:
         return ["load it onto its model:", f"  peft.PeftModel.from_pretrained(model, {path!r})"]
     if "config.json" in result.assets:
         return ["load it:", f"  transformers.{result.model_class or 'AutoModel'}.from_pretrained({path!r})"]

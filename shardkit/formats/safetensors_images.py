@@ -113,7 +113,7 @@ class SafetensorsImages:
         """Place every tensor.
 
         Args:
-            tensors: at least one, with distinct names, in the order in which they are divided over files.
+            tensors: with distinct names, in the order in which they are divided over files.
             max_shard_bytes: most bytes of tensors in one file; None makes a single one.
             stem: what the file names begin with.
 
@@ -179,7 +179,7 @@ def _file_name(stem: str, number: int, total: int) -> str:
 
 def _split(tensors: Sequence[OutputTensor], limit: int | None) -> list[list[OutputTensor]]:
     """Divide tensors over files, the way that the module's docstring says."""
-    if limit is None:
+    if limit is None or not tensors:
         return [list(tensors)]
     groups, current, size = list[list[OutputTensor]](), list[OutputTensor](), 0
     for tensor in tensors:

@@ -133,12 +133,18 @@ def is_averaged(name: str) -> bool:
 
 
 def _is_copy(node: Node, siblings: Iterable[Node]) -> bool:
-    """True where most tensors of a node have a counterpart among its siblings, by name and shape."""
-    others = {
-        (path[-_TAIL:], entry.shape)
-        for sibling in siblings
-        if sibling is not node
-        for path, entry in sibling.tensors()
-    }
-    matched = sum((path[-_TAIL:], entry.shape) in others for path, entry in node.tensors())
+    """True where most tensors of a node have a counterpart among its siblings, by name and shape.
+
+    Copies stored as buffers have names without dots, and the path below the sibling in them.
+    """
+    others = [
+        (path, entry) for sibling in siblings if sibling is not node for path, entry in sibling.tensors()
+    ]
+    known, depth = {(path[-_TAIL:], entry.shape) for path, entry in others}, len(node.path)
+    for start in (depth, depth - 1):
+        known |= {(("".join(path[start:]),), entry.shape) for path, entry in others if len(path) > start + 1}
+    matched = sum(
+        (path[-_TAIL:], entry.shape) in known or (path[depth:], entry.shape) in known
+        for path, entry in node.tensors()
+    )
     return 2 * matched >= node.num_tensors

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from shardkit.core.catalog import TensorEntry
-from shardkit.core.text import escape, suggestion
+from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import SourceError, UsageError
 from shardkit.keys.base import match_prefix
 from shardkit.keys.groups import is_averaged, kind_beside, object_kind, optimizer_names, optimizer_path
@@ -16,6 +16,7 @@ from shardkit.keys.tree import Node, build_tree
 
 Path = tuple[str | int, ...]
 _MAX_DEPTH = 6  # of roots that are suggested
+_MAX_DOTS = 1000  # every part of a name is a node that knows its path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,17 @@ def read_source(
     paths: Mapping[str, Path] | None,
     roots: Mapping[str, Path],
 ) -> Source:
-    """Sort a checkpoint's names; see `select_model` for the arguments."""
+    """Sort a checkpoint's names; see `select_model` for the arguments.
+
+    Raises:
+        SourceError: names of absurdly many parts.
+    """
+    deep = [name for name in tensors if name.count(".") > _MAX_DOTS]
+    if deep:
+        raise SourceError(
+            f"{count(len(deep), 'name')} of more than {_MAX_DOTS} dotted parts: no module is nested so deep",
+            problems=map(escape, deep),
+        )
     optimizer = optimizer_names(tensors.values())
     foreign = [clean(join(map(str, path))) for kind, path in roots.items() if kind not in ("model", "ema")]
     for prefix in foreign:
@@ -198,10 +209,10 @@ def list_roots(source: Source) -> list[str]:
     """Return a line for each path that has something below it and could be a root, at most a few."""
     lines = []
     for node in source.tree.children.values():
-        lines.append(f"{escape(join(node.path))}: {node.num_tensors} tensors")
+        lines.append(f"{escape(join(node.path))}: {count(node.num_tensors, 'tensor')}")
         if len(node.children) <= 4:
             lines += [
-                f"{escape(join(child.path))}: {child.num_tensors} tensors"
+                f"{escape(join(child.path))}: {count(child.num_tensors, 'tensor')}"
                 for child in node.children.values()
                 if child.is_module
             ]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from shardkit.core.text import escape, suggestion
+from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import UsageError
 from shardkit.keys.names import clean, join
 
@@ -68,7 +68,7 @@ def parse_rules(
     problems += [f"--strip-prefix {text!r}: empty" for text in strip_prefix if not text.strip(".")]
     if problems:
         raise UsageError(
-            f"{len(problems)} options about names cannot be read",
+            f"{count(len(problems), 'option')} about names cannot be read",
             problems=problems,
             hint=r"write --rename 'REGEX=REPL', e.g. --rename '^backbone\.=model.'; groups are \1 or \g<name>",
         )
@@ -115,7 +115,7 @@ def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str],
         names = renamed
     empty = [escape(stored) for stored, name in names.items() if not name and stored not in unnamed]
     if empty:
-        raise UsageError(f"--rename leaves {len(empty)} names empty", problems=empty)
+        raise UsageError(f"--rename leaves {count(len(empty), 'name')} empty", problems=empty)
     notes += [f"--exclude {escape(glob)!r} matches no name" for glob in _idle(rules.exclude, names)]
     notes += [f"--include {escape(glob)!r} matches no name" for glob in _idle(rules.include, names)]
     kept = {
@@ -139,7 +139,7 @@ def _strip(prefixes: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
     if idle:
         known = {join(clean(name)[:depth]) for name in names.values() for depth in range(1, 4)}
         raise UsageError(
-            f"no name begins with {len(idle)} of the prefixes to strip",
+            f"no name begins with {count(len(idle), 'prefix', 'prefixes')} to strip",
             problems=[f"--strip-prefix {escape(prefix)!r}{suggestion(prefix, known)}" for prefix in idle],
         )
     return stripped

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardkit.core.catalog import TensorEntry
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.keys.foreign import foreign_warnings
 from shardkit.keys.groups import is_averaged, object_kind, optimizer_path
@@ -27,6 +27,7 @@ from shardkit.keys.locate import (
 from shardkit.keys.names import MODULE, WRAPPERS, Segments, clean, in_order, is_number, join, natural, split
 from shardkit.keys.rules import Rules, apply_rules, parse_rules
 
+_MAX_SHOWN = 3  # of the tensors that one name would be given to
 _FLAT = ("_flat_param", "flat_param")
 
 
@@ -232,17 +233,22 @@ def _refuse_collisions(names: Mapping[str, str], rules: Rules) -> None:
     for stored, name in names.items():
         stored_by_name.setdefault(name, []).append(stored)
     problems = [
-        f"{escape(name)}: from {' and '.join(map(escape, stored))}"
+        f"{escape(name)}: from {_some(stored)}"
         for name, stored in sorted(stored_by_name.items(), key=lambda item: natural(item[0]))
         if len(stored) > 1
     ]
     if problems:
         kind: type[ShardkitError] = UsageError if rules.strip_prefix or rules.rename else SourceError
         raise kind(
-            f"{len(problems)} names would each be given to several tensors",
+            f"{count(len(problems), 'name')} would be given to several tensors each",
             problems=problems,
             hint="choose with --root, or leave one out with --exclude 'STORED NAME'",
         )
+
+
+def _some(stored: Sequence[str]) -> str:
+    shown = " and ".join(map(escape, stored[:_MAX_SHOWN]))
+    return f"{shown} and {len(stored) - _MAX_SHOWN} more" if len(stored) > _MAX_SHOWN else shown
 
 
 def _stripped(located: Located, names: Mapping[str, str], modules: int, rules: Rules) -> tuple[Stripped, ...]:

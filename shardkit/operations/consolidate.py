@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape
 from shardkit.core.units import MIB, parse_size
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.formats.sharded.detect import open_checkpoint
@@ -18,12 +18,12 @@ from shardkit.operations.consolidate_job import ConsolidateJob, JobOptions, buil
 from shardkit.operations.consolidate_run import Descriptions
 from shardkit.operations.destination import check_destination, check_space, free_bytes, is_hub_model
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
+from shardkit.operations.resolve_order import EXPORT_ENDING
 from shardkit.operations.run import execute_options, run_job
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
 
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".safetensors.index.json", ".bin.index.json")
-_ENDING = "-hf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +219,8 @@ def consolidate(
         manifest=manifest,
     )
     moving = execute_options(jobs, max_memory, digests=digest != "none")
+    if base_revision is not None and base is None:
+        raise UsageError("--base-revision is about --base, which is not there")
     _check_push(push_to_hub, private=private, branch=branch)
     given = os.fspath(checkpoint)
     resolved = resolve_checkpoint(given)
@@ -260,7 +262,7 @@ def default_output(checkpoint: str) -> str:
     stem = next(
         (name.removesuffix(s) for s in sorted(_SUFFIXES, key=len, reverse=True) if name.endswith(s)), name
     )
-    return os.path.join(parent, (stem or name or "model") + _ENDING)
+    return os.path.join(parent, (stem or name or "model") + EXPORT_ENDING)
 
 
 def _shard_limit(max_shard_size: str | int, single_file: bool) -> int | None:
@@ -290,7 +292,7 @@ def _checked(job: ConsolidateJob) -> ConsolidateJob:
     problems = list(check([tensor.source for tensor in job.tensors]))
     if problems:
         raise IntegrityError(
-            f"{len(problems)} places of the checkpoint are not what their checksums say",
+            f"the checkpoint is not what its checksums say in {count(len(problems), 'place')}",
             problems=problems,
             hint="the checkpoint is damaged: use another copy",
         )
@@ -298,6 +300,7 @@ def _checked(job: ConsolidateJob) -> ConsolidateJob:
 
 
 def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
+    objects = frozenset(job.checkpoint.catalog.objects)
     return (
         *(
             SkippedPart(
@@ -308,6 +311,7 @@ def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
         *(
             SkippedPart(what=name, where=reason, num_tensors=0, num_objects=0)
             for name, reason in job.checkpoint.skipped
+            if name not in objects  # counted above
         ),
     )
 

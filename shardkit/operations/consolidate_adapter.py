@@ -10,7 +10,7 @@ from typing import Any
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
-from shardkit.errors import SourceError
+from shardkit.errors import SourceError, UsageError
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.strict import parse_object, read_small
 from shardkit.keys.peft import PeftNames, classify_peft
@@ -68,8 +68,11 @@ def choose_tensors(
 
     Raises:
         SourceError: no adapter to merge, one that cannot be, or settings that are not known.
+        UsageError: settings for an adapter that is not there.
     """
     peft = classify_peft(names.values())
+    if adapter_config is not None and peft.kind == "none":
+        raise UsageError("--adapter-config is about an adapter, and the tensors that are taken hold none")
     settings = _find_settings(checkpoint, base, adapter_config) if merge or peft.kind != "none" else None
     if merge:
         return _merged(checkpoint, names, settings)
@@ -78,7 +81,8 @@ def choose_tensors(
     stored = {name: source for source, name in names.items()}
     chosen = {stored[name]: target for name, target in peft.adapter_names.items()}
     catalog = checkpoint.select(list(chosen))
-    content = _config_of(settings, peft, {n: catalog.tensors[stored[n]].shape for n in peft.adapter_names})
+    shapes = {name: catalog.tensors[stored[name]].shape for name in peft.adapter_names}
+    content = _config_of(settings, peft, shapes, _repo_of(base))
     return Chosen(
         kind="adapter",
         catalog=catalog,
@@ -116,6 +120,11 @@ def _find_settings(checkpoint: Checkpoint, base: Base | None, given: str | None)
     """Return the settings from the first place that has some."""
     if given is not None:
         path = os.path.join(given, ADAPTER_CONFIG) if os.path.isdir(given) else given
+        if not os.path.lexists(path):
+            raise SourceError(
+                f"--adapter-config {escape(given)}: there is no {escape(path)}",
+                hint=f"give an {ADAPTER_CONFIG}, or the directory that it lies in",
+            )
         return Settings(values=_read(path), is_whole=True, origin=escape(given))
     directories = [base.directory] if base else []
     directories += [*checkpoint.assets, checkpoint.catalog.directory, checkpoint.path]
@@ -133,9 +142,9 @@ def _read(path: str) -> Mapping[str, Any]:
 
 
 def _config_of(
-    settings: Settings | None, peft: PeftNames, shapes: Mapping[str, tuple[int, ...]]
+    settings: Settings | None, peft: PeftNames, shapes: Mapping[str, tuple[int, ...]], base: str | None
 ) -> bytes | None:
-    """Return an `adapter_config.json`; None where too little is known for one."""
+    """Return an `adapter_config.json`, which names the base; None where too little is known for one."""
     if settings is None:
         return None
     if settings.is_whole:
@@ -151,7 +160,7 @@ def _config_of(
         )
     return _dump(
         {
-            "base_model_name_or_path": None,
+            "base_model_name_or_path": base,
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
@@ -164,6 +173,12 @@ def _config_of(
             "use_dora": "dora" in peft.methods,
         }
     )
+
+
+def _repo_of(base: Base | None) -> str | None:
+    """Return the repo id that a person gave; a path means nothing to whoever gets the adapter."""
+    is_repo = base is not None and base.is_given and base.label != base.directory
+    return base.label if base is not None and is_repo else None
 
 
 def _dump(content: Mapping[str, Any]) -> bytes:

@@ -67,7 +67,14 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
     """
     if not os.path.lexists(base):
         if looks_like_repo_id(base):
-            return _fetch(base, revision)
+            try:
+                return _fetch(base, revision)
+            except ShardkitError as error:
+                if "/" not in base:  # a few old models only are named so; a misspelt directory often
+                    error.hint = (
+                        f"there is no directory {escape(base)} here; if a repo is meant: {error.hint}"
+                    )
+                raise
         raise SourceError(
             f"--base {escape(base)}: no such path, and not a repo id either",
             hint="check the path, or name a model on the Hub as organisation/name",

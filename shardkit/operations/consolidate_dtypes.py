@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from shardkit import manifest
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, CASTS, DType
-from shardkit.core.text import escape, listed
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import UsageError
 from shardkit.operations.consolidate_base import Base
 
@@ -74,7 +74,7 @@ def _as_base(held: Mapping[str, DType], base: Base | None) -> tuple[dict[str, DT
         elif found.is_convertible and wanted.dtype.is_convertible:
             chosen[name] = wanted.dtype
     notes = (
-        [f"{len(absent)} tensors are not in the base and keep their dtype: {listed(absent)}"]
+        [f"not in the base, so their dtype is kept: {count(len(absent), 'tensor')}: {listed(absent)}"]
         if absent
         else []
     )
@@ -97,12 +97,15 @@ def _keep_fp32(
     if known is None:
         known, origin = _from_transformers(wide, base), "the model's class asks for it"
     if known is None:
+        lacking = (
+            "its class cannot be built here" if base and base.config else "there is no base and no config"
+        )
         return frozenset(), [
-            "which tensors the model keeps in fp32 is not known without its base or its config: all were converted"
+            f"which tensors the model keeps in fp32 is not known, {lacking}: all were converted"
         ]
     if not known:
         return known, []
-    return known, [f"{len(known)} tensors stay in fp32, {origin}: {listed(sorted(known))}"]
+    return known, [f"kept in fp32, {origin}: {count(len(known), 'tensor')}: {listed(sorted(known))}"]
 
 
 def _from_base(wide: list[str], base: Base | None) -> frozenset[str] | None:
@@ -149,7 +152,7 @@ def _from_transformers(wide: list[str], base: Base | None) -> frozenset[str] | N
 def _quantised(held: Mapping[str, DType]) -> list[str]:
     found = [name for name, dtype in held.items() if dtype.is_floating and not dtype.is_convertible]
     return (
-        [f"{len(found)} fp8 or fp4 tensors keep their dtype: their scales stand in other tensors"]
+        [f"{count(len(found), 'fp8 or fp4 tensor')} not converted: the scales stand in other tensors"]
         if found
         else []
     )

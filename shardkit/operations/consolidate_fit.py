@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardkit.core.regions import Shape
-from shardkit.core.text import escape, listed, suggestion
+from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError
 from shardkit.keys import BaseComparison, compare_with_base
 from shardkit.operations.consolidate_base import Base
@@ -61,7 +61,7 @@ def check_fit(
     ]
     if problems:
         raise LayoutError(
-            f"the checkpoint does not fit --base {label}: {len(problems)} differences",
+            f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
             problems=problems,
             hint="--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others",
         )
@@ -80,9 +80,9 @@ def _unexpected(found: BaseComparison, theirs: Mapping[str, Shape]) -> Iterator[
 
 def _summary(found: BaseComparison, label: str) -> Iterator[str]:
     if found.missing:
-        yield f"{len(found.missing)} tensors of {label} are missing: {listed(found.missing)}"
+        yield f"missing of {label}: {count(len(found.missing), 'tensor')}: {listed(found.missing)}"
     if found.unexpected:
-        yield f"{len(found.unexpected)} tensors are not in {label}: {listed(found.unexpected)}"
+        yield f"not in {label}: {count(len(found.unexpected), 'tensor')}: {listed(found.unexpected)}"
     if found.wrong_shapes:
         names = [name for name, _, _ in found.wrong_shapes]
-        yield f"{len(names)} tensors have other shapes than in {label}: {listed(names)}"
+        yield f"of another shape than in {label}: {count(len(names), 'tensor')}: {listed(names)}"

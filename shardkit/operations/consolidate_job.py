@@ -263,6 +263,8 @@ def _check_options(checkpoint: Checkpoint, base: Base | None, options: JobOption
 
 def _select(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> Selection:
     catalog = checkpoint.catalog
+    if checkpoint.layout == "hub" and not catalog.tensors:  # a file without tensors is a file all the same
+        return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
     return select_model(
         catalog.tensors,
         catalog.objects,

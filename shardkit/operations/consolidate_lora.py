@@ -112,7 +112,7 @@ def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
     if config.get("lora_alpha") is None:
         raise SourceError(
             "the adapter's lora_alpha is not known, so its scale is not",
-            hint="give --base a directory with the adapter_config.json that was used",
+            hint="name the adapter_config.json that was used with --adapter-config",
         )
     problems = [
         f"{name}: not a number"

@@ -8,12 +8,12 @@ from typing import Any
 
 from shardkit import manifest
 from shardkit._version import __version__
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.formats.hub import HubModel, open_weights
 from shardkit.formats.hub_files import select_file, select_weights
 from shardkit.operations.consolidate_job import ConsolidateJob
-from shardkit.transfer.digest import combine
+from shardkit.transfer.digest import combine, crc32
 from shardkit.transfer.execute import FileDigest
 
 
@@ -35,7 +35,10 @@ class Descriptions:
         pass
 
     def add_file(self, digest: FileDigest) -> None:
-        """Nothing lies beside a single file."""
+        """Write a header that no tensor follows; else nothing lies beside a single file."""
+        for image in self._job.output:
+            if image.name == digest.name and not image.tensors:
+                self._write_synced(image.name, image.header)
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Write the rest, the index last, and check that what is there is what was decided.
@@ -68,7 +71,11 @@ class Descriptions:
             "tool": {"name": "shardkit", "version": __version__},
             **described,
             "files": [
-                {"name": image.name, "size": image.size, "crc32": digests[image.name].crc32}
+                {
+                    "name": image.name,
+                    "size": image.size,
+                    "crc32": digests[image.name].crc32 if image.tensors else crc32(image.header),
+                }
                 for image in self._job.output
             ],
         }
@@ -107,7 +114,8 @@ def check_output(job: ConsolidateJob, directory: str) -> None:
     problems = list(_differences(job, model))
     if problems:
         raise IntegrityError(
-            f"what was written is not what was decided: {len(problems)} differences", problems=problems
+            f"what was written is not what was decided: {count(len(problems), 'difference')}",
+            problems=problems,
         )
 
 

@@ -33,7 +33,7 @@ class DcpOutput(Protocol):
 
     @property
     def digest(self) -> str:
-        """"crc32" or "none"."""
+        """Either "crc32" or "none"."""
         ...
 
     @property

@@ -17,6 +17,8 @@ from shardkit.transfer.staging import reclaimable_bytes
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _BESIDE = (manifest.NAME, "adapter_config.json", ".gitattributes")
+_METADATA = ".metadata"
+_NOT_OF_FOLDERS = ("dcp", "dcp-hf", "hub", "full-file")  # found by names that others use too
 
 
 Replaceable = Callable[[str], str | None]
@@ -24,10 +26,23 @@ Replaceable = Callable[[str], str | None]
 
 
 def is_sharded_checkpoint(path: str) -> str | None:
-    """Let only a directory with the manifest or `.metadata` in it be replaced."""
-    if any(os.path.isfile(os.path.join(path, name)) for name in (manifest.NAME, ".metadata")):
+    """Let only a directory with the manifest or `.metadata` in it be replaced, or a trainer's with ours in its folders."""
+    if is_hub_model(path) is None:  # with a manifest of its own, perhaps
+        return "holds a Hub model"
+    has_marker = any(os.path.isfile(os.path.join(path, name)) for name in (manifest.NAME, _METADATA))
+    if has_marker or _is_resharded(path):
         return None
     return "is not a sharded checkpoint (--overwrite replaces only a directory with shardkit.json or .metadata in it)"
+
+
+def _is_resharded(path: str) -> bool:
+    """True for a checkpoint of a trainer that keeps DCP directories in folders, where all of these are ours."""
+    from shardkit.formats.sharded.detect import layout_of
+
+    if layout_of(path) in (None, *_NOT_OF_FOLDERS):  # a run's directory, a folder of somebody's own
+        return False
+    found = [here for here, _, names in os.walk(path) if _METADATA in names]
+    return bool(found) and all(os.path.isfile(os.path.join(here, manifest.NAME)) for here in found)
 
 
 def is_hub_model(path: str) -> str | None:

@@ -59,7 +59,7 @@ def inspect_presharded(
             files=files,
             imbalance=imbalance([file.file_bytes for file in files]),
             ties=tuple(tuple(group) for group in content["ties"]),
-            objects=(),
+            objects=tuple(content.get("objects", ())),
             omitted=tuple((entry["name"], entry["reason"]) for entry in content["omitted"]),
             **NOT_SHARDED,
             notes=tuple(beside(directory)),

@@ -123,9 +123,7 @@ class Descriptions:
         path = os.path.join(self._directory, _PART)
         with open(path, "w+b") as file:
             job = self._job
-            write_metadata(
-                file, job.output.catalog, job.aliases, objects=job.output.objects, paths=job.paths
-            )
+            write_metadata(file, job.output.catalog, job.aliases, objects=job.output.objects, paths=job.paths)
             file.flush()
             os.fsync(file.fileno())
             size = os.fstat(file.fileno()).st_size

@@ -113,7 +113,7 @@ def reshard(
     path = check_destination(output, resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint)
     parts = take_apart(resolved.path)
     job = build_job(parts, parsed, dtype=dtype, optimizer_dtype=optimizer_dtype, digest=digest)
-    taken = [f"{resolved.path}: {resolved.reason}"] if resolved.path != source.rstrip("/") else []
+    taken = [f"{resolved.path}: {resolved.reason}"] if resolved.path.rstrip("/") != source.rstrip("/") else []
     result = _describe(job, source, resolved.path, path, parsed, options, dry_run=dry_run)
     result = replace(result, notes=(*taken, *result.notes))
     chunks = sum(len(part.output.catalog.chunks) for part in job.folders.values())

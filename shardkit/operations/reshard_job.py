@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardkit._version import __version__
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import REPLICATE, Mesh, Placement
 from shardkit.core.text import escape
@@ -41,13 +41,16 @@ class PartJob:
     aliases: Mapping[str, tuple[str, ...]]
     optimizer: frozenset[str]
     """Names of the optimizer's state."""
+    cast: str
+    """As asked for: "keep", "bf16", "fp16" or "fp32"."""
+    optimizer_cast: str
     digest: str
     output: DcpImages
 
     @property
     def identity(self) -> Mapping[str, Any]:
         """What the source is, for the manifest."""
-        return {"files": [{"name": file.name, "size": file.size} for file in self.part.catalog.files]}
+        return {"files": [{"name": file.name, "size_bytes": file.size} for file in self.part.catalog.files]}
 
     @property
     def paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
@@ -68,7 +71,8 @@ class PartJob:
             "ties": [[name, *others] for name, others in self.aliases.items()],
             "key_rules": [],
             "derived": [],
-            "dtype": "keep",
+            "dtype": self.cast,
+            "optimizer_dtype": self.optimizer_cast,
             "digest": self.digest,
             "omitted": [],
             "objects": list(self.part.objects),
@@ -133,10 +137,7 @@ def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, dig
         raise UsageError(f"--digest {escape(digest)!r} is not one of {', '.join(DIGESTS)}")
     if not any(part.catalog.tensors for part in parts.parts):
         raise SourceError("the checkpoint holds no tensors")
-    folders = {
-        part.folder: _part_job(part, mesh, CASTS.get(dtype), CASTS.get(optimizer_dtype), digest)
-        for part in parts.parts
-    }
+    folders = {part.folder: _part_job(part, mesh, dtype, optimizer_dtype, digest) for part in parts.parts}
     output = JoinedImages({folder: job.output for folder, job in folders.items()})
     catalog = join_catalogs({part.folder: part.catalog for part in parts.parts})
     notes = [note for part in parts.parts for note in part.notes]
@@ -150,9 +151,7 @@ def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, dig
     )
 
 
-def _part_job(
-    part: Part, mesh: Mesh, cast: DType | None, optimizer_cast: DType | None, digest: str
-) -> PartJob:
+def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: str) -> PartJob:
     aliases = _aliases(part.catalog, part.objects)
     repeated = {name for others in aliases.values() for name in others}
     kept = [name for name in part.catalog.tensors if name not in repeated]
@@ -163,7 +162,9 @@ def _part_job(
     dtypes = {
         name: entries[name].dtype
         if name in objects
-        else _target(entries[name].dtype, entries[name].shape, cast, optimizer_cast, name in optimizer)
+        else _target(
+            entries[name], CASTS.get(optimizer_cast if name in optimizer else cast), name in optimizer
+        )
         for name in kept
     }
     sources = {name: join_name(part.folder, name) for name in kept}
@@ -174,6 +175,8 @@ def _part_job(
         sources=sources,
         aliases=aliases,
         optimizer=optimizer,
+        cast=cast,
+        optimizer_cast=optimizer_cast,
         digest=digest,
         output=DcpImages(layout, dtypes, sources, _no_phase, objects=objects),
     )
@@ -219,14 +222,8 @@ def _layout(catalog: Catalog, names: list[str], objects: frozenset[str], mesh: M
     return Layout(origin="declared", mesh=mesh, units=units, tensors=placed, policy="none")
 
 
-def _target(
-    held: DType,
-    shape: tuple[int, ...],
-    cast: DType | None,
-    optimizer_cast: DType | None,
-    is_optimizer: bool,
-) -> DType:
-    wanted = optimizer_cast if is_optimizer else cast
-    if wanted is None or not held.is_floating or not held.is_convertible or (is_optimizer and not shape):
-        return held
+def _target(entry: TensorEntry, wanted: DType | None, is_optimizer: bool) -> DType:
+    is_counter = is_optimizer and not entry.shape
+    if wanted is None or is_counter or not entry.dtype.is_floating or not entry.dtype.is_convertible:
+        return entry.dtype
     return wanted

@@ -20,6 +20,7 @@ from shardkit.formats.strict import read_small
 from shardkit.operations.resolve_order import (
     BEYOND,
     EPOCH,
+    EXPORT_ENDING,
     NAMED,
     OTHER,
     RULES,
@@ -247,7 +248,7 @@ class _Search:
                 self._skip(path, "it has a temporary name: the save did not finish")
                 continue
             names.append(entry.name)
-        return names
+        return [name for name in names if not self._is_export(directory, name, names)]
 
     def _scan(self, directory: str) -> Iterator[os.DirEntry[str]]:
         try:
@@ -263,8 +264,19 @@ class _Search:
         except OSError as error:
             self._skip(directory, f"cannot be listed: {error.strerror}")
 
+    def _is_export(self, directory: str, name: str, names: list[str]) -> bool:
+        """True for what consolidate wrote beside a checkpoint: it has no optimizer, and is newer than none."""
+        stem = name.removesuffix(EXPORT_ENDING)
+        return (
+            stem != name
+            and any(other == stem or other.startswith(f"{stem}.") for other in names)
+            and layout_of(os.path.join(directory, name)) == "hub"
+        )
+
     def _holds_training_states(self) -> bool:
         """True where a Hub model stands in a run's own directory, beside the checkpoints of its training."""
+        if not os.path.isdir(self.home):
+            return False
         for name in self._children(self.home):
             path = os.path.join(self.home, name)
             if step_of(name) is not None and layout_of(path) not in (None, "hub", "full-file"):

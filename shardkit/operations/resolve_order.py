@@ -10,6 +10,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+EXPORT_ENDING = "-hf"
+"""What consolidate puts behind a checkpoint's name for its default output."""
+
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 """Files in which a trainer writes what it saved last: verl, Megatron and ByteCheckpoint a step, DeepSpeed a name."""
 

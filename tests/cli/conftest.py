@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -42,4 +43,7 @@ def start(tmp_path):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen([sys.executable, *args], cwd=tmp_path, env=env, **pipes, **options)
 
-    return begin
+    # A background job of a plain shell starts with Ctrl-C ignored, and what it starts inherits that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield begin
+    signal.signal(signal.SIGINT, before)

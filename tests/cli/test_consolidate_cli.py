@@ -68,7 +68,7 @@ wrote /run/step-10-hf
   untied    wte.weight and head.weight differ: both kept
   skipped   optimizer: app.optim: 60 tensors, 2 other
             extra.pt: random states
-  checked   the checkpoint is what its checksums say
+  checked   all that was read is what the checksums beside it say
   read      20 tensors, 16.0 GiB
   write     2 weight files, 8.0 GiB, 4,294,967,296 parameters
   dtypes    bfloat16: 20, 8.0 GiB
@@ -117,12 +117,23 @@ def test_text(result, text):
     ("changes", "line"),
     [
         ({"model_class": None}, "transformers.AutoModel.from_pretrained('/run/step-10-hf')"),
-        ({"kind": "adapter"}, "peft.PeftModel.from_pretrained(model, '/run/step-10-hf')"),
+        (
+            {"kind": "adapter", "assets": ("adapter_config.json",)},
+            "peft.PeftModel.from_pretrained(model, '/run/step-10-hf')",
+        ),
+        # Without its config PEFT cannot load an adapter.
+        ({"kind": "adapter", "assets": (), "num_files": 1}, "load_file("),
         ({"assets": (), "num_files": 1}, "load_file('/run/step-10-hf/model-00001-of-00002.safetensors')"),
     ],
 )
 def test_how_to_load(changes, line):
     assert line in consolidate_command.render(replace(RESULT, **changes))[-1]
+
+
+def test_an_adapters_config_is_not_the_bases():
+    adapter = replace(RESULT, kind="adapter", base="org/base", assets=("adapter_config.json",))
+    lines = consolidate_command.render(adapter)
+    assert [line.split() for line in lines if "org/base" in line] == [["base", "org/base"]]
 
 
 def test_streams(run, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 
 import shardkit
 from shardkit import manifest
+from shardkit.errors import IntegrityError
 from shardkit.transfer.digest import crc32
 from tests.distributed.processes import run_script
 from tests.operations.consolidate_checkpoints import CONFIG, EMBED, HEAD, assert_bit_equal, hub, load, raw
@@ -59,6 +61,35 @@ def test_every_way_to_cut_a_tensor(digest: str, worlds: Path, tmp_path: Path) ->
     assert {name: entry.get("crc32") for name, entry in described["tensors"].items()} == {
         name: crc32(raw(value)) if digest == "crc32" else None for name, value in expected.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "stripped"),
+    [("replicated", "app.model."), ("flattened", "model.")],
+    ids=["HSDP, async_save, a file for each tensor", "FSDP1, ShardedTensor"],
+)
+def test_other_ways_to_save_a_model(name: str, stripped: str, worlds: Path, tmp_path: Path) -> None:
+    result = shardkit.consolidate(worlds / name, str(tmp_path / "out"))
+    expected = load_file(worlds / f"{name}.safetensors")
+    assert_bit_equal(load(result.output), expected)
+    assert result.stripped == ((stripped, len(expected)),)
+    assert result.ties == ()
+
+
+def test_a_flipped_byte_is_found_when_asked(worlds: Path, tmp_path: Path) -> None:
+    source, name = tmp_path / "bad", "grid.16.weight"
+    shutil.copytree(worlds / "placed", source)
+    value = load_file(worlds / "placed.safetensors")[name]
+    file, rows = source / "__0_0.distcp", raw(value[:8, :5])
+    data = bytearray(file.read_bytes())
+    assert data.count(rows) == 1
+    data[data.index(rows) + 7] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(IntegrityError, match=rf"(?s){name}.*__0_0\.distcp"):
+        shardkit.consolidate(source, str(tmp_path / "out"), root="", check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["bad"]
+    shardkit.consolidate(source, str(tmp_path / "out"), root="")  # not asked: the bytes are taken as they are
+    assert (load(tmp_path / "out")[name] != value).sum() == 1
 
 
 def test_a_cast_is_torchs(worlds: Path, tmp_path: Path) -> None:

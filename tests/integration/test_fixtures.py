@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import shardkit
 from shardkit.core.catalog import Catalog
+from shardkit.core.dtypes import BY_SAFETENSORS
 from shardkit.core.regions import relative_to, runs
 from shardkit.errors import SourceError
 from shardkit.formats.sharded.detect import layout_of, open_checkpoint
@@ -35,7 +38,7 @@ _READ_BACK = re.compile(
     r"^(ckpt\S*): (\d+) tensors under '([^']*)' bit-identical to truth/(\w+)\.safetensors", re.M
 )
 _WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_checkpoint_wrapped_module\.")
-_SHORT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
+_SHORT_DTYPES = {dtype.safetensors: dtype.name for dtype in BY_SAFETENSORS.values()}
 
 # Layout and writer of the checkpoint inside; what is not listed is plain DCP.
 LAYOUTS = {
@@ -197,6 +200,33 @@ def test_megatron_keeps_its_own_names():
     assert checkpoint.select(list(checkpoint.catalog.tensors)).encoding == "raw"
 
 
+@pytest.mark.skipif("megatron_torch_dist_tp2" not in NAMES, reason="not among the checkpoints")
+def test_megatrons_tensors_are_those_of_its_ranks(tmp_path):
+    """Layers are stacked; of each the ranks hold parts along one dim, and of fc1 parts of both its halves."""
+    home = HOME / "megatron_torch_dist_tp2"
+    shardkit.consolidate(str(home / "ckpt"), str(tmp_path / "out"))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    ranks = [load_file(home / "truth" / f"rank{rank}_state_dict.safetensors") for rank in range(2)]
+    fused = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
+    compared = set()
+    for key in ranks[0]:
+        name = key.partition("@")[0]
+        parts = [rank[f"{name}@tp{number}"] for number, rank in enumerate(ranks)]
+        layer = re.search(r"layers\.(\d+)\.(\w+)", name)
+        name = re.sub(r"layers\.\d+\.", "layers.", name)
+        if layer and layer[2] in fused:
+            name = name.replace(f"{layer[2]}.weight", f"{fused[layer[2]]}.layer_norm_weight")
+        whole = found[name][int(layer[1])] if layer else found[name]
+        dim = next((dim for dim in range(whole.dim()) if whole.shape[dim] != parts[0].shape[dim]), None)
+        if name.endswith("linear_fc1.weight"):
+            parts = [
+                half for halves in zip(*(part.chunk(2) for part in parts), strict=True) for half in halves
+            ]
+        assert torch.equal(whole, parts[0] if dim is None else torch.cat(parts, dim)), key
+        compared.add(name)
+    assert compared == found.keys()
+
+
 def read_model(directory: Path) -> dict[str, tuple[str, list[int], str]]:
     """Every tensor of a Hub directory: dtype, shape, sha256; read without this library."""
     found = {}
@@ -263,8 +293,7 @@ def test_names_that_are_not_the_hubs_are_kept(name, tmp_path):
         shardkit.consolidate(str(HOME / name / "ckpt"), str(tmp_path / "out"))
     expected = as_found(hashes(name, "state_dict"))
     found = read_model(tmp_path / "out")
-    assert set(expected) <= set(found)
-    assert {fqn: found[fqn][1:] for fqn in expected} == {fqn: value[1:] for fqn, value in expected.items()}
+    assert {fqn: found[fqn] for fqn in expected} == expected
 
 
 @consolidates
@@ -274,6 +303,41 @@ def test_adapters(name, tmp_path):
     base = str(truth / "adapter")
     shardkit.consolidate(str(HOME / name / "ckpt"), str(tmp_path / "out"), base=base)
     assert read_model(tmp_path / "out") == read_model(truth / "adapter")
+
+
+@consolidates
+def test_averaged_weights(tmp_path):
+    if "fsdp2_ema_w2" not in NAMES:
+        pytest.skip("not among the checkpoints")
+    source, out = HOME / "fsdp2_ema_w2" / "ckpt", tmp_path / "out"
+    shardkit.consolidate(str(source), str(out), weights="ema")
+    assert read_model(out) == as_found(hashes("fsdp2_ema_w2", "ema"))
+
+
+@consolidates
+def test_a_merged_adapter_is_what_peft_merges(tmp_path):
+    if "peft_lora_fsdp2_full_w2" not in NAMES:
+        pytest.skip("not among the checkpoints")
+    home = HOME / "peft_lora_fsdp2_full_w2"
+    options = {"merge_lora": True, "adapter_config": str(home / "truth" / "adapter")}
+    shardkit.consolidate(str(home / "ckpt"), str(tmp_path / "out"), **options)
+    assert read_model(tmp_path / "out") == read_model(home / "truth" / "merged")
+
+
+RESHARDED = [name for name in NAMES if name not in {*REFUSED, "megatron_torch_dist_tp2"}]
+
+
+@pytest.mark.parametrize("name", RESHARDED)
+def test_resharded_is_the_truth(name, tmp_path):
+    """Every tensor of the checkpoint, the optimizer's too where it is a DCP directory."""
+    shardkit.reshard(str(model_of(name)), str(tmp_path / "out"), world_size=3)
+    before, after = (open_checkpoint(str(path)) for path in (model_of(name), tmp_path / "out"))
+    stored = list(before.catalog.tensors)
+    assert set(stored) <= set(after.catalog.tensors)
+    old, new = before.select(stored), after.select(stored)
+    for fqn in stored:
+        assert new.tensors[fqn].dtype == old.tensors[fqn].dtype
+        assert read_tensor(new, fqn) == read_tensor(old, fqn), fqn
 
 
 @consolidates

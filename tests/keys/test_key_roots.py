@@ -164,6 +164,12 @@ def test_only_an_optimizer() -> None:
     assert len(select_model(optimizer("optimizer", LLAMA), root="optimizer.state").names) == 36
 
 
+def test_names_of_absurdly_many_parts() -> None:
+    """Each part costs memory for all those before it."""
+    with pytest.raises(SourceError, match="1 name of more than 1000 dotted parts"):
+        select_model(entries([*LLAMA, "a." * 200_000 + "w"]))
+
+
 def test_no_tensors_at_all() -> None:
     with pytest.raises(SourceError, match="no tensors at all"):
         select_model({}, ["step"])
@@ -208,6 +214,15 @@ class TestAveragedWeights:
             f"model_ema.{name.replace('.', '')}": name for name in averaged.names.values()
         }
         assert set(averaged.names.values()) == set(LLAMA)
+
+    @pytest.mark.parametrize("below", [True, False])
+    def test_without_dots_and_without_an_optimizer(self, below: bool) -> None:
+        """Copies are known by their names and shapes, whether or not those begin with the model's own."""
+        start = "" if below else "model"
+        dotless = [f"model_ema.{start}{name.replace('.', '')}" for name in LLAMA]
+        found = select_model(entries([*under("model", LLAMA), *dotless]))
+        assert (found.root, set(found.names.values())) == ("model", set(LLAMA))
+        assert [part.kind for part in found.skipped] == ["averaged weights"]
 
     def test_as_a_list(self) -> None:
         names = [*under("model", LLAMA), *(f"ema.shadow_params.{n}" for n in range(12))]

@@ -91,6 +91,9 @@ def test_a_name_is_never_given_twice() -> None:
     with pytest.raises(UsageError) as asked:
         select_model(entries(STORED), rename=[r"layers\.\d=layers.0"])
     assert len(asked.value.problems) == 3
+    with pytest.raises(UsageError, match="1 name would be given") as asked:
+        select_model(entries(STORED), rename=["^.*$=x"])
+    assert asked.value.problems[0].endswith(f" and {len(STORED) - 3} more")  # one line, however many
     with pytest.raises(UsageError, match="empty"):
         select_model(entries(STORED), rename=[".*="])
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import shardkit
 from shardkit import manifest
@@ -206,7 +208,7 @@ class TestDtypes:
             name: v if v.dtype is torch.float32 else weights()[name].half() for name, v in mixed.items()
         }
         assert_bit_equal(load(result.output), expected)
-        assert any("5 tensors stay in fp32" in note for note in result.notes)
+        assert any(note.startswith("kept in fp32") and "5 tensors" in note for note in result.notes)
 
     def test_what_the_model_class_keeps_in_fp32_stays(self, tmp_path: Path) -> None:
         config = {
@@ -226,7 +228,12 @@ class TestDtypes:
 
     def test_it_says_where_nobody_knows(self, trained: Path) -> None:
         result = shardkit.consolidate(trained, dtype="bf16")
-        assert any("is not known" in note for note in result.notes)
+        assert any("is not known, there is no base and no config" in note for note in result.notes)
+
+    def test_or_where_the_class_is_not_known(self, trained: Path, tmp_path: Path) -> None:
+        base = hub(tmp_path / "base", config={**CONFIG, "model_type": "nobodys"})
+        result = shardkit.consolidate(trained, base=str(base), dtype="bf16")
+        assert any("is not known, its class cannot be built here" in note for note in result.notes)
 
     def test_base_dtypes_need_a_base(self, trained: Path) -> None:
         with pytest.raises(UsageError, match="--dtype base"):
@@ -333,6 +340,7 @@ class TestBase:
             "README__md": "z",
         }
         others = {"trainer_state__json": "{}", "optimizer__pt": "", "training_args__bin": ""}
+        files |= {"normalizer__json": "{}", "spm_char__model": "", "entity_vocab__json": "{}"}
         base = hub(tmp_path / "base", weights(), **files, **others)
         (base / "additional_chat_templates").mkdir()
         (base / "additional_chat_templates" / "tools.jinja").write_text("t")
@@ -342,9 +350,12 @@ class TestBase:
             "additional_chat_templates/tools.jinja",
             "chat_template.jinja",
             "config.json",
+            "entity_vocab.json",
             "model.safetensors",
             "modeling_own.py",
+            "normalizer.json",
             "README.md",
+            "spm_char.model",
             "tokenizer.json",
         }
         assert set(result.assets) == found - {"model.safetensors"}
@@ -379,7 +390,7 @@ class TestBase:
         assert any(line.startswith("missing: model.layers.2.extra") for line in problems)
         assert any(line.startswith("unexpected: model.norm.weight") for line in problems)
         assert f"shape: {EMBED}: [37, 16], in the base [38, 16]" in problems
-        with pytest.raises(LayoutError, match="1 differences"):
+        with pytest.raises(LayoutError, match=r"1 difference\n"):
             shardkit.consolidate(trained, base=base, allow_missing=True, allow_unexpected=True)
         assert not (tmp_path / "step-7-hf").exists()
 
@@ -443,6 +454,22 @@ class TestBase:
         with pytest.raises(error, match="--base"):
             shardkit.consolidate(trained, base=base)
 
+    def test_a_misspelt_directory_is_thought_of(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A name without a slash may be a repo's, and is a directory's far more often."""
+
+        def fetch(repo_id: str, *_: Any, **__: Any) -> str:
+            raise ResourceError(f"{repo_id}: cannot be downloaded", hint="check the network")
+
+        monkeypatch.setattr("shardkit.operations.consolidate_base.fetch_files", fetch)
+        with pytest.raises(ResourceError) as caught:
+            shardkit.consolidate(trained, base="qwen3-bse")
+        assert (
+            caught.value.hint == "there is no directory qwen3-bse here; if a repo is meant: check the network"
+        )
+        with pytest.raises(ResourceError) as caught:
+            shardkit.consolidate(trained, base="org/qwen3")
+        assert caught.value.hint == "check the network"
+
     def test_links_that_leave_it_are_not_followed(self, trained: Path, tmp_path: Path) -> None:
         base = hub(tmp_path / "base", weights())
         (tmp_path / "secret").write_text("s")
@@ -494,7 +521,7 @@ class TestChecks:
         self, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.check_with(monkeypatch, lambda names: iter([f"{names[0]} in __0_0.distcp"]))
-        with pytest.raises(IntegrityError, match=r"(?s)1 places.*__0_0\.distcp"):
+        with pytest.raises(IntegrityError, match=r"(?s)in 1 place\n.*__0_0\.distcp"):
             shardkit.consolidate(trained, check=True)
         assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
 
@@ -647,6 +674,7 @@ class TestDestination:
             {"jobs": 0},
             {"private": True},
             {"branch": "x"},
+            {"base_revision": "main"},
             {"allow_missing": True},
             {"rename": ["no equals sign"]},
             {"push_to_hub": "not a repo"},
@@ -658,3 +686,11 @@ class TestDestination:
         with pytest.raises(UsageError):
             shardkit.consolidate(trained, **options)
         assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
+
+
+def test_a_hub_model_without_tensors_is_one_still(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    save_file({}, str(tmp_path / "empty" / "model.safetensors"), metadata={"format": "pt"})
+    shardkit.consolidate(str(tmp_path / "empty"), str(tmp_path / "out"))
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert list(file.keys()) == []

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import shardkit
-from shardkit.errors import SourceError
+from shardkit.errors import SourceError, UsageError
+from shardkit.operations import consolidate_base
 from tests.operations.consolidate_checkpoints import CONFIG, assert_bit_equal, hub, load, save, weights
 
 PROJECTIONS = ("q_proj", "v_proj")
@@ -99,6 +100,36 @@ def test_merged_into_its_base(state: dict[str, torch.Tensor], settings: Path, tm
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
     assert sum(not torch.equal(found[name], value) for name, value in weights().items()) == 4
+
+
+@pytest.mark.parametrize(("base", "named"), [("org/model", "org/model"), (None, None), ("path", None)])
+def test_the_settings_that_are_made_name_the_bases_repo(
+    base: str | None,
+    named: str | None,
+    state: dict[str, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A path means nothing to whoever gets the adapter."""
+    source = save(state, tmp_path / "c")
+    (source / "lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 8}')
+    place = hub(tmp_path / "base")
+    monkeypatch.setattr(consolidate_base, "fetch_files", lambda *_, **__: str(place))
+    monkeypatch.setattr(consolidate_base, "open_headers", lambda *_: None)
+    result = shardkit.consolidate(source, base=str(place) if base == "path" else base)
+    made = json.loads((Path(result.output) / "adapter_config.json").read_text())
+    assert made["base_model_name_or_path"] == named
+
+
+def test_settings_that_are_not_there(state: dict[str, torch.Tensor], settings: Path, tmp_path: Path) -> None:
+    source = save({"model": state}, tmp_path / "c")
+    for given in (tmp_path / "none", source):
+        with pytest.raises(SourceError, match="--adapter-config") as caught:
+            shardkit.consolidate(source, adapter_config=str(given))
+        assert str(given) in caught.value.message
+    with pytest.raises(UsageError, match="hold none"):
+        shardkit.consolidate(save(weights(), tmp_path / "plain"), adapter_config=str(settings))
+    assert not list(tmp_path.glob("*-hf"))
 
 
 def test_nothing_to_merge(tmp_path: Path) -> None:

@@ -169,6 +169,15 @@ def test_ties_of_a_dcp(tmp_path):
     assert (found.num_tensors, found.tensor_bytes, found.files[0].tensor_bytes) == (1, 20, 20)
 
 
+def test_byte_entries_of_a_resharded_checkpoint(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.zeros(4, 2), "step": 7}, checkpoint_id=str(tmp_path / "in"), no_dist=True)
+    shardkit.reshard(str(tmp_path / "in"), str(tmp_path / "out"), world_size=2)
+    found = shardkit.inspect(str(tmp_path / "out"))
+    assert (found.kind, found.objects, found.num_tensors, found.warnings) == ("presharded", ("step",), 1, ())
+
+
 @pytest.fixture
 def trained(tmp_path):
     """What a trainer leaves: accelerate's model and optimizer, each in a directory of its own."""

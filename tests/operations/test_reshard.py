@@ -89,6 +89,8 @@ def test_everything_comes_back_nested_as_it_was(saved: Path, tmp_path: Path, mes
 def test_dtypes_go_by_group_and_counters_stay(saved: Path, tmp_path: Path) -> None:
     shardkit.reshard(saved, str(tmp_path / "out"), world_size=2, dtype="fp32", optimizer_dtype="bf16")
     found, expected = loaded(tmp_path / "out", tmp_path), nested_state()
+    manifest = json.loads((tmp_path / "out" / "shardkit.json").read_text())
+    assert (manifest["dtype"], manifest["optimizer_dtype"]) == ("fp32", "bf16")
     for name, value in expected["model"].items():
         target = value.float() if value.is_floating_point() else value
         assert torch.equal(found["model"][name], target)

@@ -294,3 +294,19 @@ def test_a_deepspeed_run(tmp_path: Path) -> None:
     assert (os.path.basename(found), found.layout, found.step) == ("global_step9", "deepspeed", 9)
     assert found.skipped[0][0] == "global_step10"
     assert "mp_rank_00_model_states.pt" in found.skipped[0][1]
+
+
+def test_what_consolidate_wrote_beside_a_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
+    for name in ("step-1", "step-2", "last.ckpt"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "run" / name, no_dist=True)
+    for name in ("step-2-hf", "last-hf", "step-3-hf"):
+        (tmp_path / "run" / name).mkdir()
+        save_file({"w": torch.ones(3)}, tmp_path / "run" / name / "model.safetensors")
+    assert taken(tmp_path / "run") == "last.ckpt"
+    (tmp_path / "run" / "last.ckpt").rename(tmp_path / "other")
+    (tmp_path / "run" / "last-hf").rename(tmp_path / "last-hf")
+    (tmp_path / "run" / "step-3-hf").rename(tmp_path / "step-3-hf")
+    assert taken(tmp_path / "run") == "step-2"
+    assert taken(tmp_path / "last-hf") == "."

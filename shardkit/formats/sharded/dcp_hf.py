@@ -30,6 +30,7 @@ _MAPPING = "fqn_to_file_index_mapping.json"
 _INDEX = "model.safetensors.index.json"
 _MAX_JSON = 256 << 20
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+_NORMS = ("norm.weight", "ln_f.weight", "norm_f.weight", "final_layernorm.weight", "final_layer_norm.weight")
 _HEAD = "lm_head.weight"
 _COPY = "copy all shard-*.safetensors files of the save; each rank wrote some"
 
@@ -67,8 +68,19 @@ def open_dcp_hf(path: str) -> Checkpoint:
         catalog=catalog,
         select=lambda names: subset(catalog, names),
         assets=assets,
-        notes=(*catalog.notes, *notes),
+        notes=(*catalog.notes, *_unproved(path, directory, catalog), *notes),
     )
+
+
+def _unproved(path: str, directory: str, catalog: Catalog) -> Iterator[str]:
+    """Say so where nothing tells how far the tensors should reach."""
+    embeddings = [fqn for fqn in catalog.tensors if fqn.endswith(_EMBEDDINGS)]
+    by_config = embeddings and type(_config(path, directory).get("vocab_size")) is int
+    if not by_config and not any(True for fqn in embeddings for _ in _norms_beside(catalog, fqn)):
+        yield (
+            "how many ranks saved shards is written nowhere: nothing tells whether those of the last ranks are here; "
+            "--base MODEL compares the shapes"
+        )
 
 
 def _shard_directory(path: str) -> str | None:
@@ -117,7 +129,10 @@ def _lists_of_names(path: str, directory: str) -> Iterator[tuple[str, Mapping[st
 
 
 def _too_small(path: str, directory: str, catalog: Catalog) -> Iterator[str]:
-    """Yield each embedding that is smaller than the config says: the parts at its end are missing."""
+    """Yield each embedding that is smaller than the config says, and each norm smaller than its embedding.
+
+    The parts at the end are missing: shards say where they begin, and nowhere how large the whole is.
+    """
     config = _config(path, directory)
     rows, columns = config.get("vocab_size"), config.get("hidden_size")
     for fqn, entry in catalog.tensors.items():
@@ -126,6 +141,19 @@ def _too_small(path: str, directory: str, catalog: Catalog) -> Iterator[str]:
         for dim, (size, key) in enumerate(((rows, "vocab_size"), (columns, "hidden_size"))):
             if type(size) is int and entry.shape[dim] < size:
                 yield f"{escape(fqn)}: {entry.shape[dim]} in dim {dim}, {key} of config.json is {size}"
+        for norm in _norms_beside(catalog, fqn):
+            size = catalog.tensors[norm].shape[0]
+            if size < entry.shape[1]:
+                yield f"{escape(norm)}: {size} in dim 0, dim 1 of {escape(fqn)} is {entry.shape[1]}"
+
+
+def _norms_beside(catalog: Catalog, embedding: str) -> Iterator[str]:
+    """Yield the norms behind the last layer: as long as the embedding is wide, and cut along that dim."""
+    home = embedding.removesuffix(next(end for end in _EMBEDDINGS if embedding.endswith(end)))
+    for end in _NORMS:
+        entry = catalog.tensors.get(home + end)
+        if entry is not None and len(entry.shape) == 1:
+            yield home + end
 
 
 def _config(path: str, directory: str) -> Mapping[str, object]:

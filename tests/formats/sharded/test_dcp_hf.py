@@ -127,6 +127,28 @@ def test_the_last_rank_s_file_is_missed_by_the_config(directory: str) -> None:
         open_dcp_hf(directory)
 
 
+def test_the_last_rank_s_file_is_missed_by_the_last_norm(tmp_path: Path) -> None:
+    norm = "model.norm.weight"
+
+    def make_with_norm(mesh: DeviceMesh) -> dict[str, Any]:
+        return {**make(mesh), norm: shard(torch.arange(4.0), mesh, 0)}
+
+    directory = save_shards(make_with_norm, 2, tmp_path / "c")
+    checkpoint = open_dcp_hf(directory)
+    assert_opens(checkpoint, {**FULL, norm: torch.arange(4.0)})
+    assert checkpoint.notes == ()
+    os.remove(os.path.join(directory, "shard-00002-model-00001-of-00001.safetensors"))
+    with pytest.raises(SourceError, match="files of the last ranks may be missing") as caught:
+        open_dcp_hf(directory)
+    assert caught.value.problems == (f"{norm}: 2 in dim 0, dim 1 of model.embed_tokens.weight is 4",)
+
+
+def test_it_says_where_nothing_tells_whether_the_last_ranks_are_there(directory: str) -> None:
+    assert "written nowhere" in open_dcp_hf(directory).notes[0]
+    Path(directory, "config.json").write_text('{"model_type": "llama", "vocab_size": 7, "hidden_size": 4}')
+    assert open_dcp_hf(directory).notes == ()
+
+
 def test_a_list_of_names_tells_what_is_missing(directory: str) -> None:
     names = dict.fromkeys((*FULL, "model.gone", "lm_head.weight"), "model-00001-of-00001.safetensors")
     Path(directory, "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))

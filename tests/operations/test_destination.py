@@ -1,0 +1,55 @@
+"""What --overwrite of a sharded checkpoint may replace, and what never."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardkit
+from shardkit.errors import UsageError
+from shardkit.operations.destination import is_sharded_checkpoint
+from tests.operations.consolidate_checkpoints import save, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def trainers(tmp_path: Path) -> Path:
+    """Model and optimizer in folders of their own, and a file beside."""
+    home = tmp_path / "run" / "checkpoint-2"
+    save({"model": weights()}, home / "pytorch_model_fsdp_0")
+    save({"optimizer": {"x": torch.zeros(2)}}, home / "optimizer_0")
+    (home / "trainer_state.json").write_text("{}")
+    return home
+
+
+def test_what_reshard_wrote_in_folders_is_replaced(trainers: Path, tmp_path: Path) -> None:
+    out = tmp_path / "checkpoint-2"
+    shardkit.reshard(trainers, str(out), world_size=3)
+    shardkit.reshard(trainers, str(out), world_size=2, overwrite=True)
+    assert len(list(out.glob("pytorch_model_fsdp_0/*.distcp"))) == 2
+
+
+def test_what_a_trainer_wrote_in_folders_is_not(trainers: Path, tmp_path: Path) -> None:
+    assert is_sharded_checkpoint(str(trainers))
+    shardkit.reshard(trainers, str(tmp_path / "checkpoint-2"), world_size=3)
+    shutil.rmtree(trainers / "optimizer_0")
+    shutil.copytree(tmp_path / "checkpoint-2" / "optimizer_0", trainers / "optimizer_0")  # half of it is ours
+    assert is_sharded_checkpoint(str(trainers))
+
+
+def test_a_run_around_one_is_not(trainers: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    shardkit.reshard(trainers, str(tmp_path / "other" / "checkpoint-2"), world_size=3)
+    shardkit.reshard(trainers / "pytorch_model_fsdp_0", str(tmp_path / "other" / "model"), world_size=3)
+    assert is_sharded_checkpoint(str(tmp_path / "other"))
+
+
+def test_a_hub_model_is_not(trainers: Path, tmp_path: Path) -> None:
+    out = shardkit.consolidate(trainers, str(tmp_path / "out"), manifest=True).output
+    with pytest.raises(UsageError, match="holds a Hub model"):
+        shardkit.reshard(trainers, out, world_size=2, overwrite=True)
+    assert (tmp_path / "out" / "model.safetensors").exists()
