@@ -9,12 +9,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import NamedTuple
 
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape
+
+# `Region(offsets, sizes)` from a pair, without a Python function being called for each of 600,000 chunks.
+_new_region: Callable[[tuple[Shape, Shape]], Region] = partial(tuple.__new__, Region)
 
 
 class FileStamp(NamedTuple):
@@ -117,6 +121,11 @@ class ChunkTable:
         middle = (start + stop) // 2
         return Region(tuple(boxes[start:middle]), tuple(boxes[middle:stop]))
 
+    def offsets(self, chunk: int, num_dims: int) -> list[int]:
+        """Return the offsets of a chunk's region, given the dims of its tensor."""
+        start = self._box_at[chunk]
+        return self._boxes[start : start + num_dims].tolist()
+
     def regions(self, chunks: range) -> list[Region]:
         """Return the regions of consecutive chunks of one tensor; far faster than one by one."""
         if not chunks:
@@ -127,7 +136,7 @@ class ChunkTable:
         if num_dims == 0:
             return [Region((), ())] * len(chunks)
         corners = list(zip(*[iter(self._boxes[start:stop].tolist())] * num_dims, strict=True))
-        return list(map(Region, corners[0::2], corners[1::2]))
+        return list(map(_new_region, zip(corners[0::2], corners[1::2], strict=True)))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -157,13 +157,14 @@ class Mesh:
         size, before, after = shape[dim], shape[:dim], shape[dim + 1 :]
         zeros_before, zeros_after = (0,) * len(before), (0,) * len(after)
         step = -(-size // self.num_shards)
+        whole = (*before, step, *after)
         for shard in range(self.num_shards):
             start = shard * step
-            stop = min(start + step, size)
             if start >= size:
                 yield shard, Region((*zeros_before, size, *zeros_after), (*before, 0, *after))
                 return
-            yield shard, Region((*zeros_before, start, *zeros_after), (*before, stop - start, *after))
+            sizes = whole if start + step <= size else (*before, size - start, *after)
+            yield shard, Region((*zeros_before, start, *zeros_after), sizes)
 
     def _shard_position(self, shard: int) -> tuple[int, ...]:
         """Position on each axis of a shard coordinate's first replica."""

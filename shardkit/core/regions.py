@@ -95,6 +95,16 @@ def flat_offset(offsets: Sequence[int], shape: Sequence[int]) -> int:
     return index
 
 
+def flat_offsets(corners: Sequence[Shape], shape: Shape) -> list[int]:
+    """Return `flat_offset` of each corner within a tensor of `shape`; far faster than one by one."""
+    if len(shape) == 1:
+        return [corner[0] for corner in corners]
+    if len(shape) == 2:
+        width = shape[1]
+        return [row * width + column for row, column in corners]
+    return [flat_offset(corner, shape) for corner in corners]
+
+
 def runs(region: Region, shape: Shape) -> Iterator[Run]:
     """Yield the contiguous runs of `region` within a row-major chunk of `shape`, in the region's order.
 

@@ -54,15 +54,31 @@ def name_for(file: str) -> str:
     return file.removesuffix(".distcp") + ".chunks.json"
 
 
-def line_head(fqn: str, dtype: DType, shape: Shape) -> str:
-    """Return what all lines of one tensor begin with."""
-    return json.dumps([fqn, dtype.name, list(shape)], separators=(",", ":"))[:-1]
+class Lines:
+    """Makes the lines of a tensor's chunks of one size: what they have in common is made only once."""
 
+    __slots__ = ("_before", "_data_nbytes", "_head", "_record_nbytes", "_sizes")
 
-def line(head: str, region: Region, places: tuple[int, int, int, int], crc: int | None) -> str:
-    """Return one chunk's line: record start and bytes, data start and bytes, CRC-32 or null."""
-    offsets, sizes = list(region.offsets), list(region.sizes)
-    return f"{head},{offsets},{sizes},{places[0]},{places[1]},{places[2]},{places[3]},{'null' if crc is None else crc}]"
+    def __init__(
+        self, fqn: str, dtype: DType, shape: Shape, sizes: Shape, record: tuple[int, int, int]
+    ) -> None:
+        """Take what such chunks have in common.
+
+        Args:
+            fqn: the tensor's name.
+            dtype: its own.
+            shape: of the whole tensor.
+            sizes: of the chunks' regions.
+            record: bytes of each record, bytes in it before the data, bytes of the data.
+        """
+        self._head = json.dumps([fqn, dtype.name, list(shape)], separators=(",", ":"))[:-1]
+        self._sizes = str(list(sizes))
+        self._record_nbytes, self._before, self._data_nbytes = record
+
+    def line(self, offsets: list[int], start: int, crc: int | None) -> str:
+        """Return one chunk's line: record start and bytes, data start and bytes, CRC-32 or null."""
+        places = f"{start},{self._record_nbytes},{start + self._before},{self._data_nbytes}"
+        return f"{self._head},{offsets},{self._sizes},{places},{'null' if crc is None else crc}]"
 
 
 def dump(file: str, size: int, aliases: Mapping[str, Sequence[str]], lines: Sequence[str]) -> bytes:

@@ -10,7 +10,7 @@ starts at a multiple of 4,096.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from math import prod
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, Shape, flat_offset, is_contiguous
+from shardkit.core.regions import Shape, flat_offsets, is_contiguous
 from shardkit.formats.torch_record_writer import RecordSkeleton, bare_skeleton, record_skeleton
 from shardkit.layout.layout import Layout
 from shardkit.transfer.images import Hole, Piece, TensorHoles
@@ -28,6 +28,19 @@ _ALIGNED_NBYTES = 16 * BLOCK  # below this a gap costs more than it saves
 
 Phase = Callable[[str], int | None]
 """First byte of a tensor in its source file; None where it is not copied as it lies, or not one chunk."""
+
+
+class RecordKind(NamedTuple):
+    """What all records of one tensor and one size have in common."""
+
+    fqn: str
+    """The stored name."""
+    source: str
+    """The name in the source catalog."""
+    dtype: DType
+    sizes: Shape
+    """Of the chunk, in elements."""
+    skeleton: RecordSkeleton
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +64,15 @@ class DcpImage:
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Yield the records `start .. stop`."""
-        for row in self._rows[start:stop]:
-            yield self._images.piece(row)
+        return self._images.pieces(self._rows[start:stop])
 
-    def records(self) -> Iterator[tuple[str, Region, tuple[int, int, int, int]]]:
-        """Yield (name, region, record start and bytes, data start and bytes), in file order."""
-        for row in self._rows:
-            yield self._images.record(row)
+    def hole(self, index: int) -> Hole:
+        """Return the hole of a record."""
+        return self._images.hole(self._rows[index])
+
+    def records(self) -> Iterator[tuple[int, list[int], int]]:
+        """Yield (index into `DcpImages.kinds`, the region's offsets, first byte), in file order."""
+        return self._images.records(self._rows)
 
 
 class DcpImages:
@@ -87,9 +102,9 @@ class DcpImages:
                 byte entries of a checkpoint, which are records already.
         """
         self.catalog = Catalog(format="dcp", directory="", encoding="torch-record")
-        self._entries: list[tuple[str, str, DType]] = []  # name, source name and dtype of each tensor
-        self._tensor_of, self._skeleton_of = array("i"), array("i")
-        self._skeletons: list[RecordSkeleton] = []
+        self.kinds: list[RecordKind] = []
+        # Of each row of the chunk table: its kind, and the first element of its region in the whole tensor.
+        self._kind_of, self._first_of = array("i"), array("q")
         self.objects = frozenset(objects)
         self._holes: dict[str, _TensorHoles] = {}
         rows = [array("i") for _ in range(layout.mesh.num_shards)]
@@ -112,41 +127,44 @@ class DcpImages:
         ends: list[int],
     ) -> None:
         """Append a tensor's records to their files."""
-        tensor, begin, itemsize = layout.tensors[fqn], phase(fqn), dtype.itemsize
-        numbers: dict[Shape, int] = {}
-        in_source: dict[Shape, bool] = {}  # by size: as contiguous there as here
-        first, num_data_bytes = len(self._tensor_of), 0
-        shards, starts, sizes, regions = list[int](), list[int](), list[int](), list[Region]()
-        for shard, region in layout.owners(fqn):
-            number = numbers.get(region.sizes)
-            if number is None:
-                number = numbers[region.sizes] = len(self._skeletons)
-                make = bare_skeleton if fqn in self.objects else record_skeleton
-                self._skeletons.append(make(dtype, region.sizes))
-                in_source[region.sizes] = begin is not None and is_contiguous(region, tensor.shape)
-            skeleton, start = self._skeletons[number], ends[shard]
-            if skeleton.data_nbytes >= _ALIGNED_NBYTES:
-                lies = (
-                    begin + flat_offset(region.offsets, tensor.shape) * itemsize
-                    if begin is not None and in_source[region.sizes]
-                    else 0
-                )
-                start += (lies - start - len(skeleton.prefix)) % BLOCK
-            ends[shard] = start + skeleton.nbytes
-            num_data_bytes += skeleton.data_nbytes
-            self.data_nbytes[shard] += skeleton.data_nbytes
-            rows[shard].append(first + len(shards))
-            self._skeleton_of.append(number)
-            shards.append(shard)
+        shape, begin = layout.tensors[fqn].shape, phase(fqn)
+        owners = list(layout.owners(fqn))
+        shards, regions = [shard for shard, _ in owners], [region for _, region in owners]
+        firsts = flat_offsets([region.offsets for region in regions], shape)
+        first_row, num_data_bytes, data_nbytes = len(self._kind_of), 0, self.data_nbytes
+        known: dict[Shape, int] = {}
+        starts, nbytes, kinds = list[int](), list[int](), list[int]()
+        sizes: Shape | None = None
+        for row, (shard, region, first) in enumerate(zip(shards, regions, firsts, strict=True), first_row):
+            if region.sizes != sizes:  # nearly all are of one size, one after the other
+                sizes = region.sizes
+                if sizes not in known:
+                    known[sizes] = self._add_kind(fqn, source, dtype, sizes)
+                number = known[sizes]
+                skeleton = self.kinds[number].skeleton
+                lead, held, whole = len(skeleton.prefix), skeleton.data_nbytes, skeleton.nbytes
+                is_in_source = begin is not None and is_contiguous(region, shape)
+                base, step = (begin or 0, dtype.itemsize) if is_in_source else (0, 0)
+            start = ends[shard]
+            if held >= _ALIGNED_NBYTES:
+                start += (base + first * step - start - lead) % BLOCK
+            ends[shard] = start + whole
+            num_data_bytes += held
+            data_nbytes[shard] += held
+            rows[shard].append(row)
+            kinds.append(number)
             starts.append(start)
-            sizes.append(skeleton.nbytes)
-            regions.append(region)
-        self._tensor_of.extend([len(self._entries)] * len(shards))
-        self._entries.append((fqn, source, dtype))
-        self._holes[fqn] = _TensorHoles(
-            source, range(first, first + len(shards)), tuple(numbers), num_data_bytes
-        )
-        self.catalog.add_tensor_columns(fqn, dtype, tensor.shape, shards, starts, sizes, regions)
+            nbytes.append(whole)
+        self._kind_of.extend(kinds)
+        self._first_of.extend(firsts)
+        row_range = range(first_row, first_row + len(shards))
+        self._holes[fqn] = _TensorHoles(source, row_range, tuple(known), num_data_bytes)
+        self.catalog.add_tensor_columns(fqn, dtype, shape, shards, starts, nbytes, regions)
+
+    def _add_kind(self, fqn: str, source: str, dtype: DType, sizes: Shape) -> int:
+        make = bare_skeleton if fqn in self.objects else record_skeleton
+        self.kinds.append(RecordKind(fqn, source, dtype, sizes, make(dtype, sizes)))
+        return len(self.kinds) - 1
 
     def __iter__(self) -> Iterator[DcpImage]:
         return iter(self.images)
@@ -166,27 +184,39 @@ class DcpImages:
     def holes(self, fqn: str) -> Iterator[tuple[int, Hole]]:
         """Yield (image index, hole) of every chunk of a stored tensor, in the order of its regions."""
         for row in self._holes[fqn].rows:
-            yield self.catalog.chunks.file[row], self.piece(row).hole
+            yield self.catalog.chunks.file[row], self.hole(row)
 
     def data_places(self, fqn: str) -> Iterator[tuple[int, int]]:
         """Yield (first byte in the file, bytes) of every chunk's data, in the order of the regions."""
         for row in self._holes[fqn].rows:
-            skeleton = self._skeletons[self._skeleton_of[row]]
+            skeleton = self.kinds[self._kind_of[row]].skeleton
             yield self.catalog.chunks.start[row] + len(skeleton.prefix), skeleton.data_nbytes
 
-    def record(self, row: int) -> tuple[str, Region, tuple[int, int, int, int]]:
-        """Return what `DcpImage.records` yields of a row of the chunk table."""
-        skeleton, start = self._skeletons[self._skeleton_of[row]], self.catalog.chunks.start[row]
-        places = (start, skeleton.nbytes, start + len(skeleton.prefix), skeleton.data_nbytes)
-        return self._entries[self._tensor_of[row]][0], self.catalog.chunks.region(row), places
+    def records(self, rows: Iterable[int]) -> Iterator[tuple[int, list[int], int]]:
+        """Yield what `DcpImage.records` does of rows of the chunk table."""
+        kinds, kind_of, table = self.kinds, self._kind_of, self.catalog.chunks
+        for row in rows:
+            kind = kind_of[row]
+            yield kind, table.offsets(row, len(kinds[kind].sizes)), table.start[row]
 
-    def piece(self, row: int) -> Piece:
-        """Return the piece of a row of the chunk table."""
-        _, source, dtype = self._entries[self._tensor_of[row]]
-        skeleton, start = self._skeletons[self._skeleton_of[row]], self.catalog.chunks.start[row]
-        prefix = skeleton.prefix
-        hole = Hole(source, self.catalog.chunks.region(row), dtype, start + len(prefix), skeleton.data_nbytes)
-        return Piece(start, prefix, skeleton.prefix_crc, hole, skeleton.suffix_nbytes, skeleton)
+    def pieces(self, rows: Iterable[int]) -> Iterator[Piece]:
+        """Yield the pieces of rows of the chunk table."""
+        kinds, kind_of, first_of, starts = (
+            self.kinds,
+            self._kind_of,
+            self._first_of,
+            self.catalog.chunks.start,
+        )
+        for row in rows:
+            _, source, dtype, _, skeleton = kinds[kind_of[row]]
+            yield Piece(starts[row], skeleton, source, first_of[row], skeleton.data_nbytes, dtype)
+
+    def hole(self, row: int) -> Hole:
+        """Return the hole of a row of the chunk table."""
+        _, source, dtype, _, skeleton = self.kinds[self._kind_of[row]]
+        table = self.catalog.chunks
+        start = table.start[row] + len(skeleton.prefix)
+        return Hole(source, table.region(row), dtype, start, skeleton.data_nbytes)
 
 
 class _TensorHoles(NamedTuple):

@@ -58,6 +58,7 @@ class _MetadataPickler:
         self._buffer = bytearray(b"\x80\x04")
         self._memo: dict[object, bytes] = {}
         self._corners: dict[Shape, bytes] = {}
+        self._file_parts: dict[int, bytes] = {}
 
     def write(
         self,
@@ -115,9 +116,14 @@ class _MetadataPickler:
             parts += (self._chunk_head(), self._offsets(region.offsets), self._text("sizes"))
             parts += (self._size(region.sizes), _SET)
         if len(regions) > 1:
-            head, word, offsets, size = self._chunk_head(), self._text("sizes"), self._offsets, self._size
+            head, word, sizes, tail = self._chunk_head(), self._text("sizes"), None, b""
             for region in regions[1:]:
-                parts += (head, offsets(region.offsets), word, size(region.sizes), _SET)
+                if region.sizes != sizes:  # again and again, up to the last
+                    sizes = region.sizes
+                    parts += (head, self._offsets(region.offsets), word, self._size(sizes), _SET)
+                    tail = word + self._size(sizes) + _SET
+                else:
+                    parts += (head, self._offsets(region.offsets), tail)
         return b"".join([*parts, _APPENDS, _SET])
 
     def _object(self, name: str) -> bytes:
@@ -162,10 +168,18 @@ class _MetadataPickler:
             text("offset"),
             text("length"),
         )
-        offsets, join = self._offsets, b"".join
+        offsets, join, at, ends = self._offsets, b"".join, self._file_parts, dict[int, bytes]()
         for region, (file, start, nbytes) in zip(regions[1:], places[1:], strict=True):
-            where = (offset, pickle_int(start), length, pickle_int(nbytes), _SET)
-            yield join((index, offsets(region.offsets), place, text(files[file]), *where))
+            if file not in at:
+                fresh = text(files[file])  # it enters the memo at its first place, which is here
+                where = place + text(files[file]) + offset
+                at[file] = where
+                head = place + fresh + offset
+            else:
+                head = at[file]
+            if nbytes not in ends:
+                ends[nbytes] = length + pickle_int(nbytes) + _SET
+            yield join((index, offsets(region.offsets), head, pickle_int(start), ends[nbytes]))
 
     def _index_head(self, name: str) -> bytes:
         parts = self._new(_METADATA, "MetadataIndex")

@@ -70,6 +70,9 @@ class _JoinedImage:
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         return self._image.pieces(start, stop)
 
+    def hole(self, index: int) -> Hole:
+        return self._image.hole(index)
+
 
 class JoinedImages:
     """The images of all folders; `shardkit.transfer.images.ImageSet`.

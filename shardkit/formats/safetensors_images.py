@@ -56,15 +56,18 @@ class OutputTensor(NamedTuple):
         return prod(_header_shape(self))
 
 
-class _NoTail:
-    """Nothing follows a tensor."""
+class _Frame(NamedTuple):
+    """The header before a file's first tensor; nothing stands around the others."""
+
+    prefix: bytes
+    prefix_crc: int
 
     def suffix(self, data_crc: int, /) -> bytes:
         """Return no bytes."""
         return b""
 
 
-_NO_TAIL = _NoTail()
+_NO_FRAME = _Frame(b"", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +95,15 @@ class SafetensorsImage:
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Yield the pieces `start .. stop`."""
-        for index in range(start, min(stop, len(self.holes))):
-            hole, prefix = self.holes[index], b"" if index else self.header
-            yield Piece(
-                start=hole.start - len(prefix),
-                prefix=prefix,
-                prefix_crc=crc32(prefix),
-                hole=hole,
-                suffix_nbytes=0,
-                tail=_NO_TAIL,
-            )
+        shapes = {tensor.source: tensor.shape for tensor in self.tensors}
+        for index, hole in enumerate(self.holes[start:stop], start):
+            frame = _NO_FRAME if index else _Frame(self.header, crc32(self.header))
+            first = flat_offset(hole.region.offsets, shapes[hole.fqn])
+            yield Piece(hole.start - len(frame.prefix), frame, hole.fqn, first, hole.nbytes, hole.dtype)
+
+    def hole(self, index: int) -> Hole:
+        """Return the hole of a piece."""
+        return self.holes[index]
 
 
 class SafetensorsImages:

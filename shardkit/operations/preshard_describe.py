@@ -15,7 +15,7 @@ from shardkit import manifest
 from shardkit._version import __version__
 from shardkit.core.regions import Region, is_contiguous
 from shardkit.formats import chunk_list
-from shardkit.formats.dcp_images import DcpImage
+from shardkit.formats.dcp_images import DcpImage, RecordKind
 from shardkit.formats.dcp_metadata_writer import write_metadata
 from shardkit.operations.dcp_output import DcpOutput
 from shardkit.transfer.digest import combine, crc32
@@ -37,10 +37,7 @@ class Descriptions:
     def __init__(self, job: DcpOutput, directory: str) -> None:
         self._job, self._directory = job, directory
         self._images = {image.name: image for image in job.output}
-        self._heads = {
-            fqn: chunk_list.line_head(fqn, entry.dtype, entry.shape)
-            for fqn, entry in job.output.catalog.tensors.items()
-        }
+        self._line_makers = [self._lines_of(kind) for kind in job.output.kinds]
         self._lists: dict[str, dict[str, Any]] = {}
         self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-describe")
         self._metadata = self._pool.submit(self._write_metadata)
@@ -59,12 +56,21 @@ class Descriptions:
         self._write_synced(name, data)
         self._lists[image.name] = {"name": name, "size": len(data), "crc32": crc32(data)}
 
+    def _lines_of(self, kind: RecordKind) -> chunk_list.Lines | None:
+        """Return what makes the lines of such records; byte entries have none."""
+        if kind.fqn in self._job.output.objects:
+            return None
+        shape, skeleton = self._job.output.catalog.tensors[kind.fqn].shape, kind.skeleton
+        record = (skeleton.nbytes, len(skeleton.prefix), skeleton.data_nbytes)
+        return chunk_list.Lines(kind.fqn, kind.dtype, shape, kind.sizes, record)
+
     def _lines(self, image: DcpImage, digest: FileDigest) -> list[str]:
         crcs = digest.data_crcs or (None,) * len(image)
+        makers = self._line_makers
         return [
-            chunk_list.line(self._heads[fqn], region, places, crc)
-            for (fqn, region, places), crc in zip(image.records(), crcs, strict=True)
-            if fqn not in self._job.output.objects
+            maker.line(offsets, start, crc)
+            for (kind, offsets, start), crc in zip(image.records(), crcs, strict=True)
+            if (maker := makers[kind]) is not None
         ]
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:

@@ -28,6 +28,8 @@ from shardkit.transfer.sources import SourceFiles
 
 _BUFFER_BYTES = MIB  # the processor's cache keeps it; 8 MiB is slower on every file system tried
 _BAND_BYTES = 16 * MIB
+# What a few thousand tensors have between one shard's records and the next one's; more tensors read some twice.
+_RECENT_BYTES = 16 * MIB
 # Threads that wait for the disk. Syncs that wait together share one commit of the file system's log, and
 # the threads that move bytes go on meanwhile.
 SYNC_THREADS = 8
@@ -57,9 +59,14 @@ class ExecuteOptions:
         return max(min(_BAND_BYTES, self.max_memory_bytes // (8 * self.jobs)), 64 * KIB)
 
     @property
+    def recent_bytes(self) -> int:
+        """Source bytes that all threads together keep of small reads, for the records next to them."""
+        return min(_RECENT_BYTES, self.max_memory_bytes // 16)
+
+    @property
     def peak_bytes(self) -> int:
         """Most bytes of buffers at a time."""
-        return self.jobs * max(4 * self.band_bytes, 2 * self.buffer_bytes)
+        return self.jobs * max(4 * self.band_bytes, 2 * self.buffer_bytes) + self.recent_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +135,7 @@ class Execution:
             KeyboardInterrupt: once no thread writes any more.
         """
         files, cloning = self._plan.catalog.files, self._cloner or contextlib.nullcontext()
-        with one_thread_each(self._plan.converts), SourceFiles(files) as sources:
+        with one_thread_each(self._plan.converts), SourceFiles(files, self._options.recent_bytes) as sources:
             with cloning, self._sync_pool:
                 self._create_files(sources)
                 self._in_threads(self._scatter_jobs(sources))
@@ -213,11 +220,13 @@ class Execution:
                     for piece in self._cloner.wait(stretch.clones):
                         copy_range(reader, fd, image.name, piece)
             os.fsync(fd)
-        crc = image_crc(image.size, [s for stretch in stretches for s in stretch.segments])
+        crc = None
+        if self._options.digests:
+            crc = image_crc(image.size, [s for stretch in stretches for s in stretch.segments])
         digest = FileDigest(
             name=image.name,
             size=image.size,
-            crc32=crc if self._options.digests else None,
+            crc32=crc,
             data_crcs=tuple(crc for stretch in stretches for crc in stretch.data_crcs),
         )
         self._on_finished(digest)

@@ -12,7 +12,7 @@ from shardkit.transfer.convert import Converter
 from shardkit.transfer.digest import combine, crc32, crc32_combine, zeros
 from shardkit.transfer.gather import bands
 from shardkit.transfer.images import Hole, Image, Piece
-from shardkit.transfer.plan import Move, Task, TransferPlan
+from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
 from shardkit.transfer.reflink import BLOCK, shared_part
 from shardkit.transfer.sources import Reader, SourceFiles
 from shardkit.transfer.stream import Stream, read_back, write_all
@@ -59,7 +59,7 @@ class Filler:
         check: Callable[[], None],
         advance: Callable[[int], None],
     ) -> None:
-        self._plan, self._sources = plan, sources
+        self._plan = plan
         self._reader = sources.reader()
         self._digests, self._cloner = digests, cloner
         self._check, self._advance, self._band_bytes = check, advance, band_bytes
@@ -73,68 +73,79 @@ class Filler:
         stretch, stream = Stretch(), Stream(fd, image.name, 0, self._buffer)
         self._clones.clear()
         with self._reader:
-            for piece in image.pieces(task.start, task.stop):
-                self._write_piece(piece, stream, stretch)
+            for index, piece in enumerate(image.pieces(task.start, task.stop), task.start):
+                self._write_piece(piece, index, image, stream, stretch)
             stream.flush()
             if self._cloner is not None and self._clones:
                 stretch.clones = self._cloner.submit(fd, tuple(self._clones), self._reader.descriptor)
         return stretch
 
-    def _write_piece(self, piece: Piece, stream: Stream, stretch: Stretch) -> None:
-        stream.fqn = piece.hole.fqn
-        stream.put_at(piece.start, piece.prefix)
-        crc = self._fill(stream, piece.hole)
-        suffix = piece.tail.suffix(crc)
+    def _write_piece(self, piece: Piece, index: int, image: Image, stream: Stream, stretch: Stretch) -> None:
+        start, frame, fqn, first, nbytes, dtype = piece
+        stream.fqn = fqn
+        stream.put_at(start, frame.prefix)
+        source = self._plan.streamed.get(fqn)
+        if source is not None:
+            crc = self._stream(stream, source, first, nbytes, dtype)
+        elif fqn in self._plan.gathered:
+            crc = self._gather(stream, image.hole(index), self._plan.catalog.tensors[fqn].dtype)
+        else:  # scattered: dealt out before; its bytes passed by in another order
+            place = stream.position
+            stream.step_over(nbytes)
+            crc = read_back(self._fd, place, nbytes, self._buffer) if self._digests else 0
+        suffix = frame.suffix(crc)
         stream.put(suffix)
         if self._digests:
-            start, nbytes = piece.hole.start, piece.hole.nbytes
+            data = start + len(frame.prefix)
             stretch.segments += (
-                (piece.start, len(piece.prefix), piece.prefix_crc),
-                (start, nbytes, crc),
-                (start + nbytes, len(suffix), crc32(suffix)),
+                (start, len(frame.prefix), frame.prefix_crc),
+                (data, nbytes, crc),
+                (data + nbytes, len(suffix), crc32(suffix)),
             )
             stretch.data_crcs.append(crc)
 
-    def _fill(self, stream: Stream, hole: Hole) -> int:
+    def _stream(self, stream: Stream, source: FlatSource, first: int, nbytes: int, dtype: DType) -> int:
         """Fill the hole at the stream's position; return the CRC-32 of its bytes, 0 without digests."""
-        if hole.fqn in self._plan.scattered:  # dealt out before; its bytes passed by in another order
-            stream.step_over(hole.nbytes)
-            return read_back(self._fd, hole.start, hole.nbytes, self._buffer) if self._digests else 0
-        source, crc = self._plan.catalog.tensors[hole.fqn].dtype, 0
-        if hole.fqn in self._plan.gathered:
-            crc = self._gather(stream, hole, source)
-            self._advance(hole.nbytes)
-            return crc
-        for move in self._plan.moves(hole):
-            if source is not hole.dtype:
-                crc = self._convert(stream, move, hole, source, crc)
-            elif self._cloner is not None and self._is_cloned(move, stream.position):
-                crc = self._clone(stream, move, hole, crc)
+        crc = 0
+        for move in source.moves(first, first + nbytes // dtype.itemsize):
+            if source.dtype is not dtype:
+                crc = self._convert(stream, move, source.dtype, dtype, crc)
+            elif (
+                self._cloner is not None
+                and move.nbytes >= _MIN_CLONED
+                and (move.start - stream.position) % BLOCK == 0
+            ):
+                crc = self._clone(stream, move, crc)
             else:
-                crc = self._copy(stream, move.file, move.start, move.nbytes, hole, crc)
-        self._advance(hole.nbytes)
+                crc = self._copy(stream, move.file, move.start, move.nbytes, crc)
+        self._advance(nbytes)
         return crc
 
-    def _copy(self, stream: Stream, file: int, start: int, nbytes: int, hole: Hole, crc: int) -> int:
+    def _copy(self, stream: Stream, file: int, start: int, nbytes: int, crc: int) -> int:
+        self._check()
+        if nbytes <= BLOCK:
+            data = self._reader.read_small(file, start, nbytes, stream.fqn)
+            stream.put(data)
+            return crc32(data, crc) if self._digests else 0
         done = 0
         while done < nbytes:
             self._check()
             part = stream.room(nbytes - done)
-            self._reader.read_into(file, part, start + done, hole.fqn)
+            self._reader.read_into(file, part, start + done, stream.fqn)
             if self._digests:
                 crc = crc32(part, crc)
             done += len(part)
         return crc
 
-    def _convert(self, stream: Stream, move: Move, hole: Hole, source: DType, crc: int) -> int:
+    def _convert(self, stream: Stream, move: Move, source: DType, target: DType, crc: int) -> int:
         if not self._raw:
             self._raw = bytearray(len(self._buffer))
         done, most = 0, len(self._raw) // source.itemsize * source.itemsize
         while done < move.nbytes:
             self._check()
             raw = memoryview(self._raw)[: min(move.nbytes - done, most)]
-            self._reader.read_into(move.file, raw, move.start + done, hole.fqn)
-            crc = self._put(stream, raw, hole, source, crc)
+            self._reader.read_into(move.file, raw, move.start + done, stream.fqn)
+            crc = self._put(stream, raw, source, target, crc)
             done += len(raw)
         return crc
 
@@ -142,13 +153,14 @@ class Filler:
         crc = 0
         for band in bands(hole, self._plan.catalog, self._reader, self._band_bytes):
             self._check()
-            crc = self._put(stream, band, hole, source, crc)
+            crc = self._put(stream, band, source, hole.dtype, crc)
+        self._advance(hole.nbytes)
         return crc
 
-    def _put(self, stream: Stream, data: memoryview, hole: Hole, source: DType, crc: int) -> int:
+    def _put(self, stream: Stream, data: memoryview, source: DType, target: DType, crc: int) -> int:
         """Append source elements as what the hole holds; go on with its CRC-32."""
-        converter = None if source is hole.dtype else self._converter(source, hole.dtype)
-        wide, narrow = source.itemsize, hole.dtype.itemsize
+        converter = None if source is target else self._converter(source, target)
+        wide, narrow = source.itemsize, target.itemsize
         done, most = 0, len(self._buffer) // max(wide, narrow)
         while done < len(data) // wide:
             count = min(len(data) // wide - done, most)
@@ -167,24 +179,19 @@ class Filler:
             converter = self._converters[source, target] = Converter(source, target)
         return converter
 
-    def _is_cloned(self, move: Move, position: int) -> bool:
-        return (
-            move.nbytes >= _MIN_CLONED
-            and (move.start - position) % BLOCK == 0
-            and not self._sources.is_decoded(move.file)
-        )
-
-    def _clone(self, stream: Stream, move: Move, hole: Hole, crc: int) -> int:
+    def _clone(self, stream: Stream, move: Move, crc: int) -> int:
         """Leave the whole blocks of a range to be shared and copy its two ragged ends."""
-        head, body = shared_part(move.start, move.nbytes)
+        file, start, nbytes = move
+        head, body = shared_part(start, nbytes)
         tail = head + body
-        crc = self._copy(stream, move.file, move.start, head, hole, crc)
-        self._clones.append(CloneRange(move.file, move.start + head, body, stream.position, hole.fqn))
+        if head:
+            crc = self._copy(stream, file, start, head, crc)
+        self._clones.append(CloneRange(file, start + head, body, stream.position, stream.fqn))
         stream.step_over(body)
         if self._digests:
-            seen = read_back(self._reader.descriptor(move.file), move.start + head, body, self._buffer)
+            seen = read_back(self._reader.descriptor(file), start + head, body, self._buffer)
             crc = crc32_combine(crc, seen, body)
-        return self._copy(stream, move.file, move.start + tail, move.nbytes - tail, hole, crc)
+        return self._copy(stream, file, start + tail, nbytes - tail, crc) if tail < nbytes else crc
 
 
 def copy_range(reader: Reader, fd: int, name: str, piece: CloneRange) -> None:

@@ -16,7 +16,7 @@ from shardkit.core.regions import Region, Shape
 
 
 class Hole(NamedTuple):
-    """A place for a region of a tensor, row-major and contiguous."""
+    """A place for a region of a tensor, row-major and contiguous, on its own."""
 
     fqn: str
     """The tensor's name in the source catalog."""
@@ -29,29 +29,41 @@ class Hole(NamedTuple):
     nbytes: int
 
 
-class Piece(NamedTuple):
-    """Literal bytes, a hole, literal bytes."""
-
-    start: int
-    """First byte of `prefix` in the image; the hole follows the prefix."""
-    prefix: bytes
-    prefix_crc: int
-    hole: Hole
-    suffix_nbytes: int
-    tail: PieceTail
+class Frame(Protocol):
+    """The literal bytes around a hole."""
 
     @property
-    def stop(self) -> int:
-        """End of the suffix in the image."""
-        return self.hole.start + self.hole.nbytes + self.suffix_nbytes
+    def prefix(self) -> bytes:
+        """Those before it."""
+        ...
 
-
-class PieceTail(Protocol):
-    """Makes the literal bytes after a hole."""
+    @property
+    def prefix_crc(self) -> int:
+        """CRC-32 of `prefix`."""
+        ...
 
     def suffix(self, data_crc: int, /) -> bytes:
-        """Return them, given the CRC-32 of the hole's bytes (0 where digests are off)."""
+        """Return those after it, given the CRC-32 of the hole's bytes (0 where digests are off)."""
         ...
+
+
+class Piece(NamedTuple):
+    """A hole and the literal bytes around it: what it takes to fill one whose region is a run of its tensor.
+
+    A checkpoint has as many as it has chunks, so a piece is one flat tuple; `Image.hole` gives the region.
+    """
+
+    start: int
+    """First byte of the frame's prefix in the image; the hole follows the prefix."""
+    frame: Frame
+    fqn: str
+    """The tensor's name in the source catalog."""
+    first: int
+    """First element of the hole's region, counted row-major in the whole tensor."""
+    nbytes: int
+    """Bytes of the hole."""
+    dtype: DType
+    """What they are to be, after conversion."""
 
 
 class Image(Protocol):
@@ -77,6 +89,10 @@ class Image(Protocol):
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Yield pieces `start .. stop` in file order."""
+        ...
+
+    def hole(self, index: int, /) -> Hole:
+        """Return the hole of a piece, given its number."""
         ...
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_offset, is_contiguous
 from shardkit.transfer.images import Hole, Image, ImageSet, TensorHoles
 
@@ -48,8 +49,7 @@ class Task(NamedTuple):
 class FlatSource(NamedTuple):
     """A tensor whose chunks are all contiguous ranges of it: columns, in the tensor's own order."""
 
-    shape: Shape
-    itemsize: int
+    dtype: DType
     starts: array[int]
     """First element of each chunk that has any, counted row-major in the whole tensor."""
     stops: array[int]
@@ -59,12 +59,15 @@ class FlatSource(NamedTuple):
 
     def moves(self, start: int, stop: int) -> list[Move]:
         """Return what fills the elements `start .. stop`, in order; neighbours in a file are one move."""
+        itemsize = self.dtype.itemsize
+        if len(self.starts) == 1 and start < stop:  # every tensor of a Hub model
+            return [Move(self.files[0], self.places[0] + start * itemsize, (stop - start) * itemsize)]
         found: list[Move] = []
         index, at = bisect_right(self.starts, start) - 1, start
         while at < stop:
             end = min(stop, self.stops[index])
-            file, place = self.files[index], self.places[index] + (at - self.starts[index]) * self.itemsize
-            nbytes = (end - at) * self.itemsize
+            file, place = self.files[index], self.places[index] + (at - self.starts[index]) * itemsize
+            nbytes = (end - at) * itemsize
             if found and found[-1].file == file and found[-1].start + found[-1].nbytes == place:
                 found[-1] = Move(file, found[-1].start, found[-1].nbytes + nbytes)
             else:
@@ -94,19 +97,6 @@ class TransferPlan:
     """Size of all images."""
     hole_bytes: int
     """Bytes that fill holes, which is what the progress counts."""
-
-    def moves(self, hole: Hole) -> list[Move]:
-        """Return what fills a hole of a streamed tensor, in order; an empty hole needs no move."""
-        source, region = self.streamed[hole.fqn], hole.region
-        count = region.num_elements
-        if count == 0:
-            return []
-        start = flat_offset(region.offsets, source.shape)
-        if len(source.starts) == 1:  # every tensor of a Hub model
-            return [
-                Move(source.files[0], source.places[0] + start * source.itemsize, count * source.itemsize)
-            ]
-        return source.moves(start, start + count)
 
 
 def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
@@ -167,8 +157,7 @@ def _flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
     if any(catalog.files[file].decode for file in set(files)):
         return None
     return FlatSource(
-        shape=entry.shape,
-        itemsize=entry.dtype.itemsize,
+        dtype=entry.dtype,
         starts=array("q", [start for start, _, _ in rows]),
         stops=array("q", [start + count for start, _, count in rows]),
         files=files,

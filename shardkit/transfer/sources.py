@@ -10,18 +10,50 @@ from collections.abc import Sequence
 from shardkit.core.catalog import FileStamp, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
+from shardkit.transfer.reflink import BLOCK
 
 _MAX_BORROWED = 64  # by one reader
 _MIN_OPEN, _MAX_OPEN = 32, 4096
+
+
+class _RecentBlocks:
+    """Blocks of source files that were read lately, by file and number; shared by threads.
+
+    Two generations: when the young one is full, the old one is forgotten. What two threads do at the same
+    time can only lose blocks that are read again then.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._most = max(max_bytes // (2 * BLOCK), 1)
+        self._young: dict[tuple[int, int], bytes] = {}
+        self._old: dict[tuple[int, int], bytes] = {}
+
+    def get(self, key: tuple[int, int]) -> bytes | None:
+        block = self._young.get(key)
+        if block is None:
+            block = self._old.get(key)
+            if block is not None:
+                self.add(key, block)
+        return block
+
+    def add(self, key: tuple[int, int], block: bytes) -> None:
+        if len(self._young) >= self._most:
+            self._old, self._young = self._young, {}
+        self._young[key] = block
 
 
 class SourceFiles:
     """The files of a catalog, opened when first read.
 
     Use as a context manager; `check_unchanged` tells whether any file changed since it was opened.
+
+    Args:
+        files: the catalog's.
+        recent_bytes: most bytes kept of what small reads read.
     """
 
-    def __init__(self, files: Sequence[SourceFile]) -> None:
+    def __init__(self, files: Sequence[SourceFile], recent_bytes: int = 0) -> None:
+        self.recent = _RecentBlocks(recent_bytes)
         self._files = files
         self._lock = threading.Lock()
         self._open: dict[int, int] = {}
@@ -39,6 +71,7 @@ class SourceFiles:
             os.close(fd)
         self._open.clear()
         self._decoded.clear()
+        self.recent = _RecentBlocks(0)
 
     def is_decoded(self, file: int) -> bool:
         """True for bytes that lie in no file as they are."""
@@ -131,7 +164,7 @@ class Reader:
     """Reads source files for one thread, keeping what it reads from open in between."""
 
     def __init__(self, sources: SourceFiles) -> None:
-        self._sources = sources
+        self._sources, self._recent = sources, sources.recent
         self._borrowed: dict[int, int] = {}
 
     def __enter__(self) -> Reader:
@@ -154,6 +187,39 @@ class Reader:
                 self.release()
             fd = self._borrowed[file] = self._sources.borrow(file)
         return fd
+
+    def read_small(self, file: int, start: int, nbytes: int, fqn: str) -> bytes:
+        """Return at most BLOCK bytes of a file on disk, for tensor `fqn`.
+
+        They are read with the whole blocks around them, which are kept for a while: in one block a shard's
+        record ends and the next one's begins, and many shards of a small tensor lie.
+
+        Raises:
+            IntegrityError, ResourceError: as `read_into`.
+        """
+        number, skip = divmod(start, BLOCK)
+        block = self._recent.get((file, number)) or self._read_block(file, number)
+        data = block[skip : skip + nbytes]
+        if skip + nbytes > BLOCK:
+            number += 1
+            block = self._recent.get((file, number)) or self._read_block(file, number)
+            data += block[: skip + nbytes - BLOCK]
+        if len(data) < nbytes:  # an error, or a block in pieces: to be read and told as any other
+            view = memoryview(bytearray(nbytes))
+            self.read_into(file, view, start, fqn)
+            return bytes(view)
+        return data
+
+    def _read_block(self, file: int, number: int) -> bytes:
+        """Return a block, less at the end of the file; nothing where it cannot be read."""
+        fd = self._borrowed.get(file)
+        try:
+            block = os.pread(self.descriptor(file) if fd is None else fd, BLOCK, number * BLOCK)
+        except OSError:
+            return b""
+        if block:
+            self._recent.add((file, number), block)
+        return block
 
     def read_into(self, file: int, buffer: memoryview, start: int, fqn: str) -> None:
         """Fill `buffer` from byte `start` of a file, for tensor `fqn`.

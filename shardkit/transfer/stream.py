@@ -75,13 +75,11 @@ class Stream:
         A fresh file is all zeros, yet short gaps are written: that is cheaper than another system call.
         """
         gap = position - self._at - self._used
-        if gap == 0:
-            self.put(data)
-        elif gap <= _WRITTEN_GAP:
-            self.put(bytes(gap) + data)
-        else:
+        if 0 < gap <= _WRITTEN_GAP:
+            data = bytes(gap) + data
+        elif gap:
             self.step_over(gap)
-            self.put(data)
+        self.put(data)
 
     def step_over(self, nbytes: int) -> None:
         """Leave the next `nbytes` untouched: they are filled by other means, or a fresh file's zeros."""
@@ -105,7 +103,7 @@ def write_all(fd: int, data: memoryview, start: int, name: str, fqn: str) -> Non
     done = 0
     while done < len(data):
         try:
-            done += os.pwrite(fd, data[done:], start + done)
+            done += os.pwrite(fd, data[done:] if done else data, start + done)
         except OSError as error:
             raise ResourceError(
                 f"cannot write {escape(name)} at byte {start + done} ({escape(fqn)}): {error.strerror}",
