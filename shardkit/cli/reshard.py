@@ -36,7 +36,7 @@ Examples:
     type=_CASTS,
     default="keep",
     show_default=True,
-    help="Convert floating tensors outside the optimizer.",
+    help="Convert floating tensors outside the optimizer; scalars stay.",
 )
 @click.option(
     "--optimizer-dtype",

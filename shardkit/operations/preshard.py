@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 from shardkit.core.mesh import Mesh, parse_mesh
@@ -18,11 +19,12 @@ from shardkit.operations.preshard_job import PreshardJob, build_job
 from shardkit.operations.run import execute_options, run_job
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
-from shardkit.transfer.reflink import can_share_extents, nearest_existing
+from shardkit.transfer.reflink import BLOCK, can_share_extents, nearest_existing
 
 # What a chunk adds beside the shard files: its entries in `.metadata` and in a chunk list. Measured: 110
 # and 130 bytes for a 2-D weight; names of tied tensors and long paths add some.
 _DESCRIPTION_BYTES = 1 * KIB
+_MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +135,12 @@ def preshard(
     model = open_source(source, revision=revision, variant=variant, headers_only=dry_run)
     path = check_destination(output or _default_output(model, local, parsed), local, overwrite=overwrite)
     job = build_job(model, parsed, wrap=wrap, dtype=dtype, digest=digest, trust_remote_code=trust_remote_code)
-    shares = can_share_extents(model.catalog, os.path.dirname(path))
+    shared = _shareable_bytes(job)
+    shares = shared > 0 and can_share_extents(model.catalog, os.path.dirname(path))
     options = replace(options, share_extents=shares)
     result = _describe(job, source, path, options, dry_run=dry_run)
-    _check_room(job, path, shares=shares)
+    result = replace(result, shares_extents=shares and shared > job.plan.written_bytes // 2)
+    _check_room(job, path, shared_bytes=shared if shares else 0)
     if not dry_run:
         resumed = run_job(
             job,
@@ -163,9 +167,9 @@ def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
     )
 
 
-def _check_room(job: PreshardJob, path: str, *, shares: bool) -> None:
+def _check_room(job: PreshardJob, path: str, *, shared_bytes: int) -> None:
     """Refuse to begin what cannot end, or to promise it where the source must be downloaded first."""
-    needed, cache = _needed_bytes(job, shares=shares), nearest_existing(job.model.directory)
+    needed, cache = _needed_bytes(job, shared_bytes), nearest_existing(job.model.directory)
     if job.model.download_bytes and os.stat(cache).st_dev != os.stat(os.path.dirname(path)).st_dev:
         check_space(os.path.join(cache, job.model.label), job.model.download_bytes)
     elif job.model.download_bytes:
@@ -173,11 +177,28 @@ def _check_room(job: PreshardJob, path: str, *, shares: bool) -> None:
     check_space(path, needed)
 
 
-def _needed_bytes(job: PreshardJob, *, shares: bool) -> int:
-    """Disk that the run takes: all images, or where extents are shared what cannot be shared of them."""
-    chunks = len(job.output.catalog.chunks)
-    data = chunks * 2 * _DESCRIPTION_BYTES if shares else job.plan.written_bytes
-    return data + chunks * _DESCRIPTION_BYTES
+def _needed_bytes(job: PreshardJob, shared_bytes: int) -> int:
+    """Disk that the run takes: all images but what is shared of them, and the descriptions."""
+    return job.plan.written_bytes - shared_bytes + len(job.output.catalog.chunks) * _DESCRIPTION_BYTES
+
+
+def _shareable_bytes(job: PreshardJob) -> int:
+    """Return how many bytes of the images lie in whole blocks of the source, where extents can be shared.
+
+    Cautious: the ragged ends of each hole count as two blocks, and the record around it lies in those.
+    """
+    total, catalog = 0, job.model.catalog
+    for holes in job.plan.images.tensors():
+        entry = catalog.tensors[holes.source]
+        if holes.dtype is not entry.dtype or holes.source not in job.plan.streamed or entry.num_chunks != 1:
+            continue
+        sizes = [prod(region) * holes.dtype.itemsize for region in holes.sizes]
+        if max(sizes) >= _MIN_SHARED_BYTES:
+            small = sum(size for size in sizes if size < _MIN_SHARED_BYTES)  # the one short shard at the end
+            total += max(
+                holes.nbytes - small - job.output.catalog.tensors[holes.fqn].num_chunks * 2 * BLOCK, 0
+            )
+    return total
 
 
 def _describe(

@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any
 
 from shardkit.core.mesh import Mesh, parse_mesh
+from shardkit.core.text import escape
 from shardkit.core.units import KIB, MIB
+from shardkit.formats.dcp import remembered
 from shardkit.operations.destination import check_destination, check_space, free_bytes, is_sharded_checkpoint
 from shardkit.operations.reshard_describe import ReshardDescriptions
 from shardkit.operations.reshard_job import ReshardJob, build_job
@@ -90,7 +92,7 @@ def reshard(
         output: the directory to make. It is of the same trainer's kind: what lies beside the shards is copied.
         world_size: number of ranks; `mesh` may say it instead.
         mesh: "dp_replicate=2,dp_shard=16"; by default one `dp_shard` axis of `world_size`.
-        dtype: "keep", "bf16", "fp16" or "fp32" for floating tensors outside the optimizer.
+        dtype: "keep", "bf16", "fp16" or "fp32" for floating tensors outside the optimizer; scalars stay.
         optimizer_dtype: the same for the optimizer's state.
         overwrite: replace an existing checkpoint, whole and in one step.
         dry_run: decide and check everything, and write nothing.
@@ -109,15 +111,20 @@ def reshard(
     begun, progress, source = time.monotonic(), progress or NoProgress(), os.fspath(checkpoint)
     parsed = parse_mesh(mesh, world_size)
     options = execute_options(jobs, max_memory, digests=digest != "none")
-    resolved = resolve_checkpoint(source)
-    path = check_destination(output, resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint)
-    parts = take_apart(resolved.path)
+    with remembered():
+        resolved = resolve_checkpoint(source)
+        path = check_destination(output, resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint)
+        parts = take_apart(resolved.path)
     job = build_job(parts, parsed, dtype=dtype, optimizer_dtype=optimizer_dtype, digest=digest)
-    taken = [f"{resolved.path}: {resolved.reason}"] if resolved.path.rstrip("/") != source.rstrip("/") else []
+    taken = (
+        [f"{escape(resolved.path)}: {resolved.reason}"]
+        if resolved.path.rstrip("/") != source.rstrip("/")
+        else []
+    )
     result = _describe(job, source, resolved.path, path, parsed, options, dry_run=dry_run)
     result = replace(result, notes=(*taken, *result.notes))
     chunks = sum(len(part.output.catalog.chunks) for part in job.folders.values())
-    copied = sum(os.path.getsize(os.path.join(resolved.path, name)) for name in parts.siblings)
+    copied = sum(file.stamp.size for file in parts.files)
     check_space(path, job.plan.written_bytes + chunks * _DESCRIPTION_BYTES + copied)
     if not dry_run:
         resumed = run_job(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardkit.core.text import escape
-from shardkit.errors import ResourceError
 from shardkit.operations.preshard_describe import Descriptions
+from shardkit.operations.reshard_files import copy_file
 from shardkit.operations.reshard_job import ReshardJob
 from shardkit.transfer.execute import FileDigest
 
@@ -46,8 +44,10 @@ class ReshardDescriptions:
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Copy what lies beside, then let each folder become a checkpoint."""
-        for name in self._job.parts.siblings:
-            self._copy(name)
+        for name in self._job.parts.empty:
+            os.makedirs(os.path.join(self._directory, name), exist_ok=True)
+        for file in self._job.parts.files:
+            copy_file(self._source, file, self._directory)
         for folder, descriptions in self._of.items():
             own = {
                 os.path.basename(name): replace(digest, name=os.path.basename(name))
@@ -55,13 +55,3 @@ class ReshardDescriptions:
                 if os.path.dirname(name) == folder
             }
             descriptions.finish(own, scattered)
-
-    def _copy(self, name: str) -> None:
-        target = os.path.join(self._directory, name)
-        try:
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            shutil.copyfile(os.path.join(self._source, name), target, follow_symlinks=False)
-            with open(target, "rb") as file:
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise ResourceError(f"cannot copy {escape(name)}: {error.strerror}") from error

@@ -22,8 +22,8 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats.dcp_images import DcpImages
 from shardkit.formats.joined import JoinedImages, join_catalogs, join_name
-from shardkit.keys.groups import optimizer_names
 from shardkit.layout.layout import Layout, TensorLayout, Unit
+from shardkit.operations.reshard_groups import is_convertible, optimizer_state
 from shardkit.operations.reshard_parts import Part, Parts
 from shardkit.transfer.plan import TransferPlan, build_plan
 
@@ -122,12 +122,12 @@ def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, dig
     Args:
         parts: the checkpoint, taken apart.
         mesh: of the job that will load it.
-        dtype: "keep", "bf16", "fp16" or "fp32", for floating tensors outside the optimizer.
+        dtype: "keep", "bf16", "fp16" or "fp32", for floating tensors outside the optimizer; scalars stay.
         optimizer_dtype: the same for the optimizer's state; its scalars (`step`) stay as they are.
         digest: "crc32" or "none".
 
     Raises:
-        UsageError: an option has no such value.
+        UsageError: an option has no such value, or is about tensors that are copied as they are.
         SourceError: there is nothing to reshard.
     """
     for option, value in (("--dtype", dtype), ("--optimizer-dtype", optimizer_dtype)):
@@ -137,6 +137,11 @@ def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, dig
         raise UsageError(f"--digest {escape(digest)!r} is not one of {', '.join(DIGESTS)}")
     if not any(part.catalog.tensors for part in parts.parts):
         raise SourceError("the checkpoint holds no tensors")
+    if parts.weights_beside is not None and dtype != "keep":
+        raise UsageError(
+            f"--dtype {dtype}: the weights in {escape(parts.weights_beside)} are copied as they are, and not converted",
+            hint="convert them with shardkit consolidate --dtype",
+        )
     folders = {part.folder: _part_job(part, mesh, dtype, optimizer_dtype, digest) for part in parts.parts}
     output = JoinedImages({folder: job.output for folder, job in folders.items()})
     catalog = join_catalogs({part.folder: part.catalog for part in parts.parts})
@@ -157,7 +162,7 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
     kept = [name for name in part.catalog.tensors if name not in repeated]
     objects = frozenset(part.objects)
     entries = part.catalog.tensors
-    optimizer = frozenset(optimizer_names(entries[name] for name in kept if name not in objects))
+    optimizer = optimizer_state((entries[name] for name in kept if name not in objects), part.folder)
     layout = _layout(part.catalog, kept, objects, mesh)
     dtypes = {
         name: entries[name].dtype
@@ -223,7 +228,6 @@ def _layout(catalog: Catalog, names: list[str], objects: frozenset[str], mesh: M
 
 
 def _target(entry: TensorEntry, wanted: DType | None, is_optimizer: bool) -> DType:
-    is_counter = is_optimizer and not entry.shape
-    if wanted is None or is_counter or not entry.dtype.is_floating or not entry.dtype.is_convertible:
+    if wanted is None or not is_convertible(entry, is_optimizer=is_optimizer):
         return entry.dtype
     return wanted

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from shardkit import manifest
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
-from shardkit.formats.dcp import is_dcp, open_dcp_lazily
+from shardkit.formats.dcp import open_dcp_lazily
+from shardkit.formats.dcp_metadata import Place
+from shardkit.formats.sharded.accelerate import model_directories
+from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.detect import layout_of, open_checkpoint
+from shardkit.operations.reshard_files import BesideFile, Survey, check_survey, survey
 
-_MAX_DEPTH = 2  # checkpoint-2/optimizer_0/, step_2/distributed/
-_MAX_ENTRIES = 20_000
-_OWN = re.compile(r"(__\d+)?\.metadata|.*\.distcp|__\d+_\d+\.chunks\.json|" + re.escape(manifest.NAME))
 _OF_A_RANK = re.compile(r"(?:^|[_-])rank[_-]?\d+\.|(?:rng_state|random_states)_\d+\.")
+_ENTRY_OF_A_RANK = re.compile(r"(?:.*[._])?(?:dp_)?rank_?\d+(?:\..*)?")  # torchtitan: dataloader.dp_rank_0
 _OPTIMIZER = re.compile(r"(bf16_)?(zero_pp_)?optim")
 _OTHER_DCP = ("bytecheckpoint", "megatron")  # `.metadata` of another kind
 
@@ -45,82 +46,81 @@ class Parts:
 
     writer: str
     parts: tuple[Part, ...]
-    siblings: tuple[str, ...]
-    """Files that are copied as they are, relative to the checkpoint."""
+    files: tuple[BesideFile, ...] = ()
+    """Beside them, copied as they are."""
+    empty: tuple[str, ...] = ()
+    """Directories with nothing in them."""
+    weights_beside: str | None = None
+    """Where the weights lie in a form that fits any number of ranks, and is copied: a folder of DCP-HF shards."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+
+    @property
+    def siblings(self) -> tuple[str, ...]:
+        """Names of what is copied, relative to the checkpoint."""
+        return tuple(file.name for file in self.files)
 
 
 def take_apart(path: str) -> Parts:
     """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint of another kind.
 
     Raises:
-        SourceError, IntegrityError, ResourceError: as opening does.
+        SourceError, IntegrityError, ResourceError: as opening does; a part of it was not saved to its end.
     """
-    layout = layout_of(path)
-    folders = [] if layout in _OTHER_DCP or not os.path.isdir(path) else sorted(_dcp_folders(path))
-    writer = open_checkpoint(path).writer
-    if not folders:
+    if not os.path.isdir(path) or layout_of(path) in _OTHER_DCP:
         return _other(path)
-    siblings, links = _siblings(path, set(folders))
-    notes = [f"{len(links)} symbolic links are not copied: {', '.join(map(escape, links))}"] if links else []
-    of_ranks = [name for name in siblings if _OF_A_RANK.search(os.path.basename(name))]
-    if of_ranks:
-        notes.append(
-            f"{len(of_ranks)} files of single ranks are copied as they are, for the old world size: {_few(of_ranks)}"
-        )
+    found = survey(path)
+    if not found.folders or any(layout_of(os.path.join(path, name)) in _OTHER_DCP for name in found.folders):
+        return _other(path)
+    check_survey(path, found)
+    checkpoint = _open_weights(path)
+    parts = tuple(_open_part(path, folder) for folder in found.folders)
+    beside = _weights_beside(path, checkpoint, found)
+    of_ranks = [file.name for file in found.files if _OF_A_RANK.search(os.path.basename(file.name))]
     states = [name for name in of_ranks if _OPTIMIZER.match(os.path.basename(name))]
     return Parts(
-        writer=writer,
-        parts=tuple(_open_part(path, folder) for folder in folders),
-        siblings=tuple(siblings),
-        notes=tuple(notes),
-        warnings=(_no_optimizer(states),) if states else (),
+        writer=checkpoint.writer,
+        parts=parts,
+        files=tuple(found.files),
+        empty=tuple(found.empty),
+        weights_beside=beside,
+        notes=(*found.notes(), *_notes(of_ranks, beside)),
+        warnings=(
+            f"the optimizer's state was not resharded: {listed(states)} are copied as they are, and fit the old "
+            "world size only",
+        )
+        if states
+        else (),
     )
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join([*map(escape, names[:3]), *["..."][: len(names) > 3]])
+def _open_weights(path: str) -> Checkpoint:
+    """Open a checkpoint, or the first model of one that holds several; all of them are resharded."""
+    models = model_directories(path)
+    if len(models) > 1:
+        opened = [open_checkpoint(os.path.join(path, name)) for name in models]
+        return opened[0]
+    return open_checkpoint(path)
 
 
-def _no_optimizer(states: list[str]) -> str:
-    return (
-        f"the optimizer's state was not resharded: {_few(states)} hold each rank's part without saying which; "
-        "they fit the old world size only"
-    )
+def _weights_beside(path: str, checkpoint: Checkpoint, found: Survey) -> str | None:
+    weights = os.path.realpath(checkpoint.catalog.directory or path)
+    if any(os.path.realpath(os.path.join(path, folder)) == weights for folder in found.folders):
+        return None
+    return os.path.relpath(weights, os.path.realpath(path))
 
 
-def _dcp_folders(path: str, folder: str = "", depth: int = 0) -> Iterator[str]:
-    here = os.path.join(path, folder)
-    if is_dcp(here):
-        yield folder
-    if depth < _MAX_DEPTH:
-        with os.scandir(here) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        for name in names:
-            yield from _dcp_folders(path, os.path.join(folder, name), depth + 1)
-
-
-def _siblings(path: str, folders: set[str]) -> tuple[list[str], list[str]]:
-    """Return (files beside what is resharded, symbolic links), relative to the checkpoint."""
-    found: list[str] = []
-    links: list[str] = []
-    for here, directories, names in os.walk(path):
-        folder = os.path.relpath(here, path)
-        folder = "" if folder == "." else folder
-        for name in sorted((*names, *directories)):
-            full, relative = os.path.join(here, name), os.path.join(folder, name)
-            if os.path.islink(full):
-                links.append(relative)
-            elif os.path.isfile(full) and not (folder in folders and _OWN.fullmatch(name)):
-                found.append(relative)
-        directories.sort()
-        if len(found) > _MAX_ENTRIES:
-            raise SourceError(
-                f"{escape(path)} holds more than {_MAX_ENTRIES} files beside the checkpoint",
-                hint="give the checkpoint's own directory, not the run's",
-            )
-    return sorted(found), sorted(links)
+def _notes(of_ranks: list[str], beside: str | None) -> list[str]:
+    notes = []
+    if of_ranks:
+        notes.append(
+            f"{len(of_ranks)} files of single ranks are copied as they are, for the old world size: {listed(of_ranks)}"
+        )
+    if beside is not None:
+        notes.append(
+            f"the weights in {escape(beside)} are copied as they are: such files fit any number of ranks"
+        )
+    return notes
 
 
 def _open_part(path: str, folder: str) -> Part:
@@ -143,8 +143,22 @@ def _open_part(path: str, folder: str) -> Part:
         catalog=catalog,
         objects=tuple(placed),
         paths=opened.catalog.paths,
-        notes=opened.catalog.notes,
+        notes=(*opened.catalog.notes, *_entry_notes(folder, opened.objects)),
     )
+
+
+def _entry_notes(folder: str, objects: Mapping[str, Place | None]) -> Iterator[str]:
+    """Yield what a job of another size should know of the byte entries."""
+    of_ranks = [name for name, place in objects.items() if place and _ENTRY_OF_A_RANK.fullmatch(name)]
+    where = f" of {escape(folder)}" if folder else ""
+    if of_ranks:
+        yield (
+            f"{count(len(of_ranks), 'byte entry', 'byte entries')}{where} belong to single ranks of the old world "
+            f"size ({listed(of_ranks)}): a trainer may have to be told not to load them"
+        )
+    lost = [name for name, place in objects.items() if place is None]
+    if lost:
+        yield f"{count(len(lost), 'byte entry', 'byte entries')}{where} without any bytes left out: {listed(lost)}"
 
 
 def _other(path: str) -> Parts:
@@ -157,7 +171,8 @@ def _other(path: str) -> Parts:
     return Parts(
         writer=checkpoint.writer,
         parts=(part,),
-        siblings=(),
         notes=tuple(skipped),
-        warnings=(_no_optimizer(states),) if states else (),
+        warnings=(f"the optimizer's state was not taken over: {listed(states)}; only weights are written",)
+        if states
+        else (),
     )

@@ -8,13 +8,17 @@ on the way is named, with the reason.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
-from shardkit.formats.sharded.detect import layout_of, open_checkpoint
+from shardkit.formats.dcp import is_dcp
+from shardkit.formats.sharded.accelerate import model_directories
+from shardkit.formats.sharded.detect import directory_of, layout_of, open_checkpoint
+from shardkit.formats.sharded.nearby import listing
 from shardkit.formats.sharded.trainers import find_structure
 from shardkit.formats.strict import read_small
 from shardkit.operations.resolve_order import (
@@ -27,6 +31,7 @@ from shardkit.operations.resolve_order import (
     STEP,
     TRACKERS,
     family_of,
+    is_a_place,
     is_left_out,
     is_temporary,
     ordered,
@@ -37,6 +42,8 @@ _MAX_DEPTH = 3  # lightning_logs/version_3/checkpoints/ is the deepest that a tr
 _MAX_ENTRIES = 20_000
 _MAX_TRACKER = 4096
 _FILES = (".ckpt",)
+_OF_TRAINER = re.compile(r"checkpoint-[0-9]+")
+_TRAINER_STATE = "trainer_state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +80,7 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> ResolvedCheckpoint:
     stopped, and `shardkit consolidate`, take the same one.
 
     Args:
-        path: a checkpoint, a run's directory, or a directory of runs.
+        path: a checkpoint, a file of one (`.metadata`, `meta.pt`), a run's directory, or a directory of runs.
 
     Raises:
         SourceError: no complete checkpoint; lists what was passed over and why.
@@ -84,6 +91,7 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> ResolvedCheckpoint:
         raise SourceError(f"{escape(given)}: no such file or directory", hint="check the path")
     if not os.path.isdir(given) and os.path.basename(given) in TRACKERS:
         given = os.path.dirname(given) or os.curdir
+    given = directory_of(given)
     search = _Search(given)
     found = search.itself()
     if found is None and not os.path.isdir(given):
@@ -101,7 +109,7 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> ResolvedCheckpoint:
 
 
 class _Search:
-    """One search: what it has passed over so far, and how many entries it may still look at."""
+    """One search: what it has passed over so far, and how many directories it may still look at."""
 
     def __init__(self, home: str) -> None:
         self.home = home
@@ -121,7 +129,7 @@ class _Search:
         if layout is None or (layout == "hub" and self._holds_training_states()):
             return None
         tracked = _tracked(self.home)
-        step = step_of(os.path.basename(os.path.abspath(self.home)))
+        step = _step_at(self.home)
         if layout == "deepspeed" and tracked is not None:
             # The directory is what its tracker names; where that is damaged, the ones before it may not be.
             reason = self._damage(self.home) if len(self._children(self.home)) > 1 else None
@@ -177,8 +185,7 @@ class _Search:
 
     def _look(self, path: str, depth: int) -> ResolvedCheckpoint | None:
         """Return the checkpoint at a path, or the newest below it."""
-        layout = layout_of(path)
-        step = step_of(os.path.basename(path))
+        layout, step = layout_of(path), _step_at(path)
         if layout is not None:
             reason = self._damage(path)
             if reason is None:
@@ -224,14 +231,16 @@ class _Search:
     def _damage(self, path: str) -> str | None:
         """Return why a checkpoint cannot be taken, None where it opens."""
         structure = find_structure(path) if os.path.isdir(path) else None
-        last = structure.structure.last if structure else None
+        last = structure.structure.last if structure else _last_of_trainer(path)
         if last is not None and not os.path.lexists(os.path.join(path, last)):
             return f"the save did not finish: {last}, which is written last, is missing"
+        models = model_directories(path)
         try:
-            open_checkpoint(path)
+            for model in [os.path.join(path, name) for name in models] if len(models) > 1 else [path]:
+                open_checkpoint(model)
         except SourceError as error:
             return "; ".join((error.message, *error.problems[:1]))
-        return None
+        return _unfinished_part(path, _MAX_DEPTH)
 
     def _children(self, directory: str) -> list[str]:
         """Return the names in a directory that may be checkpoints or hold some."""
@@ -241,6 +250,8 @@ class _Search:
                 continue
             path = entry.path
             if entry.is_symlink() and not os.path.realpath(path).startswith(self.inside):
+                if is_a_place(entry.name) and os.path.exists(path):
+                    self._skip(path, f"a link that leads out of {escape(self.home)}: it was not followed")
                 continue
             if not os.path.isdir(path) and not (entry.name.endswith(_FILES) and os.path.isfile(path)):
                 continue
@@ -251,13 +262,16 @@ class _Search:
         return [name for name in names if not self._is_export(directory, name, names)]
 
     def _scan(self, directory: str) -> Iterator[os.DirEntry[str]]:
+        """Yield directories, links and .ckpt files."""
         try:
             with os.scandir(directory) as entries:
                 for entry in entries:
+                    if not (entry.is_symlink() or entry.is_dir() or entry.name.endswith(_FILES)):
+                        continue  # a directory of logs or pictures may hold any number
                     self.entries_left -= 1
                     if self.entries_left < 0:
                         raise SourceError(
-                            f"{escape(self.home)} holds more than {_MAX_ENTRIES} files: it is not searched",
+                            f"{escape(self.home)} holds more than {_MAX_ENTRIES} directories: it is not searched",
                             hint="give the run's own directory",
                         )
                     yield entry
@@ -298,6 +312,38 @@ class _Search:
         return ResolvedCheckpoint(
             path=path, layout=layout, step=step, reason=reason, skipped=tuple(self.skipped)
         )
+
+
+def _step_at(path: str) -> int | None:
+    """Return the step that a name tells; `last.ckpt` may be a link to one that does."""
+    step = step_of(os.path.basename(os.path.abspath(path)))
+    return step if step is not None else step_of(os.path.basename(os.path.realpath(path)))
+
+
+def _last_of_trainer(path: str) -> str | None:
+    """Return what transformers' Trainer writes last, where a checkpoint beside this one shows that it is the trainer."""
+    parent, name = os.path.split(os.path.abspath(path))
+    if not _OF_TRAINER.fullmatch(name):
+        return None
+    beside = (other for other in listing(parent) if _OF_TRAINER.fullmatch(other))
+    is_trainer = any(
+        os.path.isfile(os.path.join(parent, other, _TRAINER_STATE))
+        and layout_of(os.path.join(parent, other)) is not None
+        for other in beside
+    )
+    return _TRAINER_STATE if is_trainer else None
+
+
+def _unfinished_part(path: str, depth: int) -> str | None:
+    """Return what shows that a part of a checkpoint, its optimizer say, was not saved to its end."""
+    for name in sorted(listing(path)) if depth else ():
+        part = os.path.join(path, name)
+        if step_of(name) is not None or os.path.islink(part) or not os.path.isdir(part):
+            continue
+        reason = None if is_dcp(part) else _unfinished(part) or _unfinished_part(part, depth - 1)
+        if reason is not None:
+            return f"{escape(name)}: {reason}"
+    return None
 
 
 def _tracked(directory: str) -> tuple[str, str] | None:

@@ -84,6 +84,11 @@ def is_temporary(name: str) -> bool:
     return _UNFINISHED.fullmatch(name) is not None
 
 
+def is_a_place(name: str) -> bool:
+    """True for a name that says that a checkpoint is there, or in there."""
+    return _place(name, None, None).rule != OTHER
+
+
 def ordered(names: Iterable[str], tracked: str | None) -> list[tuple[Place, str]]:
     """Return names with their places, newest first.
 

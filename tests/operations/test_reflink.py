@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -15,6 +16,7 @@ import pytest
 
 import shardkit
 from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.errors import ResourceError
 from shardkit.transfer import reflink
 from shardkit.transfer.reflink import can_share_extents
 from tests.operations.test_scale import sparse_model
@@ -94,6 +96,19 @@ def test_btrfs_shares_across_subvolumes(shared: Path) -> None:
         pytest.skip("only Btrfs has subvolumes")
     source = sparse_model(shared / "model", 2, (64, 1500))
     assert shardkit.preshard(str(source), str(shared / "other" / "out"), world_size=2).shares_extents
+
+
+def test_room_is_asked_for_what_is_copied(shared: Path) -> None:
+    source = sparse_model(shared / "model", 12, (4096, 1500))  # 147 MB
+    status = os.statvfs(shared)
+    with (shared / "fill").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - (30 << 20))
+    ask = partial(shardkit.preshard, str(source), str(shared / "out"), dry_run=True)
+    assert ask(world_size=8).shares_extents
+    with pytest.raises(ResourceError, match="No space left"):  # other bytes
+        ask(world_size=8, dtype="fp16")
+    with pytest.raises(ResourceError, match="No space left"):  # too small to be shared
+        ask(world_size=256)
 
 
 @pytest.mark.parametrize("digest", ["none", "crc32"])

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
 from shardkit.cli import main
+from shardkit.formats import dcp as dcp_module
 from shardkit.transfer.progress import NoProgress
 
 # torch's own: a save without a process group, and the ShardedTensor that its converter still looks for.
@@ -101,6 +102,75 @@ def test_dtypes_go_by_group_and_counters_stay(saved: Path, tmp_path: Path) -> No
         target = moments["exp_avg"] if scalar else moments["exp_avg"].to(torch.bfloat16)
         assert torch.equal(ours["exp_avg"], target)
         assert ours["step"].dtype == torch.float32
+
+
+STEP = 257.0  # bfloat16 makes 256 of it
+COUNTED: dict[str, dict[str, Any]] = {
+    "adagrad": {"sum": 2},
+    "asgd": {"eta": 0, "mu": 0, "ax": 2},
+    "rprop": {"prev": 2, "step_size": 2},
+    "sgd": {"momentum_buffer": 2},
+    "nobody knows": {"slow_buffer": 2},
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_no_cast_rounds_a_count(tmp_path: Path, name: str, is_flat: bool) -> None:
+    """Whatever the optimizer calls its state; and schedulers and counters of the trainer stay."""
+    state = {"step": torch.tensor(STEP), "steps_of_one": torch.tensor([STEP])}
+    state |= {leaf: torch.full((3, 5)[:dims], STEP) for leaf, dims in COUNTED[name].items()}
+    tree: dict[str, Any] = {
+        "model": {"weight": torch.full((3, 5), STEP), "scale": torch.tensor(STEP)},
+        "optimizer": {"state": {"weight": state}, "param_groups": [{"lr": torch.tensor(STEP)}]},
+        "lr_scheduler": {"seen": torch.tensor([STEP])},
+        "train_state": {"ntokens": torch.full((3,), STEP)},
+        "step": torch.tensor(STEP),
+    }
+    saved = {key[1:].replace("/", "."): value for key, value in flat(tree).items()} if is_flat else tree
+    dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+    kept = shardkit.reshard(tmp_path / "saved", str(tmp_path / "kept"), world_size=2, dtype="bf16")
+    assert (kept.num_tensors, kept.num_optimizer_tensors) == (5, 3 + len(COUNTED[name]))
+    expected = dict(flat(saved))
+    weight = next(key for key in expected if key.endswith("model/weight") or key.endswith("model.weight"))
+    found = flat(loaded(tmp_path / "kept", tmp_path))
+    assert {key for key in expected if found[key].dtype != torch.float32} == {weight}
+    assert all(torch.equal(found[key], value) for key, value in expected.items() if key != weight)
+    shardkit.reshard(tmp_path / "saved", str(tmp_path / "cast"), world_size=2, optimizer_dtype="bf16")
+    found = flat(loaded(tmp_path / "cast", tmp_path))
+    cast = {key for key in expected if found[key].dtype != torch.float32}
+    assert {key.replace(".", "/").rpartition("/")[2] for key in cast} == {
+        leaf for leaf, dims in COUNTED[name].items() if dims
+    }
+
+
+def test_a_folder_of_an_optimizer_holds_nothing_else(tmp_path: Path) -> None:
+    source = trainer_directory(tmp_path)
+    dcp.save({"slow": torch.full((3, 5), STEP)}, checkpoint_id=source / "optimizer_1", no_dist=True)
+    shardkit.reshard(source, str(tmp_path / "out"), world_size=2, dtype="bf16")
+    assert loaded(tmp_path / "out/optimizer_1", tmp_path)["slow"].dtype == torch.float32
+
+
+def test_a_large_metadata_is_parsed_once(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed, parse = [], dcp_module.parse_metadata
+    monkeypatch.setattr(
+        dcp_module, "parse_metadata", lambda *args, **more: parsed.append(1) or parse(*args, **more)
+    )
+    shardkit.reshard(saved.parent, str(tmp_path / "out"), world_size=2)
+    assert len(parsed) == 1
+    shardkit.reshard(saved.parent / "saved", str(tmp_path / "again"), world_size=2)
+    assert len(parsed) == 2, "what one run read is not kept for the next"
+
+
+def test_links_to_a_checkpoint(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("saved")
+    result = shardkit.reshard(tmp_path / "latest", str(tmp_path / "out"), world_size=2)
+    assert_same(loaded(tmp_path / "out", tmp_path), nested_state())
+    assert result.copied == ()
+    with pytest.raises(shardkit.UsageError, match="inside the source"):
+        shardkit.reshard(tmp_path / "latest", str(saved / "x"), world_size=2)
 
 
 def trainer_directory(tmp_path: Path) -> Path:

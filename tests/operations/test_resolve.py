@@ -200,6 +200,39 @@ def test_links_are_followed_inside_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("stand_ins")
+def test_links_that_lead_out_are_named_where_they_matter(tmp_path: Path) -> None:
+    make(tmp_path, "scratch/step_9", "run/step_3", "alone/")
+    for link in ("last.ckpt", "wandb-run", "step_8"):
+        (tmp_path / "run" / link).symlink_to(tmp_path / "scratch/step_9")
+    reason = f"a link that leads out of {tmp_path / 'run'}: it was not followed"
+    assert dict(resolve_checkpoint(tmp_path / "run").skipped) == {"last.ckpt": reason, "step_8": reason}
+    (tmp_path / "alone/checkpoints").symlink_to(tmp_path / "scratch")
+    with pytest.raises(SourceError, match="no complete checkpoint") as caught:
+        resolve_checkpoint(tmp_path / "alone")
+    assert "checkpoints: a link that leads out" in caught.value.problems[0]
+    assert taken(tmp_path / "alone/checkpoints") == "step_9"
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("link", ["last.ckpt", "latest"])
+def test_a_link_has_the_step_of_what_it_names(tmp_path: Path, link: str) -> None:
+    make(tmp_path, "epoch=1-step=20.ckpt", "epoch=0-step=10.ckpt")
+    (tmp_path / link).symlink_to("epoch=1-step=20.ckpt")
+    found = resolve_checkpoint(tmp_path)
+    assert (os.path.basename(found), found.step) == (link, 20)
+    assert resolve_checkpoint(tmp_path / link).step == 20
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_any_number_of_other_files_may_lie_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_MAX_ENTRIES", 5)
+    make(tmp_path, "step_4", "samples/")
+    for n in range(20):
+        (tmp_path / f"{n}.png").touch()
+    assert taken(tmp_path) == "step_4"
+
+
+@pytest.mark.usefixtures("stand_ins")
 def test_the_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "_MAX_ENTRIES", 5)
     make(tmp_path, *(f"step_{n}" for n in range(5)))
@@ -258,6 +291,48 @@ def test_real_checkpoints(tmp_path: Path) -> None:
     assert (os.path.basename(found), found.layout, found.step) == ("step-9", "dcp", 9)
     assert [name for name, _ in found.skipped] == ["step-11", "step-10"]
     assert "__0_0.distcp" in found.skipped[1][1]
+
+
+def test_a_file_stands_for_its_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "step-9", weight=9)
+    for name in (".metadata", "__0_0.distcp"):
+        found = resolve_checkpoint(tmp_path / "step-9" / name)
+        assert (found.path, found.step) == (str(tmp_path / "step-9"), 9)
+
+
+def test_an_optimizer_that_was_not_saved_to_its_end(tmp_path: Path) -> None:
+    """accelerate saves the model first; a job that resumes needs both."""
+    for step in (9, 10):
+        save(tmp_path / f"checkpoint_{step}/pytorch_model_fsdp_0", weight=step)
+        save(tmp_path / f"checkpoint_{step}/optimizer_0", exp_avg=step)
+    unfinished = tmp_path / "checkpoint_10/optimizer_0/.metadata"
+    assert resolve_checkpoint(tmp_path).step == 10
+    unfinished.unlink()
+    found = resolve_checkpoint(tmp_path)
+    assert found.step == 9
+    assert found.skipped[0] == (
+        "checkpoint_10",
+        "optimizer_0: the save did not finish: there are .distcp files without .metadata",
+    )
+
+
+def test_what_transformers_trainer_writes_last_counts(tmp_path: Path) -> None:
+    for step in (9, 10):
+        save(tmp_path / f"checkpoint-{step}/pytorch_model_fsdp_0", weight=step)
+    assert resolve_checkpoint(tmp_path).step == 10, "accelerate's own, under such a name"
+    (tmp_path / "checkpoint-9/trainer_state.json").write_text("{}")
+    found = resolve_checkpoint(tmp_path)
+    assert found.step == 9
+    assert "trainer_state.json, which is written last, is missing" in found.skipped[0][1]
+
+
+def test_several_models_in_one_checkpoint(tmp_path: Path) -> None:
+    for index in (0, 1):
+        save(tmp_path / f"checkpoint_3/pytorch_model_fsdp_{index}", weight=index)
+    assert resolve_checkpoint(tmp_path).step == 3
+    (tmp_path / "checkpoint_3/pytorch_model_fsdp_1/__0_0.distcp").unlink()
+    with pytest.raises(SourceError, match="no complete checkpoint"):
+        resolve_checkpoint(tmp_path)
 
 
 def test_a_commit_marker_counts(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def is_accelerate(path: str) -> bool:
     """True for a directory with `pytorch_model_fsdp_N/` in it, and for that directory itself."""
     if _MODEL.fullmatch(own_name(path)):
         return has_any(listing(path), *_METADATA)
-    return bool(_models(path))
+    return bool(model_directories(path))
 
 
 def open_accelerate(path: str) -> Checkpoint:
@@ -64,8 +64,8 @@ def open_accelerate(path: str) -> Checkpoint:
     )
 
 
-def _models(path: str) -> list[str]:
-    """Return the names of the directories of models, as many as the run had, in their order."""
+def model_directories(path: str) -> list[str]:
+    """Return the names of the directories of models in a checkpoint, as many as the run had, in their order."""
     found = [
         name
         for name in listing(path)
@@ -77,7 +77,7 @@ def _models(path: str) -> list[str]:
 
 
 def _only_model(path: str) -> str:
-    models = _models(path)
+    models = model_directories(path)
     if len(models) > 1:
         raise SourceError(
             f"{escape(path)} holds {len(models)} models",

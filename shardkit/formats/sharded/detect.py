@@ -111,7 +111,7 @@ def layout_of(path: str) -> str | None:
     Args:
         path: a directory, or a file that is one or stands for one.
     """
-    row, found = _look(_directory_of(path))
+    row, found = _look(directory_of(path))
     if found is not None and found.structure.layout is not None:
         return found.structure.layout
     if found is not None:
@@ -135,7 +135,7 @@ def open_checkpoint(path: str, *, layout: str | None = None) -> Checkpoint:
         raise SourceError(
             f"{escape(path)}: no such file or directory", hint="check the path of the checkpoint"
         )
-    directory = _directory_of(path)
+    directory = directory_of(path)
     if os.path.isdir(directory):
         _check_listing(directory)
     if layout is not None:
@@ -151,7 +151,7 @@ def open_checkpoint(path: str, *, layout: str | None = None) -> Checkpoint:
     return _open(row, directory)
 
 
-def _directory_of(path: str) -> str:
+def directory_of(path: str) -> str:
     """Return the directory for which a file of it stands; any other path as it is."""
     if os.path.isdir(path) or not has_any((os.path.basename(path),), *_PARTS):
         return path
