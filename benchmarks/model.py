@@ -52,7 +52,7 @@ def write_file(path: Path, shapes: list[tuple[str, tuple[int, ...]]], dtype: str
         offset = stop
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)
-    random = numpy.random.default_rng(len(path.name))
+    random = numpy.random.default_rng([*path.name.encode()])  # no two files begin with the same values
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for _, shape in shapes:
