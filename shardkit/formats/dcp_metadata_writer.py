@@ -58,7 +58,7 @@ class _MetadataPickler:
         self._buffer = bytearray(b"\x80\x04")
         self._memo: dict[object, bytes] = {}
         self._corners: dict[Shape, bytes] = {}
-        self._file_parts: dict[int, bytes] = {}
+        self._file_parts: dict[int, bytes] = {}  # a record's place up to its offset, by file
 
     def write(
         self,
@@ -170,13 +170,10 @@ class _MetadataPickler:
         )
         offsets, join, at, ends = self._offsets, b"".join, self._file_parts, dict[int, bytes]()
         for region, (file, start, nbytes) in zip(regions[1:], places[1:], strict=True):
-            if file not in at:
-                fresh = text(files[file])  # it enters the memo at its first place, which is here
-                where = place + text(files[file]) + offset
-                at[file] = where
-                head = place + fresh + offset
-            else:
-                head = at[file]
+            head = at.get(file)
+            if head is None:
+                head = place + text(files[file]) + offset  # the name enters the memo where it first stands
+                at[file] = place + text(files[file]) + offset
             if nbytes not in ends:
                 ends[nbytes] = length + pickle_int(nbytes) + _SET
             yield join((index, offsets(region.offsets), head, pickle_int(start), ends[nbytes]))

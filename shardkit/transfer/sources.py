@@ -28,6 +28,9 @@ class _RecentBlocks:
         self._young: dict[tuple[int, int], bytes] = {}
         self._old: dict[tuple[int, int], bytes] = {}
 
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
     def get(self, key: tuple[int, int]) -> bytes | None:
         block = self._young.get(key)
         if block is None:

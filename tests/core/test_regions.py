@@ -10,6 +10,8 @@ from shardkit.core.regions import (
     blocks,
     contiguous_suffix,
     find_tiling_error,
+    flat_offset,
+    flat_offsets,
     flat_range_boxes,
     full_region,
     intersect,
@@ -50,6 +52,13 @@ def test_intersection_holds_the_common_elements(case: tuple[Shape, Region, Regio
     found = intersect(a, b)
     assert found == intersect(b, a)
     assert (set(grid[window(found)].ravel().tolist()) if found else set()) == common
+
+
+@given(shapes.flatmap(lambda shape: st.tuples(st.just(shape), st.lists(boxes(shape), max_size=3))))
+def test_flat_offsets_are_those_of_each_corner(case: tuple[Shape, list[Region]]) -> None:
+    shape, regions = case
+    corners = [region.offsets for region in regions]
+    assert flat_offsets(corners, shape) == [flat_offset(corner, shape) for corner in corners]
 
 
 @given(shapes_and_boxes)
