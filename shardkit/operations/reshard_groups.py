@@ -23,7 +23,8 @@ def optimizer_state(entries: Iterable[TensorEntry], folder: str) -> frozenset[st
         folder: where it lies in the checkpoint; a folder of an optimizer (`optimizer_0`) holds nothing else.
     """
     found = list(entries)
-    if any(object_kind(step) == "optimizer" for step in folder.split("/")):
+    # OLMo-core's model_and_optim holds both
+    if any(object_kind(step) == "optimizer" and "model" not in step for step in folder.split("/")):
         return frozenset(entry.fqn for entry in found)
     names = optimizer_names(found)
     return frozenset(
