@@ -1,6 +1,7 @@
 """consolidate beside `cp -r` of the model's bytes, on the same file system, in the same run.
 
-    python benchmarks/consolidate.py DIRECTORY [--gigabytes 3] [--runs 5] [--ranks 32] [--peers] [--only PART]
+    python benchmarks/consolidate.py DIRECTORY [--gigabytes 3] [--runs 5] [--ranks 32] [--hidden 2048] [--peers]
+        [--only PART]
 
 DIRECTORY (on tmpfs, on a disk, ...) gets a generated model, a stock torch checkpoint of it (`sharded.py`) and,
 in turn, every output: three times `--gigabytes`, with `--peers` four times. The parts:
@@ -11,8 +12,8 @@ in turn, every output: three times `--gigabytes`, with `--peers` four times. The
 - start: the seconds until Python, and until the command line, is there.
 
 Each run of a variant has a cp of the Hub model just before it, in every second round just after, and medians
-are printed. A variant's seconds are those of `shardkit.consolidate(...)`, without interpreter and imports;
-`start` are those of interpreter and imports, `decide` those until bytes begin to move. Ratios are to its `cp`.
+are printed. A variant's seconds are those of `shardkit.consolidate(...)`, without interpreter and imports (torch's
+too, where a dtype is converted); `start` are those of interpreter and imports, `decide` those until bytes begin to move. Ratios are to its `cp`.
 On a disk both sides include a `sync`. Peak memory is of the whole process, and beyond `python -c "import
 torch"`. `read` are the bytes read by the process to those of the model (mapped pages are not counted).
 """
@@ -55,6 +56,8 @@ def read_bytes():
 
 options, clock = json.loads(sys.argv[1]), Clock()
 spawned = options.pop("spawned")
+if "dtype" in options:
+    import torch
 before, begun = read_bytes(), time.monotonic()
 operation(progress=clock, **options)
 os.sync()
@@ -159,6 +162,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--gigabytes", type=float, default=3.0)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--hidden", default="2048", help="the model's hidden size: how large its tensors are")
     parser.add_argument("--ranks", action="append", help="default: 32, 1 and 1024")
     parser.add_argument("--peers", action="store_true", help="also other tools, where they are installed")
     parser.add_argument("--only", action="append", choices=PARTS, help="default: all parts")
@@ -168,7 +172,7 @@ def main() -> None:
     work.mkdir()
     print(f"file system: {run(['stat', '-f', '-c', '%T', str(work)]).strip()}, cores: {os.cpu_count()}")
     if "sharded" in parts or "safetensors" in parts:
-        make_model(work, args.gigabytes)
+        make_model(work, args.gigabytes, "--hidden", args.hidden)
     if "sharded" in parts:
         for ranks in args.ranks or ("32", "1", "1024"):
             source = make_checkpoint(work, "--ranks", ranks)

@@ -1,6 +1,6 @@
 """Write a Qwen3-like Hub model of random bf16 weights, with nothing but numpy.
 
-python benchmarks/model.py OUTPUT --gigabytes 3
+python benchmarks/model.py OUTPUT --gigabytes 3 [--hidden 8192]
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from pathlib import Path
 
 import numpy
 
-HIDDEN, VOCAB, HEAD = 2048, 32000, 128
+VOCAB, HEAD = 32000, 128
 FILE_BYTES = 500_000_000
 
 
-def layer(index: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    heads, kv, inner = HIDDEN // HEAD, HIDDEN // HEAD // 2, HIDDEN * 3
+def layer(index: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    heads, kv, inner = hidden // HEAD, hidden // HEAD // 2, hidden * 3
     for name, shape in {
-        "self_attn.q_proj": (heads * HEAD, HIDDEN),
-        "self_attn.k_proj": (kv * HEAD, HIDDEN),
-        "self_attn.v_proj": (kv * HEAD, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, heads * HEAD),
+        "self_attn.q_proj": (heads * HEAD, hidden),
+        "self_attn.k_proj": (kv * HEAD, hidden),
+        "self_attn.v_proj": (kv * HEAD, hidden),
+        "self_attn.o_proj": (hidden, heads * HEAD),
         "self_attn.q_norm": (HEAD,),
         "self_attn.k_norm": (HEAD,),
-        "mlp.gate_proj": (inner, HIDDEN),
-        "mlp.up_proj": (inner, HIDDEN),
-        "mlp.down_proj": (HIDDEN, inner),
-        "input_layernorm": (HIDDEN,),
-        "post_attention_layernorm": (HIDDEN,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
     }.items():
         yield f"model.layers.{index}.{name}.weight", shape
 
 
-def tensors(num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
+def tensors(num_layers: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (VOCAB, hidden)
     for index in range(num_layers):
-        yield from layer(index)
-    yield "model.norm.weight", (HIDDEN,)
-    yield "lm_head.weight", (VOCAB, HIDDEN)
+        yield from layer(index, hidden)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (VOCAB, hidden)
 
 
 def write_file(path: Path, shapes: list[tuple[str, tuple[int, ...]]], dtype: str, itemsize: int) -> None:
@@ -68,13 +68,15 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--gigabytes", type=float, default=3.0)
     parser.add_argument("--fp32", action="store_true")
+    parser.add_argument("--hidden", type=int, default=2048)
     args = parser.parse_args()
+    hidden: int = args.hidden
     dtype, itemsize = ("F32", 4) if args.fp32 else ("BF16", 2)
-    per_layer = sum(prod(shape) for _, shape in layer(0)) * itemsize
-    num_layers = max(1, round((args.gigabytes * 1e9 - 2 * VOCAB * HIDDEN * itemsize) / per_layer))
+    per_layer = sum(prod(shape) for _, shape in layer(0, hidden)) * itemsize
+    num_layers = max(1, round((args.gigabytes * 1e9 - 2 * VOCAB * hidden * itemsize) / per_layer))
     args.output.mkdir(parents=True)
     files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
-    for name, shape in tensors(num_layers):
+    for name, shape in tensors(num_layers, hidden):
         if files[-1] and sum(prod(s) for _, s in [*files[-1], (name, shape)]) * itemsize > FILE_BYTES:
             files.append([])
         files[-1].append((name, shape))
@@ -83,18 +85,18 @@ def main() -> None:
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         write_file(args.output / name, shapes, dtype, itemsize)
         weight_map |= {tensor: name for tensor, _ in shapes}
-    total = sum(prod(shape) for _, shape in tensors(num_layers)) * itemsize
+    total = sum(prod(shape) for _, shape in tensors(num_layers, hidden)) * itemsize
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (args.output / "model.safetensors.index.json").write_text(json.dumps(index))
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_size": HIDDEN,
+        "hidden_size": hidden,
         "num_hidden_layers": num_layers,
-        "num_attention_heads": HIDDEN // HEAD,
-        "num_key_value_heads": HIDDEN // HEAD // 2,
+        "num_attention_heads": hidden // HEAD,
+        "num_key_value_heads": hidden // HEAD // 2,
         "head_dim": HEAD,
-        "intermediate_size": HIDDEN * 3,
+        "intermediate_size": hidden * 3,
         "vocab_size": VOCAB,
         "tie_word_embeddings": False,
         "dtype": "float32" if args.fp32 else "bfloat16",

@@ -12,6 +12,7 @@ from typing import Any
 from shardkit.core.text import count, escape
 from shardkit.core.units import MIB, parse_size
 from shardkit.errors import IntegrityError, UsageError
+from shardkit.formats.dcp import remembered
 from shardkit.formats.sharded.detect import open_checkpoint
 from shardkit.operations.consolidate_base import find_base, open_base
 from shardkit.operations.consolidate_job import ConsolidateJob, JobOptions, build_job
@@ -223,11 +224,12 @@ def consolidate(
         raise UsageError("--base-revision is about --base, which is not there")
     _check_push(push_to_hub, private=private, branch=branch)
     given = os.fspath(checkpoint)
-    resolved = resolve_checkpoint(given)
-    path = check_destination(
-        output or default_output(resolved.path), resolved.path, overwrite=overwrite, why_not=is_hub_model
-    )
-    opened = open_checkpoint(resolved.path)
+    with remembered():  # resolving opens it too
+        resolved = resolve_checkpoint(given)
+        path = check_destination(
+            output or default_output(resolved.path), resolved.path, overwrite=overwrite, why_not=is_hub_model
+        )
+        opened = open_checkpoint(resolved.path)
     found = open_base(base, revision=base_revision) if base is not None else find_base(opened)
     job = build_job(opened, found, options)
     if check:

@@ -88,7 +88,9 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> ResolvedCheckpoint:
     """
     given = os.fspath(path)
     if not os.path.lexists(given):
-        raise SourceError(f"{escape(given)}: no such file or directory", hint="check the path")
+        raise SourceError(
+            f"{escape(given) or 'an empty path'}: no such file or directory", hint="check the path"
+        )
     if not os.path.isdir(given) and os.path.basename(given) in TRACKERS:
         given = os.path.dirname(given) or os.curdir
     given = directory_of(given)
