@@ -34,10 +34,10 @@ def wait(children: list[int]) -> None:
 
 
 def run_script(name: str, argument: str, *, timeout_s: float, env: Mapping[str, str] | None = None) -> None:
-    """Run a script of this directory in an interpreter of its own."""
+    """Run a script of this directory, or the one at an absolute path, in an interpreter of its own."""
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(name)), argument],
+        [sys.executable, str(Path(__file__).parent / name), argument],
         env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})},
         capture_output=True,
         text=True,
