@@ -1,6 +1,6 @@
 """The model that a config describes, on the meta device: every name and shape, no memory for weights.
 
-Runs in the tracing child only; importing it imports torch and transformers.
+Importing it imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from shardkit.core.text import escape
 from shardkit.layout.traced import CannotBuildError
-from shardkit.layout.wrap_policy import no_split_names
+from shardkit.layout.units import collect
 
 _TRUST = "--trust-remote-code lets the model's own code run; read it first"
 
@@ -33,11 +33,9 @@ def build_model(directory: str, *, trust_remote_code: bool) -> nn.Module:
     Raises:
         CannotBuildError: no config, no architecture, or one that is not known or may not be run.
     """
-    raw = _read_config(directory)
-    model_class = _find_class(raw, directory, trust_remote_code)
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    model_class, config = find_class(directory, trust_remote_code=trust_remote_code)
     try:
-        with torch.device("meta"), _safe_creation():
+        with torch.device("meta"), safe_creation():
             # The attention's implementation owns no parameters; the fast ones need packages.
             model = model_class._from_config(config, attn_implementation="eager")
     except ImportError as error:
@@ -47,6 +45,23 @@ def build_model(directory: str, *, trust_remote_code: bool) -> nn.Module:
     model.tie_weights()
     assert isinstance(model, nn.Module)
     return model
+
+
+def find_class(directory: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Return the class of the model that a directory's config describes, and the config; nothing is built.
+
+    Args:
+        directory: holds config.json.
+        trust_remote_code: may code in the directory be imported.
+
+    Raises:
+        CannotBuildError: no config, no architecture, or one that is not known or may not be run.
+    """
+    raw = _read_config(directory)
+    model_class = _find_class(raw, directory, trust_remote_code)
+    return model_class, transformers.AutoConfig.from_pretrained(
+        directory, trust_remote_code=trust_remote_code
+    )
 
 
 def _read_config(directory: str) -> dict[str, Any]:
@@ -93,8 +108,8 @@ def _remote_reference(auto_map: object, name: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _safe_creation() -> Iterator[None]:
-    """As `from_pretrained` does: code that reads a `torch.linspace` while it builds gets real numbers."""
+def safe_creation() -> Iterator[None]:
+    """Do as `from_pretrained` does: code that reads a `torch.linspace` while it builds gets real numbers."""
     try:
         from transformers.initialization import meta_device_safe_creation_ops
     except ImportError:  # transformers 5.0 has no such thing
@@ -102,21 +117,6 @@ def _safe_creation() -> Iterator[None]:
         return
     with meta_device_safe_creation_ops():
         yield
-
-
-def submodels(model: nn.Module) -> list[Any]:
-    """Return the model and the transformers models inside it (a VLM has a language model)."""
-    return [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
-
-
-def collect(model: nn.Module, attribute: str) -> tuple[str, ...]:
-    """Return the strings of a class attribute over all submodels; it may be a str, list, set or None.
-
-    transformers 5 puts a `set()` of the attribute on each instance, which makes single letters of a str;
-    so the class is asked as well, and single letters count for nothing.
-    """
-    values = (getattr(holder, attribute, None) for part in submodels(model) for holder in (type(part), part))
-    return tuple(dict.fromkeys(name for value in values for name in no_split_names(value) if len(name) > 1))
 
 
 def ignored_patterns(model: nn.Module) -> tuple[str, ...]:

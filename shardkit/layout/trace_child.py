@@ -9,13 +9,11 @@ stdout and stderr are noise that the parent shows when something fails.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +29,11 @@ from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError
 from shardkit.layout import meta_model
 from shardkit.layout.traced import CannotBuildError
-from shardkit.layout.wrap_policy import (
-    WrapPolicy,
-    list_candidates,
-    match_paths,
-    parse_policy,
-    unknown_names,
-)
+from shardkit.layout.units import class_counts, describe, find_units, import_name, tie_error
+from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy
 
 # The state dict hooks of activation checkpointing take this part out of names; named_modules() has it.
 _CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
-_MAX_SHOWN = 200
 
 
 def main() -> None:
@@ -60,6 +52,8 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"status": "ok", **_trace(request)}
     except PolicyError as error:
+        if not isinstance(error.__cause__, ModuleNotFoundError | None):
+            traceback.print_exception(error.__cause__)
         return {"status": "policy", **error.to_json(), "show_output": error.__cause__ is not None}
     except CannotBuildError as error:
         return {"status": "cannot_build", **error.to_json()}
@@ -69,7 +63,7 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
         # Anything may come out of a model's own code. All of it goes to the parent, none is hidden.
         traceback.print_exc()
         failure = LayoutError(
-            f"the model cannot be built and wrapped: {_describe(error)}",
+            f"the model cannot be built and wrapped: {describe(error)}",
             hint="the last lines that the model's code printed are above",
         )
         return {"status": "layout", **failure.to_json(), "show_output": True}
@@ -101,99 +95,38 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> None:
     if policy.kind == "function":
         _call_function(model, mesh, policy)
         return
-    matched: list[str] = []
-    if policy.kind == "auto":
-        matched = _match_auto(model)
-    elif policy.kind == "names":
-        matched = _match_names(model, policy.names)
+    if any("." in name for name in policy.names):
+        _import_from_here()
+    matched = find_units(model, policy)
     modules = dict(model.named_modules())
     for path in sorted(matched, key=lambda path: -path.count(".")):  # stable: module order within a depth
         fully_shard(modules[path], mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
-def _match_auto(model: nn.Module) -> list[str]:
-    names = meta_model.collect(model, "_no_split_modules")
-    matched = [path for path, module in model.named_modules() if path and type(module).__name__ in names]
-    if matched:
-        return matched
-    why = f"none of {', '.join(names)} is in the model" if names else "it names none (_no_split_modules)"
-    raise PolicyError(
-        f"--wrap auto: {type(model).__name__} has no classes to wrap: {why}",
-        problems=list_candidates(_class_counts(model), ("DecoderLayer",)),
-        hint="name one of these classes, or --wrap none for one unit",
-    )
-
-
-def _match_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Module paths of every name: a class, a place in the model, or an import path, in that order."""
-    modules = {path: module for path, module in model.named_modules() if path}
-    found: set[str] = set()
-    unknown = []
-    for name in names:
-        matched = [path for path, module in modules.items() if type(module).__name__ == name]
-        matched = matched or match_paths(name, list(modules)) or _match_import(name, modules)
-        found.update(matched)
-        if not matched:
-            unknown.append(name)
-    if unknown:
-        raise unknown_names(unknown, _class_counts(model), what="module classes")
-    return [path for path in modules if path in found]
-
-
-def _match_import(name: str, modules: dict[str, nn.Module]) -> list[str]:
-    module_name, _, attribute = name.rpartition(".")
-    if not module_name or "*" in name:
-        return []
-    try:
-        wanted = _import(module_name, attribute)
-    except PolicyError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError | AttributeError):
-            return []  # then the list of what exists says more
-        raise
-    if not isinstance(wanted, type):
-        raise PolicyError(f"--wrap: {name} is not a class", hint="a function is written module:function")
-    return [path for path, module in modules.items() if isinstance(module, wanted)]
-
-
-def _class_counts(model: nn.Module) -> Counter[str]:
-    """Classes of modules that hold parameters, the root aside."""
-    held = (m for m in model.modules() if m is not model and any(True for _ in m.parameters()))
-    return Counter(type(module).__name__ for module in held if not isinstance(module, nn.ModuleList))
-
-
-def _import(module_name: str, attribute: str) -> Any:
-    """Import what a person named, from the current directory too. By now torch is loaded and safe."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (Exception, SystemExit) as error:
-        if not isinstance(error, ModuleNotFoundError):
-            traceback.print_exc()
-        raise PolicyError(
-            f"--wrap: cannot import {attribute} from {module_name}: {_describe(error)}",
-            hint="it is looked for in the current directory, PYTHONPATH and the installed packages",
-        ) from error
-
-
 def _call_function(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> None:
     assert policy.function is not None
-    function: Callable[[nn.Module, DeviceMesh], object] = _import(*policy.function)
+    _import_from_here()
+    function: Callable[[nn.Module, DeviceMesh], object] = import_name(*policy.function)
     try:
         function(model, mesh)
     except (Exception, SystemExit) as error:
-        traceback.print_exc()
         raise PolicyError(
-            f"--wrap {policy.text}: the function failed: {_describe(error)}",
+            f"--wrap {policy.text}: the function failed: {describe(error)}",
             hint="it is called with the model on the meta device and a device mesh, and shards the model in place",
         ) from error
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise PolicyError(
             f"--wrap {policy.text}: after the call no module of the model is sharded",
-            problems=list_candidates(_class_counts(model)),
+            problems=list_candidates(class_counts(model)),
             hint="the function applies fully_shard in place; what it returns is not used",
         )
+
+
+def _import_from_here() -> None:
+    """Let what a person named be imported from the current directory too. By now torch is loaded and safe."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,24 +213,14 @@ def _unit(name: str, index: dict[str, int]) -> int:
 
 
 def _check_ties(before: _State, after: _State, index: dict[str, int], units: list[tuple[str, str]]) -> None:
-    """`fully_shard` splits a tied parameter in two when its modules are in different units."""
-    problems = []
-    split_classes: set[str] = set()
-    for group in before.ties():
-        objects = {id(after.tensors.get(name)) for name in group}
-        if len(objects) == 1:
-            continue
-        places = [(name, units[_unit(name, index)]) for name in group]
-        problems.append(" and ".join(f"{escape(n)} (unit {escape(p) or 'root'})" for n, (p, _) in places))
-        split_classes.update(class_name for _, (path, class_name) in places if path)
-    if problems:
-        others = sorted({class_name for path, class_name in units if path} - split_classes)
-        advice = f"--wrap {','.join(others)}" if others else "--wrap none"
-        raise LayoutError(
-            "tied parameters lie in different units, where training would untie them",
-            problems=problems,
-            hint=f"both names must share a unit, such as the root: {advice}",
-        )
+    """Refuse ties that a function put into different units, where `fully_shard` split the parameter in two."""
+    split = [
+        {name: units[_unit(name, index)][0] for name in group}
+        for group in before.ties()
+        if len({id(after.tensors.get(name)) for name in group}) > 1
+    ]
+    if split:
+        raise tie_error(split, [(path, class_name) for path, class_name in units if path], OPTION)
 
 
 def _placements(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, Placements]:
@@ -340,10 +263,3 @@ def _placement(tensor: torch.Tensor, mesh: Mesh) -> Placements:
             raise _UnsupportedError(f"{placement} on axis {axis.name}, which replicates")
         placements.append(Placement(placement.dim) if isinstance(placement, Shard) else REPLICATE)
     return tuple(placements)
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"it called sys.exit({repr(error.code)[:_MAX_SHOWN]})"
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {escape(text[0])}" if text else type(error).__name__

@@ -17,7 +17,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import PolicyError
@@ -25,8 +25,31 @@ from shardkit.errors import PolicyError
 # One part of a dotted name: an identifier, an index of a numbered container, or any.
 _NAME = re.compile(r"(?:\w+|\*)(?:\.(?:\w+|\*))*")
 _FUNCTION = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
-_USAGE = "write auto, none, class names (A,B), import paths (pkg.mod.Class), module paths or module:function"
 _MAX_SUGGESTIONS = 3
+
+
+class Wording(NamedTuple):
+    """How a policy is spelled where it was asked for; messages speak the asker's language."""
+
+    name: str
+    """Of the option or argument."""
+    value: str
+    """The option with a value for `{}`."""
+    usage: str
+    """What may be asked for; a hint."""
+    effect: str = "makes one unit"
+    """What "none" does."""
+
+    def of(self, policy: str) -> str:
+        """Return a policy, spelled."""
+        return self.value.format(policy)
+
+
+OPTION = Wording(
+    "--wrap",
+    "--wrap {}",
+    "write auto, none, class names (A,B), import paths (pkg.mod.Class), module paths or module:function",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +65,12 @@ class WrapPolicy:
     """(module, attribute) of the kind "function"."""
 
 
-def parse_policy(text: str) -> WrapPolicy:
+def parse_policy(text: str, wording: Wording = OPTION) -> WrapPolicy:
     """Return the policy that `--wrap` describes.
 
     Args:
         text: see the module's text.
+        wording: where it was asked for.
 
     Raises:
         PolicyError: empty, or not of any of the forms.
@@ -63,10 +87,12 @@ def parse_policy(text: str) -> WrapPolicy:
     bad = [name for name in names if not _NAME.fullmatch(name)]
     if bad:
         shown = ", ".join(repr(escape(name)) for name in bad)
-        raise PolicyError(f"--wrap {escape(stripped)!r}: cannot read {shown}", hint=_USAGE)
+        raise PolicyError(f"{wording.name} {escape(stripped)!r}: cannot read {shown}", hint=wording.usage)
     reserved = [name for name in names if name in ("auto", "none")]
     if reserved:
-        raise PolicyError(f"--wrap {escape(stripped)!r}: {reserved[0]!r} stands alone", hint=_USAGE)
+        raise PolicyError(
+            f"{wording.name} {escape(stripped)!r}: {reserved[0]!r} stands alone", hint=wording.usage
+        )
     return WrapPolicy(kind="names", text=stripped, names=names)
 
 
@@ -118,7 +144,12 @@ def _ends_with(parts: list[str], wanted: list[str]) -> bool:
 
 
 def unknown_names(
-    names: Iterable[str], candidates: Mapping[str, int], *, what: str, reason: str = ""
+    names: Iterable[str],
+    candidates: Mapping[str, int],
+    *,
+    what: str,
+    reason: str = "",
+    wording: Wording = OPTION,
 ) -> PolicyError:
     """Return the error for names that match no module.
 
@@ -127,6 +158,7 @@ def unknown_names(
         candidates: what could be named, with the number of modules of each.
         what: "module classes" or "module paths"; what `candidates` are.
         reason: why other kinds of names cannot be tried; one clause.
+        wording: where they were asked for.
     """
     asked = tuple(names)
     shown = ", ".join(
@@ -134,9 +166,9 @@ def unknown_names(
         for at, name in enumerate(asked)
     )
     return PolicyError(
-        f"--wrap: no module matches {shown}{'; ' + reason if reason else ''}",
+        f"{wording.name}: no module matches {shown}{'; ' + reason if reason else ''}",
         problems=list_candidates(candidates, asked),
-        hint=f"the {what} that exist are listed above, nearest first; --wrap none makes one unit",
+        hint=f"the {what} that exist are listed above, nearest first; {wording.of('none')} {wording.effect}",
     )
 
 

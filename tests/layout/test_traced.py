@@ -131,9 +131,15 @@ def test_units_that_no_split_modules_names_in_parts(model_dir: ModelDir) -> None
     assert layout.tensors["pooler.dense.weight"].unit == 0
 
 
+def test_auto_leaves_what_is_tied_across_units_to_the_root(model_dir: ModelDir) -> None:
+    layout = trace(model_dir("bert-lm"), MESH, "auto")
+    assert [unit.path for unit in layout.units] == ["", "bert.encoder.layer.0", "bert.encoder.layer.1"]
+    assert ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight") in layout.ties
+
+
 def test_a_tie_across_units_is_refused(model_dir: ModelDir) -> None:
     with pytest.raises(LayoutError) as caught:
-        trace(model_dir("bert-lm"), MESH, "auto")
+        trace(model_dir("bert-lm"), MESH, "BertEmbeddings,BertLayer")
     assert caught.value.problems == (
         "bert.embeddings.word_embeddings.weight (unit bert.embeddings) and cls.predictions.decoder.weight (unit root)",
     )
