@@ -5,6 +5,7 @@ Commands load when they are run; `shardkit --help` imports click and nothing els
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import Any
@@ -60,6 +61,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; every error but click's own leaves as an exit code."""
+        _give_streams()
         try:
             with signals_raised():
                 super().invoke(ctx)
@@ -71,6 +73,13 @@ class Commands(click.Group):
             raise
         except (Exception, KeyboardInterrupt) as error:
             ctx.exit(report(error, ctx.obj))
+
+
+def _give_streams() -> None:
+    """Let what nobody reads go nowhere: a stream that was closed by the caller is None in Python."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
 
 
 @click.command(

@@ -109,6 +109,12 @@ def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
         payload = json.dumps(request | {"answer": answer_path}).encode()
         try:
             done = _spawn(payload, timeout_s)
+        except OSError as error:  # an interpreter inside of another program may have no name
+            raise ResourceError(
+                f"cannot start Python ({escape(sys.executable or 'sys.executable is empty')}) to trace the model: "
+                f"{error.strerror}",
+                hint="run it from an ordinary Python interpreter, or without config.json to have the layout declared",
+            ) from None
         except subprocess.TimeoutExpired as error:
             raise ResourceError(
                 f"tracing the model took longer than {timeout_s:g} s",

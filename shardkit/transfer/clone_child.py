@@ -54,4 +54,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError:  # the other side is gone, or gave up what was under way
+        pass

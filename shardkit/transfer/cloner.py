@@ -6,6 +6,7 @@ one every few microseconds fights the others for the interpreter's lock; a proce
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import subprocess
@@ -17,6 +18,11 @@ from typing import NamedTuple
 
 from shardkit.transfer import clone_child
 from shardkit.transfer.reflink import clone_range
+from shardkit.transfer.sources import MAX_BORROWED
+
+# Of one batch: fewer than a reader keeps open, so that all are still lent when they are sent.
+_MAX_SOURCES = MAX_BORROWED - 4
+_MAX_PENDING = 32  # batches without an answer, each of which takes room in the socket, and descriptors
 
 
 class CloneRange(NamedTuple):
@@ -47,6 +53,9 @@ class Cloner:
 
     def __exit__(self, *_: object) -> None:
         if self._connection is not None:
+            # Not only closed: a process that another thread forked meanwhile has it open too.
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
         if self._process is not None:
             self._process.wait()
@@ -64,30 +73,50 @@ class Cloner:
             self._num_submitted += 1
             if ticket == 0:
                 self._start()
-            sources = sorted({piece.file for piece in ranges})
-            if self._connection is None or len(sources) >= clone_child.MAX_DESCRIPTORS:
-                self._failed[ticket] = [r for r in ranges if not _clone(target, r, descriptor)]
-                return ticket
-            place = {file: index + 1 for index, file in enumerate(sources)}
             # Back to front: a clone locks its source, and the threads read the same files front to back.
             ranges = ranges[::-1]
-            columns = [(place[r.file], r.start, r.nbytes, r.target_start) for r in ranges]
-            self._pending.append((ticket, ranges))
-            try:
-                data = struct.pack("=I", len(ranges)) + b"".join(struct.pack("=QQQQ", *c) for c in columns)
-                sent = socket.send_fds(self._connection, [data], [target, *map(descriptor, sources)])
-                self._connection.sendall(data[sent:])
-            except OSError:  # the process is gone; `wait` finds the same and says that all failed
-                pass
+            self._drain(_MAX_PENDING - 1)
+            if self._send(target, ranges, descriptor):
+                self._pending.append((ticket, ranges))
+            else:
+                self._failed[ticket] = [r for r in ranges if not clone(target, r, descriptor(r.file))]
             return ticket
+
+    def _send(self, target: int, ranges: Sequence[CloneRange], descriptor: Callable[[int], int]) -> bool:
+        """Hand a batch to the process; False where it did not get it and will not answer."""
+        sources = sorted({piece.file for piece in ranges})
+        if self._connection is None or len(sources) > _MAX_SOURCES:
+            return False
+        place = {file: index + 1 for index, file in enumerate(sources)}
+        columns = [(place[r.file], r.start, r.nbytes, r.target_start) for r in ranges]
+        data = struct.pack("=I", len(ranges)) + b"".join(struct.pack("=QQQQ", *c) for c in columns)
+        try:
+            sent = socket.send_fds(self._connection, [data], [target, *map(descriptor, sources)])
+        except OSError:  # the process is gone; or ETOOMANYREFS, more descriptors under way than may be open
+            return False
+        with contextlib.suppress(OSError):  # it is gone; `wait` finds the same and says that all failed
+            self._connection.sendall(data[sent:])
+        return True
+
+    def _drain(self, most: int) -> None:
+        """Take answers until at most so many batches wait for theirs.
+
+        Answers that nobody takes would fill the socket, and then neither side could send.
+        """
+        with self._receiving:
+            while len(self._pending) > most:
+                self._receive_next()
+
+    def _receive_next(self) -> None:
+        number, ranges = self._pending.pop(0)
+        errors = self._receive(len(ranges))
+        self._failed[number] = [r for r, error in zip(ranges, errors, strict=True) if error]
 
     def wait(self, ticket: int) -> list[CloneRange]:
         """Return the ranges of a batch that could not be shared, once all others are."""
         with self._receiving:
             while ticket not in self._failed:
-                number, ranges = self._pending.pop(0)
-                errors = self._receive(len(ranges))
-                self._failed[number] = [r for r, error in zip(ranges, errors, strict=True) if error]
+                self._receive_next()
             return self._failed.pop(ticket)
 
     def _start(self) -> None:
@@ -122,9 +151,10 @@ class Cloner:
         return errors
 
 
-def _clone(target: int, piece: CloneRange, descriptor: Callable[[int], int]) -> bool:
+def clone(target: int, piece: CloneRange, source: int) -> bool:
+    """Share a range in the calling thread; False where that is not possible."""
     try:
-        clone_range(descriptor(piece.file), piece.start, target, piece.target_start, piece.nbytes)
+        clone_range(source, piece.start, target, piece.target_start, piece.nbytes)
     except OSError:
         return False
     return True

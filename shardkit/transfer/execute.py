@@ -136,12 +136,18 @@ class Execution:
         """
         files, cloning = self._plan.catalog.files, self._cloner or contextlib.nullcontext()
         with one_thread_each(self._plan.converts), SourceFiles(files, self._options.recent_bytes) as sources:
-            with cloning, self._sync_pool:
-                self._create_files(sources)
-                self._in_threads(self._scatter_jobs(sources))
-                self._in_threads(self._task_jobs(sources))
-            for sync in self._syncs:
-                sync.result()
+            with cloning:
+                try:
+                    self._create_files(sources)
+                    self._in_threads(self._scatter_jobs(sources))
+                    self._in_threads(self._task_jobs(sources))
+                    for sync in self._syncs:
+                        sync.result()
+                except BaseException:
+                    self._stop.set()
+                    raise
+                finally:  # also on Ctrl-C while waiting: no thread may outlive the files that it reads
+                    self._sync_pool.shutdown(cancel_futures=True)
             sources.check_unchanged()
         return self._digests, self._tensor_crcs
 
@@ -218,7 +224,7 @@ class Execution:
             for stretch in stretches:
                 if self._cloner is not None and stretch.clones is not None:
                     for piece in self._cloner.wait(stretch.clones):
-                        copy_range(reader, fd, image.name, piece)
+                        copy_range(reader, fd, image.name, piece, self._check)
             os.fsync(fd)
         crc = None
         if self._options.digests:
@@ -229,6 +235,7 @@ class Execution:
             crc32=crc,
             data_crcs=tuple(crc for stretch in stretches for crc in stretch.data_crcs),
         )
+        self._check()  # what was read while the run was given up may have come from files that were closed
         self._on_finished(digest)
         with self._lock:
             self._digests[image.name] = digest

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from shardkit.core.dtypes import DType
 from shardkit.core.units import MIB
-from shardkit.transfer.cloner import Cloner, CloneRange
+from shardkit.transfer.cloner import Cloner, CloneRange, clone
 from shardkit.transfer.convert import Converter
-from shardkit.transfer.digest import combine, crc32, crc32_combine, zeros
+from shardkit.transfer.digest import combine, crc32, zeros
 from shardkit.transfer.gather import bands
 from shardkit.transfer.images import Hole, Image, Piece
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
@@ -77,6 +77,7 @@ class Filler:
                 self._write_piece(piece, index, image, stream, stretch)
             stream.flush()
             if self._cloner is not None and self._clones:
+                self._reader.release()  # so that none is given back while the others are looked up
                 stretch.clones = self._cloner.submit(fd, tuple(self._clones), self._reader.descriptor)
         return stretch
 
@@ -189,15 +190,28 @@ class Filler:
         self._clones.append(CloneRange(file, start + head, body, stream.position, stream.fqn))
         stream.step_over(body)
         if self._digests:
-            seen = read_back(self._reader.descriptor(file), start + head, body, self._buffer)
-            crc = crc32_combine(crc, seen, body)
+            crc = self._digest(file, start + head, body, stream.fqn, crc)
         return self._copy(stream, file, start + tail, nbytes - tail, crc) if tail < nbytes else crc
 
+    def _digest(self, file: int, start: int, nbytes: int, fqn: str, crc: int) -> int:
+        """Go on with a CRC-32 over source bytes that are not copied; the output buffer is empty."""
+        view, done = memoryview(self._buffer), 0
+        while done < nbytes:
+            self._check()
+            part = view[: nbytes - done]
+            self._reader.read_into(file, part, start + done, fqn)
+            crc = crc32(part, crc)
+            done += len(part)
+        return crc
 
-def copy_range(reader: Reader, fd: int, name: str, piece: CloneRange) -> None:
+
+def copy_range(reader: Reader, fd: int, name: str, piece: CloneRange, check: Callable[[], None]) -> None:
     """Copy a range that could not be shared after all: quota, limits on sharing, ..."""
+    if clone(fd, piece, reader.descriptor(piece.file)):  # it was the process that failed, not the range
+        return
     done, buffer = 0, memoryview(bytearray(min(piece.nbytes, MIB)))
     while done < piece.nbytes:
+        check()
         part = buffer[: piece.nbytes - done]
         reader.read_into(piece.file, part, piece.start + done, piece.fqn)
         write_all(fd, part, piece.target_start + done, name, piece.fqn)

@@ -12,7 +12,7 @@ from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.transfer.reflink import BLOCK
 
-_MAX_BORROWED = 64  # by one reader
+MAX_BORROWED = 64  # by one reader
 _MIN_OPEN, _MAX_OPEN = 32, 4096
 
 
@@ -186,7 +186,7 @@ class Reader:
         """Return an open descriptor of a file on disk."""
         fd = self._borrowed.get(file)
         if fd is None:
-            if len(self._borrowed) >= _MAX_BORROWED:
+            if len(self._borrowed) >= MAX_BORROWED:
                 self.release()
             fd = self._borrowed[file] = self._sources.borrow(file)
         return fd

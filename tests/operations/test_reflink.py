@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from safetensors.numpy import save_file
 
 import shardkit
 from shardkit.core.catalog import Catalog, SourceFile
@@ -128,3 +131,29 @@ def test_extents_are_shared_and_bits_are_equal(shared: Path, tmp_path: Path, dig
     assert sorted(p.name for p in copied.iterdir()) == sorted(p.name for p in (shared / "out").iterdir())
     for expected in copied.iterdir():
         assert (shared / "out" / expected.name).read_bytes() == expected.read_bytes(), expected.name
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_more_source_files_than_may_be_open(shared: Path, tmp_path: Path, jobs: int) -> None:
+    source, files = shared / "model", {}
+    source.mkdir()
+    random = numpy.random.default_rng(0)
+    for number in range(100):
+        name = f"model-{number + 1:05d}-of-00100.safetensors"
+        save_file({f"layers.{number}.w": random.random((300, 300), numpy.float32)}, source / name)
+        files[f"layers.{number}.w"] = name
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (160, limits[1]))
+    try:
+        result = shardkit.preshard(
+            str(source), str(shared / "out"), world_size=4, wrap="none", digest="none", jobs=jobs
+        )
+        shardkit.preshard(
+            str(source), str(tmp_path / "out"), world_size=4, wrap="none", digest="none", jobs=jobs
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert result.shares_extents
+    for path in sorted((shared / "out").glob("*.distcp")):
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -195,3 +199,33 @@ def test_a_source_that_changes_while_read_is_noticed(tmp_path: Path) -> None:
     )
     with pytest.raises(IntegrityError, match="changed while being read"):
         execution.run()
+
+
+def test_no_thread_outlives_a_run_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors: Tensors = {"w": (BY_NAME["int32"], (64, 8), 0)}
+    catalog, _ = source(tmp_path, tensors, 0)
+    _, plan = planned(catalog, tensors, 32)
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.3))
+    finished = list[str]()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    execution = Execution(
+        plan,
+        str(tmp_path / "out"),
+        ExecuteOptions(),
+        finished={},
+        on_finished=lambda digest: finished.append(digest.name),
+        progress=NoProgress(),
+    )
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            execution.run()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("shardkit")] == []
+    assert finished == []
