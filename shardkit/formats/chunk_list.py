@@ -133,15 +133,11 @@ def _parse(content: Mapping[str, object]) -> ChunkList:
 
 def _chunk(row: Sequence[Any], file_size: int) -> ListedChunk:
     fqn, dtype, shape, offsets, sizes, start, nbytes, data, data_nbytes, crc = row
-    region = Region(_ints(offsets), _ints(sizes))
-    _ints([start, nbytes, data, data_nbytes, crc or 0])
+    numbers = [*shape, *offsets, *sizes, start, nbytes, data, data_nbytes, crc or 0]
+    # One look at all of them: a thousand ranks have hundreds of thousands of rows. A bool is no int here.
+    if set(map(type, numbers)) != {int} or min(numbers) < 0:
+        raise TypeError("not a list of non-negative ints")
     if not isinstance(fqn, str) or not start <= data <= data + data_nbytes <= start + nbytes <= file_size:
         raise ValueError("extent")
-    return ListedChunk(fqn, BY_NAME[dtype], _ints(shape), region, start, nbytes, data, data_nbytes, crc)
-
-
-def _ints(value: Any) -> Shape:
-    """Sizes, offsets or places: a list of ints, none negative."""
-    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
-        raise TypeError("not a list of non-negative ints")
-    return tuple(value)
+    region = Region(tuple(offsets), tuple(sizes))
+    return ListedChunk(fqn, BY_NAME[dtype], tuple(shape), region, start, nbytes, data, data_nbytes, crc)

@@ -128,9 +128,9 @@ class ConsolidateResult:
 
 def consolidate(
     checkpoint: str | os.PathLike[str],
-    output: str | None = None,
+    output: str | os.PathLike[str] | None = None,
     *,
-    base: str | None = None,
+    base: str | os.PathLike[str] | None = None,
     base_revision: str | None = None,
     dtype: str = "keep",
     max_shard_size: str | int = "5GB",
@@ -224,6 +224,8 @@ def consolidate(
         raise UsageError("--base-revision is about --base, which is not there")
     _check_push(push_to_hub, private=private, branch=branch)
     given = os.fspath(checkpoint)
+    output = None if output is None else os.fspath(output)
+    base = None if base is None else os.fspath(base)
     with remembered():  # resolving opens it too
         resolved = resolve_checkpoint(given)
         path = check_destination(

@@ -78,8 +78,8 @@ class PreshardResult:
 
 
 def preshard(
-    source: str,
-    output: str | None = None,
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
     *,
     world_size: int | None = None,
     mesh: str | None = None,
@@ -124,7 +124,8 @@ def preshard(
         ResourceError: disk, permission or network.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
-    begun, progress = time.monotonic(), progress or NoProgress()
+    begun, progress, source = time.monotonic(), progress or NoProgress(), os.fspath(source)
+    output = None if output is None else os.fspath(output)
     parsed, options = (
         parse_mesh(mesh, world_size),
         execute_options(jobs, max_memory, digests=digest != "none"),

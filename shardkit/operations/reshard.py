@@ -71,7 +71,7 @@ class ReshardResult:
 
 def reshard(
     checkpoint: str | os.PathLike[str],
-    output: str,
+    output: str | os.PathLike[str],
     *,
     world_size: int | None = None,
     mesh: str | None = None,
@@ -113,7 +113,9 @@ def reshard(
     options = execute_options(jobs, max_memory, digests=digest != "none")
     with remembered():
         resolved = resolve_checkpoint(source)
-        path = check_destination(output, resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint)
+        path = check_destination(
+            os.fspath(output), resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint
+        )
         parts = take_apart(resolved.path)
     job = build_job(parts, parsed, dtype=dtype, optimizer_dtype=optimizer_dtype, digest=digest)
     taken = (

@@ -256,5 +256,5 @@ def _changed(names: Sequence[str]) -> IntegrityError:
     return IntegrityError(
         f"{len(names)} source file{'s' * (len(names) > 1)} changed while being read",
         problems=[escape(name) for name in names],
-        hint="nothing was written to the destination; start again once the source is at rest",
+        hint="start again once the source is at rest; nothing that was made of it is kept",
     )
