@@ -4,6 +4,9 @@
     result = shardkit.preshard("Qwen/Qwen3-8B", world_size=32)
     print(shardkit.inspect(result.output).to_json())
 
+    context = shardkit.prepare("Qwen/Qwen3-8B", result.output, dtype="fp32")    # in each process of a training job
+    model = shardkit.finalize(shardkit.wrap(context.model, mesh), context)
+
 Importing shardkit imports no torch; what needs it imports it when it runs.
 """
 
@@ -34,6 +37,18 @@ if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult, preshard
     from shardkit.operations.reshard import ReshardResult, reshard
     from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
+    from shardkit.training.context import ModelInitializationContext
+    from shardkit.training.diagnose import Diagnosis, diagnose
+    from shardkit.training.finalize import finalize, load_into
+    from shardkit.training.gradients import clip_grad_norm_, grad_norm
+    from shardkit.training.hf_environment import hf_ram_efficient_loading
+    from shardkit.training.lightning import FSDPDiagnosticsCallback
+    from shardkit.training.memory import PhaseMemory
+    from shardkit.training.optimizer import parameter_names, rebind_optimizer
+    from shardkit.training.prepare import prepare
+    from shardkit.training.save import SaveResult, save
+    from shardkit.training.units import layer_policy
+    from shardkit.training.wrap import bf16_mixed_precision, wrap
 
 _HOMES = {
     "consolidate": "shardkit.operations.consolidate",
@@ -48,32 +63,73 @@ _HOMES = {
     "ResolvedCheckpoint": "shardkit.operations.resolve",
     "environment": "shardkit.operations.environment",
     "Environment": "shardkit.operations.environment",
+    **dict.fromkeys(
+        (
+            "Diagnosis",
+            "FSDPDiagnosticsCallback",
+            "ModelInitializationContext",
+            "PhaseMemory",
+            "SaveResult",
+            "bf16_mixed_precision",
+            "clip_grad_norm_",
+            "diagnose",
+            "finalize",
+            "grad_norm",
+            "hf_ram_efficient_loading",
+            "layer_policy",
+            "load_into",
+            "parameter_names",
+            "prepare",
+            "rebind_optimizer",
+            "save",
+            "wrap",
+        ),
+        "shardkit.training",
+    ),
 }
 
 __all__ = [
     "ConsolidateResult",
+    "Diagnosis",
     "Environment",
+    "FSDPDiagnosticsCallback",
     "IncompleteError",
     "InspectResult",
     "IntegrityError",
     "Interrupted",
     "LayoutError",
     "MeshError",
+    "ModelInitializationContext",
+    "PhaseMemory",
     "PolicyError",
     "PreshardResult",
     "ReshardResult",
     "ResolvedCheckpoint",
     "ResourceError",
+    "SaveResult",
     "ShardkitError",
     "SourceError",
     "UsageError",
     "__version__",
+    "bf16_mixed_precision",
+    "clip_grad_norm_",
     "consolidate",
+    "diagnose",
     "environment",
+    "finalize",
+    "grad_norm",
+    "hf_ram_efficient_loading",
     "inspect",
+    "layer_policy",
+    "load_into",
+    "parameter_names",
+    "prepare",
     "preshard",
+    "rebind_optimizer",
     "reshard",
     "resolve_checkpoint",
+    "save",
+    "wrap",
 ]
 
 

@@ -5,8 +5,20 @@ Every name here has a test of its own in tests/test_torch_contract.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+)
 
 
 def init_fake_world(world_size: int) -> None:
@@ -18,4 +30,181 @@ def init_fake_world(world_size: int) -> None:
     Source: torch 2.13, torch/testing/_internal/distributed/fake_pg.py; importing it registers the
     backend "fake".
     """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # no training job should import it
+
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def shard_of(placement: object) -> tuple[int, int] | None:
+    """Return (dim, split factor) of a placement that cuts a dim; None for any other.
+
+    The split factor is 1, unless axes further right cut the same dim *before* this one: then it is the number of
+    parts that they make. `fully_shard` on a tensor-parallel parameter places it so.
+
+    Source: torch 2.13, torch/distributed/tensor/placement_types.py, _StridedShard.
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    if isinstance(placement, _StridedShard):  # before Shard, whose subclass it is in torch 2.6
+        return placement.dim, int(placement.split_factor)
+    return (placement.dim, 1) if isinstance(placement, Shard) else None
+
+
+class FSDPShard(NamedTuple):
+    """A parameter that `fully_shard` manages, and the memory that it wants for this rank's part."""
+
+    param: nn.Parameter
+    """The DTensor that the module has."""
+    padded_sizes: tuple[int, ...]
+    """Of the memory: all ranks' are equal, so that it can be all-gathered as it lies."""
+    dim: int
+    """The one along which it is padded."""
+    on_cpu: bool
+    """Offloaded."""
+    pinned: bool
+    """Offloaded to pinned memory."""
+    keep: Callable[[torch.Tensor], None]
+    """Make padded memory what is all-gathered; the parameter must be a view of its beginning."""
+
+
+def fsdp_shards(model: nn.Module) -> Iterator[FSDPShard]:
+    """Yield what `fully_shard` manages, by unit.
+
+    Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py; 2.6 has one group for each state.
+    """
+    states: dict[int, Any] = {}  # one for all modules that were given to one call
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            states[id(state)] = state
+    for state in states.values():
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            for managed in group.fsdp_params if group is not None else ():
+
+                def keep(memory: torch.Tensor, managed: Any = managed) -> None:
+                    managed._sharded_param_data = memory.view(-1)
+
+                yield FSDPShard(
+                    param=managed.sharded_param,
+                    padded_sizes=tuple(managed.padded_sharded_param_size),
+                    dim=managed.fsdp_placement.dim,
+                    on_cpu=managed.offload_to_cpu,
+                    pinned=managed.pin_memory,
+                    keep=keep,
+                )
+
+
+def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
+    """Return the names of a module's own buffers that are in no state dict."""
+    return frozenset(module._non_persistent_buffers_set)
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True where one tensor is another view of the other's memory; also on meta, where there is none."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def checkpointed(module: nn.Module) -> nn.Module:
+    """Return a module that computes `module` again in backward; its state dict has the names that it had.
+
+    Source: torch 2.13, torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py; torchtitan, accelerate
+    and Lightning take it from there too.
+    """
+    wrapper: nn.Module = _checkpoint.checkpoint_wrapper(module)
+    return wrapper
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """True for what `checkpointed` returns."""
+    return isinstance(module, _checkpoint.CheckpointWrapper)
+
+
+class Fsdp2Unit(NamedTuple):
+    """What one `fully_shard` call manages."""
+
+    mesh: DeviceMesh
+    reshard_after_forward: bool | int
+    """An int is the number of ranks that hold a part after forward."""
+    mixed_precision: MixedPrecisionPolicy
+    cpu_offload: bool
+    parameters: dict[tuple[int, str], nn.Parameter]
+    """(id of a module, attribute) -> sharded parameter, whatever is registered on the module just now; every place
+    of a tie is there."""
+
+
+def fsdp2_units(module: FSDPModule, *, is_root: bool) -> Iterator[Fsdp2Unit]:
+    """Yield the parameter groups of a module that `fully_shard` was called on: one, unless meshes differ; none where
+    units inside it have all parameters.
+
+    Args:
+        is_root: no FSDP module is around it.
+
+    Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _fsdp_param_group.py, _fsdp_param.py.
+    """
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.6 has one at most
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    # fully_shard says True where it was told nothing; the first forward turns that to False on the root.
+    is_automatic = is_root and getattr(state, "_auto_reshard_after_forward", False)
+    for group in groups:
+        after = group.post_forward_mesh_info
+        reshard: bool | int = after is not None and not is_automatic
+        if reshard and after is not group.mesh_info:
+            reshard = after.shard_mesh_size
+        parameters = {}
+        for sharded in group.fsdp_params:
+            places = sharded._module_info
+            parameters[id(places.module), places.param_name] = sharded.sharded_param
+            for holder, name in zip(places.shared_modules, places.shared_param_names, strict=True):
+                parameters[id(holder), name] = sharded.sharded_param
+        offload = isinstance(group.offload_policy, CPUOffloadPolicy)
+        yield Fsdp2Unit(group.mesh_info.mesh, reshard, group.mp_policy, offload, parameters)
+
+
+class Fsdp1Unit(NamedTuple):
+    """The flat parameter of one FSDP1 module."""
+
+    fqns: tuple[str, ...]
+    """Of the parameters in it, relative to the module."""
+    numels: tuple[int, ...]
+    """Of each, whole, in elements."""
+    local: torch.Tensor
+    """This rank's part, padding included."""
+    num_shards: int
+    registered: tuple[torch.Tensor, ...]
+    """What modules may have as a parameter for it: itself, or views of it (use_orig_params)."""
+
+
+def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
+    """Return an FSDP1 module's flat parameter; None where modules inside it have all parameters.
+
+    Source: torch 2.13, torch/distributed/fsdp/_flat_param.py: FlatParameter, FlatParamHandle.
+    """
+    handle: Any = module._handle
+    if handle is None:
+        return None
+    flat = handle.flat_param
+    # After a forward without resharding flat_param is the whole one, and _local_shard still the part.
+    local = getattr(flat, "_local_shard", flat)
+    numels = tuple(shape.numel() for shape in flat._shapes)
+    views = (*(getattr(flat, "_params", None) or ()), *(getattr(flat, "_shared_params", None) or ()))
+    return Fsdp1Unit(tuple(flat._fqns), numels, local, handle.world_size, (flat, *views))
+
+
+def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the norm of each tensor, accumulated and given in `dtype`, in a few kernels for all of them.
+
+    Source: torch 2.13, torch/nn/utils/clip_grad.py calls it so, in the tensors' own dtype.
+    """
+    norms: list[torch.Tensor] = list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+    return norms
+
+
+def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one device in place by a tensor of no dims on the same device.
+
+    Source: torch 2.13, torch/nn/utils/clip_grad.py.
+    """
+    torch._foreach_mul_(tensors, factor)

@@ -6,6 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -38,25 +39,74 @@ def make_model(directory: Path) -> float:
     return float(model(input_ids=tokens, labels=tokens).loss.detach())
 
 
-@pytest.mark.dist
-def test_fsdp2_example_starts_from_the_presharded_weights(tmp_path: Path) -> None:
-    loss = make_model(tmp_path / "model")
-    shardkit.preshard(str(tmp_path / "model"), str(tmp_path / "checkpoint"), world_size=2)
-
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-    script = [str(EXAMPLES / "fsdp2_load.py"), str(tmp_path / "model"), str(tmp_path / "checkpoint")]
+def torchrun(num_processes: int, script: str, *arguments: object) -> str:
+    """Run an example as its docstring says; return what it printed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
     done = subprocess.run(
-        [sys.executable, *torchrun, "--nproc-per-node", "2", *script],
+        [
+            sys.executable,
+            *launcher,
+            "--nproc-per-node",
+            str(num_processes),
+            str(EXAMPLES / script),
+            *map(str, arguments),
+        ],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
-
     assert done.returncode == 0, done.stderr
-    word, printed = done.stdout.split()
+    return done.stdout
+
+
+@pytest.mark.dist
+def test_fsdp2_example_starts_from_the_presharded_weights(tmp_path: Path) -> None:
+    loss = make_model(tmp_path / "model")
+    shardkit.preshard(tmp_path / "model", tmp_path / "checkpoint", world_size=2)
+    word, printed = torchrun(2, "fsdp2_load.py", tmp_path / "model", tmp_path / "checkpoint").split()
     assert word == "loss"
     assert float(printed) == pytest.approx(loss, abs=2e-6)
+
+
+@pytest.mark.dist
+def test_three_phases_start_from_the_hub_directory(tmp_path: Path) -> None:
+    loss = make_model(tmp_path / "model")
+    *report, last = torchrun(2, "three_phase.py", tmp_path / "model").splitlines()
+    assert float(last.removeprefix("loss ")) == pytest.approx(loss, abs=2e-6)
+    assert report[0] == "LlamaForCausalLM on rank 0 of 2: FSDP2 (fully_shard)"
+    assert any("model.embed_tokens.weight = lm_head.weight" in line for line in report)
+
+
+@pytest.mark.dist
+def test_a_training_loop_goes_on_in_another_world_and_back_to_the_hub(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    whole = torchrun(1, "train_fsdp2.py", tmp_path / "model", tmp_path / "whole", 4).splitlines()
+    first = torchrun(4, "train_fsdp2.py", tmp_path / "model", tmp_path / "run", 2).splitlines()
+    second = torchrun(3, "train_fsdp2.py", tmp_path / "model", tmp_path / "run", 4).splitlines()
+    losses = [[float(line.split()[-1]) for line in lines] for lines in (whole, [*first, *second])]
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
+    result = shardkit.consolidate(
+        tmp_path / "run" / "last", tmp_path / "trained", base=tmp_path / "model", dtype="base"
+    )
+    assert not result.warnings
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
+def test_lightning_example(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "lightning_callback.py"), "2"],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1, batch 1 after backward, MiB:" in done.stderr
+    assert "units         4 and network" in done.stderr
 
 
 def write_ranks(directory: Path, embeddings: list[bytes]) -> list[dict[str, list[str]]]:

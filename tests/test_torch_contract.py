@@ -18,3 +18,137 @@ assert mesh["b"].size() == 3
 
 def test_fake_world_has_ranks_that_do_not_exist() -> None:
     subprocess.run([sys.executable, "-c", FAKE_WORLD], check=True, timeout=120)
+
+
+def test_views_on_meta_share_memory_and_copies_do_not() -> None:
+    import torch
+
+    from shardkit._torch import shares_memory
+
+    whole = torch.empty(6, 4, device="meta")
+    assert shares_memory(whole, whole[2:].detach())
+    assert not shares_memory(whole, whole.clone())
+
+
+FSDP_WORLD = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from shardkit._torch import fsdp1_unit, fsdp2_units, init_fake_world
+
+init_fake_world(4)
+mesh = init_device_mesh("cpu", (4,))
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+model[1].bias = model[0].bias
+precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=CPUOffloadPolicy(pin_memory=False))
+(unit,) = fsdp2_units(model, is_root=True)
+assert (unit.mesh, unit.mixed_precision, unit.cpu_offload) == (mesh, precision, True)
+assert unit.reshard_after_forward is False, "nothing was said, and it is the root"
+(unit,) = fsdp2_units(model, is_root=False)
+assert unit.reshard_after_forward is True
+named = {name: unit.parameters[id(model[int(name[0])]), name[2:]] for name, _ in model.named_parameters(remove_duplicate=False)}
+assert len(named) == 4 and named["0.bias"] is named["1.bias"] and named["0.weight"].to_local().shape == (2, 8)
+for asked in (True, False, 2):
+    (unit,) = fsdp2_units(fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=asked), is_root=True)
+    assert unit.reshard_after_forward == asked and type(unit.reshard_after_forward) is type(asked)
+
+for use_orig_params in (False, True):
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    wrapped = FullyShardedDataParallel(plain, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    unit = fsdp1_unit(wrapped)
+    assert unit.fqns == ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert unit.numels == (64, 8, 64, 8) and unit.num_shards == 4 and unit.local.numel() == 36
+    assert {id(p) for p in wrapped.parameters()} <= set(map(id, unit.registered))
+"""
+
+
+def test_fsdp_tells_its_settings_and_parameters() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FSDP_WORLD], check=True, timeout=120)
+
+
+def test_checkpointed_modules_keep_their_names() -> None:
+    import torch
+    from torch import nn
+
+    from shardkit._torch import checkpointed, is_checkpointed
+
+    calls = []
+    plain = nn.Linear(2, 2)
+    plain.register_forward_pre_hook(lambda *_: calls.append(1))
+    model = nn.Sequential(checkpointed(plain))
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    assert is_checkpointed(model[0])
+    assert not is_checkpointed(plain)
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert len(calls) == 2
+
+
+def test_foreach_norms_accumulate_in_the_dtype_asked_for() -> None:
+    import torch
+
+    from shardkit._torch import foreach_norms, foreach_scale_
+
+    tensors = [torch.full((4096,), 0.01, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)]
+    norms = foreach_norms(tensors, 2.0, torch.float32)
+    assert [norm.dtype for norm in norms] == [torch.float32] * 2
+    torch.testing.assert_close(norms[0], tensors[0].double().norm().float())
+    foreach_scale_(tensors, torch.tensor(0.5))
+    assert tensors[1].tolist() == [0.5] * 3
+
+
+SHARDS_WORLD = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from shardkit._torch import fsdp_shards, init_fake_world, shard_of
+
+init_fake_world(4)
+mesh = init_device_mesh("cpu", (4,))
+with torch.device("meta"):
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))
+fully_shard(list(model), mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] == 8 else None)
+fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+shards = {id(each.param): each for each in fsdp_shards(model)}
+named = {name: shards[id(value)] for name, value in model.named_parameters()}
+assert len(shards) == len(named) == 4, "two modules in one call are listed once"
+assert [(each.padded_sizes, each.dim) for each in named.values()] == [((6, 2), 1), ((2,), 0), ((2, 6), 0), ((2,), 0)]
+assert not any(each.on_cpu or each.pinned for each in named.values())
+
+with torch.device("meta"):
+    single = nn.Linear(3, 5)
+fully_shard(single, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+(weight, bias) = fsdp_shards(single)
+assert weight.on_cpu and not weight.pinned and weight.padded_sizes == (2, 3)
+memory = torch.arange(6.0).view(2, 3)
+weight.keep(memory)
+state = single._get_fsdp_state()
+group = state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
+assert group.fsdp_params[0]._sharded_param_data.data_ptr() == memory.data_ptr(), "what all_gather_inputs returns"
+
+grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+both = parallelize_module(nn.Linear(8, 8), grid["tp"], ColwiseParallel())
+fully_shard(both, mesh=grid["dp"])
+assert [shard_of(placement) for placement in both.weight.placements] == [(0, 2), (0, 1)]
+assert shard_of(Replicate()) is None and shard_of(Shard(1)) == (1, 1)
+"""
+
+
+def test_fsdp_tells_the_memory_of_its_shards_and_keeps_what_it_is_given() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", SHARDS_WORLD], check=True, timeout=120)
+
+
+def test_buffers_outside_of_the_state_dict() -> None:
+    import torch
+    from torch import nn
+
+    from shardkit._torch import non_persistent_buffers
+
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("hidden", torch.ones(1), persistent=False)
+    assert non_persistent_buffers(module) == {"hidden"}
+    assert "hidden" not in module.state_dict()

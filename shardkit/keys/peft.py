@@ -121,6 +121,24 @@ def classify_peft(names: Iterable[str], *, adapter: str | None = None) -> PeftNa
     )
 
 
+def base_name(name: str) -> str | None:
+    """Return what the base model calls a parameter of the model that PEFT has wrapped; None for an adapter's own.
+
+    A module that is trained in full has its base's name twice: before (`original_module`) and after.
+
+    Args:
+        name: of the wrapped model; a plain model's names come back as they are.
+    """
+    part = _take_apart(name)
+    if part is None:
+        path = _without_prefix(split(name))
+    elif part.marker in (_SAVED, _ORIGINAL):
+        path = (*part.module, *part.rest)
+    else:
+        return None
+    return join(segment for segment in path if segment not in (_BASE, "token_adapter"))
+
+
 def _take_apart(name: str) -> _Part | None:
     segments = _without_prefix(split(name))
     for at, segment in enumerate(segments):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _METADATA, _SHARD_SUFFIX = ".metadata", ".distcp"
 
 
-def inspect(path: str, *, tensors: bool = False) -> InspectResult:
+def inspect(path: str | os.PathLike[str], *, tensors: bool = False) -> InspectResult:
     """Return what a path holds, without reading tensor data and without torch (legacy `.bin` needs it).
 
     Args:
@@ -40,6 +40,7 @@ def inspect(path: str, *, tensors: bool = False) -> InspectResult:
         SourceError: nothing there, not a model or a checkpoint, or damaged.
         ResourceError: a file may not be read.
     """
+    path = os.fspath(path)
     if not os.path.lexists(path):
         raise SourceError(
             f"{escape(path)}: no such file or directory",
@@ -50,7 +51,9 @@ def inspect(path: str, *, tensors: bool = False) -> InspectResult:
     directory = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
     if os.path.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
         content = manifest.read(directory)
-        if content is not None and content.get("kind") != "hub":  # that one lies beside a Hub model's files
+        if (
+            content is not None and "kind" not in content
+        ):  # else it lies beside a Hub model, or what training saved
             return inspect_presharded(path, directory, content, unfold=tensors)
     layout = layout_of(path)
     if layout == "hub" or (path.endswith(".bin") and os.path.isfile(path)):

@@ -1,0 +1,40 @@
+"""Starting a sharded model in three phases, saving it, and looking at it: prepare, wrap, finalize.
+
+Importing this package imports torch; `import shardkit` does not import this package before one of its names is used.
+"""
+
+# At once and not when first used: modules here have the names of their functions, and importing one later would
+# put the module in the function's place.
+from shardkit.training.context import ModelInitializationContext
+from shardkit.training.diagnose import Diagnosis, diagnose
+from shardkit.training.finalize import finalize, load_into
+from shardkit.training.gradients import clip_grad_norm_, grad_norm
+from shardkit.training.hf_environment import hf_ram_efficient_loading
+from shardkit.training.lightning import FSDPDiagnosticsCallback
+from shardkit.training.memory import PhaseMemory
+from shardkit.training.optimizer import parameter_names, rebind_optimizer
+from shardkit.training.prepare import prepare
+from shardkit.training.save import SaveResult, save
+from shardkit.training.units import layer_policy
+from shardkit.training.wrap import bf16_mixed_precision, wrap
+
+__all__ = [
+    "Diagnosis",
+    "FSDPDiagnosticsCallback",
+    "ModelInitializationContext",
+    "PhaseMemory",
+    "SaveResult",
+    "bf16_mixed_precision",
+    "clip_grad_norm_",
+    "diagnose",
+    "finalize",
+    "grad_norm",
+    "hf_ram_efficient_loading",
+    "layer_policy",
+    "load_into",
+    "parameter_names",
+    "prepare",
+    "rebind_optimizer",
+    "save",
+    "wrap",
+]

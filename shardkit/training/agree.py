@@ -1,0 +1,206 @@
+"""Ranks that end together: what happened on one is known to all before any goes on.
+
+A rank that raised alone would leave the others waiting in their next collective until it times out. So every
+phase ends with `agree`: each rank brings its error or None, and all raise, or none does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit import errors
+from shardkit.errors import ResourceError, ShardkitError
+
+_KNOWN: dict[str, type[ShardkitError]] = {
+    name: value
+    for name, value in vars(errors).items()
+    # Interrupted is made with the number of a signal; a rank that was told to stop raises its own.
+    if isinstance(value, type) and issubclass(value, ShardkitError) and value is not errors.Interrupted
+}
+
+
+class LostRank(ResourceError):
+    """Another rank died, or did not come in time: there is nobody left to agree with."""
+
+
+def world() -> tuple[int, int]:
+    """Return (this rank, world size); (0, 1) without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def device_for(group: dist.ProcessGroup | None = None, wanted: torch.device | None = None) -> torch.device:
+    """Return where tensors must lie for a group's collectives.
+
+    Args:
+        group: None for all ranks.
+        wanted: taken if the group can; otherwise, and without it, the CPU if the group can; otherwise the
+            current device of the group's kind.
+    """
+    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    if wanted is not None and wanted.type in kinds:
+        return wanted
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, phase: str = "gathering") -> list[Any]:
+    """Return the values of all ranks of a group, in its order; each rank must call it.
+
+    Args:
+        value: plain data. It travels as JSON, so tuples arrive as lists and keys as strings, this rank's own too.
+        group: None for all ranks. Without a process group the world is this process.
+        phase: what is being done, for the message where a rank died.
+
+    Raises:
+        ResourceError: a rank died, or did not come within the process group's timeout.
+    """
+    data = json.dumps(value, separators=(",", ":")).encode()
+    if not (dist.is_available() and dist.is_initialized()):
+        return [json.loads(data)]
+    size, device = dist.get_world_size(group), device_for(group)
+    try:
+        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+        dist.all_gather(lengths, torch.tensor([len(data)], device=device), group)
+        longest = max(int(length) for length in lengths)
+        mine = torch.zeros(longest, dtype=torch.uint8, device=device)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        gathered = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(gathered, mine, group)
+    except RuntimeError as error:  # gloo and nccl raise nothing narrower
+        raise lost(phase, error) from error
+    return [
+        json.loads(part[: int(length)].cpu().numpy().tobytes())
+        for part, length in zip(gathered, lengths, strict=True)
+    ]
+
+
+def lost(phase: str, error: BaseException) -> LostRank:
+    """Return the error for a collective that failed: some rank is gone, or never came."""
+    first = str(error).strip().splitlines() or [type(error).__name__]
+    return LostRank(
+        f"another rank was lost during {phase}",
+        problems=[first[0]],
+        hint="look for the first error among the outputs of all ranks; a rank that was killed leaves none",
+    )
+
+
+def agree(
+    error: BaseException | None, group: dist.ProcessGroup | None = None, *, phase: str = "this phase"
+) -> None:
+    """Raise on all ranks where any has an error; each rank must call it.
+
+    Args:
+        error: of this rank, None where all is well.
+        group: None for all ranks.
+        phase: what is being done, for the message where a rank died.
+
+    Raises:
+        ShardkitError: of the class that all errors have in common; its problems name the ranks, those with equal
+            errors together. In a world of one the error itself is raised, and on its own rank whatever is no
+            Exception, as Ctrl-C.
+        ResourceError: a rank died, or did not come within the process group's timeout.
+    """
+    if isinstance(error, LostRank):
+        raise error
+    told = gather_json(None if error is None else _describe(error), group, phase=phase)
+    if error is not None and (len(told) == 1 or not isinstance(error, Exception)):
+        raise error
+    if any(each is not None for each in told):
+        ranks = dist.get_process_group_ranks(group) if len(told) > 1 else [0]
+        raise _together(told, ranks) from error
+
+
+@contextlib.contextmanager
+def agreed(phase: str) -> Iterator[None]:
+    """Run a block on every rank and `agree` on how it ended; nothing in it may wait for another rank.
+
+    Args:
+        phase: what is being done, for the message where a rank died.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:  # Ctrl-C too: the others must not wait
+        error = caught
+    agree(error, phase=phase)
+
+
+def broadcast_json(value: Any, source: int, *, phase: str = "sending") -> Any:
+    """Return the value of rank `source`; every rank calls it.
+
+    Raises:
+        ResourceError: a rank died, or did not come within the process group's timeout.
+    """
+    rank, size = world()
+    data = json.dumps(value, separators=(",", ":")).encode() if rank == source else b""
+    if size == 1:
+        return json.loads(data)
+    device = device_for()
+    try:
+        length = torch.tensor([len(data)], device=device)
+        dist.broadcast(length, source)
+        content = torch.frombuffer(bytearray(data or bytes(int(length))), dtype=torch.uint8).to(device)
+        dist.broadcast(content, source)
+    except RuntimeError as error:
+        raise lost(phase, error) from error
+    return json.loads(content.cpu().numpy().tobytes())
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, ShardkitError):
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        return {
+            "kinds": kinds,
+            "message": error.message,
+            "problems": list(error.problems),
+            "hint": error.hint,
+        }
+    kind = ResourceError if isinstance(error, (OSError, MemoryError)) else ShardkitError
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return {"kinds": [kind.__name__], "message": text, "problems": [], "hint": None}
+
+
+def _together(told: Sequence[dict[str, Any] | None], ranks: Sequence[int]) -> ShardkitError:
+    """Return one error for what all ranks told."""
+    distinct: dict[str, list[int]] = {}
+    for rank, each in zip(ranks, told, strict=True):
+        if each is not None:
+            distinct.setdefault(json.dumps(each), []).append(rank)
+    found = [(json.loads(text), _ranks(who)) for text, who in distinct.items()]
+    kinds = [_kind(each["kinds"]) for each, _ in found]
+    lineage: Sequence[type[ShardkitError]] = kinds[0].__mro__
+    common = next(kind for kind in lineage if all(issubclass(other, kind) for other in kinds))
+    problems: list[str] = []
+    for each, who in found:
+        if len(found) > 1 or not each["problems"]:
+            problems.append(f"{who}: {each['message']}")
+        problems += (f"{who}: {problem}" for problem in each["problems"])
+    failed = sum(map(len, distinct.values()))
+    message = found[0][0]["message"] if len(found) == 1 else f"{failed} of {len(told)} ranks failed"
+    hint = next((each["hint"] for each, _ in found if each["hint"]), None)
+    return common(message, problems=problems, hint=hint)
+
+
+def _kind(names: Sequence[str]) -> type[ShardkitError]:
+    return next((_KNOWN[name] for name in names if name in _KNOWN), ShardkitError)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 2", "ranks 0-3", "ranks 0, 2-3"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

@@ -1,0 +1,94 @@
+"""What prepare decides once and the later phases carry out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardkit.core.catalog import Catalog
+
+# Parts that wrappers put into module paths: activation checkpointing, torch.compile, FSDP1.
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's or module's FQN without the parts that wrappers put into it."""
+    return _WRAPPERS.sub("", name + ".").removesuffix(".")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedTensor:
+    """A parameter or buffer as the plain model has it."""
+
+    fqn: str
+    """Its first name in the model, without wrappers."""
+    shape: tuple[int, ...]
+    """Of the whole tensor, in elements."""
+    dtype: torch.dtype
+    """What the filled tensor is to have."""
+    kind: str
+    """"parameter" or "buffer"."""
+    persistent: bool
+    """It stands in the model's state dict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A source of weights, opened for one model: no tensor has been read."""
+
+    path: str
+    """Where it lies, for messages."""
+    catalog: Catalog
+    """Of the tensors that the model wants, under their stored names; extents are raw bytes."""
+    names: Mapping[str, str]
+    """The model's FQN -> stored name. A tie's names may all be there, or one of them."""
+    identity: str
+    """Hex digest that is the same for every copy of these weights, whatever its path and times: of the manifest, or
+    of sizes and headers."""
+    presharded: str | None = None
+    """Directory that preshard wrote, with a chunk list for each file; None for any other source."""
+    unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shape of every weight of the source that the model has no place for, by its stored name."""
+    fused: Mapping[str, str] = field(default_factory=dict)
+    """Stored name -> FQN, where the model holds several stored tensors as one, or one in another form."""
+    quantised: str | None = None
+    """What shows that the stored values mean nothing by themselves."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelInitializationContext:
+    """A prepared model: what it is to hold, where that comes from, and what is made anew.
+
+    Returned by `prepare`, consumed by `finalize`. It holds no weights but buffers.
+    """
+
+    model: nn.Module
+    """Parameters on meta, buffers real on the CPU."""
+    source: str | None
+    """As it was given; None initialises from scratch."""
+    weights: Weights | None
+    """None without a source, or where this rank cannot open it; `unavailable` says why."""
+    unavailable: str | None = None
+    """Why this rank cannot open the source, where others can."""
+    expected: dict[str, ExpectedTensor] = field(default_factory=dict)
+    """Every parameter and buffer (non-persistent ones too) by clean FQN, ties under their first name."""
+    ties: tuple[tuple[str, ...], ...] = ()
+    """Groups of names that are one parameter, first name first."""
+    initialised: frozenset[str] = frozenset()
+    """FQNs that are initialised and not read: `missing`, new heads, or everything without a source."""
+    grown: dict[str, int] = field(default_factory=dict)
+    """FQN -> rows that the source has, for tensors that were made longer (`align_vocab`); the rest is initialised."""
+    seed: int = 0
+    """Of everything that is initialised; the same on every rank."""
+    blueprint: nn.Module | None = None
+    """A copy of the plain model on meta, whose own initialisation makes what is not read; None when nothing is."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Every buffer's computed value on the CPU, by clean FQN: finalize restores what a wrapper lost."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told, once."""

@@ -1,0 +1,285 @@
+"""The third phase: memory for this rank's shards, their values, and the proof that all is well."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.regions import Region, intersect, relative_to
+from shardkit.core.text import count, escape
+from shardkit.errors import IntegrityError, ResourceError, ShardkitError, SourceError, UsageError
+from shardkit.training.agree import agree, agreed, gather_json, world
+from shardkit.training.broadcast import fill_broadcast
+from shardkit.training.buffers import compute_buffers
+from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights
+from shardkit.training.direct import fill_direct
+from shardkit.training.fit import check_fit, check_ties
+from shardkit.training.initialise import initialise, new_rows
+from shardkit.training.local import LocalShard, local_shards, materialise, refuse_fsdp1
+from shardkit.training.match import match
+from shardkit.training.proof import prove_filled, prove_model
+from shardkit.training.reading import Filled, window
+from shardkit.training.restore import equalise_buffers, named_buffers, restore_buffers, retie
+from shardkit.training.sources import SourceRank
+from shardkit.training.weights import open_weights
+
+Strategy = Literal["auto", "direct", "broadcast"]
+
+_log = logging.getLogger("shardkit")
+
+
+def finalize(
+    model: nn.Module,
+    ctx: ModelInitializationContext,
+    *,
+    strategy: Strategy = "auto",
+    source_rank: SourceRank = "global",
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Give a prepared and wrapped model its weights; every rank calls it.
+
+    Args:
+        model: what `wrap` returned, or what anybody else made of `ctx.model`.
+        ctx: from `prepare`.
+        strategy: "direct": every rank reads its own shards. "broadcast": source ranks read and send each rank only
+            what it holds. "auto": direct, if every rank can open the source and sees the same weights.
+        source_rank: who reads for whom with broadcast: "global", one for all; "node", one for the ranks of its host;
+            "replica", one for each replica of an HSDP mesh.
+        device: for parameters and buffers; None is the device type of the mesh.
+
+    Returns:
+        The model: every parameter filled once, nothing on meta, ties one object, buffers equal on all ranks.
+
+    Raises:
+        UsageError: an unknown strategy, or a model that is wrapped by FSDP1.
+        LayoutError, IntegrityError: the wrapped model is not what was prepared, or the source does not fit it.
+        SourceError, ResourceError: the source cannot be read. All on all ranks, and naming those where it happened.
+    """
+    with agreed("looking at the wrapped model"):
+        refuse_fsdp1(model)
+        _check_options(strategy, source_rank)
+        place = _device(model, device)
+        restore_buffers(model, ctx.buffers, place)
+        retie(model, ctx.ties)
+        materialise(model, None if device is None else place)
+        shards = local_shards(model)
+    filled = Filled()
+    if ctx.source is not None:
+        filled = _fill(
+            shards,
+            ctx.weights,
+            ctx.unavailable,
+            strategy,
+            source_rank,
+            initialised=ctx.initialised,
+            grown=ctx.grown,
+        )
+    with agreed("initialising parameters"):
+        _initialise(shards, ctx, filled)
+    _prove(model, shards, filled, ctx)
+    return model
+
+
+def load_into(
+    model: nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    strategy: Strategy = "auto",
+    source_rank: SourceRank = "global",
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Fill a model that anybody has wrapped, or nobody, from any source; every rank calls it.
+
+    Args:
+        model: on meta, or with values, which are overwritten in place. Buffers that are in no checkpoint must have
+            their values.
+        source: Hub directory or id, pre-sharded directory, or any sharded checkpoint.
+        strategy: as for `finalize`.
+        source_rank: as for `finalize`.
+        device: for parameters that are on meta; None is the device type of the mesh.
+
+    Returns:
+        The model.
+
+    Raises:
+        ShardkitError: as for `finalize`.
+    """
+    with agreed("looking at the model"):
+        refuse_fsdp1(model)
+        _check_options(strategy, source_rank)
+        place = _device(model, device)
+        _give_buffers(model, place)
+        materialise(model, None if device is None else place)
+        shards = local_shards(model)
+    weights, unavailable = _open(model, shards, source)
+    filled = _fill(shards, weights, unavailable, strategy, source_rank)
+    _prove(model, shards, filled, None)
+    return model
+
+
+def _open(
+    model: nn.Module, shards: Sequence[LocalShard], source: str | os.PathLike[str]
+) -> tuple[Weights | None, str | None]:
+    """Open a source for a live model and hold it against that; where only some ranks cannot, the reason is returned."""
+    expected = {
+        shard.fqn: ExpectedTensor(
+            fqn=shard.fqn, shape=shard.shape, dtype=shard.dtype, kind=shard.kind, persistent=shard.persistent
+        )
+        for shard in shards
+    }
+    ties = [shard.names for shard in shards if len(shard.names) > 1]
+    weights: Weights | None = None
+    error: ShardkitError | None = None
+    try:
+        weights = open_weights(source, expected, ties, model=model)
+    except (SourceError, ResourceError) as caught:
+        error = caught
+    able = gather_json(weights is not None, phase="opening the source")
+    if not any(able):
+        agree(error, phase="opening the source")
+    with agreed("holding the source against the model"):
+        if weights is not None:
+            check_fit(expected, ties, weights)
+            if world()[0] == able.index(True):  # it reads names of one parameter that are stored apart
+                check_ties(ties, weights)
+    return weights, None if error is None else str(error)
+
+
+def _check_options(strategy: str, source_rank: str) -> None:
+    for name, value, known in (
+        ("strategy", strategy, get_args(Strategy)),
+        ("source_rank", source_rank, get_args(SourceRank)),
+    ):
+        if value not in known:
+            raise UsageError(f"{name} must be one of {', '.join(known)}, not {escape(str(value))!r}")
+
+
+def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Return where buffers go: where the mesh's devices are, or else where parameters are already."""
+    if device is not None:
+        return torch.device(device)
+    parameters = list(model.parameters())
+    kind = next((p.device_mesh.device_type for p in parameters if isinstance(p, DTensor)), None)
+    if kind is None:
+        return next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
+    return (
+        torch.device(kind)
+        if kind == "cpu"
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )
+
+
+def _give_buffers(model: nn.Module, device: torch.device) -> None:
+    """Give buffers on meta their values, where they can be computed, or memory, where the source has them."""
+    if any(value.is_meta for _, _, _, value in named_buffers(model)):
+        compute_buffers(model, None)
+    memory = {
+        fqn: torch.empty_like(value, device=device)
+        for fqn, _, _, value in named_buffers(model)
+        if value.is_meta
+    }
+    restore_buffers(model, memory, device)
+
+
+def _fill(
+    shards: Sequence[LocalShard],
+    weights: Weights | None,
+    unavailable: str | None,
+    strategy: Strategy,
+    source_rank: SourceRank,
+    *,
+    initialised: Collection[str] = (),
+    grown: Mapping[str, int] | None = None,
+) -> Filled:
+    if _is_direct(weights, unavailable, strategy):
+        assert weights is not None
+        with agreed("holding the source against the model"):
+            wanted = match(shards, weights, initialised=initialised, grown=grown)
+        return fill_direct(wanted, weights)
+    return fill_broadcast(shards, weights, unavailable, source_rank, initialised=initialised, grown=grown)
+
+
+def _is_direct(weights: Weights | None, unavailable: str | None, strategy: Strategy) -> bool:
+    """Decide on all ranks alike, and say once what and why."""
+    identity = None if weights is None else weights.identity
+    told = gather_json([identity, unavailable], phase="comparing the ranks' sources")
+    blind = {rank: reason for rank, (identity, reason) in enumerate(told) if identity is None}
+    others = [rank for rank, (identity, _) in enumerate(told) if identity not in (None, told[0][0])]
+    if strategy == "broadcast":
+        return False
+    if not blind and not others:
+        _say(f"direct: all {len(told)} ranks see the same weights")
+        return True
+    problems = [f"rank {rank}: {_first_line(reason)}" for rank, reason in blind.items()]
+    if others and not blind:
+        problems += [f"rank {rank}: other weights than rank 0" for rank in others]
+    if strategy == "direct" or len(blind) == len(told):
+        raise SourceError(
+            f"{len(problems)} of {len(told)} ranks cannot read the source by themselves",
+            problems=problems,
+            hint="make it readable on every node, or use strategy='broadcast'"
+            if len(blind) < len(told)
+            else None,
+        )
+    _say(f"broadcast, not direct: {problems[0]}")
+    return False
+
+
+def _first_line(reason: str | None) -> str:
+    return (reason or "cannot open the source").splitlines()[0]
+
+
+def _say(text: str) -> None:
+    if world()[0] == 0:
+        _log.info("weights: %s", text)
+
+
+def _initialise(shards: Sequence[LocalShard], ctx: ModelInitializationContext, filled: Filled) -> None:
+    """Fill what is not read, from tensors that are the same on every rank."""
+    by_name = {name: shard for shard in shards for name in shard.names}
+    if ctx.initialised:
+        for fqn, whole in initialise(ctx, ctx.initialised):
+            _put(by_name[fqn], whole, 0, filled)
+    for fqn, rows in ctx.grown.items():
+        if fqn not in ctx.initialised:
+            _put(by_name[fqn], new_rows(ctx, fqn), rows, filled)
+
+
+def _put(shard: LocalShard, values: torch.Tensor, first_row: int, filled: Filled) -> None:
+    """Fill this rank's part of some rows of a tensor, all of them or those from `first_row` on."""
+    offsets = (first_row, *(0,) * (values.ndim - 1)) if values.ndim else ()
+    rows = Region(offsets, tuple(values.shape))
+    part = intersect(shard.region, rows)
+    if part is None:
+        return
+    with torch.no_grad():
+        target = shard.tensor[window(relative_to(part, shard.region.offsets))]
+        target.copy_(values[window(relative_to(part, offsets))])
+    filled.elements[shard.fqn] += part.num_elements
+
+
+def _prove(
+    model: nn.Module,
+    shards: Sequence[LocalShard],
+    filled: Filled,
+    ctx: ModelInitializationContext | None,
+) -> None:
+    differing = equalise_buffers(model)
+    with agreed("proving the filled model"):
+        problems = [
+            *prove_filled(shards, filled.elements),
+            *prove_model(model, shards, None if ctx is None else ctx.expected),
+            *(f"{escape(fqn)}: the buffer differs between ranks" for fqn in differing),
+        ]
+        if problems:
+            raise IntegrityError(
+                f"the filled model is not as it should be in {count(len(problems), 'place')}",
+                problems=problems,
+                hint="a wrapper has changed it between prepare and finalize" if ctx is not None else None,
+            )

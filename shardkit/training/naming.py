@@ -1,0 +1,230 @@
+"""Which stored tensor is which of a model's: names that differ by wrappers, a prefix, PEFT or transformers' renamings."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardkit.core.text import count, escape
+from shardkit.errors import SourceError
+from shardkit.keys.base import match_prefix
+from shardkit.keys.names import clean, join, split
+from shardkit.keys.peft import base_name
+from shardkit.training.buffers import is_transformers
+from shardkit.training.context import clean_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameMatch:
+    """Stored names beside a model's."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """FQN -> stored name."""
+    unused: tuple[str, ...] = ()
+    """Stored names that the model has no place for."""
+    fused: Mapping[str, str] = field(default_factory=dict)
+    """Stored name -> FQN that it would be a part of, or that holds it in another form."""
+    ignored: tuple[str, ...] = ()
+    """Stored names of what the model computes itself; older versions of it had them in the file."""
+    renamed: int = 0
+    """How many are found under another name than their own, wrappers aside."""
+
+
+class _Renamed(NamedTuple):
+    name: str
+    is_converted: bool
+    """More than its name would change."""
+
+
+_Rename = Callable[[str], _Renamed]
+
+
+def match_names(
+    stored: Mapping[str, str],
+    wanted: Iterable[str],
+    *,
+    computed: Iterable[str] = (),
+    model: nn.Module | None = None,
+) -> NameMatch:
+    """Find the stored tensor of each of a model's.
+
+    Args:
+        stored: stored name -> what it is called once a checkpoint's own root is taken off.
+        wanted: names of all parameters and buffers in the model's state dict, those of a tie each.
+        computed: names of buffers that are in no state dict.
+        model: its class may know renamings and names to leave out; not needed for plain modules.
+
+    Returns:
+        The match with the most stored tensors: by names as they are, or as `from_pretrained` renames them.
+
+    Raises:
+        SourceError: several stored tensors would be one of the model's.
+    """
+    targets = _Targets(wanted)
+    cleaned = {name: join(clean(shown)) for name, shown in stored.items()}
+    root = _transformers_root(model)
+    prefixes = _prefixes(cleaned.values(), targets, root)
+    found = _match(cleaned, targets, prefixes, lambda name: _Renamed(name, False))
+    if found.unused and root is not None and (rename := _renaming(root[1])) is not None:
+        other = _match(cleaned, targets, prefixes, rename)
+        if len(other.unused) < len(found.unused):
+            found = other
+    return _without_ignored(found, set(computed), model if root is not None else None)
+
+
+class _Targets:
+    """A model's names, and under which others each may be stored."""
+
+    def __init__(self, wanted: Iterable[str]) -> None:
+        self.own = dict.fromkeys(wanted)
+        self.by_base: dict[str, list[str]] = {}
+        for fqn in self.own:
+            base = base_name(fqn)
+            if base is not None:
+                self.by_base.setdefault(base, []).append(fqn)
+
+    def find(self, name: str, prefixes: Iterable[tuple[str, str]]) -> list[str]:
+        """Return the FQNs that a stored tensor of that name fills."""
+        if name in self.own:
+            return [name]
+        for old, new in (("", ""), *prefixes):
+            if name.startswith(old):
+                changed = new + name.removeprefix(old)
+                if changed in self.by_base:
+                    return self.by_base[changed]
+                if changed in self.own:
+                    return [changed]
+        return []
+
+
+def _transformers_root(model: nn.Module | None) -> tuple[str, nn.Module] | None:
+    """Return the outermost transformers model inside a model and its path there, as the base calls it."""
+    for path, module in model.named_modules() if model is not None else ():
+        if is_transformers(module):
+            # The name of something inside it shows what PEFT and wrappers put before.
+            inside = base_name(clean_name(f"{path}.x" if path else "x")) or "x"
+            return inside.removesuffix("x").removesuffix("."), module
+    return None
+
+
+def _prefixes(
+    stored: Iterable[str], targets: _Targets, root: tuple[str, nn.Module] | None
+) -> list[tuple[str, str]]:
+    """Return (prefix of stored names, what to put in its place), those that transformers knows first."""
+    known = []
+    if root is not None:
+        path, module = root
+        before = f"{path}." if path else ""
+        inner = getattr(module, "base_model_prefix", "")
+        if before:
+            known.append(("", before))
+        if isinstance(inner, str) and inner:
+            known += [(f"{inner}.", before), ("", f"{before}{inner}.")]
+    names, bases = dict.fromkeys(stored), targets.by_base.keys()
+    extra = match_prefix([split(name) for name in names], bases)
+    if extra:
+        known.append((join(extra) + ".", ""))
+    lacking = match_prefix([split(name) for name in bases], names)
+    if lacking:
+        known.append(("", join(lacking) + "."))
+    return list(dict.fromkeys(known))
+
+
+def _match(
+    stored: Mapping[str, str], targets: _Targets, prefixes: list[tuple[str, str]], rename: _Rename
+) -> NameMatch:
+    names: dict[str, list[str]] = {}
+    unused, fused, renamed = [], {}, 0
+    for key, plain in stored.items():
+        new = rename(plain)
+        found = targets.find(new.name, prefixes)
+        if not found and new.name != plain:  # as from_pretrained: it should probably not have been renamed
+            found, new = targets.find(plain, prefixes), _Renamed(plain, False)
+        if not found:
+            unused.append(key)
+        elif new.is_converted:
+            fused[key] = found[0]
+        else:
+            renamed += key not in found
+            for fqn in found:
+                names.setdefault(fqn, []).append(key)
+    _refuse_several(names)
+    return NameMatch(
+        names={fqn: names[fqn][0] for fqn in targets.own if fqn in names},
+        unused=tuple(unused),
+        fused=fused,
+        renamed=renamed,
+    )
+
+
+def _refuse_several(names: Mapping[str, list[str]]) -> None:
+    problems = [
+        f"{escape(fqn)}: {' and '.join(map(escape, keys))}" for fqn, keys in names.items() if len(keys) > 1
+    ]
+    if problems:
+        raise SourceError(
+            f"several stored tensors would be one of the model's, for {count(len(problems), 'name')}",
+            problems=problems,
+            hint="the source holds two models, or one under two roots: give one of them",
+        )
+
+
+def _renaming(module: Any) -> _Rename | None:
+    """Return how `from_pretrained` renames stored tensors for a model; None where this transformers does not.
+
+    Source: transformers 5.23, core_model_loading.convert_and_load_state_dict_in_model.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:
+        return None
+    with _own_classes(module):
+        transforms = get_model_conversion_mapping(module)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+
+    def rename(name: str) -> _Renamed:
+        changed, pattern = rename_source_key(name, renamings, converters)
+        return _Renamed(changed, pattern is not None)
+
+    return rename
+
+
+@contextlib.contextmanager
+def _own_classes(model: nn.Module) -> Iterator[None]:
+    """Undo for a moment that `fully_shard` has given modules classes of its own: transformers goes by their names."""
+    changed = [(module, type(module)) for module in model.modules() if FSDPModule in type(module).__bases__]
+    try:
+        for module, sharded in changed:
+            module.__class__ = next(base for base in sharded.__bases__ if base is not FSDPModule)
+        yield
+    finally:
+        for module, sharded in changed:
+            module.__class__ = sharded
+
+
+def _without_ignored(found: NameMatch, computed: set[str], model: nn.Module | None) -> NameMatch:
+    """Set aside what a model computes itself."""
+    if not found.unused:
+        return found
+    patterns: tuple[str, ...] = ()
+    if model is not None:
+        from shardkit.layout.meta_model import ignored_patterns
+
+        patterns = ignored_patterns(model)
+    search = re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).search if patterns else None
+    ignored = {
+        name: None
+        for name in found.unused
+        if join(clean(name)) in computed or (search is not None and search(name))
+    }
+    return replace(
+        found, unused=tuple(name for name in found.unused if name not in ignored), ignored=tuple(ignored)
+    )

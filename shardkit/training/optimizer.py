@@ -1,0 +1,135 @@
+"""An optimizer that was made before the model was wrapped.
+
+`fully_shard` puts new parameters in the place of the old ones, and an optimizer keeps stepping the old ones: the loss
+stays where it is, and nothing says so.
+
+    names = parameter_names(model, optimizer)      # before
+    wrap(model, mesh)
+    rebind_optimizer(model, optimizer, names)      # after
+
+Names that torch recorded itself (`AdamW(model.named_parameters())`) need no first line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from shardkit.core.text import count, escape, suggestion
+from shardkit.errors import UsageError
+from shardkit.training.context import clean_name
+
+Names = Sequence[Sequence[str]]
+"""FQNs of an optimizer's parameters, group by group, in the order of each group's `params`."""
+
+
+def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names:
+    """Return what the model calls an optimizer's parameters; called before the model is wrapped.
+
+    Args:
+        model: not wrapped yet.
+        optimizer: made from its parameters.
+
+    Raises:
+        UsageError: the optimizer steps tensors that are no parameters of the model.
+    """
+    names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+    strangers = [
+        f"group {at}: parameter {index}, shape {tuple(parameter.shape)}"
+        for at, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if id(parameter) not in names
+    ]
+    if strangers:
+        raise UsageError(
+            f"{count(len(strangers), 'tensor')} of the optimizer are no parameters of the model",
+            problems=strangers,
+            hint="ask before the model is wrapped, and for the model that the optimizer was made for",
+        )
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: Names | None = None) -> None:
+    """Point an optimizer that was made before wrapping at the parameters that the model has now.
+
+    Groups, their order and their options stay as they are; learning rate schedules go on working.
+
+    Args:
+        model: wrapped.
+        optimizer: has not stepped yet.
+        names: what `parameter_names` returned before wrapping; None takes the names that torch recorded, where the
+            optimizer was made from `model.named_parameters()` (torch 2.6).
+
+    Raises:
+        UsageError: the optimizer has state or keeps parameters elsewhere; names are not known, not in the model,
+            not of the same shape, or stand for one parameter twice.
+    """
+    current = dict(model.named_parameters(remove_duplicate=False))
+    present = {id(parameter) for parameter in current.values()}
+    if all(id(parameter) in present for group in optimizer.param_groups for parameter in group["params"]):
+        return  # nothing was replaced
+    _check_unused(optimizer)
+    by_name = {clean_name(name): parameter for name, parameter in current.items()}
+    known = _recorded(optimizer) if names is None else names
+    shape = [len(group["params"]) for group in optimizer.param_groups]
+    if [len(group) for group in known] != shape:
+        raise UsageError(
+            f"names of {[len(group) for group in known]} parameters for an optimizer with groups of {shape}",
+            hint="give what parameter_names returned for this optimizer",
+        )
+    problems = list(_mismatches(optimizer, known, by_name))
+    if problems:
+        raise UsageError(
+            f"{count(len(problems), 'parameter')} of the optimizer cannot be found in the model",
+            problems=problems,
+            hint="make the optimizer again from the wrapped model's parameters",
+        )
+    for group, group_names in zip(optimizer.param_groups, known, strict=True):
+        group["params"] = [by_name[clean_name(name)] for name in group_names]
+
+
+def _check_unused(optimizer: torch.optim.Optimizer) -> None:
+    if optimizer.state:
+        raise UsageError(
+            f"the optimizer has state of {count(len(optimizer.state), 'parameter')}, which is not in parts",
+            hint="wrap before the first step; to go on from a checkpoint load its optimizer state after wrapping",
+        )
+    kept = [
+        name
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list | tuple) and any(isinstance(each, nn.Parameter) for each in value)
+    ]
+    if kept:
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps parameters in {', '.join(sorted(kept))} too, which would stay the old ones",
+            hint="make it again from the wrapped model's parameters",
+        )
+
+
+def _recorded(optimizer: torch.optim.Optimizer) -> Names:
+    if not all("param_names" in group for group in optimizer.param_groups):
+        raise UsageError(
+            "it is not known what the model calls the optimizer's parameters",
+            hint="names = parameter_names(model, optimizer) before wrapping, and give them to rebind_optimizer; "
+            "or make the optimizer from model.named_parameters()",
+        )
+    return [group["param_names"] for group in optimizer.param_groups]
+
+
+def _mismatches(
+    optimizer: torch.optim.Optimizer, names: Names, by_name: dict[str, nn.Parameter]
+) -> Iterator[str]:
+    taken: dict[int, str] = {}
+    for group, group_names in zip(optimizer.param_groups, names, strict=True):
+        for name, old in zip(group_names, group["params"], strict=True):
+            new = by_name.get(clean_name(name))
+            if new is None:
+                yield f"{escape(name)}: the model has none of that name{suggestion(name, by_name)}"
+            elif new.shape != old.shape:
+                yield f"{escape(name)}: {tuple(old.shape)} in the optimizer, {tuple(new.shape)} in the model"
+            elif id(new) in taken:
+                yield f"{escape(name)}: the same parameter as {escape(taken[id(new)])}"
+            else:
+                taken[id(new)] = name

@@ -1,0 +1,338 @@
+"""The first phase: a model without weights, its source opened and held against it, on all ranks alike."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit._torch import non_persistent_buffers
+from shardkit.core.text import count, escape
+from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
+from shardkit.formats.hub import read_index
+from shardkit.training.agree import agree, gather_json
+from shardkit.training.buffers import InitBuffers
+from shardkit.training.build import BuildModel, build_model
+from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights, clean_name
+from shardkit.training.fit import Fit, Missing, check_fit, check_ties
+from shardkit.training.vocabulary import MULTIPLE, align_vocab
+from shardkit.training.weights import open_weights
+
+_WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".metadata", ".json")
+_T = TypeVar("_T")
+
+_log = logging.getLogger("shardkit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plain:
+    """A model before it has a source."""
+
+    model: nn.Module
+    expected: Mapping[str, ExpectedTensor]
+    ties: tuple[tuple[str, ...], ...]
+    grown: Mapping[str, int]
+    """FQN -> rows before the vocabulary was aligned."""
+
+    def digest(self, seed: int, missing: Missing) -> str:
+        """Return what must be the same on all ranks."""
+        tensors = [(t.fqn, t.shape, str(t.dtype), t.kind, t.persistent) for t in self.expected.values()]
+        content = [
+            tensors,
+            self.ties,
+            dict(self.grown),
+            seed,
+            missing if isinstance(missing, str) else list(missing),
+        ]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """What a rank found."""
+
+    weights: Weights | None = None
+    fit: Fit | None = None
+    absent: ShardkitError | None = None
+    """It is not here; it may be elsewhere."""
+
+
+def prepare(
+    build_model: BuildModel,
+    source: str | os.PathLike[str] | None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    tokenizer: Sized | int | None = None,
+    align_vocab: bool | int | None = None,
+    missing: Missing = "error",
+    seed: int = 0,
+    init_buffers: InitBuffers | None = None,
+    revision: str | None = None,
+    variant: str | None = None,
+    trust_remote_code: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> ModelInitializationContext:
+    """Build a model without memory for its weights, and hold its source against it; each rank must call it.
+
+    Args:
+        build_model: a function that returns the model, a directory with config.json or a repo id, or a model on meta.
+        source: a Hub directory or repo id, a pre-sharded directory, or any sharded checkpoint; None initialises
+            every tensor, whole, the same in any world.
+        dtype: of floating parameters; None keeps the model's own. Values are converted as they are read.
+        tokenizer: embeddings become as long as it needs; or the number of its tokens.
+        align_vocab: False leaves embeddings alone; a number rounds their rows up to a multiple of it, True and None
+            to one of 8.
+        missing: what to do about tensors that the source lacks: "error"; "init" initialises them, unless they look
+            renamed; globs over FQNs initialise what they match.
+        seed: of what is initialised.
+        init_buffers: computes the buffers of a model on meta.
+        revision: branch, tag or commit, where the source is a repo id; of the model too where it is the same one.
+        variant: "fp16" takes `model.fp16.safetensors`.
+        trust_remote_code: the model's own code may run.
+        process_group: the ranks that prepare together; None for all, and for one process alone.
+
+    Returns:
+        Context for `finalize`; its `model` is to be wrapped. A rank that has no source while others do says so in
+        `unavailable`.
+
+    Raises:
+        LayoutError: model and source differ, every difference listed; or buffers that nothing computes.
+        SourceError: the source is damaged, or nobody has it.
+        UsageError: options that contradict each other.
+        All on all ranks, and naming those that failed.
+    """
+    plain = _together(
+        lambda: _build(
+            build_model,
+            dtype=dtype,
+            init_buffers=init_buffers,
+            revision=revision if isinstance(build_model, str) and build_model == source else None,
+            trust_remote_code=trust_remote_code,
+            seed=seed,
+            tokenizer=tokenizer,
+            align=align_vocab,
+        ),
+        process_group,
+        "building the model",
+    )
+    source = None if source is None else os.fspath(source)
+    found = _open_together(plain, source, missing, seed, revision, variant, process_group)
+    fit = found.fit
+    assert fit is not None
+    buffers = {fqn: value for fqn, value in _buffers(plain.model).items() if not value.is_meta}
+    _together(lambda: _refuse_uncomputed(plain, buffers, fit), process_group, "checking buffers")
+    notes = (*_grown_notes(fit.grown, plain), *(found.weights.notes if found.weights else ()), *fit.notes)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for note in notes:
+            _log.info("prepare: %s", note)
+    return ModelInitializationContext(
+        model=plain.model,
+        source=source,
+        weights=found.weights,
+        unavailable=str(found.absent) if found.absent is not None else None,
+        expected=dict(plain.expected),
+        ties=plain.ties,
+        initialised=fit.initialised,
+        grown=dict(fit.grown),
+        seed=seed,
+        blueprint=_blueprint(plain.model) if fit.initialised or fit.grown else None,
+        buffers=buffers,
+        notes=notes,
+    )
+
+
+def _together(work: Callable[[], _T], group: dist.ProcessGroup | None, phase: str) -> _T:
+    """Do something on every rank; raise on all where any fails."""
+    result: list[_T] = []
+    error: BaseException | None = None
+    try:
+        result.append(work())
+    except BaseException as caught:
+        error = caught
+    agree(error, group, phase=phase)
+    return result[0]
+
+
+def _build(
+    what: BuildModel, *, tokenizer: Sized | int | None, align: bool | int | None, **options: Any
+) -> _Plain:
+    model = build_model(what, **options)
+    if align and tokenizer is None:
+        raise UsageError("align_vocab is given without a tokenizer", hint="give tokenizer= too")
+    grown: dict[str, int] = {}
+    if tokenizer is not None and align is not False:
+        grown = align_vocab(model, tokenizer, multiple=MULTIPLE if align in (None, True) else int(align))
+    expected, ties = describe(model)
+    return _Plain(model=model, expected=expected, ties=ties, grown=grown)
+
+
+def describe(model: nn.Module) -> tuple[dict[str, ExpectedTensor], tuple[tuple[str, ...], ...]]:
+    """Return every parameter and buffer of a plain model by its first name, and the groups of names that share one."""
+    names: dict[int, list[str]] = {}
+    first: dict[int, ExpectedTensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        hidden = non_persistent_buffers(module)
+        own: list[tuple[str, torch.Tensor]] = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for name, tensor in own:
+            fqn = clean_name(f"{path}.{name}" if path else name)
+            names.setdefault(id(tensor), []).append(fqn)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            first.setdefault(
+                id(tensor),
+                ExpectedTensor(
+                    fqn=fqn,
+                    shape=tuple(tensor.shape),
+                    dtype=tensor.dtype,
+                    kind="parameter" if is_parameter else "buffer",
+                    persistent=is_parameter or name not in hidden,
+                ),
+            )
+    ordered = sorted(first, key=lambda key: first[key].kind != "parameter")
+    ties = (tuple(dict.fromkeys(names[key])) for key in ordered)
+    return {first[key].fqn: first[key] for key in ordered}, tuple(group for group in ties if len(group) > 1)
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = model.named_buffers(remove_duplicate=False)
+    return {clean_name(name): buffer.detach() for name, buffer in named}
+
+
+def _open_together(
+    plain: _Plain,
+    source: str | None,
+    missing: Missing,
+    seed: int,
+    revision: str | None,
+    variant: str | None,
+    group: dist.ProcessGroup | None,
+) -> _Source:
+    """Open the source on every rank that has it; the others learn from those what is read and what initialised."""
+    found, error = _Source(), None
+    try:
+        found = _open(plain, source, missing, revision, variant)
+    except BaseException as caught:
+        error = caught
+    told = gather_json(
+        {
+            "has": found.weights is not None,
+            "failed": error is not None,
+            "digest": plain.digest(seed, missing),
+        },
+        group,
+        phase="opening the source",
+    )
+    if error is None and any(each["digest"] != told[0]["digest"] for each in told):
+        error = LayoutError(
+            "the ranks do not have the same model, seed or options",
+            hint="build the model, and call prepare, the same way on every rank",
+        )
+    holders = [rank for rank, each in enumerate(told) if each["has"]]
+    if error is None and not holders and not any(each["failed"] for each in told):
+        error = found.absent
+    here = dist.get_rank(group) if len(told) > 1 else 0
+    if error is None and holders and here == holders[0] and found.weights is not None:
+        error = _caught(lambda weights=found.weights: check_ties(plain.ties, weights))  # type: ignore[misc]
+    agree(error, group, phase="opening the source")
+    if source is not None and len(holders) < len(told):
+        mine = _fit_to_json(found.fit) if here == holders[0] else None
+        shared = gather_json(mine, group, phase="opening the source")[holders[0]]
+        found = replace(found, fit=found.fit or _fit_from_json(shared))
+    return found
+
+
+def _caught(work: Callable[[], object]) -> BaseException | None:
+    try:
+        work()
+    except BaseException as error:
+        return error
+    return None
+
+
+def _open(
+    plain: _Plain, source: str | None, missing: Missing, revision: str | None, variant: str | None
+) -> _Source:
+    if source is None:
+        every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
+        return _Source(fit=Fit(initialised=every, notes=("no source: every tensor is initialised",)))
+    try:
+        weights = open_weights(
+            source, plain.expected, plain.ties, model=plain.model, revision=revision, variant=variant
+        )
+    except ShardkitError as error:
+        if isinstance(error, ResourceError) or _is_absent(source):
+            return _Source(absent=error)
+        raise
+    fit = check_fit(plain.expected, plain.ties, weights, missing=missing, grown=plain.grown)
+    return _Source(weights=weights, fit=fit)
+
+
+def _is_absent(source: str) -> bool:
+    """True where a path does not exist, holds no weights, or lacks files that its index lists: nothing is damaged."""
+    try:
+        if not os.path.exists(source):
+            return True
+        if not os.path.isdir(source):
+            return False
+        files = [name for _, _, names in os.walk(source) for name in names if name.endswith(_WEIGHT_FILES)]
+        if all(name.endswith(".json") for name in files):
+            return True
+        for name in os.listdir(source):
+            if name.endswith(".index.json"):
+                listed = read_index(os.path.join(source, name), name).files
+                return any(not os.path.exists(os.path.join(source, file)) for file in listed)
+    except (OSError, ShardkitError):
+        pass
+    return False
+
+
+def _fit_to_json(fit: Fit | None) -> dict[str, Any]:
+    assert fit is not None
+    return {"initialised": sorted(fit.initialised), "grown": dict(fit.grown), "notes": fit.notes}
+
+
+def _fit_from_json(content: Mapping[str, Any]) -> Fit:
+    return Fit(
+        initialised=frozenset(content["initialised"]), grown=content["grown"], notes=tuple(content["notes"])
+    )
+
+
+def _refuse_uncomputed(plain: _Plain, buffers: Mapping[str, torch.Tensor], fit: Fit) -> None:
+    """Refuse buffers that neither the model computes nor the source has."""
+    lost = [
+        fqn
+        for fqn, tensor in plain.expected.items()
+        if tensor.kind == "buffer" and fqn not in buffers and fqn in fit.initialised
+    ]
+    if lost:
+        raise LayoutError(
+            f"{count(len(lost), 'buffer')} of the model are on meta, nothing computes them, and they are not read",
+            problems=[escape(fqn) for fqn in lost],
+            hint="give a function that builds the model, or init_buffers=fn that computes them",
+        )
+
+
+def _grown_notes(grown: Mapping[str, int], plain: _Plain) -> Sequence[str]:
+    return [
+        f"{escape(fqn)}: {rows} rows in the source, {plain.expected[fqn].shape[0]} in the model; the rest is initialised"
+        for fqn, rows in grown.items()
+    ]
+
+
+def _blueprint(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that is on meta altogether, whatever is done to the model itself."""
+    memoryless: dict[int, Any] = {
+        id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()
+    }
+    return copy.deepcopy(model, memoryless)

@@ -1,0 +1,236 @@
+"""A source of weights, opened for one model: where each of its tensors lies, and which weights these are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardkit.core.catalog import Catalog
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import ResourceError
+from shardkit.formats.hub import read_config
+from shardkit.formats.sharded.checkpoint import Checkpoint
+from shardkit.formats.sharded.detect import layout_of, open_checkpoint
+from shardkit.formats.source import open_source
+from shardkit.formats.subset import subset
+from shardkit.keys.peft import base_name
+from shardkit.keys.select import select_model
+from shardkit.training.context import ExpectedTensor, Weights
+from shardkit.training.naming import match_names
+from shardkit.training.presharded import METADATA, open_presharded
+
+# Stored beside packed or scaled values. transformers 5.23, quantizers/: fp8, bitsandbytes, GPTQ, AWQ, MXFP4.
+_SCALES = (
+    *(".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight", ".qzeros", ".absmax", ".quant_map"),
+    *("_proj_blocks", "_proj_scales", ".SCB"),
+)
+_NUM_SAMPLES = 64
+_SAMPLE_NBYTES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A source, before it is known what of it is wanted."""
+
+    path: str
+    catalog: Catalog
+    names: Mapping[str, str]
+    """Stored name -> name without the checkpoint's own root, of the weights of its model."""
+    select: Callable[[Collection[str]], Catalog]
+    identity: Callable[[Catalog], object]
+    """Plain data that tells these weights from others, given the catalog of those that are wanted."""
+    quantised: str | None = None
+    presharded: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def open_weights(
+    source: str | os.PathLike[str],
+    names: Mapping[str, ExpectedTensor],
+    ties: Iterable[Collection[str]] = (),
+    *,
+    model: nn.Module | None = None,
+    revision: str | None = None,
+    variant: str | None = None,
+) -> Weights:
+    """Open a source and find in it the tensors of a model; none is read.
+
+    Whether they fit is for `check_fit` to say.
+
+    Args:
+        source: a Hub directory, file or repo id, a pre-sharded directory, or a checkpoint of any trainer.
+        names: the model's parameters and buffers; those in no state dict are not looked for.
+        ties: groups of names that are one parameter; the source may have any of them.
+        model: where it is transformers', wrapped or not, its own renamings are known.
+        revision: branch, tag or commit of a repo id.
+        variant: "fp16" takes `model.fp16.safetensors`.
+
+    Raises:
+        SourceError, IntegrityError: nothing there, or it is damaged or incomplete.
+        ResourceError: it cannot be read or downloaded.
+        UsageError: a revision of something local.
+    """
+    wanted = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
+    for group in ties:
+        wanted.update(dict.fromkeys(group if any(name in wanted for name in group) else ()))
+    opened = _open(os.fspath(source), list(wanted), revision, variant)
+    found = match_names(
+        opened.names,
+        wanted,
+        computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
+        model=model,
+    )
+    catalog = opened.select(list(dict.fromkeys(found.names.values())))
+    notes = list(opened.notes)
+    if found.ignored:
+        shown = listed(found.ignored)
+        notes.append(f"left out of the source, the model computes them: {shown}")
+    if found.renamed:
+        notes.append(
+            f"{count(found.renamed, 'tensor')} of the source found under other names than the model's"
+        )
+    return Weights(
+        path=opened.path,
+        catalog=catalog,
+        names=found.names,
+        identity=_digest([opened.identity(catalog), _samples(catalog)]),
+        presharded=opened.presharded,
+        unused={name: opened.catalog.tensors[name].shape for name in found.unused},
+        fused=found.fused,
+        quantised=opened.quantised or _scales(found.unused),
+        notes=tuple(notes),
+    )
+
+
+def _open(source: str, wanted: list[str], revision: str | None, variant: str | None) -> _Opened:
+    if not os.path.lexists(source) or revision is not None or variant is not None:
+        return _open_hub(source, revision, variant)
+    if os.path.isdir(source):
+        presharded = open_presharded(source)
+        if presharded is not None:
+            catalog, digest = presharded.catalog, presharded.digest
+            return _Opened(
+                path=source,
+                catalog=catalog,
+                names=_select(catalog, wanted, None)[0],
+                select=lambda names: subset(catalog, names),
+                identity=lambda _: {"manifest": digest},
+                presharded=source,
+            )
+    if layout_of(source) == "hub":
+        return _open_hub(source, None, None)
+    return _open_checkpoint(open_checkpoint(source), wanted)
+
+
+def _open_hub(source: str, revision: str | None, variant: str | None) -> _Opened:
+    model = open_source(source, revision=revision, variant=variant)
+    return _Opened(
+        path=model.directory,
+        catalog=model.catalog,
+        names={name: name for name in model.catalog.tensors},
+        select=lambda names: subset(model.catalog, names),
+        # Not the repo and its commit: a copy in a directory is the same weights.
+        identity=lambda _: model.identity["files"],
+        quantised=_quantisation(model.config),
+        notes=model.catalog.notes,
+    )
+
+
+def _open_checkpoint(checkpoint: Checkpoint, wanted: list[str]) -> _Opened:
+    names, notes = _select(checkpoint.catalog, wanted, checkpoint)
+    config = next((read_config(directory) for directory in checkpoint.assets), None)
+    return _Opened(
+        path=checkpoint.path,
+        catalog=checkpoint.catalog,
+        names=names,
+        select=checkpoint.select,
+        identity=lambda catalog: [_file_digest(checkpoint.catalog.directory), _rows(catalog)],
+        quantised=_quantisation(config),
+        notes=(*checkpoint.notes, *notes),
+    )
+
+
+def _select(
+    catalog: Catalog, wanted: list[str], checkpoint: Checkpoint | None
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the weights of a checkpoint's model, each with its name below the root; no optimizer among them."""
+    bases = [base for base in map(base_name, wanted) if base is not None]
+    selection = select_model(
+        catalog.tensors,
+        catalog.objects,
+        catalog.paths,
+        checkpoint.roots if checkpoint is not None else {},
+        base_names=list(dict.fromkeys((*wanted, *bases))),
+    )
+    return selection.names, (*selection.notes, *selection.warnings)
+
+
+def _quantisation(config: Mapping[str, object] | None) -> str | None:
+    described = (config or {}).get("quantization_config")
+    if not described:
+        return None
+    method = described.get("quant_method") if isinstance(described, dict) else None
+    return f"config.json has a quantization_config ({escape(str(method or 'of no named method'))})"
+
+
+def _scales(unused: Iterable[str]) -> str | None:
+    found = [name for name in unused if name.endswith(_SCALES)]
+    return f"{count(len(found), 'tensor')} of scales or packed values: {listed(found)}" if found else None
+
+
+def _rows(catalog: Catalog) -> list[object]:
+    """Return what a catalog says, as plain data that has no path and no time in it."""
+    table = catalog.chunks
+    files = [(file.name, file.size) for file in catalog.files]
+    return [
+        [
+            entry.fqn,
+            entry.dtype.name,
+            entry.shape,
+            [
+                (*files[table.file[row]], table.start[row], table.nbytes[row], region)
+                for row, region in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True)
+            ],
+        ]
+        for entry in catalog.tensors.values()
+    ]
+
+
+def _file_digest(directory: str) -> str | None:
+    """Return a digest of `.metadata`, in which torch puts an id of each save; None where there is none."""
+    digest = hashlib.sha256()
+    try:
+        with open(os.path.join(directory, METADATA), "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
+def _samples(catalog: Catalog) -> str:
+    """Return a digest of a few bytes here and there: headers are equal for all fine-tunes of one model."""
+    table, digest = catalog.chunks, hashlib.sha256()
+    rows = [
+        row for row in range(len(table)) if table.nbytes[row] and not catalog.files[table.file[row]].decode
+    ]
+    for row in rows[:: max(len(rows) // _NUM_SAMPLES, 1)]:
+        start = table.start[row] + table.nbytes[row] // 2
+        size = min(_SAMPLE_NBYTES, table.start[row] + table.nbytes[row] - start)
+        file = catalog.files[table.file[row]]
+        try:
+            with open(file.path, "rb", buffering=0) as stream:
+                digest.update(os.pread(stream.fileno(), size, start))
+        except OSError as error:
+            raise ResourceError(f"{escape(file.name)}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, separators=(",", ":"), sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,242 @@
+"""Phase 2: checkpoint wrappers, then `fully_shard` on the units and the root. No weights move, no rank is asked.
+
+The model may be on meta or hold weights; it may have gone through `parallelize_module`. Whoever calls `fully_shard`
+himself needs nothing of this: `finalize` takes any wrapped model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from shardkit._torch import checkpointed, is_checkpointed
+from shardkit.core.text import count, escape
+from shardkit.errors import LayoutError, MeshError, PolicyError, UsageError
+from shardkit.training.units import CHECKPOINTING, POLICY, Policy, choose_units, match_policy
+
+# Names that torchtitan, transformers, Lightning and torch's own tutorials give the axes of their meshes.
+_REPLICATE_AXES = ("dp_replicate", "replicate", "ddp")
+_SHARD_AXES = ("dp_shard", "fsdp", "shard", "dp", "data_parallel", "dp_shard_cp")
+_TENSOR_AXES = ("tp", "tensor_parallel")
+_OTHER_AXES = ("pp", "cp", "ep", "efsdp", "sp")
+
+
+def bf16_mixed_precision() -> MixedPrecisionPolicy:
+    """Return the policy of bf16 training: parameters are gathered as bf16, gradients reduced in fp32.
+
+    What is stored, and what the optimizer steps, keeps its own dtype.
+    """
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def wrap(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    policy: Policy = "auto",
+    activation_checkpointing: bool | Policy = False,
+    mixed_precision: str | MixedPrecisionPolicy | None = "bf16",
+    reshard_after_forward: bool | int | None = None,
+    cpu_offload: bool = False,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+) -> nn.Module:
+    """Shard a model in place with `fully_shard`: each unit, inner ones first, and the root last.
+
+    Args:
+        model: parameters on meta, as `prepare` leaves them, or with weights; DTensors of `parallelize_module` are fine.
+        mesh: one axis shards; of two, the first replicates (HSDP). Of a mesh with a tensor parallel axis (`tp`) the
+            other axes are taken.
+        policy: "auto" (the blocks that the model names itself, else those of its lists of blocks; blocks that would
+            untie a tied parameter are left to the root), "none" (one unit), a class, a class name, an import path
+            ("pkg.mod.Class"), a module path ("model.layers", "model.layers.*"), a set of these, or a function
+            (name, module) -> bool.
+        activation_checkpointing: True checkpoints every unit, a policy the modules that it matches.
+        mixed_precision: "bf16" is `bf16_mixed_precision()`; None computes in the parameters' dtype.
+        reshard_after_forward: of the units; None frees every unit after its forward but those of the last block, which
+            backward wants at once. An int keeps the parts of so many ranks. The root, which backward begins with
+            too, is never freed.
+        cpu_offload: parameters, gradients and optimizer state live on the CPU.
+        shard_placement_fn: which dim of a parameter to shard; None is dim 0.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PolicyError: a policy matches nothing; what exists is listed.
+        LayoutError: names of one parameter would lie in different units, or parameters have no dim to shard.
+        MeshError: no axis to shard over, or more than two axes.
+        UsageError: the model is wrapped already, or a value is none of the above.
+    """
+    _check_plain(model)
+    _check_dims(model)
+    data_mesh = _data_mesh(mesh)
+    paths = choose_units(model, policy)
+    precision = _precision(mixed_precision)
+    recomputed = _checkpointed_paths(model, paths, activation_checkpointing)
+
+    modules = dict(model.named_modules())
+    units = {path: modules[path] for path in paths}
+    units = _apply_checkpointing(model, units, [modules[path] for path in recomputed])
+    shard: Callable[..., object] = partial(
+        fully_shard,
+        mesh=data_mesh,
+        mp_policy=precision,
+        offload_policy=_offload(data_mesh) if cpu_offload else OffloadPolicy(),
+        shard_placement_fn=shard_placement_fn,
+    )
+    last = _last_block(paths)
+    for path in sorted(paths, key=lambda path: -path.count(".")):  # stable: module order within a depth
+        reshard = reshard_after_forward
+        if reshard is None:
+            reshard = path != last and not path.startswith(f"{last}.")
+        shard(units[path], reshard_after_forward=reshard)
+    shard(model, reshard_after_forward=False)
+    return model
+
+
+def _check_plain(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        kinds = {
+            "sharded by fully_shard": FSDPModule,
+            "wrapped by FSDP1": FullyShardedDataParallel,
+            "wrapped by DistributedDataParallel": DistributedDataParallel,
+        }
+        for text, kind in kinds.items():
+            if isinstance(module, kind):
+                raise UsageError(
+                    f"the model is wrapped already: {escape(path) or 'its root'} is {text}",
+                    hint="wrap a model once; one that was wrapped by other means goes to finalize as it is",
+                )
+
+
+def _check_dims(model: nn.Module) -> None:
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise LayoutError(
+            f"{count(len(scalars), 'parameter')} without a dim cannot be sharded",
+            problems=map(escape, scalars),
+            hint="make them tensors of shape (1,), or buffers if they are not trained",
+        )
+
+
+def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axes of a mesh that data is spread over: (shard,) or (replicate, shard)."""
+    names, sizes = mesh.mesh_dim_names, tuple(mesh.shape)
+    if names is None:
+        if mesh.ndim != 1:
+            raise MeshError(
+                f"a mesh of {mesh.ndim} axes needs their names",
+                hint='init_device_mesh(..., mesh_dim_names=("dp_replicate", "dp_shard"))',
+            )
+        return mesh
+    shown = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+    known = (*_REPLICATE_AXES, *_SHARD_AXES)
+    data = [
+        n for n, size in zip(names, sizes, strict=True) if n not in _TENSOR_AXES and (size > 1 or n in known)
+    ]
+    foreign = [name for name in data if name in _OTHER_AXES]
+    if foreign or len(data) > 2:
+        raise MeshError(
+            f"cannot tell which axes of the mesh ({shown}) data is spread over",
+            hint='give the part that shards, as mesh["dp_shard"], or mesh["dp_replicate", "dp_shard"]',
+        )
+    if not data and mesh.ndim == 1 and names[0] not in _TENSOR_AXES:
+        data = [names[0]]  # a world of one
+    if not data or data[-1] in _REPLICATE_AXES:
+        raise MeshError(
+            f"the mesh ({shown}) has no axis to shard over, or it is not the last",
+            hint="name one dp_shard, after dp_replicate; without sharding, DistributedDataParallel is the tool",
+        )
+    return mesh if tuple(data) == tuple(names) else mesh[data[0] if len(data) == 1 else tuple(data)]
+
+
+def _precision(value: str | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    if value is None:
+        return MixedPrecisionPolicy()
+    if value == "bf16":
+        return bf16_mixed_precision()
+    if isinstance(value, MixedPrecisionPolicy):
+        return value
+    raise UsageError(
+        f"mixed_precision cannot be {value!r}", hint='give "bf16", None or a torch MixedPrecisionPolicy'
+    )
+
+
+def _offload(mesh: DeviceMesh) -> OffloadPolicy:
+    # Pinned memory is an accelerator's.
+    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+
+
+def _last_block(paths: Iterable[str]) -> str:
+    """The last unit that lies in no other one."""
+    last = ""
+    for path in paths:
+        if not (last and path.startswith(f"{last}.")):
+            last = path
+    return last
+
+
+def _checkpointed_paths(model: nn.Module, units: list[str], wanted: bool | Policy) -> list[str]:
+    if wanted is False:
+        return []
+    if wanted is not True:
+        return match_policy(model, wanted, CHECKPOINTING)
+    if not units:
+        raise PolicyError(
+            "activation_checkpointing=True checkpoints the units, and there are none",
+            hint=f"give it a policy of its own, as {CHECKPOINTING.of('auto')}, or units: {POLICY.of('auto')}",
+        )
+    # An inner unit would be computed a third time.
+    return [path for path in units if not any(path.startswith(f"{outer}.") for outer in units)]
+
+
+def _apply_checkpointing(
+    model: nn.Module, units: Mapping[str, nn.Module], chosen: Iterable[nn.Module]
+) -> dict[str, nn.Module]:
+    """Let modules be computed again in backward; return the units, a wrapped one as its wrapper."""
+    wrappers: dict[int, nn.Module] = {}
+    for module in chosen:
+        if _is_transformers_layer(module):
+            _enable_own_checkpointing(module)
+        elif not is_checkpointed(module):
+            wrappers[id(module)] = checkpointed(module)
+    places = [
+        (path, wrappers[id(m)])
+        for path, m in model.named_modules(remove_duplicate=False)
+        if id(m) in wrappers
+    ]
+    for path, wrapper in sorted(
+        places, key=lambda place: -place[0].count(".")
+    ):  # a path leads through no wrapper yet
+        model.set_submodule(path, wrapper)
+    return {path: wrappers.get(id(module), module) for path, module in units.items()}
+
+
+def _is_transformers_layer(module: nn.Module) -> bool:
+    """True for a layer that transformers can checkpoint itself: it keeps caches out of what is computed twice."""
+    return any(
+        base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
+    )
+
+
+def _enable_own_checkpointing(module: Any) -> None:
+    # What `gradient_checkpointing_enable` does to all layers; source: transformers 5.23, _set_gradient_checkpointing.
+    module.gradient_checkpointing = True
+    module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)

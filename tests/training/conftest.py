@@ -1,0 +1,38 @@
+"""Worlds whose findings several test modules look at."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.distributed.processes import ROOT, run_script
+
+
+class World(NamedTuple):
+    """What the worlds of a script left."""
+
+    out: Path
+    """Where they wrote."""
+    found: Callable[[str], list[dict[str, Any]]]
+    """A world's name -> what each rank that was not killed said, in order."""
+
+
+def _run(name: str, out: Path) -> World:
+    run_script(str(ROOT / "tests/training" / name), str(out), timeout_s=300)
+
+    def found(world: str) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted(out.glob(f"{world}-*.json"))]
+
+    return World(out, found)
+
+
+@pytest.fixture(scope="session")
+def wrap_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return _run("wrap_world.py", tmp_path_factory.mktemp("wrap"))
+
+
+@pytest.fixture(scope="session")
+def save_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return _run("save_world.py", tmp_path_factory.mktemp("save"))

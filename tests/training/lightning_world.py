@@ -1,0 +1,107 @@
+"""Lightning trains a model that ModelParallelStrategy shards on two CPU ranks, with the diagnostics callback.
+
+python lightning_world.py OUT
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardkit.training.lightning import FSDPDiagnosticsCallback
+from shardkit.training.wrap import wrap
+from tests.distributed.processes import fork, wait
+
+torch.set_num_threads(1)
+SIZE = 2
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Module(pl.LightningModule):
+    device_mesh: DeviceMesh
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Blocks()
+
+    def configure_model(self) -> None:
+        wrap(self.net, self.device_mesh["data_parallel"], mixed_precision=None)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def rank(out: Path, number: int) -> None:
+    os.environ.update(
+        RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(SIZE), TORCHELASTIC_RUN_ID="test"
+    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_WORLD_SIZE=str(SIZE), GROUP_RANK="0")
+    lines = Lines()
+    logging.getLogger("lightning.pytorch.shardkit").addHandler(lines)
+    callback = FSDPDiagnosticsCallback(num_logged_batches=2)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=SIZE,
+        strategy=ModelParallelStrategy(data_parallel_size=SIZE, tensor_parallel_size=1),
+        max_steps=4,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=2))
+    again = pickle.loads(pickle.dumps(callback))
+    found: dict[str, Any] = {
+        "diagnosis": callback.diagnosis.to_json() if callback.diagnosis else None,
+        "phases": [phase.name for phase in callback.phases],
+        "peaks": all(phase.cpu_peak for phase in callback.phases),
+        "lines": lines.lines,
+        "is_callback": isinstance(callback, pl.Callback) and isinstance(callback, FSDPDiagnosticsCallback),
+        "pickled": [type(again).__name__, again.num_logged_batches],
+    }
+    (out / f"{number}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    wait([fork(partial(rank, Path(sys.argv[1]), number)) for number in range(SIZE)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What training saves is whole or not there, and read by everything that reads checkpoints."""
+
+import json
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+import shardkit
+from tests.training.conftest import World
+
+pytestmark = pytest.mark.dist
+
+SAVED = [
+    *("saved-llama", "saved-llama-tied", "saved-bert-lm", "saved-qwen3-vl", "saved-bert"),
+    *("saved-hsdp", "saved-tp", "saved-fsdp1-False", "saved-fsdp1-True"),
+]
+
+
+@pytest.mark.parametrize("label", SAVED)
+def test_consolidate_gives_the_hub_model_back(wrap_world: World, label: str, tmp_path: Any) -> None:
+    hub = "hub-saved-llama-tied" if "fsdp1" in label else f"hub-{label}"
+    done = shardkit.consolidate(
+        wrap_world.out / label, str(tmp_path / "model"), base=str(wrap_world.out / hub)
+    )
+    assert done.root == "model"
+    expected = load_file(wrap_world.out / hub / "model.safetensors")
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert found[name].tobytes() == value.tobytes(), name
+
+
+@pytest.mark.parametrize(("world", "size"), [("two", 2), ("hsdp", 4), ("tp", 4)])
+def test_stock_torch_loads_it(wrap_world: World, world: str, size: int) -> None:
+    ranks = wrap_world.found(world)
+    assert len(ranks) == size
+    for each in ranks:
+        for found in each["saved"].values() if world == "two" else [each["saved"]]:
+            assert found["same"]
+            assert found["files"] == size
+
+
+def test_a_tied_parameter_is_stored_once(wrap_world: World) -> None:
+    shown = shardkit.inspect(str(wrap_world.out / "saved-llama-tied"))
+    assert shown.made_by == "shardkit"
+    assert shown.ties == (("model.model.embed_tokens.weight", "model.lm_head.weight"),)
+    assert shown.tensor_bytes == 15768 * 4
+
+
+def test_the_manifest_says_what_was_saved(wrap_world: World) -> None:
+    content = json.loads((wrap_world.out / "saved-hsdp" / "shardkit.json").read_text())
+    assert content["kind"] == "checkpoint"
+    assert content["model_class"] == "LlamaForCausalLM"
+    assert content["world_size"] == 4
+    assert content["meshes"] == ["dp_replicate=2, dp_shard=2"]
+    assert [unit["path"] for unit in content["units"]] == ["", *(f"model.layers.{n}" for n in range(3))]
+    assert content["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+    assert [file["name"] for file in content["files"]] == [f"__{n}_0.distcp" for n in range(4)]
+
+
+def test_model_optimizer_and_the_rest_come_back(save_world: World) -> None:
+    for each in save_world.found("whole"):
+        assert each["loaded"]
+        assert each["step"] == 5
+        assert each["tied"]
+        path, num_files, file_bytes = each["result"]
+        assert path == str(save_world.out / "whole" / "trained")
+        assert num_files == 2
+        assert file_bytes > 3 * 1729 * 4  # weights and two moments
+    with_optimizer = shardkit.reshard(
+        save_world.out / "whole" / "trained", str(save_world.out / "three"), world_size=3
+    )
+    assert with_optimizer.num_optimizer_tensors == 3 * 9
+
+
+def test_an_optimizer_that_has_not_stepped_stays_so(save_world: World) -> None:
+    for each in save_world.found("unused"):
+        assert each["state"] == 0
+        assert each["gradient"]
+        assert each["same"]  # its first step after loading is a first step
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "rank", "message"),
+    [
+        ("exists", "UsageError", 0, "exists"),
+        ("foreign", "UsageError", 0, "is not a sharded checkpoint"),
+        ("orphan", "ResourceError", 0, "does not exist"),
+        ("state_dict", "ResourceError", 1, "the tape is torn"),
+        ("full", "ResourceError", 1, "File too large"),
+    ],
+)
+def test_one_rank_that_fails_fails_all(
+    save_world: World, case: str, kind: str, rank: int, message: str
+) -> None:
+    for each in save_world.found("whole"):
+        error = each[case]
+        assert error["error"] == kind
+        (problem,) = error["problems"]
+        assert problem.startswith(f"rank {rank}: ")
+        assert message in problem
+
+
+def test_a_failed_save_leaves_nothing_and_the_next_one_works(save_world: World) -> None:
+    for each in save_world.found("whole"):
+        assert each["names"] == ["last", "trained"]
+        assert each["after"] == {}
+        assert each["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp", "shardkit.json"]
+
+
+def test_killed_ranks_never_cost_the_last_checkpoint(save_world: World) -> None:
+    steps = json.loads((save_world.out / "parent.json").read_text())["kills"]
+    # Values 1 to 7 are saved over one another: what the name holds after each.
+    assert [step["holds"] for step in steps] == [1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 7.0]
+    assert [step["ended"] for step in steps] == [
+        *([0, 0], [0, -9], [-9, 0], [-9, 0], [-9, 0], [0, -9], [0, 0]),
+    ]
+    # What a killed first rank left is removed by the next save; a first rank that lives removes its own.
+    assert [step["left"] for step in steps] == [0, 0, 1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("value", "survivor"), [("2.0", 0), ("3.0", 1), ("4.0", 1), ("5.0", 1), ("6.0", 0)])
+def test_survivors_hear_of_it_at_once(save_world: World, value: str, survivor: int) -> None:
+    found = json.loads((save_world.out / f"kill{value}-{survivor}.json").read_text())
+    assert found["error"]["message"] == "another rank was lost during saving"
+    assert found["seconds"] < 20
