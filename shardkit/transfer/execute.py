@@ -115,7 +115,7 @@ class Execution:
         self._digests = dict(finished)
         self._skipped = frozenset(finished)
         self._on_finished, self._progress = on_finished, progress
-        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._stop, self._is_over, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._states: dict[int, _ImageState] = {}
         self._thread = threading.local()
         self._tensor_crcs: dict[str, int] = {}
@@ -147,7 +147,10 @@ class Execution:
                     self._stop.set()
                     raise
                 finally:  # also on Ctrl-C while waiting: no thread may outlive the files that it reads
-                    self._sync_pool.shutdown(cancel_futures=True)
+                    try:
+                        self._sync_pool.shutdown()  # whole files are worth keeping for the next run
+                    finally:
+                        self._is_over.set()  # on a second Ctrl-C threads may still be there
             sources.check_unchanged()
         return self._digests, self._tensor_crcs
 
@@ -235,7 +238,8 @@ class Execution:
             crc32=crc,
             data_crcs=tuple(crc for stretch in stretches for crc in stretch.data_crcs),
         )
-        self._check()  # what was read while the run was given up may have come from files that were closed
+        if self._is_over.is_set():  # what was read since may have come from files that were closed
+            raise CancelledError
         self._on_finished(digest)
         with self._lock:
             self._digests[image.name] = digest

@@ -112,7 +112,7 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
     for name, wanted in by_source.items():
         entry = catalog.tensors[name]
         holes_are_runs = _are_runs((sizes for holes in wanted for sizes in holes.sizes), entry.shape)
-        flat = _flat_source(entry, catalog) if holes_are_runs else None
+        flat = flat_source(entry, catalog) if holes_are_runs else None
         if flat is not None:
             streamed[name] = flat
         elif holes_are_runs and not _is_decoded(entry, catalog):
@@ -143,7 +143,7 @@ def _is_decoded(entry: TensorEntry, catalog: Catalog) -> bool:
     return any(catalog.files[catalog.chunks.file[row]].decode for row in entry.chunk_ids)
 
 
-def _flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
+def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
     """Return a tensor's chunks as ranges of it, or None where one is not, or has to be decoded."""
     regions, table = catalog.chunks.regions(entry.chunk_ids), catalog.chunks
     if not _are_runs({region.sizes for region in regions}, entry.shape):
