@@ -208,3 +208,11 @@ def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     Source: torch 2.13, torch/nn/utils/clip_grad.py.
     """
     torch._foreach_mul_(tensors, factor)
+
+
+def times_written(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place, on meta too.
+
+    Source: torch 2.13, the version counter of autograd, `Tensor._version`.
+    """
+    return tensor._version

@@ -152,3 +152,16 @@ def test_buffers_outside_of_the_state_dict() -> None:
     module.register_buffer("hidden", torch.ones(1), persistent=False)
     assert non_persistent_buffers(module) == {"hidden"}
     assert "hidden" not in module.state_dict()
+
+
+def test_writes_in_place_are_counted_on_meta_too() -> None:
+    import torch
+
+    from shardkit._torch import times_written
+
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+    before = times_written(parameter)
+    torch.nn.init.normal_(parameter)
+    with torch.no_grad():
+        parameter.mul_(2)
+    assert times_written(parameter) == before + 2

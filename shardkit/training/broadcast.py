@@ -237,9 +237,9 @@ class _Source:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _IN_FLIGHT
         self._pending: list[list[tuple[dist.Work, torch.Tensor]]] = [[] for _ in range(_IN_FLIGHT)]
         self._turn = 0
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
-    def run(self) -> Exception | None:
+    def run(self) -> BaseException | None:
         """Send everything, or as much as can be read and then the news; return what went wrong."""
         for receiver in self._receivers:
             with _wire():
@@ -320,7 +320,7 @@ class _Source:
             if item is not None and part is not None:
                 _into(item, part).copy_(whole[window(relative_to(part, box.offsets))])
                 self._filled.elements[item.shard.fqn] += part.num_elements
-        except Exception as error:  # told with the next status
+        except BaseException as error:  # told with the next status; Ctrl-C too
             self._error = error
         return whole
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.regions import Region, intersect, relative_to
 from shardkit.core.text import count, escape
-from shardkit.errors import IntegrityError, ResourceError, ShardkitError, SourceError, UsageError
+from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.training.agree import agree, agreed, gather_json, world
 from shardkit.training.broadcast import fill_broadcast
 from shardkit.training.buffers import compute_buffers
@@ -21,7 +21,7 @@ from shardkit.training.context import ExpectedTensor, ModelInitializationContext
 from shardkit.training.direct import fill_direct
 from shardkit.training.fit import check_fit, check_ties
 from shardkit.training.initialise import initialise, new_rows
-from shardkit.training.local import LocalShard, local_shards, materialise, refuse_fsdp1
+from shardkit.training.local import LocalShard, local_shards, materialise, refuse_fsdp1, reshard
 from shardkit.training.match import match
 from shardkit.training.proof import prove_filled, prove_model
 from shardkit.training.reading import Filled, window
@@ -64,6 +64,7 @@ def finalize(
     with agreed("looking at the wrapped model"):
         refuse_fsdp1(model)
         _check_options(strategy, source_rank)
+        reshard(model)
         place = _device(model, device)
         restore_buffers(model, ctx.buffers, place)
         retie(model, ctx.ties)
@@ -113,6 +114,7 @@ def load_into(
     with agreed("looking at the model"):
         refuse_fsdp1(model)
         _check_options(strategy, source_rank)
+        reshard(model)
         place = _device(model, device)
         _give_buffers(model, place)
         materialise(model, None if device is None else place)
@@ -135,17 +137,19 @@ def _open(
     }
     ties = [shard.names for shard in shards if len(shard.names) > 1]
     weights: Weights | None = None
-    error: ShardkitError | None = None
+    error: BaseException | None = None
     try:
         weights = open_weights(source, expected, ties, model=model)
-    except (SourceError, ResourceError) as caught:
+    except BaseException as caught:  # the others must not wait
         error = caught
+    is_absent = isinstance(error, (SourceError, ResourceError))
+    agree(None if is_absent else error, phase="opening the source")
     able = gather_json(weights is not None, phase="opening the source")
     if not any(able):
         agree(error, phase="opening the source")
     with agreed("holding the source against the model"):
         if weights is not None:
-            check_fit(expected, ties, weights)
+            check_fit(expected, ties, weights, initialises=False)
             if world()[0] == able.index(True):  # it reads names of one parameter that are stored apart
                 check_ties(ties, weights)
     return weights, None if error is None else str(error)
@@ -197,7 +201,7 @@ def _fill(
     initialised: Collection[str] = (),
     grown: Mapping[str, int] | None = None,
 ) -> Filled:
-    if _is_direct(weights, unavailable, strategy):
+    if _is_direct(weights, unavailable, strategy, source_rank):
         assert weights is not None
         with agreed("holding the source against the model"):
             wanted = match(shards, weights, initialised=initialised, grown=grown)
@@ -205,12 +209,20 @@ def _fill(
     return fill_broadcast(shards, weights, unavailable, source_rank, initialised=initialised, grown=grown)
 
 
-def _is_direct(weights: Weights | None, unavailable: str | None, strategy: Strategy) -> bool:
+def _is_direct(
+    weights: Weights | None, unavailable: str | None, strategy: Strategy, source_rank: SourceRank
+) -> bool:
     """Decide on all ranks alike, and say once what and why."""
     identity = None if weights is None else weights.identity
-    told = gather_json([identity, unavailable], phase="comparing the ranks' sources")
-    blind = {rank: reason for rank, (identity, reason) in enumerate(told) if identity is None}
-    others = [rank for rank, (identity, _) in enumerate(told) if identity not in (None, told[0][0])]
+    mine = [identity, unavailable, [strategy, source_rank]]
+    told = gather_json(mine, phase="comparing the ranks' sources")
+    if any(options != told[0][2] for _, _, options in told):
+        raise UsageError(
+            "the ranks do not have the same strategy and source_rank",
+            problems=[f"rank {rank}: {', '.join(options)}" for rank, (_, _, options) in enumerate(told)],
+        )
+    blind = {rank: reason for rank, (identity, reason, _) in enumerate(told) if identity is None}
+    others = [rank for rank, (identity, *_) in enumerate(told) if identity not in (None, told[0][0])]
     if strategy == "broadcast":
         return False
     if not blind and not others:
@@ -227,7 +239,7 @@ def _is_direct(weights: Weights | None, unavailable: str | None, strategy: Strat
             if len(blind) < len(told)
             else None,
         )
-    _say(f"broadcast, not direct: {problems[0]}")
+    _say(f"broadcast, not direct: {problems[0]}", logging.WARNING if others else logging.INFO)
     return False
 
 
@@ -235,7 +247,7 @@ def _first_line(reason: str | None) -> str:
     return (reason or "cannot open the source").splitlines()[0]
 
 
-def _say(text: str) -> None:
+def _say(text: str, level: int = logging.INFO) -> None:
     if world()[0] == 0:
         _log.info("weights: %s", text)
 
@@ -245,9 +257,10 @@ def _initialise(shards: Sequence[LocalShard], ctx: ModelInitializationContext, f
     by_name = {name: shard for shard in shards for name in shard.names}
     if ctx.initialised:
         for fqn, whole in initialise(ctx, ctx.initialised):
-            _put(by_name[fqn], whole, 0, filled)
+            if fqn in by_name:  # else the proof says so
+                _put(by_name[fqn], whole, 0, filled)
     for fqn, rows in ctx.grown.items():
-        if fqn not in ctx.initialised:
+        if fqn not in ctx.initialised and fqn in by_name:
             _put(by_name[fqn], new_rows(ctx, fqn), rows, filled)
 
 

@@ -40,6 +40,7 @@ def check_fit(
     *,
     missing: Missing = "error",
     grown: Mapping[str, int] | None = None,
+    initialises: bool = True,
 ) -> Fit:
     """Hold names, shapes and dtypes of a model against its source.
 
@@ -51,6 +52,7 @@ def check_fit(
             initialise what they match, where the source lacks it. Either lets the source have weights, outside of
             numbered blocks, that the model does not: another head.
         grown: FQN -> rows that the model had, for tensors that `align_vocab` made longer.
+        initialises: whoever asks has a `missing` argument, for the hint.
 
     Raises:
         LayoutError: the source is quantised, stores modules in pieces that the model holds fused, or differs; every
@@ -73,7 +75,7 @@ def check_fit(
         raise LayoutError(
             f"the model and {escape(weights.path)} differ in {count(len(problems) + len(wrong), 'place')}",
             problems=[*problems, *wrong],
-            hint=_hint(lacking, unexpected, wrong, missing),
+            hint=_hint(lacking, unexpected, wrong, missing, initialises=initialises),
         )
     if initialised:
         _refuse_renamed(initialised, expected, weights, guess=missing == "init")
@@ -223,7 +225,16 @@ def _hold(
     return rows, wrong
 
 
-def _hint(lacking: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str], missing: Missing) -> str:
+def _hint(
+    lacking: Sequence[str],
+    unexpected: Sequence[str],
+    wrong: Sequence[str],
+    missing: Missing,
+    *,
+    initialises: bool,
+) -> str:
+    if (lacking or unexpected) and not initialises:
+        return "prepare(..., missing=...) and finalize take a source with other heads or without adapters"
     if lacking and missing == "error":
         return "missing='init' or missing=['score.*'] initialises what the source lacks, as a new head or adapter"
     if unexpected and missing == "error":

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import foreach_norms, foreach_scale_
 from shardkit.errors import ShardkitError, UsageError
+from shardkit.training.local import reshard
 
 Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
@@ -99,6 +100,7 @@ def _parameters(parameters: Parameters) -> list[torch.Tensor]:
             hint="clip_grad_norm_ takes the wrapped model itself, and returns the norm",
         )
     if isinstance(parameters, nn.Module):
+        reshard(parameters)  # gathered copies have no gradients
         parameters = parameters.parameters()
     if isinstance(parameters, torch.Tensor):
         parameters = (parameters,)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardkit._torch import times_written
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
 from shardkit.keys.peft import base_name
@@ -95,6 +96,33 @@ def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
         else:
             holder._init_weights(layer)
         return layer.weight.detach()
+
+
+def not_repeated(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collection[str]) -> list[str]:
+    """Return parameters that code wrote while the model was built which `initialise` does not run.
+
+    Such code stands outside of the module that has the parameter: `nn.init.zeros_(self.head.weight)` in a model's
+    `__init__`. transformers' models keep all of it in `_init_weights`, and write some parameters several times.
+
+    Args:
+        blueprint: on meta.
+        writes: FQN -> how often a parameter was written while the model was built.
+        fqns: those that are to be initialised.
+    """
+    found: list[str] = []
+    modules = dict(blueprint.named_modules())
+    for path, module in modules.items():
+        own = dict(module.named_parameters(recurse=False))
+        named = {clean_name(f"{path}.{name}" if path else name): param for name, param in own.items()}
+        named = {fqn: param for fqn, param in named.items() if fqn in fqns and writes.get(fqn)}
+        if not named or any(is_transformers(modules[each]) for each in _around(path)):
+            continue
+        before = {fqn: times_written(param) for fqn, param in named.items()}
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
+            for step in _steps(modules, path):
+                step()
+        found += [fqn for fqn, param in named.items() if writes[fqn] > times_written(param) - before[fqn]]
+    return found
 
 
 def _make(modules: dict[str, nn.Module], path: str, seed: int) -> dict[str, torch.Tensor]:

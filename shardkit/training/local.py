@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import FSDPShard, fsdp_shards, non_persistent_buffers, shard_of
@@ -106,6 +107,16 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
     return found
 
 
+def reshard(model: nn.Module) -> None:
+    """Let modules have this rank's parts again: after a forward without a backward some have gathered copies.
+
+    What is written to those is lost when backward frees them, and nothing says so.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def refuse_fsdp1(model: nn.Module) -> None:
     """Raise for a model that FSDP1 has made flat parameters of.
 
@@ -119,7 +130,7 @@ def refuse_fsdp1(model: nn.Module) -> None:
         raise UsageError(
             f"the model is wrapped by FullyShardedDataParallel (FSDP1, {wrapped} units), whose flat parameters need "
             "whole tensors to be filled",
-            hint="wrap with torch.distributed.fsdp.fully_shard (FSDP2) or shardkit.wrap",
+            hint="call load_into before FSDP1 wraps the model, or wrap with shardkit.wrap or fully_shard (FSDP2)",
         )
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import UsageError
 from shardkit.training.context import clean_name
+from shardkit.training.local import reshard
 
 Names = Sequence[Sequence[str]]
 """FQNs of an optimizer's parameters, group by group, in the order of each group's `params`."""
@@ -66,6 +67,7 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
         UsageError: the optimizer has state or keeps parameters elsewhere; names are not known, not in the model,
             not of the same shape, or stand for one parameter twice.
     """
+    reshard(model)  # gathered copies are stepped by nobody
     current = dict(model.named_parameters(remove_duplicate=False))
     present = {id(parameter) for parameter in current.values()}
     if all(id(parameter) in present for group in optimizer.param_groups for parameter in group["params"]):

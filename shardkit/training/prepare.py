@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit._torch import non_persistent_buffers
-from shardkit.core.text import count, escape
+from shardkit._torch import non_persistent_buffers, times_written
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
 from shardkit.formats.hub import read_index
 from shardkit.training.agree import agree, gather_json
@@ -24,6 +24,7 @@ from shardkit.training.buffers import InitBuffers
 from shardkit.training.build import BuildModel, build_model
 from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights, clean_name
 from shardkit.training.fit import Fit, Missing, check_fit, check_ties
+from shardkit.training.initialise import not_repeated
 from shardkit.training.vocabulary import MULTIPLE, align_vocab
 from shardkit.training.weights import open_weights
 
@@ -42,8 +43,10 @@ class _Plain:
     ties: tuple[tuple[str, ...], ...]
     grown: Mapping[str, int]
     """FQN -> rows before the vocabulary was aligned."""
+    writes: Mapping[str, int]
+    """FQN -> how often each parameter was written while the model was built."""
 
-    def digest(self, seed: int, missing: Missing) -> str:
+    def digest(self, seed: int, missing: Missing, *, has_source: bool) -> str:
         """Return what must be the same on all ranks."""
         tensors = [(t.fqn, t.shape, str(t.dtype), t.kind, t.persistent) for t in self.expected.values()]
         content = [
@@ -51,7 +54,8 @@ class _Plain:
             self.ties,
             dict(self.grown),
             seed,
-            missing if isinstance(missing, str) else list(missing),
+            missing if isinstance(missing, str) else sorted(missing),  # a set has another order on each rank
+            has_source,
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -79,7 +83,6 @@ def prepare(
     revision: str | None = None,
     variant: str | None = None,
     trust_remote_code: bool = False,
-    process_group: dist.ProcessGroup | None = None,
 ) -> ModelInitializationContext:
     """Build a model without memory for its weights, and hold its source against it; each rank must call it.
 
@@ -98,7 +101,6 @@ def prepare(
         revision: branch, tag or commit, where the source is a repo id; of the model too where it is the same one.
         variant: "fp16" takes `model.fp16.safetensors`.
         trust_remote_code: the model's own code may run.
-        process_group: the ranks that prepare together; None for all, and for one process alone.
 
     Returns:
         Context for `finalize`; its `model` is to be wrapped. A rank that has no source while others do says so in
@@ -121,15 +123,17 @@ def prepare(
             tokenizer=tokenizer,
             align=align_vocab,
         ),
-        process_group,
         "building the model",
     )
-    source = None if source is None else os.fspath(source)
-    found = _open_together(plain, source, missing, seed, revision, variant, process_group)
+    source = _together(lambda: None if source is None else os.fspath(source), "opening the source")
+    found = _open_together(plain, source, missing, seed, revision, variant)
     fit = found.fit
     assert fit is not None
     buffers = {fqn: value for fqn, value in _buffers(plain.model).items() if not value.is_meta}
-    _together(lambda: _refuse_uncomputed(plain, buffers, fit), process_group, "checking buffers")
+    _together(lambda: _refuse_uncomputed(plain, buffers, fit), "checking buffers")
+    blueprint = _blueprint(plain.model) if fit.initialised or fit.grown else None
+    if blueprint is not None:
+        _warn_not_repeated(blueprint, plain, fit)
     notes = (*_grown_notes(fit.grown, plain), *(found.weights.notes if found.weights else ()), *fit.notes)
     if not dist.is_initialized() or dist.get_rank() == 0:
         for note in notes:
@@ -144,13 +148,13 @@ def prepare(
         initialised=fit.initialised,
         grown=dict(fit.grown),
         seed=seed,
-        blueprint=_blueprint(plain.model) if fit.initialised or fit.grown else None,
+        blueprint=blueprint,
         buffers=buffers,
         notes=notes,
     )
 
 
-def _together(work: Callable[[], _T], group: dist.ProcessGroup | None, phase: str) -> _T:
+def _together(work: Callable[[], _T], phase: str) -> _T:
     """Do something on every rank; raise on all where any fails."""
     result: list[_T] = []
     error: BaseException | None = None
@@ -158,7 +162,7 @@ def _together(work: Callable[[], _T], group: dist.ProcessGroup | None, phase: st
         result.append(work())
     except BaseException as caught:
         error = caught
-    agree(error, group, phase=phase)
+    agree(error, phase=phase)
     return result[0]
 
 
@@ -172,13 +176,17 @@ def _build(
     if tokenizer is not None and align is not False:
         grown = align_vocab(model, tokenizer, multiple=MULTIPLE if align in (None, True) else int(align))
     expected, ties = describe(model)
-    return _Plain(model=model, expected=expected, ties=ties, grown=grown)
+    tied = {name for group in ties for name in group}  # written by each of their modules
+    named = ((clean_name(name), param) for name, param in model.named_parameters())
+    writes = {fqn: times_written(param) for fqn, param in named if fqn not in tied}
+    return _Plain(model=model, expected=expected, ties=ties, grown=grown, writes=writes)
 
 
 def describe(model: nn.Module) -> tuple[dict[str, ExpectedTensor], tuple[tuple[str, ...], ...]]:
     """Return every parameter and buffer of a plain model by its first name, and the groups of names that share one."""
     names: dict[int, list[str]] = {}
     first: dict[int, ExpectedTensor] = {}
+    stored: set[int] = set()  # a buffer under several names may be persistent under any of them
     for path, module in model.named_modules(remove_duplicate=False):
         hidden = non_persistent_buffers(module)
         own: list[tuple[str, torch.Tensor]] = [
@@ -189,6 +197,8 @@ def describe(model: nn.Module) -> tuple[dict[str, ExpectedTensor], tuple[tuple[s
             fqn = clean_name(f"{path}.{name}" if path else name)
             names.setdefault(id(tensor), []).append(fqn)
             is_parameter = isinstance(tensor, nn.Parameter)
+            if is_parameter or name not in hidden:
+                stored.add(id(tensor))
             first.setdefault(
                 id(tensor),
                 ExpectedTensor(
@@ -196,17 +206,18 @@ def describe(model: nn.Module) -> tuple[dict[str, ExpectedTensor], tuple[tuple[s
                     shape=tuple(tensor.shape),
                     dtype=tensor.dtype,
                     kind="parameter" if is_parameter else "buffer",
-                    persistent=is_parameter or name not in hidden,
+                    persistent=False,
                 ),
             )
     ordered = sorted(first, key=lambda key: first[key].kind != "parameter")
     ties = (tuple(dict.fromkeys(names[key])) for key in ordered)
-    return {first[key].fqn: first[key] for key in ordered}, tuple(group for group in ties if len(group) > 1)
+    found = {first[key].fqn: replace(first[key], persistent=key in stored) for key in ordered}
+    return found, tuple(group for group in ties if len(group) > 1)
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     named = model.named_buffers(remove_duplicate=False)
-    return {clean_name(name): buffer.detach() for name, buffer in named}
+    return {clean_name(name): buffer.detach().clone() for name, buffer in named}
 
 
 def _open_together(
@@ -216,7 +227,6 @@ def _open_together(
     seed: int,
     revision: str | None,
     variant: str | None,
-    group: dist.ProcessGroup | None,
 ) -> _Source:
     """Open the source on every rank that has it; the others learn from those what is read and what initialised."""
     found, error = _Source(), None
@@ -228,26 +238,26 @@ def _open_together(
         {
             "has": found.weights is not None,
             "failed": error is not None,
-            "digest": plain.digest(seed, missing),
+            "digest": plain.digest(seed, missing, has_source=source is not None),
         },
-        group,
         phase="opening the source",
     )
     if error is None and any(each["digest"] != told[0]["digest"] for each in told):
         error = LayoutError(
             "the ranks do not have the same model, seed or options",
-            hint="build the model, and call prepare, the same way on every rank",
+            hint="build the model, and call prepare, the same way on every rank; one that does not see the source"
+            " gives its path all the same",
         )
     holders = [rank for rank, each in enumerate(told) if each["has"]]
     if error is None and not holders and not any(each["failed"] for each in told):
         error = found.absent
-    here = dist.get_rank(group) if len(told) > 1 else 0
+    here = dist.get_rank() if len(told) > 1 else 0
     if error is None and holders and here == holders[0] and found.weights is not None:
         error = _caught(lambda weights=found.weights: check_ties(plain.ties, weights))  # type: ignore[misc]
-    agree(error, group, phase="opening the source")
+    agree(error, phase="opening the source")
     if source is not None and len(holders) < len(told):
         mine = _fit_to_json(found.fit) if here == holders[0] else None
-        shared = gather_json(mine, group, phase="opening the source")[holders[0]]
+        shared = gather_json(mine, phase="opening the source")[holders[0]]
         found = replace(found, fit=found.fit or _fit_from_json(shared))
     return found
 
@@ -320,6 +330,16 @@ def _refuse_uncomputed(plain: _Plain, buffers: Mapping[str, torch.Tensor], fit: 
             f"{count(len(lost), 'buffer')} of the model are on meta, nothing computes them, and they are not read",
             problems=[escape(fqn) for fqn in lost],
             hint="give a function that builds the model, or init_buffers=fn that computes them",
+        )
+
+
+def _warn_not_repeated(blueprint: nn.Module, plain: _Plain, fit: Fit) -> None:
+    lost = not_repeated(blueprint, plain.writes, fit.initialised)
+    if lost and (not dist.is_initialized() or dist.get_rank() == 0):
+        _log.warning(
+            "initialised by reset_parameters and _init_weights alone, though other code of the model writes them too: %s;"
+            " move that code into _init_weights(module) of the model",
+            listed(lost),
         )
 
 

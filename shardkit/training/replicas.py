@@ -84,14 +84,21 @@ def copy_to_replicas(shared: Sequence[Shared], filled: Filled) -> None:
     pending: list[dist.Work] = []
     try:
         for item, reader in shared:
-            for group, source in _steps(item, reader):
+            for at, (group, source) in enumerate(_steps(item, reader)):
+                if at:  # what the last axis brought is what this one passes on, in another group
+                    _finish(pending)
                 _broadcast(item.target, group, source, pending)
             if reader != _index(item):
                 filled.elements[item.shard.fqn] += item.target.numel()
-        for work in pending:
-            work.wait()
+        _finish(pending)
     except RuntimeError as error:
         raise lost("copying shards to their replicas", error) from error
+
+
+def _finish(pending: list[dist.Work]) -> None:
+    for work in pending:
+        work.wait()
+    pending.clear()
 
 
 def _steps(item: Wanted, reader: int) -> list[tuple[dist.ProcessGroup | None, int]]:

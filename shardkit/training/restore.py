@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,12 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import fsdp_shards
-from shardkit.core.text import escape
+from shardkit.core.text import escape, listed
 from shardkit.errors import LayoutError
 from shardkit.training.agree import agreed, device_for, gather_json, lost, world
 from shardkit.training.context import clean_name
 from shardkit.training.reading import memory_of
 from shardkit.transfer.digest import crc32
+
+_log = logging.getLogger("shardkit")
 
 
 class Buffer(NamedTuple):
@@ -82,6 +85,8 @@ def equalise_buffers(model: nn.Module) -> list[str]:
     differing = _differing(model)
     if not differing:
         return []
+    if world()[0] == 0:
+        _log.warning("buffers differed between ranks and are now those of rank 0: %s", listed(differing))
     held = {fqn: value for fqn, _, _, value in named_buffers(model)}
     try:
         for fqn in differing:

@@ -48,11 +48,25 @@ def checkpoint_state(
     with _complete(optimizers) as new:
         if optimizers:
             state[OPTIMIZER] = get_optimizer_state_dict(model, list(optimizers))
-        if new and new == list(optimizers):
-            for own in state[OPTIMIZER]["state"].values():
-                if "step" in own:
-                    own["step"] = own["step"] * 0
+        if new:
+            _take_back_step(model, state[OPTIMIZER]["state"], None if new == list(optimizers) else new)
         yield state
+
+
+def _take_back_step(model: nn.Module, states: State, new: list[torch.optim.Optimizer] | None) -> None:
+    """Set back what `_complete` counted, in the state of some optimizers' parameters; None for all."""
+    names = list(states)
+    if new is not None:
+        stepped = {id(p) for each in new for group in each.param_groups for p in group["params"]}
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        names = [
+            clean_name(name)
+            for name, parameter in inner.named_parameters(remove_duplicate=False)
+            if id(parameter) in stepped
+        ]
+    for name in names:
+        if "step" in (own := states.get(name, {})):
+            own["step"] = own["step"] * 0
 
 
 @contextlib.contextmanager

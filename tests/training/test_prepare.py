@@ -253,3 +253,16 @@ def test_a_model_that_is_wrapped_is_no_plain_one(told: Told) -> None:
     assert "load_into" in found["hint"]
     # transformers' own renamings are found in a model whose classes fully_shard has changed.
     assert same(told, "names of a sharded model") == [True, True]
+
+
+def test_initialisation_from_outside_of_a_module_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+            nn.init.zeros_(self.head.weight)
+
+    prepare(Outer, None)
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "head.weight" in warning.getMessage()
+    assert "body" not in warning.getMessage()
