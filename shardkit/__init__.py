@@ -31,12 +31,16 @@ if TYPE_CHECKING:
         UsageError,
     )
     from shardkit.operations.consolidate import ConsolidateResult, consolidate
+    from shardkit.operations.diff import diff
+    from shardkit.operations.diff_result import DiffResult
     from shardkit.operations.environment import Environment, environment
     from shardkit.operations.inspection import inspect
     from shardkit.operations.inspection_result import InspectResult
     from shardkit.operations.preshard import PreshardResult, preshard
     from shardkit.operations.reshard import ReshardResult, reshard
     from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
+    from shardkit.operations.verify import verify
+    from shardkit.operations.verify_result import VerifyProblem, VerifyResult
     from shardkit.training.context import ModelInitializationContext
     from shardkit.training.diagnose import Diagnosis, diagnose
     from shardkit.training.finalize import finalize, load_into
@@ -53,6 +57,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "consolidate": "shardkit.operations.consolidate",
     "ConsolidateResult": "shardkit.operations.consolidate",
+    "diff": "shardkit.operations.diff",
+    "DiffResult": "shardkit.operations.diff_result",
     "preshard": "shardkit.operations.preshard",
     "PreshardResult": "shardkit.operations.preshard",
     "inspect": "shardkit.operations.inspection",
@@ -61,6 +67,9 @@ _HOMES = {
     "ReshardResult": "shardkit.operations.reshard",
     "resolve_checkpoint": "shardkit.operations.resolve",
     "ResolvedCheckpoint": "shardkit.operations.resolve",
+    "verify": "shardkit.operations.verify",
+    "VerifyProblem": "shardkit.operations.verify_result",
+    "VerifyResult": "shardkit.operations.verify_result",
     "environment": "shardkit.operations.environment",
     "Environment": "shardkit.operations.environment",
     **dict.fromkeys(
@@ -91,6 +100,7 @@ _HOMES = {
 __all__ = [
     "ConsolidateResult",
     "Diagnosis",
+    "DiffResult",
     "Environment",
     "FSDPDiagnosticsCallback",
     "IncompleteError",
@@ -110,11 +120,14 @@ __all__ = [
     "ShardkitError",
     "SourceError",
     "UsageError",
+    "VerifyProblem",
+    "VerifyResult",
     "__version__",
     "bf16_mixed_precision",
     "clip_grad_norm_",
     "consolidate",
     "diagnose",
+    "diff",
     "environment",
     "finalize",
     "grad_norm",
@@ -129,6 +142,7 @@ __all__ = [
     "reshard",
     "resolve_checkpoint",
     "save",
+    "verify",
     "wrap",
 ]
 

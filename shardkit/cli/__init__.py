@@ -19,10 +19,12 @@ from shardkit.core.text import escape, suggestion
 
 _COMMANDS = {
     "consolidate": "Write any trainer's sharded checkpoint as a Hub model.",
+    "diff": "Compare two checkpoints of any formats, tensor by tensor.",
     "env": "Show versions and settings, to paste into a bug report.",
     "inspect": "Show what a model or a checkpoint holds.",
     "preshard": "Write a Hub model as one file for each rank of a mesh.",
     "reshard": "Write a sharded checkpoint, model and optimizer, for another mesh.",
+    "verify": "Check that a checkpoint is whole and holds what was written.",
 }
 """Name -> the line in `shardkit --help`; the module `shardkit.cli.<name>` has the command."""
 

@@ -65,7 +65,7 @@ def resolve_ties(
     """
     stored = {name: source for source, name in names.items()}
     dropped, diverged, untied = dict[str, str](), [], False
-    for other, keepers, is_head in _candidates(catalog, stored):
+    for other, keepers, is_head in tie_candidates(catalog, stored):
         base_has = other in base_names if base_names is not None else None
         equal = next((kept for kept in keepers if same_bytes(catalog, stored[kept], stored[other])), None)
         if equal is not None:
@@ -106,7 +106,9 @@ def _part(config: Mapping[str, object] | None, key: str) -> Mapping[str, object]
     return value if isinstance(value, dict) else None
 
 
-def _candidates(catalog: Catalog, stored: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+def tie_candidates(
+    catalog: Catalog, stored: Mapping[str, str]
+) -> Iterator[tuple[str, tuple[str, ...], bool]]:
     """Yield (name, names of which one may be its equal, is it an output layer): modules that models tie."""
     roles = {name: role for name in stored if (role := _role(name)) is not None}
     for name, role in roles.items():

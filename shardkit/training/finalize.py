@@ -249,7 +249,7 @@ def _first_line(reason: str | None) -> str:
 
 def _say(text: str, level: int = logging.INFO) -> None:
     if world()[0] == 0:
-        _log.info("weights: %s", text)
+        _log.log(level, "weights: %s", text)
 
 
 def _initialise(shards: Sequence[LocalShard], ctx: ModelInitializationContext, filled: Filled) -> None:

@@ -43,6 +43,22 @@ SURFACE = {
         "CHECKPOINT",
         "OUTPUT",
     ],
+    "diff": [
+        "--all",
+        "--atol",
+        "--exclude",
+        "--include",
+        "--json",
+        "--max-memory",
+        "--no-progress",
+        "--quiet",
+        "--rtol",
+        "--sort",
+        "--stats",
+        "-q",
+        "A",
+        "B",
+    ],
     "env": ["--json"],
     "inspect": ["--json", "--tensors", "PATH"],
     "preshard": [
@@ -84,6 +100,7 @@ SURFACE = {
         "CHECKPOINT",
         "OUTPUT",
     ],
+    "verify": ["--full", "--json", "--no-progress", "--read", "--seed", "PATH"],
 }
 
 

@@ -1,0 +1,169 @@
+"""`shardkit diff`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from shardkit.cli.inspect import short_dtype
+from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, more, table
+from shardkit.cli.progress import make_progress
+from shardkit.core.text import escape
+from shardkit.core.units import format_size
+from shardkit.operations.diff import SORTS, diff
+from shardkit.operations.diff_result import DiffResult, TensorDiff, TensorStats
+
+_DIFFERS = 1
+
+
+@click.command(
+    name="diff",
+    epilog="""\b
+Examples:
+  shardkit diff last.ckpt last-hf
+  shardkit diff run-a run-b --stats --sort difference --include '*.mlp.*'""",
+)
+@click.argument("a")
+@click.argument("b")
+@click.option("--rtol", type=float, metavar="X", help="Equal where |a - b| <= atol + rtol * |b|.")
+@click.option("--atol", type=float, metavar="X", help="The same; each is 0 where only the other is given.")
+@click.option("--stats", is_flag=True, help="Say how much: largest differences, ulps, cosine.")
+@click.option("--include", multiple=True, metavar="GLOB", help="Only these tensors; repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; repeatable.")
+@click.option(
+    "--all", "all_tensors", is_flag=True, help="The optimizer's and all others too, under their stored names."
+)
+@click.option(
+    "--sort",
+    type=click.Choice(SORTS),
+    default="name",
+    show_default=True,
+    help="difference: what differs most first; it takes --stats.",
+)
+@click.option("--max-memory", default="256MiB", show_default=True, metavar="SIZE", help="For all buffers.")
+@click.option("--quiet", "-q", is_flag=True, help="Print no result; the exit code tells.")
+@json_option
+@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+def command(*, a: str, b: str, quiet: bool, as_json: bool, no_progress: bool, **options: Any) -> None:
+    """Compare the weights of A and B: Hub models or sharded checkpoints, in any two formats.
+
+    Tensors are paired by what the Hub calls them: = equal, - only in A, + only in B, * differs. Bits are
+    compared, unless a tolerance is given. Exit code 0 means equal, 1 that something differs.
+    """
+    if quiet and as_json:
+        raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
+    out, show_bar = Output(as_json=as_json), not (as_json or no_progress or quiet)
+    result = diff(a, b, progress=make_progress(enabled=show_bar), **options)
+    if as_json:
+        out.document(result.to_json())
+    elif not quiet:
+        out.lines(render(result))
+        for note in result.notes:
+            out.say("note", note)
+    if not result.is_equal:
+        sys.stdout.flush()  # whoever reads it may be gone, which is told where other errors are
+        click.get_current_context().exit(_DIFFERS)
+
+
+def render(result: DiffResult) -> list[str]:
+    """Return a result as lines for people."""
+    differences = result.differences
+    lines = table([_row(tensor) for tensor in differences[:MAX_LINES]], indent="")
+    if len(differences) > MAX_LINES:
+        lines.append(more(len(differences)))
+    return [*facts(_facts(result)), "", *_equal(result), *lines, "", _verdict(result)]
+
+
+def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
+    sides = (
+        ("A", result.a, result.resolved_a, result.layout_a),
+        ("B", result.b, result.resolved_b, result.layout_b),
+    )
+    for label, given, resolved, layout in sides:
+        yield label, f"{escape(given)} ({escape(layout)})"
+        if resolved != given:
+            yield label, f"took {escape(resolved)}"
+    if result.rtol is not None:
+        yield "within", f"rtol {result.rtol:g}, atol {result.atol:g}"
+    yield "read", f"{format_size(result.read_bytes)} in {result.elapsed_s:.2f} s"
+
+
+def _equal(result: DiffResult) -> Iterator[str]:
+    number = result.count("equal", "close", "tied")
+    if not number:
+        return
+    parts = [
+        *([f"{result.count('close')} within the tolerance"] if result.count("close") else []),
+        *([f"{result.count('tied')} tied, on one side only"] if result.count("tied") else []),
+    ]
+    yield f"=  {count(number, 'tensor')}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _row(tensor: TensorDiff) -> tuple[str, str, str, str, str]:
+    one = (tensor.dtype_a, tensor.shape_a), (tensor.dtype_b, tensor.shape_b)
+    dtypes = [short_dtype(dtype) for dtype, _ in one if dtype is not None]
+    shapes = [str(list(shape)) for _, shape in one if shape is not None]
+    return (
+        tensor.symbol,
+        escape(tensor.name),
+        " -> ".join(dict.fromkeys(dtypes)),
+        " -> ".join(dict.fromkeys(shapes)),
+        _what(tensor),
+    )
+
+
+def _what(tensor: TensorDiff) -> str:
+    if tensor.status == "only_a":
+        return "only in A"
+    if tensor.status == "only_b":
+        return "only in B"
+    if tensor.status == "shape":
+        return "shapes differ"
+    return "; ".join([*_dtype(tensor), *_values(tensor), *(_stats(tensor.stats) if tensor.stats else ())])
+
+
+def _dtype(tensor: TensorDiff) -> Iterator[str]:
+    if tensor.status != "dtype":
+        return
+    if not tensor.num_changed:
+        yield "dtypes differ, equal after conversion"
+    elif tensor.num_off_rounding == 0:
+        yield "dtypes differ, equal when rounded to the shorter one"
+    else:
+        yield "dtypes differ"
+
+
+def _values(tensor: TensorDiff) -> Iterator[str]:
+    if not tensor.num_changed:
+        return
+    share = f"{tensor.num_changed:,} of {tensor.num_elements:,} elements"
+    if tensor.num_elements > 1:
+        share += f" ({_percent(tensor.share_changed or 0.0)})"
+    at = f", first at {list(tensor.first_changed)}" if tensor.first_changed else ""
+    yield share + at
+    if tensor.num_outside is not None:
+        yield f"{tensor.num_outside:,} beyond the tolerance"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%" if share >= 1e-5 else "below 0.001%"
+
+
+def _stats(stats: TensorStats) -> Iterator[str]:
+    yield f"max abs {stats.max_abs:.3g}"
+    yield f"max rel {stats.max_rel:.3g}"
+    if stats.max_ulp is not None:
+        yield f"max ulp {stats.max_ulp:,}"
+    if stats.cosine is not None:
+        yield f"cosine {stats.cosine:.6f}"
+    if stats.num_nonfinite:
+        yield f"{stats.num_nonfinite:,} with NaN or infinity"
+
+
+def _verdict(result: DiffResult) -> str:
+    if result.is_equal:
+        return "equal" if result.rtol is None else "equal within the tolerance"
+    return f"{len(result.differences)} of {count(len(result.tensors), 'tensor')} differ"

@@ -1,0 +1,106 @@
+"""`shardkit verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, more
+from shardkit.cli.progress import make_progress
+from shardkit.core.text import escape
+from shardkit.core.units import format_size
+from shardkit.operations.verify import verify
+from shardkit.operations.verify_result import VerifyProblem, VerifyResult
+
+
+@click.command(
+    name="verify",
+    epilog="""\b
+Examples:
+  shardkit verify last.ckpt
+  shardkit verify Qwen3-8B-dp_shard32 --full""",
+)
+@click.argument("path")
+@click.option("--full", is_flag=True, help="Read every byte that a checksum was recorded of.")
+@click.option(
+    "--read", metavar="AMOUNT", help="Read so much, in chunks chosen at random: 5% of the bytes, or 50GiB."
+)
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of that choice.")
+@json_option
+@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    *,
+    path: str,
+    full: bool,
+    read: str | None,
+    seed: int,
+    as_json: bool,
+    no_progress: bool,
+) -> None:
+    """Check that PATH is whole, and holds the bytes that were written.
+
+    PATH is a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint. By default metadata, headers,
+    sizes and manifests are held against each other; with --read and --full bytes against checksums.
+    Exit code 0: nothing is wrong; 1: something is; 3: not a checkpoint.
+    """
+    out = Output(as_json=as_json)
+    progress = make_progress(enabled=not (as_json or no_progress))
+    result = verify(path, full=full, read=read, seed=seed, progress=progress)
+    if as_json:
+        out.document(result.to_json())
+    else:
+        out.lines(render(result))
+        for note in result.notes:
+            out.say("note", note)
+    for warning in result.warnings[:MAX_LINES]:
+        out.say("warning", warning)
+    if len(result.warnings) > MAX_LINES:
+        out.say("warning", more(len(result.warnings)))
+    if not result.ok:
+        ctx.exit(1)
+
+
+def render(result: VerifyResult) -> list[str]:
+    """Return a result as lines for people."""
+    problems = result.problems
+    verdict = "no problem found" if result.ok else f"{count(len(problems), 'problem')} found"
+    return [
+        f"{escape(result.path)}: {verdict}",
+        *facts(_facts(result)),
+        *([""] if problems else []),
+        *(line for problem in problems[:MAX_LINES] for line in _problem(problem)),
+        *([f"  {more(len(problems))}"] if len(problems) > MAX_LINES else []),
+    ]
+
+
+def _problem(problem: VerifyProblem) -> Iterator[str]:
+    yield f"  {problem.line()}"
+    for detail in problem.details[:MAX_LINES]:
+        yield f"    {detail}"
+    if len(problem.details) > MAX_LINES:
+        yield f"    {more(len(problem.details))}"
+
+
+def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
+    if result.layout is not None:
+        yield "checkpoint", f"{escape(result.writer or '')} ({escape(result.layout)})"
+    seed = f", seed {result.seed}" if result.seed is not None else ""
+    yield "level", f"{result.level}{seed}"
+    chunks, tensors = count(result.num_chunks, "chunk"), count(result.num_tensors, "tensor")
+    yield (
+        "holds",
+        f"{tensors}, {chunks}, {format_size(result.tensor_bytes)} in {count(result.num_files, 'file')}",
+    )
+    for name in result.manifests:
+        yield "held against", escape(name)
+    if result.level != "structure":
+        files = f", {count(result.num_checked_files, 'whole file')}" if result.num_checked_files else ""
+        yield (
+            "compared",
+            f"{format_size(result.read_bytes)}: {count(result.num_checked_chunks, 'chunk')}{files}",
+        )
+    if result.num_unrecorded_chunks:
+        yield "no checksum", count(result.num_unrecorded_chunks, "chunk")

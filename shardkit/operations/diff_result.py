@@ -1,0 +1,160 @@
+"""What diff answers: the result object and its parts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from shardkit.core.regions import Shape
+
+Status = Literal["equal", "close", "tied", "only_a", "only_b", "shape", "dtype", "values"]
+
+SYMBOLS: dict[Status, str] = {
+    "equal": "=",
+    "close": "=",
+    "tied": "=",
+    "only_a": "-",
+    "only_b": "+",
+    "shape": "*",
+    "dtype": "*",
+    "values": "*",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStats:
+    """How much two tensors differ, over the elements that are finite numbers on both sides.
+
+    Of complex tensors real and imaginary parts count as values of their own.
+    """
+
+    max_abs: float
+    """Largest |a - b|."""
+    max_rel: float
+    """Largest |a - b| / max(|a|, |b|); at most 2."""
+    max_ulp: int | None
+    """Most representable values from one to the other; None where the dtypes differ or have no ulp."""
+    cosine: float | None
+    """Of the angle between the tensors as vectors; None where one of them is zero."""
+    relative_error: float | None
+    """|a - b| / max(|a|, |b|) of the tensors as vectors (Euclidean norms); None where both are zero."""
+    num_nonfinite: int
+    """Values that differ and of which one at least is infinite or NaN; in no figure above."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDiff:
+    """One tensor, by its name in the model."""
+
+    name: str
+    status: Status
+    """"equal" (the same bytes), "close" (within the tolerance), "tied" (only on one side, where it equals a tensor
+    that both have), "only_a", "only_b", or what differs: "shape", "dtype", or else "values"."""
+    stored_a: str | None
+    """Its name in A; None where A has none."""
+    stored_b: str | None
+    dtype_a: str | None
+    dtype_b: str | None
+    shape_a: Shape | None
+    """In elements."""
+    shape_b: Shape | None
+    num_changed: int | None = None
+    """Elements whose bits differ; of two dtypes those whose values differ. None where nothing was compared."""
+    num_outside: int | None = None
+    """Elements beyond the tolerance; None where none was given."""
+    num_off_rounding: int | None = None
+    """Where one floating dtype is shorter: elements that are not the other side's, rounded to it; else None."""
+    first_changed: Shape | None = None
+    """Index of the first element that counts in `num_changed`."""
+    tied_to: str | None = None
+    """For "tied": the name that both sides have."""
+    stats: TensorStats | None = None
+    """Where they were asked for and elements differ, of dtypes whose bits stand for numbers."""
+
+    @property
+    def symbol(self) -> str:
+        """ "=", "-" (only in A), "+" (only in B) or "*"."""
+        return SYMBOLS[self.status]
+
+    @property
+    def is_difference(self) -> bool:
+        """True where A and B are not the same here."""
+        return self.symbol != "="
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor, of A's where A has it."""
+        total = 1
+        for size in (self.shape_a if self.shape_a is not None else self.shape_b) or ():
+            total *= size
+        return total
+
+    @property
+    def share_changed(self) -> float | None:
+        """`num_changed` over all elements."""
+        if self.num_changed is None:
+            return None
+        return self.num_changed / self.num_elements if self.num_elements else 0.0
+
+    @property
+    def magnitude(self) -> tuple[float, float]:
+        """How much it differs, to sort by: what cannot be compared first, then by error and share."""
+        if not self.is_difference:
+            return (0.0, 0.0)
+        if self.num_changed is None:
+            return (float("inf"), 0.0)
+        share = self.share_changed or 0.0
+        if self.stats is None or self.stats.num_nonfinite:
+            return (2.0, share)  # more than any finite error between two tensors of like size
+        return (self.stats.relative_error or 0.0, share)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {"symbol": self.symbol, **asdict(self), "share_changed": self.share_changed}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffResult:
+    """How two checkpoints differ."""
+
+    a: str
+    """As it was given."""
+    b: str
+    resolved_a: str
+    """The checkpoint that was taken."""
+    resolved_b: str
+    layout_a: str
+    """As `shardkit.inspect` names it."""
+    layout_b: str
+    is_equal: bool
+    """No tensor differs."""
+    rtol: float | None
+    """The tolerance; None where bits are compared."""
+    atol: float | None
+    tensors: tuple[TensorDiff, ...]
+    """All that were compared, the equal ones too."""
+    read_bytes: int
+    """Of both sides."""
+    elapsed_s: float
+    notes: tuple[str, ...]
+
+    def count(self, *statuses: Status) -> int:
+        """Return how many tensors have one of these statuses."""
+        return sum(tensor.status in statuses for tensor in self.tensors)
+
+    @property
+    def differences(self) -> tuple[TensorDiff, ...]:
+        """The tensors that differ."""
+        return tuple(tensor for tensor in self.tensors if tensor.is_difference)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        plain = {name: getattr(self, name) for name in self.__slots__ if name != "tensors"}
+        counts = {f"num_{status}": self.count(status) for status in SYMBOLS}
+        return {
+            **plain,
+            "num_tensors": len(self.tensors),
+            **counts,
+            "notes": list(self.notes),
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+        }

@@ -1,0 +1,159 @@
+"""`shardkit diff`: its words, its JSON, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+EQUAL = """\
+  A     tiny (hub)
+  B     out (dcp)
+  read  232 B in TIME s
+
+=  4 tensors
+
+equal
+"""
+DIFFERS = """\
+  A     tiny (hub)
+  B     other (hub)
+  read  208 B in TIME s
+
+=  1 tensor
+*  embed.weight        fp32          [5, 3]            2 of 15 elements (13.3%), first at [1, 2]
+*  layers.0.up.weight  bf16 -> fp32  [4, 3]            dtypes differ, equal after conversion
+*  layers.1.up.weight  bf16          [4, 3] -> [3, 4]  shapes differ
++  more                fp32          [2]               only in B
+
+4 of 5 tensors differ
+"""
+
+
+@pytest.fixture
+def other(tiny):
+    """The same model, changed in four ways."""
+    tensors = load_file(tiny / "model.safetensors")
+    tensors["embed.weight"][1, 2] += 1
+    tensors["embed.weight"][4, 0] *= -1
+    tensors["layers.0.up.weight"] = tensors["layers.0.up.weight"].float()
+    tensors["layers.1.up.weight"] = tensors["layers.1.up.weight"].reshape(3, 4)
+    tensors["more"] = torch.zeros(2)
+    (tiny.parent / "other").mkdir()
+    save_file(tensors, tiny.parent / "other" / "model.safetensors")
+    return tiny.parent / "other"
+
+
+def said(result):
+    return re.sub(r"\d+\.\d\d s$", "TIME s", result.stdout, flags=re.MULTILINE)
+
+
+def test_equal(run, tiny):
+    assert run("preshard", "tiny", "out", "--world-size", "2", "--wrap", "none").exit_code == 0
+    result = run("diff", "tiny", "out")
+    assert (result.exit_code, said(result), result.stderr) == (0, EQUAL, "")
+
+
+def test_differs(run, other):
+    result = run("diff", "tiny", "other")
+    assert (result.exit_code, said(result), result.stderr) == (1, DIFFERS, "")
+
+
+def test_stats(run, other):
+    result = run("diff", "tiny", "other", "--stats", "--include", "embed*")
+    line = next(line for line in result.stdout.splitlines() if line.startswith("*"))
+    assert "; max abs 24; max rel 2; max ulp 2,189,426,688; cosine " in line
+
+
+def test_tolerance(run, other):
+    result = run("diff", "tiny", "other", "--atol", "1", "--include", "embed*")
+    assert result.exit_code == 1
+    assert "  within  rtol 0, atol 1\n" in result.stdout
+    assert "2 of 15 elements (13.3%), first at [1, 2]; 1 beyond the tolerance" in result.stdout
+    result = run("diff", "tiny", "other", "--atol", "24", "--include", "embed*")
+    assert result.exit_code == 0
+    assert "=  1 tensor (1 within the tolerance)\n\nequal within the tolerance\n" in result.stdout
+
+
+def test_json_has_every_tensor(run, other):
+    result = run("diff", "tiny", "other", "--json")
+    content = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert content["is_equal"] is False
+    assert [(t["symbol"], t["status"]) for t in content["tensors"]] == [
+        ("*", "values"),
+        ("*", "dtype"),
+        ("*", "shape"),
+        ("+", "only_b"),
+        ("=", "equal"),
+    ]
+    assert content["tensors"][0]["first_changed"] == [1, 2]
+    assert content["num_values"] == content["num_shape"] == content["num_dtype"] == content["num_only_b"] == 1
+
+
+def test_long_lists_are_cut_for_people(run, tiny):
+    for name, shift in (("a", 0), ("b", 1)):
+        (tiny.parent / name).mkdir()
+        save_file(
+            {f"w{n}": torch.full((2,), n + shift) for n in range(30)},
+            tiny.parent / name / "model.safetensors",
+        )
+    result = run("diff", "a", "b")
+    assert sum(line.startswith("*") for line in result.stdout.splitlines()) == 20
+    assert "... 10 more, see --json\n\n30 of 30 tensors differ\n" in result.stdout
+    assert len(json.loads(run("diff", "a", "b", "--json").stdout)["tensors"]) == 30
+
+
+def test_quiet(run, other):
+    assert [run("diff", "tiny", name, "-q").exit_code for name in ("tiny", "other")] == [0, 1]
+    result = run("diff", "tiny", "other", "--quiet")
+    assert (result.stdout, result.stderr) == ("", "")
+    assert run("diff", "tiny", "other", "--quiet", "--json").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["absent"], 3),
+        (["tiny", "--max-memory", "1"], 2),
+        (["tiny", "--rtol", "-1"], 2),
+        (["tiny", "--include", "nothing"], 2),
+        (["tiny", "--sort", "size"], 2),
+    ],
+)
+def test_exit_codes(run, tiny, args, code):
+    assert run("diff", "tiny", *args).exit_code == code
+
+
+def test_names_cannot_act_on_a_terminal(run, tiny):
+    (tiny.parent / "evil").mkdir()
+    save_file({"a\x1b[31m": torch.zeros(1)}, tiny.parent / "evil" / "model.safetensors")
+    result = run("diff", "tiny", "evil")
+    assert result.exit_code == 1
+    assert "\x1b" not in result.stdout
+    assert "a\\x1b[31m" in result.stdout
+
+
+def test_torch_is_not_imported_for_bits(start, other):
+    code = """
+import sys
+from shardkit.cli import main
+try:
+    main(["diff", "tiny", "other", "--stats", "--exclude", "layers.0*"])
+except SystemExit as end:
+    assert end.code == 1
+assert "torch" not in sys.modules
+"""
+    process = start("-c", code)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+
+
+def test_whoever_reads_may_be_gone(start, other):
+    process = start("-m", "shardkit", "diff", "tiny", "other")
+    process.stdout.close()
+    assert process.wait(60) == 141
+    process.stderr.close()
