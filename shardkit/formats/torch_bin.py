@@ -225,4 +225,4 @@ def _row_major_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     # The conjugate and negative bits are marks on a view, the stored bytes do not have them.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data.toreadonly()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data.toreadonly()

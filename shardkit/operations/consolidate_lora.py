@@ -261,7 +261,7 @@ def compute_merge(catalog: Catalog, merge: LoraMerge) -> memoryview:
 def _bytes(tensor: torch.Tensor) -> memoryview:
     import torch
 
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _read(catalog: Catalog, name: str) -> torch.Tensor:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from shardkit.training.reading import flat_bytes
+
 FILLS = (0xFF, 0x2A)
 """Bytes to fill memory with: NaN, -1 or True; then something else."""
 
@@ -25,4 +27,4 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return flat_bytes(tensor.detach().contiguous())

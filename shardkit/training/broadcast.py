@@ -23,7 +23,7 @@ from shardkit.training.context import Weights
 from shardkit.training.local import LocalShard
 from shardkit.training.match import Wanted, match
 from shardkit.training.messages import BAND_NBYTES, Part, Sent, Step, build_steps, packed_layout
-from shardkit.training.reading import Filled, Worker, plan_reads, torch_dtype, window
+from shardkit.training.reading import Filled, Worker, flat_bytes, plan_reads, torch_dtype, window
 from shardkit.training.sources import SourceRank, choose_sources
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.sources import SourceFiles
@@ -117,7 +117,7 @@ def _in_rows_order(wanted: Sequence[Wanted], rows: Sequence[Any]) -> list[Wanted
         raise LayoutError(
             "the ranks' models have other tensors or dtypes than the source rank's",
             problems=sorted(differ),
-            hint="broadcast needs the same model on all ranks; use strategy='direct' for pipeline stages",
+            hint="every rank must build and wrap the same model",
         )
     return [by_fqn[row[0]] for row in rows]
 
@@ -132,7 +132,7 @@ def _wire() -> Iterator[None]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return flat_bytes(tensor)
 
 
 def _part(item: Wanted | None, band: Region) -> Region | None:

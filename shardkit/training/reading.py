@@ -271,4 +271,14 @@ class Worker:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, to be read and written."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    view: memoryview = flat_bytes(tensor).numpy().data
+    return view
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as its bytes, in order.
+
+    `reshape` would leave the stride of a single element as it is, which need not be 1, and then no view of another
+    element size can be had.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

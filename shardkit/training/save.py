@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 from shardkit import manifest
 from shardkit._version import __version__
-from shardkit.core.text import escape
-from shardkit.errors import ResourceError, ShardkitError
+from shardkit.core.text import count, escape
+from shardkit.errors import LayoutError, ResourceError, ShardkitError
 from shardkit.operations.destination import check_destination
 from shardkit.training.agree import agree, gather_json, lost
+from shardkit.training.context import clean_name
 from shardkit.training.diagnose import diagnose
 from shardkit.training.save_state import State, Writer, checkpoint_state, find_aliases
 from shardkit.transfer.staging import Staging, remove_abandoned
@@ -74,11 +75,13 @@ def save(
 
     Raises:
         UsageError: the destination exists; on all ranks, as every error.
+        LayoutError: the model has parameters on meta.
         ResourceError: no space, no permission, a rank that does not see the directory, a rank that died.
         ShardkitError: anything else that a rank met while it saved; problems name the ranks.
     """
     leads = not dist.is_initialized() or dist.get_rank(process_group) == 0
     optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
+    _together(lambda: _check_values(model), process_group)
     staging, place = _start(os.fspath(path), overwrite, process_group, leads=leads)
     try:
         aliases = find_aliases(model)
@@ -96,6 +99,16 @@ def save(
     sizes = writer.files.values()
     told = gather_json([staging.destination, len(sizes), sum(sizes)] if staging else None, process_group)
     return SaveResult(path=told[0][0], num_files=told[0][1], file_bytes=told[0][2])
+
+
+def _check_values(model: nn.Module) -> None:
+    empty = [clean_name(name) for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise LayoutError(
+            f"{count(len(empty), 'parameter')} of the model on meta: there are no values to save",
+            problems=map(escape, empty),
+            hint="finalize or load_into gives it weights",
+        )
 
 
 def _together(work: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:

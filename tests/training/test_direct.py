@@ -1,6 +1,7 @@
 """Boxes of stored tensors reach memory bit for bit, whatever the chunks, strides and dtypes; and nothing else is read."""
 
 import os
+import struct
 from itertools import product
 from pathlib import Path
 
@@ -182,3 +183,10 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
             IntegrityError, match=r"model\.safetensors ends at byte 2000 while layer\.b is read"
         ):
             run_reads(reads, sources)
+
+
+def test_a_single_element_of_any_stride() -> None:
+    whole = torch.zeros(2, 2)
+    memory_of(whole[1:, 1:])[:] = struct.pack("=f", 7.0)
+    memory_of(torch.as_strided(whole, (1,), (2,)))[:] = struct.pack("=f", 5.0)
+    assert whole.tolist() == [[5, 0], [0, 7]]

@@ -1,5 +1,6 @@
 """Memory by phase."""
 
+import mmap
 import time
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from shardkit.training.memory import PhaseMemory, PhaseUsage, anonymous_bytes
 MIB = 1 << 20
 
 
-def hold(num_mib: int) -> np.ndarray:
-    """Memory that is really there, and new: above 32 MiB glibc never takes it from what was freed before."""
-    assert num_mib > 32
-    return np.ones(num_mib * MIB, dtype=np.uint8)
+def hold(num_mib: int) -> mmap.mmap:
+    """Memory that is really there, and new: malloc might take it from what was freed before."""
+    memory = mmap.mmap(-1, num_mib * MIB)
+    for page in range(0, len(memory), mmap.PAGESIZE):
+        memory[page] = 1
+    return memory
 
 
 def grown(phase: PhaseUsage) -> tuple[float, float]:
@@ -33,7 +36,7 @@ def test_phases_nest_and_know_their_peaks() -> None:
             with memory.phase("read"):
                 passing = hold(100)
                 time.sleep(0.1)  # several samples
-                del passing
+                passing.close()
             kept.append(hold(40))
         with memory.phase("after"):
             pass
@@ -54,7 +57,7 @@ def test_a_mark_has_the_peak_since_the_last_one() -> None:
     with PhaseMemory() as memory:
         passing = hold(60)
         time.sleep(0.1)
-        del passing
+        passing.close()
         first = memory.mark("first")
         second = memory.mark("second")
     assert 50 < grown(first)[1] < 90
@@ -87,7 +90,7 @@ def test_only_inside_of_with() -> None:
 
 def test_pages_of_mapped_files_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    hold(50).tofile(path)
+    path.write_bytes(b"\1" * (50 * MIB))
     before = anonymous_bytes()
     mapped = np.memmap(path, dtype=np.uint8, mode="r")
     assert mapped.sum() == 50 * MIB

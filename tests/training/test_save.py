@@ -4,7 +4,9 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from safetensors.numpy import load_file
+from torch import nn
 
 import shardkit
 from tests.training.conftest import World
@@ -126,3 +128,11 @@ def test_survivors_hear_of_it_at_once(save_world: World, value: str, survivor: i
     found = json.loads((save_world.out / f"kill{value}-{survivor}.json").read_text())
     assert found["error"]["message"] == "another rank was lost during saving"
     assert found["seconds"] < 20
+
+
+def test_a_model_without_values_is_refused(tmp_path: Any) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(shardkit.LayoutError, match="2 parameters of the model on meta"):
+        shardkit.save(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
