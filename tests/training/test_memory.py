@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 def hold(num_mib: int) -> mmap.mmap:
     """Memory that is really there, and new: malloc might take it from what was freed before."""
-    memory = mmap.mmap(-1, num_mib * MIB)
+    memory = mmap.mmap(-1, num_mib * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for page in range(0, len(memory), mmap.PAGESIZE):
         memory[page] = 1
     return memory
