@@ -65,7 +65,7 @@ def compute_buffers(model: nn.Module, init_buffers: InitBuffers | None) -> None:
         LayoutError: buffers or plain tensor attributes that nobody computes; lists all of them.
     """
     places = [place for place in _places(model) if place.meta.is_meta]
-    attributes = list(_meta_attributes(model))
+    attributes = list(meta_attributes(model))
     if not places and not attributes:
         return
     first, second = (_run(model, places, init_buffers, byte) for byte in FILLS)
@@ -76,7 +76,7 @@ def compute_buffers(model: nn.Module, init_buffers: InitBuffers | None) -> None:
     _follow(places, attributes)
     _refuse(
         [place.fqn for place in places if place.fqn in lost and not place.persistent],
-        list(_meta_attributes(model)),
+        list(meta_attributes(model)),
     )
 
 
@@ -135,7 +135,7 @@ def _around(path: str) -> Iterator[str]:
         yield path[:at]
 
 
-def _meta_attributes(model: nn.Module) -> Iterator[_Attribute]:
+def meta_attributes(model: nn.Module) -> Iterator[_Attribute]:
     """Yield tensors on meta that are neither parameter nor buffer, also those in a list or dict."""
     for path, module in model.named_modules():
         registered = {id(tensor) for tensor in (*module.parameters(False), *module.buffers(False))}

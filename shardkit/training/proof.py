@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import fsdp_shards
 from shardkit.core.text import escape
+from shardkit.training.buffers import meta_attributes
 from shardkit.training.context import ExpectedTensor, clean_name
 from shardkit.training.local import LocalShard
 
@@ -47,15 +48,11 @@ def prove_model(
 
 
 def _on_meta(model: nn.Module) -> Iterator[str]:
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        plain = [(name, held) for name, held in vars(module).items() if isinstance(held, torch.Tensor)]
-        for name, value in [*own, *plain]:
-            if value.is_meta and id(value) not in seen:
-                seen.add(id(value))
-                kind = "parameter or buffer" if (name, value) not in plain else "tensor attribute"
-                yield f"{escape(clean_name(f'{path}.{name}' if path else name))}: {kind} still on meta"
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            yield f"{escape(clean_name(name))}: parameter or buffer still on meta"
+    for attribute in meta_attributes(model):
+        yield f"{escape(attribute.fqn)}: tensor attribute still on meta"
 
 
 def _as_expected(shards: Sequence[LocalShard], expected: Mapping[str, ExpectedTensor]) -> Iterator[str]:
