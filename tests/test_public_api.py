@@ -31,6 +31,13 @@ def test_every_error_is_public():
     assert raised - INTERNAL <= set(shardkit.__all__)
 
 
+def test_all_of_training_is_at_the_top():
+    from shardkit import training
+
+    assert training.__all__ == sorted(set(training.__all__))
+    assert set(training.__all__) <= set(shardkit.__all__)
+
+
 def test_unknown_name():
     with pytest.raises(AttributeError, match="no attribute 'bogus'"):
         _ = shardkit.bogus

@@ -131,10 +131,6 @@ def _wire() -> Iterator[None]:
         raise lost(_PHASE, error) from error
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return flat_bytes(tensor)
-
-
 def _part(item: Wanted | None, band: Region) -> Region | None:
     return None if item is None else intersect(item.region, band)
 
@@ -191,7 +187,7 @@ class _Receiver:
             staged = None if straight else self._room(turn, part.num_elements * dtype.itemsize)
             turn += 1
             with _wire():
-                work = dist.irecv(_bytes(target) if staged is None else staged, self._source)
+                work = dist.irecv(flat_bytes(target) if staged is None else staged, self._source)
             assert work is not None
             pending.append((work, band.number, part, staged))
         for each in pending:
@@ -326,7 +322,7 @@ class _Source:
 
     def _send(self, content: torch.Tensor, receiver: int) -> None:
         with _wire():
-            work = dist.isend(_bytes(content), receiver)
+            work = dist.isend(flat_bytes(content), receiver)
         assert work is not None
         self._pending[self._turn].append((work, content))
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardkit.core.units import MIB
 from shardkit.training.agree import device_for, gather_json, lost, world
 from shardkit.training.match import Wanted
-from shardkit.training.reading import Filled
+from shardkit.training.reading import Filled, flat_bytes
 from shardkit.transfer.digest import crc32
 
 _READ_BY_EACH = 1 << 16  # bytes; below it a read costs less than being sent
@@ -130,7 +130,7 @@ def _broadcast(
     if not target.is_contiguous() or device != target.device:
         _broadcast_staged(target, group, source, device)
         return
-    memory = target.view(-1).view(torch.uint8)
+    memory = flat_bytes(target)
     for start in range(0, len(memory), _PIECE_NBYTES):
         work = dist.broadcast(memory[start : start + _PIECE_NBYTES], source, group, async_op=True)
         assert work is not None
@@ -147,5 +147,5 @@ def _broadcast_staged(
     for start in range(0, len(target), rows):
         part = target[start : start + rows]
         staged = part.to(device).contiguous()
-        dist.broadcast(staged.view(-1).view(torch.uint8), source, group)
+        dist.broadcast(flat_bytes(staged), source, group)
         part.copy_(staged)

@@ -16,7 +16,7 @@ from shardkit.core.text import escape, listed
 from shardkit.errors import LayoutError
 from shardkit.training.agree import agreed, device_for, gather_json, lost, world
 from shardkit.training.context import clean_name
-from shardkit.training.reading import memory_of
+from shardkit.training.reading import flat_bytes, memory_of
 from shardkit.transfer.digest import crc32
 
 _log = logging.getLogger("shardkit")
@@ -92,7 +92,7 @@ def equalise_buffers(model: nn.Module) -> list[str]:
         for fqn in differing:
             value = held[fqn]
             sent = value.detach().to(device_for(None, value.device), copy=True).contiguous()
-            dist.broadcast(sent.view(-1).view(torch.uint8), 0)
+            dist.broadcast(flat_bytes(sent), 0)
             with torch.no_grad():
                 value.copy_(sent)
     except RuntimeError as error:
