@@ -12,9 +12,10 @@ from typing import Any
 
 from shardkit.formats import chunk_list
 
-# Plans 1,024 ranks x 600 tensors and writes their `.metadata`; memory is the kernel's own high-water mark.
+# Plans 1,024 ranks x 600 tensors and writes their `.metadata`; memory is this image's own high-water mark
+# (`ru_maxrss` would also count the process that was forked, which may be larger).
 PLAN = """
-import json, os, resource, sys
+import json, os, sys
 from shardkit.core.mesh import parse_mesh
 from shardkit.formats.dcp_metadata_writer import write_metadata
 from shardkit.formats.source import open_source
@@ -23,7 +24,8 @@ job = build_job(open_source(sys.argv[1]), parse_mesh(None, 1024), wrap="auto", d
     trust_remote_code=False)
 with open(sys.argv[2], "wb") as file:
     write_metadata(file, job.output.catalog, job.aliases)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+with open("/proc/self/status") as status:
+    peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
 print(json.dumps({"chunks": len(job.output.catalog.chunks), "peak_bytes": peak, "torch": "torch" in sys.modules}))
 """
 FEW_FILES = """
