@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
+from shardkit.transfer import storage
 
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
 
@@ -37,7 +38,9 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
     """
     try:
         # O_NONBLOCK: opening a FIFO for reading otherwise waits for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+        fd = storage.open_fd(
+            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+        )
     except FileNotFoundError:
         raise SourceError(f"{escape(name)}: no such file", hint="download the missing file") from None
     except PermissionError as error:
@@ -81,7 +84,7 @@ def read_exactly(fd: int, start: int, nbytes: int, name: str) -> bytes:
     pieces: list[bytes] = []
     while nbytes:
         try:
-            piece = os.pread(fd, nbytes, start)
+            piece = storage.pread(fd, nbytes, start)
         except OSError as error:
             raise ResourceError(f"{escape(name)}: reading at byte {start}: {error.strerror}") from None
         if not piece:

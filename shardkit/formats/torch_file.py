@@ -9,7 +9,6 @@ Source: torch 2.13, torch/serialization.py (`_save`); zip files since torch 1.6.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from shardkit.formats.inert_pickle import InertPickle
 from shardkit.formats.strict import open_regular, read_exactly, stamp_of
 from shardkit.formats.torch_values import DistributedRef, Part, TensorNames, TensorRef, UnreadableTensor
 from shardkit.formats.torch_zip import Entry, ZipReader, read_directory
+from shardkit.transfer import storage
 from shardkit.transfer.digest import crc32
 
 __all__ = [
@@ -94,7 +94,7 @@ def open_torch_file(path: str, name: str) -> TorchFile:
         stamp = stamp_of(fd)
         _check_magic(read_exactly(fd, 0, min(size, len(_ZIP)), name), size, where)
         try:
-            reader = ZipReader(lambda start, nbytes: os.pread(fd, nbytes, start), 0, size, where)
+            reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), 0, size, where)
             entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
             if "data.pkl" not in entries or "constants.pkl" in entries:
                 reader.refuse(

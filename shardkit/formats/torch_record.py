@@ -10,7 +10,6 @@ Source: torch 2.2 and 2.13, caffe2/serialize/inline_container.cc and torch/_util
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from math import prod
 
@@ -19,6 +18,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.formats.tensor_pickle import parse_tensor
 from shardkit.formats.torch_zip import Entry, Pread, ZipReader, read_directory
+from shardkit.transfer import storage
 
 _NAMES = frozenset(
     {"data.pkl", "byteorder", "data/0", "version", ".data/serialization_id"}
@@ -92,7 +92,11 @@ def read_record(
         ResourceError: the device fails.
     """
     return read_entries(
-        lambda start, nbytes: os.pread(fd, nbytes, start), offset, length, where=where, check_crc=check_crc
+        lambda start, nbytes: storage.pread(fd, nbytes, start),
+        offset,
+        length,
+        where=where,
+        check_crc=check_crc,
     )[0]
 
 

@@ -8,13 +8,13 @@ is read entry by entry too.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from shardkit.formats.torch_record import TensorRecord, read_entries
 from shardkit.formats.torch_zip import Entry
+from shardkit.transfer import storage
 from shardkit.transfer.digest import crc32
 
 _DATA, _ID = "data/0", ".data/serialization_id"
@@ -121,14 +121,14 @@ class RecordScanner:
         )
 
     def _pread(self, start: int, nbytes: int) -> bytes:
-        return os.pread(self._fd, nbytes, start)
+        return storage.pread(self._fd, nbytes, start)
 
     def _bytes(self, start: int, nbytes: int) -> bytes:
         """Return bytes of the file, fewer where it ends or fails; they are wanted front to back."""
         at = start - self._at
         if at < 0 or at + nbytes > len(self._window):
             try:
-                self._window = os.pread(self._fd, max(nbytes, _WINDOW), start)
+                self._window = storage.pread(self._fd, max(nbytes, _WINDOW), start)
             except OSError:  # the record is then read entry by entry, which says what is wrong
                 self._window = b""
             self._at, at = start, 0

@@ -13,6 +13,7 @@ from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.formats.hub import HubModel, open_weights
 from shardkit.formats.hub_files import select_file, select_weights
 from shardkit.operations.consolidate_job import ConsolidateJob
+from shardkit.transfer import storage
 from shardkit.transfer.digest import combine, crc32
 from shardkit.transfer.execute import FileDigest
 
@@ -92,11 +93,8 @@ class Descriptions:
 
     def _write_synced(self, name: str, data: bytes) -> None:
         path = os.path.join(self._directory, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        storage.make_directories(os.path.dirname(path))
+        storage.write_file(path, data)
 
 
 def check_output(job: ConsolidateJob, directory: str) -> None:

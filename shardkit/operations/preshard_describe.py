@@ -18,6 +18,7 @@ from shardkit.formats import chunk_list
 from shardkit.formats.dcp_images import DcpImage, RecordKind
 from shardkit.formats.dcp_metadata_writer import write_metadata
 from shardkit.operations.dcp_output import DcpOutput
+from shardkit.transfer import storage
 from shardkit.transfer.digest import combine, crc32
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
 from shardkit.transfer.stream import read_back
@@ -98,7 +99,7 @@ class Descriptions:
             "metadata": self._metadata.result(),
         }
         self._write_synced(manifest.NAME, manifest.dump(content))
-        os.rename(os.path.join(self._directory, _PART), os.path.join(self._directory, METADATA))
+        storage.rename(os.path.join(self._directory, _PART), os.path.join(self._directory, METADATA))
 
     def _file_entry(self, digest: FileDigest) -> dict[str, Any]:
         lists = self._lists[digest.name]
@@ -127,17 +128,15 @@ class Descriptions:
 
     def _write_metadata(self) -> dict[str, Any]:
         path = os.path.join(self._directory, _PART)
-        with open(path, "w+b") as file:
+        with storage.writing(path) as (fd, stream):
             job = self._job
-            write_metadata(file, job.output.catalog, job.aliases, objects=job.output.objects, paths=job.paths)
-            file.flush()
-            os.fsync(file.fileno())
-            size = os.fstat(file.fileno()).st_size
-            crc = read_back(file.fileno(), 0, size, bytearray(1 << 20))
+            write_metadata(
+                stream, job.output.catalog, job.aliases, objects=job.output.objects, paths=job.paths
+            )
+            stream.flush()
+            size = os.fstat(fd).st_size
+            crc = read_back(fd, 0, size, bytearray(1 << 20))
         return {"name": METADATA, "size": size, "crc32": crc}
 
     def _write_synced(self, name: str, data: bytes) -> None:
-        with open(os.path.join(self._directory, name), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        storage.write_file(os.path.join(self._directory, name), data)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from shardkit.operations.preshard_describe import Descriptions
 from shardkit.operations.reshard_files import copy_file
 from shardkit.operations.reshard_job import ReshardJob
+from shardkit.transfer import storage
 from shardkit.transfer.execute import FileDigest
 
 
@@ -28,7 +29,7 @@ class ReshardDescriptions:
         self._of: dict[str, Descriptions] = {}
         for folder, part in job.folders.items():
             place = os.path.join(directory, folder)
-            os.makedirs(place, exist_ok=True)
+            storage.make_directories(place)
             self._of[folder] = self._stack.enter_context(Descriptions(part, place))
 
     def __enter__(self) -> ReshardDescriptions:
@@ -45,7 +46,7 @@ class ReshardDescriptions:
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Copy what lies beside, then let each folder become a checkpoint."""
         for name in self._job.parts.empty:
-            os.makedirs(os.path.join(self._directory, name), exist_ok=True)
+            storage.make_directories(os.path.join(self._directory, name))
         for file in self._job.parts.files:
             copy_file(self._source, file, self._directory)
         for folder, descriptions in self._of.items():

@@ -16,6 +16,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.formats.dcp import is_dcp
 from shardkit.formats.strict import open_regular, read_exactly, stamp_of
+from shardkit.transfer import storage
 
 _MAX_FILES = 20_000
 _OWN = re.compile(r"(__\d+)?\.metadata|.*\.distcp|__\d+_\d+\.chunks\.json|" + re.escape(manifest.NAME))
@@ -143,19 +144,19 @@ def copy_file(source: str, file: BesideFile, directory: str) -> None:
     """
     target = os.path.join(directory, file.name)
     try:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        storage.make_directories(os.path.dirname(target))
         with open_regular(os.path.join(source, file.name), file.name, follow=False) as (fd, _):
             mode = 0o777 if file.is_executable else 0o666
-            out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+            out = storage.open_fd(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
             try:
                 is_same = stamp_of(fd) == file.stamp
                 if is_same:
                     _copy_data(fd, out, file)
                 if not is_same or stamp_of(fd) != file.stamp:
                     raise _changed(file.name)
-                os.fsync(out)
+                storage.fsync(out)
             finally:
-                os.close(out)
+                storage.close_fd(out)
     except OSError as error:
         raise ResourceError(f"cannot copy {escape(file.name)}: {error.strerror}") from error
     except SourceError as error:
@@ -170,13 +171,13 @@ def _changed(name: str) -> IntegrityError:
 
 
 def _copy_data(fd: int, out: int, file: BesideFile) -> None:
-    os.ftruncate(out, file.stamp.size)
+    storage.ftruncate(out, file.stamp.size)
     for start, stop in _data_ranges(fd, file.stamp.size):
         for at in range(start, stop, _BLOCK_BYTES):
             data = memoryview(read_exactly(fd, at, min(_BLOCK_BYTES, stop - at), file.name))
             done = 0
             while done < len(data):
-                done += os.pwrite(out, data[done:], at + done)
+                done += storage.pwrite(out, data[done:], at + done)
 
 
 def _data_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:

@@ -12,6 +12,7 @@ from typing import Protocol
 from shardkit.core.text import escape
 from shardkit.core.units import KIB, MIB, parse_size
 from shardkit.errors import Interrupted, ResourceError, UsageError
+from shardkit.transfer import storage
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.images import ImageSet
 from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
@@ -178,13 +179,13 @@ def _remove_others(directory: str, finished: Collection[str]) -> None:
         for name in names:
             path = os.path.join(here, name)
             if os.path.relpath(path, directory) not in finished:
-                os.unlink(path)
+                storage.unlink(path)
         for name in folders:
             path = os.path.join(here, name)
             if os.path.islink(path):
-                os.unlink(path)
+                storage.unlink(path)
             elif not os.listdir(path):
-                os.rmdir(path)
+                storage.rmdir(path)
 
 
 def _write(

@@ -16,6 +16,7 @@ from shardkit.formats.strict import open_regular
 from shardkit.formats.torch_zip import ZipReader, read_directory
 from shardkit.operations.verify_manifest import Described
 from shardkit.operations.verify_result import Report
+from shardkit.transfer import storage
 from shardkit.transfer.digest import crc32, crc32_combine
 
 _BLOCK_BYTES = 1 << 20
@@ -158,7 +159,7 @@ class _Bytes:
 
     def _fill(self, start: int, nbytes: int) -> None:
         try:
-            self._held = os.preadv(self._fd, [self._buffer[:nbytes]], start)
+            self._held = storage.preadv(self._fd, [self._buffer[:nbytes]], start)
         except OSError as error:
             raise ResourceError(
                 f"{escape(self._name)}: reading at byte {start}: {error.strerror}",
@@ -224,12 +225,12 @@ def _compare(file: FileBytes, stretch: Stretch, found: int, report: Report) -> N
 
 def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -> None:
     """Compare every entry of a zip with its CRC-32."""
-    if os.pread(fd, 2, archive.start) != b"PK":
+    if storage.pread(fd, 2, archive.start) != b"PK":
         report.add_notes([f"{escape(archive.name)} has no checksum: its bytes are no zip"])
         return
     try:
         where = f"bytes {archive.start} to {archive.start + archive.nbytes}"
-        reader = ZipReader(lambda at, n: os.pread(fd, n, at), archive.start, archive.nbytes, where)
+        reader = ZipReader(lambda at, n: storage.pread(fd, n, at), archive.start, archive.nbytes, where)
         for name, entry in read_directory(reader, lambda _: True, max_entries=_MAX_ENTRIES).items():
             if entry.crc:
                 reader.check_crc(name, entry)

@@ -6,12 +6,12 @@ of torch are spelled alike, and what stands around the data is known to the byte
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from typing import NamedTuple
 
 from shardkit.formats.torch_record import TensorRecord, read_entries
 from shardkit.formats.torch_record_writer import RecordSkeleton, record_skeleton
+from shardkit.transfer import storage
 
 _FREE = ("data.pkl", ".data/serialization_id")
 """Entries that may differ where dtype and shape are equal (strides, a flag, an id); they have checksums."""
@@ -45,8 +45,8 @@ def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> Differen
     num_before, hole = len(skeleton.prefix), skeleton.data_nbytes
     if nbytes != skeleton.nbytes or record.data_start - start != num_before:
         return False
-    head = os.pread(fd, num_before, start)
-    found = bytearray(head + os.pread(fd, skeleton.suffix_nbytes, start + num_before + hole))
+    head = storage.pread(fd, num_before, start)
+    found = bytearray(head + storage.pread(fd, skeleton.suffix_nbytes, start + num_before + hole))
     expected = skeleton.prefix + skeleton.suffix(record.crc32 or 0)
     if len(found) != len(expected):
         return False  # the file became shorter

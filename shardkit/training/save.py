@@ -34,6 +34,7 @@ from shardkit.training.agree import agree, gather_json, lost
 from shardkit.training.context import clean_name
 from shardkit.training.diagnose import diagnose
 from shardkit.training.save_state import State, Writer, checkpoint_state, find_aliases
+from shardkit.transfer import storage
 from shardkit.transfer.staging import Staging, remove_abandoned
 
 _PHASE = "saving"
@@ -201,10 +202,7 @@ def _describe(model: nn.Module, writer: Writer, group: dist.ProcessGroup | None)
             for name in sorted(writer.files)
         ],
     }
-    with open(os.path.join(writer.path, manifest.NAME), "wb") as file:
-        file.write(manifest.dump(content))
-        file.flush()
-        os.fsync(file.fileno())
+    storage.write_file(os.path.join(writer.path, manifest.NAME), manifest.dump(content))
 
 
 def _has_bytes(path: str, size: int) -> bool:

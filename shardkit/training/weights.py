@@ -24,6 +24,7 @@ from shardkit.keys.select import select_model
 from shardkit.training.context import ExpectedTensor, Weights
 from shardkit.training.naming import match_names
 from shardkit.training.presharded import METADATA, open_presharded
+from shardkit.transfer import storage
 
 # Stored beside packed or scaled values. transformers 5.23, quantizers/: fp8, bitsandbytes, GPTQ, AWQ, MXFP4.
 _SCALES = (
@@ -226,7 +227,7 @@ def _samples(catalog: Catalog) -> str:
         file = catalog.files[table.file[row]]
         try:
             with open(file.path, "rb", buffering=0) as stream:
-                digest.update(os.pread(stream.fileno(), size, start))
+                digest.update(storage.pread(stream.fileno(), size, start))
         except OSError as error:
             raise ResourceError(f"{escape(file.name)}: {error.strerror}") from error
     return digest.hexdigest()

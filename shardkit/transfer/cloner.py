@@ -16,8 +16,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardkit.transfer import clone_child
-from shardkit.transfer.reflink import clone_range
+from shardkit.transfer import clone_child, storage
 from shardkit.transfer.sources import MAX_BORROWED
 
 # Of one batch: fewer than a reader keeps open, so that all are still lent when they are sent.
@@ -154,7 +153,7 @@ class Cloner:
 def clone(target: int, piece: CloneRange, source: int) -> bool:
     """Share a range in the calling thread; False where that is not possible."""
     try:
-        clone_range(source, piece.start, target, piece.target_start, piece.nbytes)
+        storage.clone_range(source, piece.start, target, piece.target_start, piece.nbytes)
     except OSError:
         return False
     return True

@@ -17,6 +17,7 @@ from functools import partial
 from shardkit.core.text import escape
 from shardkit.core.units import KIB, MIB
 from shardkit.errors import ResourceError
+from shardkit.transfer import storage
 from shardkit.transfer.cloner import Cloner
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.fill import Filler, Stretch, copy_range, image_crc
@@ -160,7 +161,7 @@ class Execution:
             if image.name in self._skipped:
                 continue
             with self._opened(image, os.O_CREAT | os.O_TRUNC) as fd:
-                os.ftruncate(fd, image.size)
+                storage.ftruncate(fd, image.size)
             if len(image) == 0:
                 self._submit_finish(image, _ImageState(), sources)
 
@@ -228,7 +229,7 @@ class Execution:
                 if self._cloner is not None and stretch.clones is not None:
                     for piece in self._cloner.wait(stretch.clones):
                         copy_range(reader, fd, image.name, piece, self._check)
-            os.fsync(fd)
+            storage.fsync(fd)
         crc = None
         if self._options.digests:
             crc = image_crc(image.size, [s for stretch in stretches for s in stretch.segments])
@@ -249,11 +250,11 @@ class Execution:
         """Open an image for reading and writing; what the system refuses names the file."""
         path = os.path.join(self._directory, image.name)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
+            fd = storage.open_fd(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
             try:
                 yield fd
             finally:
-                os.close(fd)
+                storage.close_fd(fd)
         except OSError as error:
             raise ResourceError(f"cannot write {escape(image.name)}: {error.strerror}") from error
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from shardkit.errors import ShardkitError
+from shardkit.transfer import storage
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.stream import read_back
 
@@ -27,7 +28,8 @@ class Journal:
     def __init__(self, path: str, plan_hash: str) -> None:
         is_new = read_plan_hash(path) != plan_hash
         self._lock = threading.Lock()
-        self._file = open(path, "w" if is_new else "a", encoding="utf-8")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = storage.open_fd(path, flags | (os.O_TRUNC if is_new else 0), 0o666)
         # A run that was killed in the middle of a line left half of it; that line is ignored.
         self._write({"format": _FORMAT, "plan": plan_hash} if is_new else {})
 
@@ -38,13 +40,12 @@ class Journal:
             self._write(line)
 
     def _write(self, line: Mapping[str, object]) -> None:
-        self._file.write(("" if "format" in line else "\n") + json.dumps(line))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        text = ("" if "format" in line else "\n") + json.dumps(line)
+        storage.append(self._fd, text.encode())
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        storage.close_fd(self._fd)
 
 
 def read_plan_hash(path: str) -> str | None:
@@ -100,7 +101,7 @@ def _parse(entry: Mapping[str, object]) -> FileDigest | None:
 
 def _is_intact(digest: FileDigest, directory: str) -> bool:
     try:
-        fd = os.open(os.path.join(directory, digest.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = storage.open_fd(os.path.join(directory, digest.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -6,27 +6,13 @@ Whether it can is found out by trying; a person is never asked.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import struct
 from collections.abc import Iterator
 
 from shardkit.core.catalog import Catalog
+from shardkit.transfer import storage
 
 BLOCK = 4096
-_FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
-
-
-def clone_range(source_fd: int, source_start: int, target_fd: int, target_start: int, nbytes: int) -> None:
-    """Let `nbytes` of the target share the source's blocks; all three are multiples of BLOCK.
-
-    Raises:
-        OSError: this pair of files cannot share extents.
-
-    Source: man 2 ioctl_ficlonerange.
-    """
-    argument = struct.pack("qQQQ", source_fd, source_start, nbytes, target_start)
-    fcntl.ioctl(target_fd, _FICLONERANGE, argument)
 
 
 def can_share_extents(catalog: Catalog, directory: str) -> bool:
@@ -46,7 +32,7 @@ def can_share_extents(catalog: Catalog, directory: str) -> bool:
                 if device not in tried:
                     tried.add(device)
                     with _source(file.path) as source:
-                        clone_range(source, 0, probe, 0, BLOCK)
+                        storage.clone_range(source, 0, probe, 0, BLOCK)
     except (OSError, AttributeError):  # AttributeError: no O_TMPFILE, this is not Linux
         return False
     return True
@@ -55,7 +41,7 @@ def can_share_extents(catalog: Catalog, directory: str) -> bool:
 @contextlib.contextmanager
 def _nameless(directory: str) -> Iterator[int]:
     """Give the descriptor of a file without a name."""
-    fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fd = storage.open_fd(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         yield fd
     finally:
@@ -67,10 +53,10 @@ def _source(path: str) -> Iterator[int]:
     """Give the descriptor of a source file; for one that is yet to be downloaded, of a block where it will lie."""
     if not os.path.lexists(path):
         with _nameless(nearest_existing(path)) as fd:
-            os.pwrite(fd, bytes(BLOCK), 0)
+            storage.pwrite(fd, bytes(BLOCK), 0)
             yield fd
         return
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = storage.open_fd(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield fd
     finally:

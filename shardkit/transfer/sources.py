@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from shardkit.core.catalog import FileStamp, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
+from shardkit.transfer import storage
 from shardkit.transfer.reflink import BLOCK
 
 MAX_BORROWED = 64  # by one reader
@@ -117,7 +118,7 @@ class SourceFiles:
     def _open_checked(self, file: int) -> int:
         source = self._files[file]
         try:
-            fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = storage.open_fd(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ResourceError(f"cannot open {escape(source.name)}: {error.strerror}") from error
         status = os.fstat(fd)
@@ -217,7 +218,7 @@ class Reader:
         """Return a block, less at the end of the file; nothing where it cannot be read."""
         fd = self._borrowed.get(file)
         try:
-            block = os.pread(self.descriptor(file) if fd is None else fd, BLOCK, number * BLOCK)
+            block = storage.pread(self.descriptor(file) if fd is None else fd, BLOCK, number * BLOCK)
         except OSError:
             return b""
         if block:
@@ -239,7 +240,7 @@ class Reader:
             fd = self.descriptor(file)
         while done < size:
             try:
-                count = os.preadv(fd, [buffer[done:] if done else buffer], start + done)
+                count = storage.preadv(fd, [buffer[done:] if done else buffer], start + done)
             except OSError as error:
                 where = f"{self._sources.name(file)} at byte {start + done} for {escape(fqn)}"
                 raise ResourceError(f"cannot read {where}: {error.strerror}") from error

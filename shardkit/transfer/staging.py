@@ -13,23 +13,19 @@ and two runs cannot both win. No locks: on some network file systems every calle
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import itertools
 import json
 import os
 import re
-import shutil
 import socket
 from dataclasses import dataclass
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, UsageError
+from shardkit.transfer import storage
 from shardkit.transfer.digest import crc32
 
-_AT_FDCWD = -100  # fcntl.h
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # linux/fs.h
-_NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _TOKEN = re.compile(r"([0-9a-f]{8})-([0-9a-f]{8})-(\d{1,20})-(\d{1,10})-(\d{1,20})-(\d{1,10})", re.ASCII)
 _MAX_NAME_BYTES = 120  # of the destination's name in the staging directory's; a name has at most 255
 
@@ -134,8 +130,8 @@ class Staging:
         owner = Owner.new_run()
         staging = cls(destination, _staging_path(destination, owner), owner)
         try:
-            os.mkdir(staging.path)
-            os.mkdir(staging.data)
+            storage.mkdir(staging.path)
+            storage.mkdir(staging.data)
             staging._write_owner()
         except OSError as error:
             staging.discard()
@@ -151,8 +147,8 @@ class Staging:
         owner = Owner.new_run()
         staging = cls(destination, _staging_path(destination, owner), owner)
         try:
-            os.rename(path, staging.path)
-            os.makedirs(staging.data, exist_ok=True)
+            storage.rename(path, staging.path)
+            storage.make_directories(staging.data)
             staging._write_owner()
         except OSError:
             staging.release()
@@ -161,8 +157,7 @@ class Staging:
 
     def _write_owner(self) -> None:
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": str(self._owner)}
-        with open(os.path.join(self.path, "owner.json"), "w", encoding="utf-8") as file:
-            json.dump(owner, file)
+        storage.write_file(os.path.join(self.path, "owner.json"), json.dumps(owner).encode())
 
     def release(self) -> None:
         """Leave the directory to whoever resumes."""
@@ -179,7 +174,7 @@ class Staging:
             ResourceError: the system cannot rename.
         """
         parent = os.path.dirname(self.destination)
-        sync_directory(self.data)
+        storage.sync_directories(self.data)
         try:
             if overwrite and os.path.lexists(self.destination):
                 _exchange(self.data, self.destination)
@@ -190,12 +185,12 @@ class Staging:
             raise UsageError(f"{escape(self.destination)} appeared while it was being written") from error
         except OSError as error:
             raise ResourceError(f"cannot rename to {escape(self.destination)}: {error.strerror}") from error
-        sync_directory(parent)
+        storage.sync_directory(parent)
         self.discard()
 
     def discard(self) -> None:
         """Remove the staging directory and all in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        storage.remove_tree(self.path)
         self.release()
 
 
@@ -251,48 +246,22 @@ def reclaimable_bytes(destination: str) -> int:
     return total
 
 
-def sync_directory(path: str) -> None:
-    """Bring a directory's entries to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in _NO_SUCH_CALL:  # some file systems have no such thing for directories
-            raise
-    finally:
-        os.close(fd)
-
-
-def _renameat2(source: str, target: str, flags: int) -> bool:
-    """Call renameat2; False where kernel or file system has no such flag."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
-        return False
-    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _NO_SUCH_CALL:
-        return False
-    raise OSError(code, os.strerror(code), target)
-
-
 def _rename_noreplace(source: str, target: str) -> None:
-    if _renameat2(source, target, _RENAME_NOREPLACE):
+    if storage.renameat2(source, target, storage.RENAME_NOREPLACE):
         return
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-    os.rename(source, target)
+    storage.rename(source, target)
 
 
 def _exchange(source: str, target: str) -> None:
     """Swap two directories; where that is not possible, move the old one aside first."""
-    if _renameat2(source, target, _RENAME_EXCHANGE):
+    if storage.renameat2(source, target, storage.RENAME_EXCHANGE):
         return
     aside = source + ".old"
-    os.rename(target, aside)
+    storage.rename(target, aside)
     try:
-        os.rename(source, target)
+        storage.rename(source, target)
     except OSError:
-        os.rename(aside, target)
+        storage.rename(aside, target)
         raise

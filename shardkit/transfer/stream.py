@@ -6,10 +6,9 @@ buffer and out again; so a rank's file is written sequentially whatever it is ma
 
 from __future__ import annotations
 
-import os
-
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError
+from shardkit.transfer import storage
 from shardkit.transfer.digest import crc32
 
 _WRITTEN_GAP = 4096
@@ -103,7 +102,7 @@ def write_all(fd: int, data: memoryview, start: int, name: str, fqn: str) -> Non
     done = 0
     while done < len(data):
         try:
-            done += os.pwrite(fd, data[done:] if done else data, start + done)
+            done += storage.pwrite(fd, data[done:] if done else data, start + done)
         except OSError as error:
             raise ResourceError(
                 f"cannot write {escape(name)} at byte {start + done} ({escape(fqn)}): {error.strerror}",
@@ -121,7 +120,7 @@ def read_back(fd: int, start: int, nbytes: int, buffer: bytearray) -> int:
     while done < nbytes:
         part = view[: nbytes - done]
         try:
-            count = os.preadv(fd, [part], start + done)
+            count = storage.preadv(fd, [part], start + done)
         except OSError as error:
             raise ResourceError(f"cannot read back at byte {start + done}: {error.strerror}") from error
         if count == 0:

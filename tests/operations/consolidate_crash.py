@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import shardkit
-from shardkit.transfer import staging
+from shardkit.transfer import storage
 from tests.operations import crash
 
 
@@ -17,8 +17,7 @@ def run(request: dict[str, Any], answer: int) -> None:
     sys.setswitchinterval(1e-5)  # so that small files are under way at the same time
     counter = crash.Counter(request["fatal"])
     for name in crash.CALLS:
-        setattr(os, name, counter.counted(getattr(os, name)))
-    staging._renameat2 = counter.counted(staging._renameat2)
+        setattr(storage, name, counter.counted(getattr(storage, name)))
     result = shardkit.consolidate(request["source"], request["output"], **request["options"])
     os.write(answer, json.dumps({"calls": counter.num_calls, "resumed": result.resumed_files}).encode())
 

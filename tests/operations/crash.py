@@ -25,10 +25,21 @@ import shardkit
 from shardkit.core.mesh import Placement
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations import preshard_job
-from shardkit.transfer import staging
+from shardkit.transfer import storage
 
-CALLS = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "unlink", "rmdir")
-pwrite = os.pwrite
+CALLS = (
+    "mkdir",
+    "open_fd",
+    "ftruncate",
+    "pwrite",
+    "write",
+    "fsync",
+    "rename",
+    "renameat2",
+    "unlink",
+    "rmdir",
+)
+pwrite = storage.pwrite
 
 
 class Counter:
@@ -73,8 +84,7 @@ def run(request: dict[str, Any], answer: int) -> None:
     sys.setswitchinterval(1e-5)  # so that small files are under way at the same time
     counter = Counter(request["fatal"])
     for name in CALLS:
-        setattr(os, name, counter.counted(getattr(os, name)))
-    staging._renameat2 = counter.counted(staging._renameat2)
+        setattr(storage, name, counter.counted(getattr(storage, name)))
     result = shardkit.preshard(request["source"], request["output"], wrap="none", **request["options"])
     report = {
         "calls": counter.num_calls,

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 import shardkit
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.errors import ResourceError
-from shardkit.transfer import reflink
+from shardkit.transfer import storage
 from shardkit.transfer.reflink import can_share_extents
 from tests.operations.test_scale import sparse_model
 
@@ -83,7 +83,7 @@ def test_every_device_is_tried_and_its_number_decides_nothing(
             if tried[-1] in refused:
                 raise OSError(errno.EXDEV, "Invalid cross-device link")
 
-        monkeypatch.setattr(reflink, "clone_range", clone)
+        monkeypatch.setattr(storage, "clone_range", clone)
         assert can_share_extents(catalog, str(tmp_path))
         assert tried == both
         for device in both:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.errors import ShardkitError
 from shardkit.training.save import save
 from shardkit.training.wrap import wrap
-from shardkit.transfer import staging
+from shardkit.transfer import staging, storage
 from tests.distributed.processes import fork
 
 torch.set_num_threads(1)
@@ -203,7 +203,7 @@ def killed(out: Path, value: float, victim: int | None, moment: str) -> Found:
     if moment == "before" and is_victim:
         staging.Staging.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     if moment == "after" and is_victim:
-        staging.sync_directory = kill_after_rename
+        storage.sync_directory = kill_after_rename
     extra = {f"bad{victim}": Kills()} if moment == "writing" and is_victim else {}
     begun = time.monotonic()
     error = told(lambda: save(model, out / "kills" / "last", extra=extra, overwrite=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import tempfile
 import threading
@@ -24,6 +23,7 @@ from shardkit.core.regions import Region, Shape, full_region
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.formats.dcp_images import DcpImages, Phase
 from shardkit.layout.layout import Layout, TensorLayout, Unit
+from shardkit.transfer import storage
 from shardkit.transfer.digest import crc32
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.plan import TransferPlan, build_plan
@@ -206,7 +206,7 @@ def test_no_thread_outlives_a_run_that_was_given_up(tmp_path: Path, monkeypatch:
     catalog, _ = source(tmp_path, tensors, 0)
     _, plan = planned(catalog, tensors, 32)
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.3))
+    monkeypatch.setattr(storage, "fsync", lambda fd: time.sleep(0.3))
     finished = list[str]()
 
     def interrupt(*_: object) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from shardkit.core.catalog import SourceFile
 from shardkit.errors import IntegrityError
+from shardkit.transfer import storage
 from shardkit.transfer.reflink import BLOCK
 from shardkit.transfer.sources import SourceFiles
 
@@ -27,13 +28,13 @@ def content(tmp_path: Path) -> bytes:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """First bytes of all blocks that are read from now on."""
     found: list[int] = []
-    pread = os.pread
+    pread = storage.pread
 
     def counted(fd: int, nbytes: int, start: int) -> bytes:
         found.append(start)
         return pread(fd, nbytes, start)
 
-    monkeypatch.setattr(os, "pread", counted)
+    monkeypatch.setattr(storage, "pread", counted)
     return found
 
 

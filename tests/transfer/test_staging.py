@@ -12,6 +12,7 @@ import pytest
 
 from shardkit.errors import UsageError
 from shardkit.transfer import staging as module
+from shardkit.transfer import storage
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
 from shardkit.transfer.staging import Owner, Staging, abandoned, reclaimable_bytes, remove_abandoned
@@ -87,7 +88,7 @@ def test_a_destination_that_appeared_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_renameat2: bool
 ) -> None:
     if not has_renameat2:
-        monkeypatch.setattr(module, "_renameat2", lambda *arguments: False)
+        monkeypatch.setattr(storage, "renameat2", lambda *arguments: False)
     staging = Staging.create(str(tmp_path / "out"))
     (tmp_path / "out").mkdir()
     with pytest.raises(UsageError, match="appeared"):
@@ -97,7 +98,7 @@ def test_a_destination_that_appeared_is_not_replaced(
 @pytest.mark.parametrize("has_renameat2", [True, False])
 def test_overwriting_exchanges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_renameat2: bool) -> None:
     if not has_renameat2:
-        monkeypatch.setattr(module, "_renameat2", lambda *arguments: False)
+        monkeypatch.setattr(storage, "renameat2", lambda *arguments: False)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").touch()
     staging = Staging.create(str(tmp_path / "out"))

@@ -1,0 +1,188 @@
+"""The calls by which files are read and changed: one place for all of them.
+
+Other modules call these by their names here (`storage.pwrite(...)`) and never those of `os`. Whoever stands in
+front of the names in this module sees everything that is done to a file: a test that dies at the n-th call,
+lets it fail, or records all and replays what a power loss may leave; later, a store that is no file system.
+
+The first part is the system's own calls, nothing added. The second is what several modules do with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import io
+import os
+import struct
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
+
+# Plain calls of the system; each may be replaced by a test, so nothing below keeps a reference of its own.
+open_fd = os.open
+close_fd = os.close
+pread = os.pread
+preadv = os.preadv
+pwrite = os.pwrite
+write = os.write
+ftruncate = os.ftruncate
+fsync = os.fsync
+mkdir = os.mkdir
+rmdir = os.rmdir
+unlink = os.unlink
+rename = os.rename
+
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
+"""Flags of `renameat2`. Source: linux/fs.h."""
+
+_AT_FDCWD = -100  # fcntl.h
+_FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
+_NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+_BUFFER_BYTES = 1 << 20
+
+
+def renameat2(source: str, target: str, flags: int) -> bool:
+    """Rename with a flag; False where kernel or file system has no such thing.
+
+    Raises:
+        OSError: the system refuses.
+
+    Source: man 2 rename.
+    """
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_SUCH_CALL:
+        return False
+    raise OSError(code, os.strerror(code), target)
+
+
+def clone_range(source_fd: int, source_start: int, target_fd: int, target_start: int, nbytes: int) -> None:
+    """Let `nbytes` of the target share the source's blocks; all three are multiples of the block size.
+
+    Raises:
+        OSError: this pair of files cannot share extents.
+
+    Source: man 2 ioctl_ficlonerange.
+    """
+    argument = struct.pack("qQQQ", source_fd, source_start, nbytes, target_start)
+    fcntl.ioctl(target_fd, _FICLONERANGE, argument)
+
+
+class _Writer(io.RawIOBase):
+    """An open file as a stream of bytes; `fd` is -1 once nothing may be written any more."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return write(self.fd, data)
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[tuple[int, BinaryIO]]:
+    """Give (descriptor for reading too, buffered stream) of a new or emptied file; on the disk when it ends well.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    fd = open_fd(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    writer = _Writer(fd)
+    try:
+        stream = io.BufferedWriter(writer, _BUFFER_BYTES)
+        yield fd, cast(BinaryIO, stream)
+        stream.flush()
+        fsync(fd)
+    finally:
+        writer.fd = (
+            -1
+        )  # after an error the stream still holds bytes, and tries once more when it is collected
+        close_fd(fd)
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Write a small file, and bring its bytes to the disk.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    with writing(path) as (_, stream):
+        stream.write(data)
+
+
+def append(fd: int, data: bytes) -> None:
+    """Write all of `data` where the file's end is (the descriptor has O_APPEND), and bring it to the disk.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    view = memoryview(data)
+    while view:
+        view = view[write(fd, view) :]
+    fsync(fd)
+
+
+def make_directories(path: str) -> None:
+    """Make a directory and those above it, where they are missing.
+
+    Raises:
+        OSError: the system refuses, or something else has the name.
+    """
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    if parent and parent != path:
+        make_directories(parent)
+    with contextlib.suppress(FileExistsError):
+        mkdir(path)
+    if not os.path.isdir(path):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory and all in it, as far as the system lets us; links are removed, never followed."""
+    with contextlib.suppress(OSError):
+        for _, folders, names, fd in os.fwalk(path, topdown=False):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    unlink(name, dir_fd=fd)
+            for name in folders:  # a link to a directory is among these
+                with contextlib.suppress(OSError):
+                    rmdir(name, dir_fd=fd)
+                with contextlib.suppress(OSError):
+                    unlink(name, dir_fd=fd)
+        rmdir(path)
+
+
+def sync_directory(path: str) -> None:
+    """Bring a directory's entries to the disk.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    fd = open_fd(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_SUCH_CALL:  # some file systems have no such thing for directories
+            raise
+    finally:
+        close_fd(fd)
+
+
+def sync_directories(path: str) -> None:
+    """Bring the entries of a directory and of all below it to the disk, innermost first.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    for here, _, _ in os.walk(path, topdown=False):
+        sync_directory(here)
