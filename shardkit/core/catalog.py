@@ -111,6 +111,31 @@ class ChunkTable:
         )
         self._boxes.extend(chain.from_iterable(chain.from_iterable(regions)))
 
+    def extend_columns(
+        self, files: array[int], starts: array[int], nbytes: array[int], boxes: array[int]
+    ) -> None:
+        """Add chunks of one tensor whose columns are arrays already.
+
+        Args:
+            files, starts, nbytes: one value for each chunk.
+            boxes: for each chunk its offsets, then its sizes.
+        """
+        first, num_chunks = len(self._boxes), len(files)
+        width = len(boxes) // num_chunks if num_chunks else 0
+        self.file.extend(files)
+        self.start.extend(starts)
+        self.nbytes.extend(nbytes)
+        stop = first + width * num_chunks
+        self._box_at.extend(range(first, stop, width) if width else [first] * num_chunks)
+        self._boxes.extend(boxes)
+
+    def boxes(self, chunks: range) -> array[int]:
+        """Return for each of consecutive chunks of one tensor its offsets, then its sizes."""
+        if not chunks:
+            return array("q")
+        stop = self._box_at[chunks.stop] if chunks.stop < len(self._box_at) else len(self._boxes)
+        return self._boxes[self._box_at[chunks.start] : stop]
+
     def region(self, chunk: int) -> Region:
         """Return the region of a chunk."""
         start = self._box_at[chunk]

@@ -9,6 +9,7 @@ from shardkit.core.catalog import SourceFile, TensorEntry
 from shardkit.core.regions import Region, Shape, find_tiling_error
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.formats.dcp_columns import MIN_COLUMNS, MIN_TOTAL, are_apart, are_row_shards
 from shardkit.formats.dcp_metadata import DcpMetadata
 
 ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
@@ -20,7 +21,12 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
     Raises:
         SourceError: names every tensor and file.
     """
-    chunks = metadata.chunks
+    chunks, places = metadata.chunks, [place for place in metadata.objects.values() if place]
+    has_no_empty = metadata.encoding != "raw"  # a record has more bytes than its data
+    if has_no_empty and len(chunks) >= MIN_TOTAL:
+        more = [(place.file, place.start, place.nbytes) for place in places]
+        if are_apart(chunks.file, chunks.start, chunks.nbytes, [file.size for file in files], more):
+            return
     owner = _owners(metadata.tensors)
     extents = [
         (file, start, start + nbytes, row)
@@ -33,7 +39,6 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
         if place:
             extents.append((place.file, place.start, place.start + place.nbytes, -1 - index))
     extents.sort()
-    has_no_empty = metadata.encoding != "raw"  # a record has more bytes than its data
 
     def name(row: int) -> str:
         return escape(owner(row) if row >= 0 else objects[-1 - row][0])
@@ -74,8 +79,10 @@ def check_tiling(metadata: DcpMetadata, hint: str = ANOTHER_COPY) -> None:
     Raises:
         SourceError: names every tensor, with `hint`.
     """
-    problems = []
+    problems, least = [], MIN_COLUMNS if len(metadata.chunks) >= MIN_TOTAL else len(metadata.chunks) + 1
     for fqn, entry in metadata.tensors.items():
+        if entry.num_chunks >= least and are_row_shards(entry.shape, metadata.chunks.boxes(entry.chunk_ids)):
+            continue
         regions = metadata.chunks.regions(entry.chunk_ids)
         reason = None if is_grid(entry.shape, regions) else find_tiling_error(entry.shape, regions)
         if reason:

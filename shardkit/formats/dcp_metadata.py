@@ -9,21 +9,24 @@ Source: torch 2.2 to 2.13, torch/distributed/checkpoint/metadata.py, filesystem.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardkit.core.catalog import ChunkTable, TensorEntry
+from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.formats.dcp_columns import MIN_COLUMNS, MIN_TOTAL, match_columns, rows_by_id
 from shardkit.formats.dcp_pickle import (
     RECORDS,
     Metadata,
     Object,
-    StorageTable,
     Tensor,
     metadata_vocabulary,
 )
+from shardkit.formats.dcp_runs import StorageTable
 from shardkit.formats.pickle_vm import parse
 
 Path = tuple[str | int, ...]
@@ -31,7 +34,9 @@ Path = tuple[str | int, ...]
 _VERSIONS = (None, "1.0.0")  # torch 2.13: metadata.CURRENT_DCP_VERSION
 _MAX_INDEX = 1 << 24  # list index in a planner path: torch extends a list up to it
 _MAX_PATH = 64  # steps of a planner path
+_MAX_SHARED = 4  # names of one description whose chunks need not have a place
 _MAX_ELEMENTS = 1 << 62
+_NO_ROWS = array("i")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,8 @@ class Place:
     """First byte."""
     nbytes: int
     """Length in bytes."""
+    transforms: tuple[str, ...] = ()
+    """The extensions that they were put through, e.g. ("stream.zstd/1",)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +87,12 @@ def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
     Raises:
         SourceError: damaged, hostile, from another tool, or contradicting itself; names the tensors.
     """
-    top = parse(data, metadata_vocabulary(len(data)), where)
+    try:
+        top = parse(data, metadata_vocabulary(len(data), runs=True), where)
+    except (
+        SourceError
+    ):  # once more, step by step: what is wrong is then told by the record that it is wrong with
+        top = parse(data, metadata_vocabulary(len(data)), where)
     if not isinstance(top, Metadata):
         raise SourceError(f"{where} holds {type(top).__name__}, not the Metadata of a checkpoint")
     return join_fields(top.fields, where)
@@ -97,6 +109,7 @@ def join_fields(fields: Mapping[str, object], where: str) -> DcpMetadata:
         SourceError: fields of other types, or contradicting each other; names the tensors.
     """
     entries, storage = _main_fields(fields, where)
+    _check_number(entries, storage, where)
     result = DcpMetadata(files=tuple(storage.paths), where=where)
     problems: list[str] = []
     unused = _join(result, entries, storage, problems)
@@ -111,6 +124,21 @@ def join_fields(fields: Mapping[str, object], where: str) -> DcpMetadata:
     return result
 
 
+def _check_number(entries: Mapping[str, object], storage: StorageTable, where: str) -> None:
+    """Refuse names that share a description so often that their chunks outnumber by far what a file can say.
+
+    Tied names may share one; each of their chunks still has a place of its own, but for those without elements.
+    """
+    tensors = [entry for entry in entries.values() if isinstance(entry, Tensor)]
+    num_chunks = sum(tensor.num_chunks for tensor in tensors)
+    num_described = sum({id(tensor): tensor.num_chunks for tensor in tensors}.values())
+    if num_chunks > _MAX_SHARED * num_described + len(storage):
+        raise SourceError(
+            f"{where} lists {num_chunks} chunks of {len(tensors)} tensors and places {len(storage)}",
+            hint="the checkpoint is damaged or was put together by hand: use another copy",
+        )
+
+
 def _main_fields(fields: Mapping[str, object], where: str) -> tuple[dict[str, object], StorageTable]:
     version, entries, storage = (
         fields.get(name) for name in ("version", "state_dict_metadata", "storage_data")
@@ -122,7 +150,7 @@ def _main_fields(fields: Mapping[str, object], where: str) -> tuple[dict[str, ob
         )
     if type(entries) is not dict or RECORDS in entries:
         raise SourceError(f"{where}: state_dict_metadata is not a dict of names")
-    if type(storage) is not dict or (storage and RECORDS not in storage):
+    if type(storage) is not dict or (storage and list(storage) != [RECORDS]):
         raise SourceError(f"{where}: storage_data is not a dict of MetadataIndex")
     table = storage.get(RECORDS, StorageTable())
     if not isinstance(table, StorageTable):
@@ -138,12 +166,12 @@ def _join(
     used = 0
     for fqn, entry in entries.items():
         if isinstance(entry, Tensor):
-            used += _add_tensor(result, fqn, entry, storage, rows.get(fqn, range(0)), problems)
+            used += _add_tensor(result, fqn, entry, storage, rows.get(fqn, _NO_ROWS), problems)
         elif isinstance(entry, Object):
-            used += _add_object(result, fqn, storage, rows.get(fqn, range(0)), problems)
+            used += _add_object(result, fqn, storage, rows.get(fqn, _NO_ROWS), problems)
         else:
             problems.append(f"{escape(fqn)}: neither a tensor nor an object")
-    if used == len(storage.corners):
+    if used == len(storage):
         return iter(())
     return (fqn for fqn in rows if not _is_whole(result, fqn, len(rows[fqn])))
 
@@ -153,31 +181,38 @@ def _is_whole(result: DcpMetadata, fqn: str, num_rows: int) -> bool:
     return fqn in result.objects if entry is None else entry.num_chunks >= num_rows
 
 
-def _rows_by_name(storage: StorageTable) -> dict[str, array[int] | range]:
+def _rows_by_name(storage: StorageTable) -> dict[str, array[int]]:
     """Rows of the storage table for each name."""
-    order = array("i", sorted(range(len(storage.corners)), key=storage.name_ids.__getitem__))
-    rows: dict[str, array[int] | range] = {}
-    start, ids = 0, storage.name_ids
-    for fqn, name_id in storage.fqns.items():
-        stop = start
-        while stop < len(order) and ids[order[stop]] == name_id:
-            stop += 1
-        rows[fqn] = order[start:stop]
-        start = stop
+    rows: dict[str, array[int]] = {}
+    if len(storage) >= MIN_TOTAL:
+        order, counts = rows_by_id(storage.name_ids, len(storage.fqns))
+    else:
+        order = array("i", sorted(range(len(storage)), key=storage.name_ids.__getitem__))
+        by_id = Counter(storage.name_ids)
+        counts = [by_id[name_id] for name_id in range(len(storage.fqns))]
+    start = 0
+    for fqn, count in zip(storage.fqns, counts, strict=True):
+        rows[fqn] = order[start : start + count]
+        start += count
     return rows
 
 
 def _add_object(
-    result: DcpMetadata, fqn: str, storage: StorageTable, rows: array[int] | range, problems: list[str]
+    result: DcpMetadata, fqn: str, storage: StorageTable, rows: array[int], problems: list[str]
 ) -> int:
-    if any(storage.corners[row] is not None for row in rows) or len(rows) > 1:
+    if any(storage.num_dims[row] >= 0 for row in rows) or len(rows) > 1:
         problems.append(
             f"{escape(fqn)}: an object, but storage_data places chunks of a tensor under its name"
         )
         return len(rows)
     place = None
     for row in rows:
-        place = Place(file=storage.path_ids[row], start=storage.offsets[row], nbytes=storage.lengths[row])
+        place = Place(
+            file=storage.path_ids[row],
+            start=storage.offsets[row],
+            nbytes=storage.lengths[row],
+            transforms=storage.transforms.get(row, ()),
+        )
     result.objects[fqn] = place
     return len(rows)
 
@@ -187,13 +222,19 @@ def _add_tensor(
     fqn: str,
     tensor: Tensor,
     storage: StorageTable,
-    rows: array[int] | range,
+    rows: array[int],
     problems: list[str],
 ) -> int:
     """Append a tensor's chunks to the table; return how many storage entries they took."""
     first = len(result.chunks)
     problem = _shape_problem(tensor)
-    places = {storage.corners[row]: row for row in rows}
+    is_many = len(storage) >= MIN_TOTAL and tensor.num_chunks >= MIN_COLUMNS
+    if is_many and problem is None and tensor.dtype is not None:
+        columns = match_columns(tensor, storage, rows)
+        if columns is not None:
+            result.chunks.extend_columns(*columns)
+            return _enter(result, fqn, tensor, tensor.dtype, first)
+    places = {storage.corner(row): row for row in rows}
     if problem is None and len(places) != len(rows):
         problem = "storage_data places one of its chunks twice"
     if problem is not None or tensor.dtype is None:
@@ -213,9 +254,14 @@ def _add_tensor(
         chunk = append(storage.path_ids[row], storage.offsets[row], storage.lengths[row], region)
         if row in storage.transforms:
             result.transforms[chunk] = storage.transforms[row]
+    return _enter(result, fqn, tensor, tensor.dtype, first)
+
+
+def _enter(result: DcpMetadata, fqn: str, tensor: Tensor, dtype: DType, first: int) -> int:
+    """Name the chunks from row `first` on; return how many they are."""
     num_chunks = len(result.chunks) - first
     result.tensors[fqn] = TensorEntry(
-        fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, first_chunk=first, num_chunks=num_chunks
+        fqn=fqn, dtype=dtype, shape=tensor.shape, first_chunk=first, num_chunks=num_chunks
     )
     return num_chunks
 

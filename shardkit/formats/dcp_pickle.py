@@ -16,6 +16,17 @@ from typing import Any
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
+from shardkit.formats.dcp_runs import (
+    INDEX_FIELDS,
+    STORAGE_FIELDS,
+    ChunkRun,
+    IndexRun,
+    StorageInfoRun,
+    StorageTable,
+    chunk_run,
+    storage_run,
+)
+from shardkit.formats.pickle_batches import RunKind
 from shardkit.formats.pickle_vm import Global, Record, Refusal, Vocabulary
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -29,8 +40,6 @@ _MAX_INT = (1 << 63) - 1
 _MAX_TRANSFORMS = 16
 _MIN_CHUNK_BYTES = 8  # a chunk's storage entry takes more than this many bytes of pickle
 
-_INDEX_FIELDS = frozenset({"fqn", "offset", "index"})
-_STORAGE_FIELDS = frozenset({"relative_path", "offset", "length", "transform_descriptors"})
 _TENSOR_FIELDS = frozenset({"properties", "size", "chunks"})
 _METADATA_FIELDS = frozenset(
     {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
@@ -70,7 +79,7 @@ class Index(Record):
     key, so no file can make these collide in a dict; integers it could."""
 
     def build(self, state: object) -> None:
-        fields = checked_fields(state, "MetadataIndex", _INDEX_FIELDS)
+        fields = checked_fields(state, "MetadataIndex", INDEX_FIELDS)
         if type(fields["fqn"]) is not str:
             raise Refusal("MetadataIndex.fqn is not text")
         self.fqn, offset = fields["fqn"], fields.get("offset")  # torch leaves out None
@@ -87,45 +96,22 @@ class StorageInfo(Record):
     transforms: tuple[str, ...]
 
     def build(self, state: object) -> None:
-        fields = checked_fields(state, "_StorageInfo", _STORAGE_FIELDS)
+        fields = checked_fields(state, "_StorageInfo", STORAGE_FIELDS)
         self.path, self.offset, self.length = fields["relative_path"], fields["offset"], fields["length"]
         if type(self.path) is not str or type(self.offset) is not int or type(self.length) is not int:
             raise Refusal("_StorageInfo: relative_path is not text, or offset or length is not an integer")
         if not -_MAX_INT <= self.offset <= _MAX_INT or not -_MAX_INT <= self.length <= _MAX_INT:
             raise Refusal("_StorageInfo: offset or length is beyond 64 bits")
-        transforms = fields.get("transform_descriptors") or ()
-        if type(transforms) not in (list, tuple) or len(transforms) > _MAX_TRANSFORMS:
+        transforms = fields.get("transform_descriptors")
+        if transforms is None:
+            self.transforms = ()
+            return
+        # torch leaves out an empty one; a list that is empty here could be filled later in the pickle.
+        if type(transforms) not in (list, tuple) or not 0 < len(transforms) <= _MAX_TRANSFORMS:
             raise Refusal("_StorageInfo: transform_descriptors is not a short list")
         if any(type(name) is not str for name in transforms):
             raise Refusal("_StorageInfo: a transform descriptor is not text")
         self.transforms = tuple(transforms)
-
-
-class StorageTable:
-    """`storage_data` in columns, one row for each entry."""
-
-    __slots__ = ("corners", "fqns", "lengths", "name_ids", "offsets", "path_ids", "paths", "transforms")
-
-    def __init__(self) -> None:
-        self.fqns: dict[str, int] = {}
-        """Name -> id, in the order of first appearance."""
-        self.paths: dict[str, int] = {}
-        """relative_path -> id."""
-        self.corners: list[bytes | None] = []
-        self.name_ids, self.path_ids = array("i"), array("i")
-        self.offsets, self.lengths = array("q"), array("q")
-        self.transforms: dict[int, tuple[str, ...]] = {}
-        """By row, where there are any."""
-
-    def append(self, index: Index, info: StorageInfo) -> None:
-        """Add one entry."""
-        if info.transforms:
-            self.transforms[len(self.corners)] = info.transforms
-        self.corners.append(index.corner)
-        self.name_ids.append(self.fqns.setdefault(index.fqn, len(self.fqns)))
-        self.path_ids.append(self.paths.setdefault(info.path, len(self.paths)))
-        self.offsets.append(info.offset)
-        self.lengths.append(info.length)
 
 
 class Properties(Record):
@@ -162,9 +148,15 @@ class Tensor(Record):
         if type(properties) is not Properties or type(chunks) is not list:
             raise Refusal("TensorStorageMetadata: properties or chunks are of another type")
         self.dtype, self.shape = properties.dtype, tuple(_size(fields["size"]))
-        self.num_chunks = len(chunks)
+        self.num_chunks = count_chunks(chunks)
         extend, num_dims = self.boxes.extend, len(self.shape)
         for chunk in chunks:
+            if type(chunk) is ChunkRun:
+                if chunk.num_dims != num_dims:
+                    self.problem = f"a chunk has {chunk.num_dims} dims, the tensor has {num_dims}"
+                    return
+                self.boxes.frombytes(chunk.boxes)
+                continue
             if type(chunk) is not Chunk:
                 raise Refusal("TensorStorageMetadata: a chunk is of another type")
             if len(chunk.offsets) != num_dims or len(chunk.sizes) != num_dims:
@@ -207,9 +199,24 @@ class Unused(Record):
         checked_fields(state, self._name, self._known)
 
 
-def metadata_vocabulary(nbytes: int) -> Vocabulary:
-    """Return what a `.metadata` of `nbytes` bytes may say; for one parse."""
-    return Vocabulary(names=metadata_names(nbytes), max_bytes=MAX_BYTES, set_records=store_places)
+def count_chunks(chunks: list[object]) -> int:
+    """Return how many chunks a list holds, those in runs included."""
+    return sum(chunk.num_chunks if type(chunk) is ChunkRun else 1 for chunk in chunks)
+
+
+def metadata_vocabulary(nbytes: int, *, runs: bool = False) -> Vocabulary:
+    """Return what a `.metadata` of `nbytes` bytes may say; for one parse.
+
+    Args:
+        nbytes: size of the file.
+        runs: take records that are spelled alike in columns.
+    """
+    return Vocabulary(
+        names=metadata_names(nbytes),
+        max_bytes=MAX_BYTES,
+        set_records=store_places,
+        runs=_RUNS if runs else (),
+    )
 
 
 def metadata_names(nbytes: int) -> dict[tuple[str, str], object]:
@@ -231,7 +238,7 @@ def _counted(nbytes: int) -> Callable[[], Record]:
         def build(self, state: object) -> None:
             nonlocal left
             chunks = state.get("chunks") if type(state) is dict else None
-            left -= len(chunks) if type(chunks) is list else 0
+            left -= count_chunks(chunks) if type(chunks) is list else 0
             if left < 0:
                 raise Refusal("it lists more chunks than a file of its size can place")
             super().build(state)
@@ -249,6 +256,9 @@ def store_places(target: dict[Any, Any], items: list[Any]) -> None:
     if type(table) is not StorageTable:
         raise Refusal("a dict with values of several kinds")
     for i in range(0, len(items), 2):
+        if type(items[i]) is IndexRun and type(items[i + 1]) is StorageInfoRun:
+            table.extend(items[i], items[i + 1])
+            continue
         if type(items[i]) is not Index or type(items[i + 1]) is not StorageInfo:
             raise Refusal("storage_data holds something other than MetadataIndex and _StorageInfo")
         table.append(items[i], items[i + 1])
@@ -334,3 +344,8 @@ _NAMES: dict[tuple[str, str], object] = {
     (_PLANNER, "BytesIOWriteData"): _unused("BytesIOWriteData", "nbytes"),
     (_PLANNER, "WriteItemType"): Global("WriteItemType", call=_make_enum),
 }
+
+_RUNS = (
+    RunKind((Chunk,), list, _make_size, chunk_run),
+    RunKind((Index, StorageInfo), dict, _make_size, storage_run),
+)

@@ -13,6 +13,7 @@ from itertools import groupby
 from shardkit.core.catalog import Catalog, SourceFile, TensorEntry
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
+from shardkit.formats.dcp_bulk import MIN_BULK, BulkPointer
 from shardkit.formats.dcp_decode import Packed, check_transforms, difference, packed_file, strided_file
 from shardkit.formats.strict import open_regular, read_exactly, stamp_of
 from shardkit.formats.subset import subset
@@ -50,9 +51,16 @@ def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str])
     check_transforms(packed)
     scan = _Scan(chosen, skip=packed)
     num_unrecorded = 0
-    for _, row, record in scan.records():
-        _point(chosen, scan.tensor_of[row], row, record)
-        num_unrecorded += record.crc32 is None
+    pointer = BulkPointer(chosen, scan.scanner) if len(chosen.chunks) >= MIN_BULK else None
+    for fd, source, rows in scan.files():
+        left = rows
+        if pointer is not None:
+            _ask_for_ends(fd, chosen, rows)
+            left, num_more = pointer.point(fd, rows)
+            num_unrecorded += num_more
+        for row, record in scan.records_of_file(fd, source, left):
+            _point(chosen, scan.tensor_of[row], row, record)
+            num_unrecorded += record.crc32 is None
     scan.raise_problems()
     for row, chunk in packed.items():
         _attach(chosen, row, packed_file(scan.stamped(chosen.chunks.file[row]), chunk))
@@ -71,16 +79,17 @@ def check_records(catalog: Catalog, transforms: Transforms, names: Collection[st
     packed = _packed_chunks(catalog, transforms, chosen)
     check_transforms(packed)
     scan = _Scan(chosen, skip=packed)
-    for fd, row, record in scan.records():
-        if record.crc32 is None:
-            continue
-        source = chosen.files[chosen.chunks.file[row]]
-        crc = _crc_of(fd, record, source.name)
-        if crc != record.crc32:
-            yield (
-                f"{escape(scan.tensor_of[row].fqn)}: {escape(source.name)}: bytes {record.data_start} to "
-                f"{record.data_start + record.data_nbytes} have CRC-32 {crc:08x}, recorded is {record.crc32:08x}"
-            )
+    for fd, source, rows in scan.files():
+        for row, record in scan.records_of_file(fd, source, rows):
+            if record.crc32 is None:
+                continue
+            crc = _crc_of(fd, record, source.name)
+            if crc != record.crc32:
+                yield (
+                    f"{escape(scan.tensor_of[row].fqn)}: {escape(source.name)}: bytes {record.data_start} to "
+                    f"{record.data_start + record.data_nbytes} have CRC-32 {crc:08x}, "
+                    f"recorded is {record.crc32:08x}"
+                )
     scan.raise_problems()
     for row, chunk in packed.items():
         decode = packed_file(chosen.files[chosen.chunks.file[row]], chunk).decode
@@ -118,34 +127,37 @@ class _Scan:
 
     def __init__(self, catalog: Catalog, *, skip: Collection[int]) -> None:
         self._catalog = catalog
+        self.scanner = RecordScanner()
         self.tensor_of = [entry for entry in catalog.tensors.values() for _ in entry.chunk_ids]
-        files, starts = catalog.chunks.file.tolist(), catalog.chunks.start.tolist()
-        self._rows = sorted(range(len(files)), key=lambda row: (files[row], starts[row]))
+        self._rows = _in_order(catalog)
         if skip:
             self._rows = [row for row in self._rows if row not in skip]
         self._damaged: list[str] = []
         self._different: list[str] = []
 
-    def records(self) -> Iterator[tuple[int, int, TensorRecord]]:
-        """Yield (descriptor, chunk, record) of those that are right; one file is open at a time."""
-        catalog, scanner = self._catalog, RecordScanner()
+    def files(self) -> Iterator[tuple[int, SourceFile, list[int]]]:
+        """Yield (descriptor, file, its chunks in the order of their bytes); one file is open at a time."""
+        catalog = self._catalog
         for file, group in groupby(self._rows, key=catalog.chunks.file.__getitem__):
-            source, rows = catalog.files[file], list(group)
+            source = catalog.files[file]
             with open_regular(source.path, source.name, follow=False) as (fd, _):
                 source = catalog.files[file] = replace(source, stamp=stamp_of(fd))
-                scanner.open(fd)
-                yield from self._records_of_file(scanner, fd, source, rows)
+                self.scanner.open(fd)
+                yield fd, source, list(group)
 
-    def _records_of_file(
-        self, scanner: RecordScanner, fd: int, source: SourceFile, rows: Sequence[int]
-    ) -> Iterator[tuple[int, int, TensorRecord]]:
+    def records_of_file(
+        self, fd: int, source: SourceFile, rows: Sequence[int]
+    ) -> Iterator[tuple[int, TensorRecord]]:
+        """Yield (chunk, record) of the chunks of an open file whose records are right."""
         table, where = self._catalog.chunks, escape(source.name)
         for number, row in enumerate(rows):
             if number % _AHEAD == 0:
-                _ask_for_ends(fd, [(table.start[r], table.nbytes[r]) for r in rows[number : number + _AHEAD]])
+                _ask_for_ends(fd, self._catalog, rows[number : number + _AHEAD])
             entry, sizes = self.tensor_of[row], table.region(row).sizes
             try:
-                record = scanner.read((entry.dtype, sizes), table.start[row], table.nbytes[row], where=where)
+                record = self.scanner.read(
+                    (entry.dtype, sizes), table.start[row], table.nbytes[row], where=where
+                )
             except ResourceError:
                 raise
             except SourceError as error:
@@ -155,7 +167,7 @@ class _Scan:
             if reason:
                 self._different.append(f"{escape(entry.fqn)}: {where}: {reason}")
                 continue
-            yield fd, row, record
+            yield row, record
 
     def stamped(self, file: int) -> SourceFile:
         """Return a file with its stamp, also where none of its records was opened."""
@@ -176,12 +188,26 @@ class _Scan:
             raise IntegrityError(message, problems=self._different, hint=hint)
 
 
-def _ask_for_ends(fd: int, extents: Sequence[tuple[int, int]]) -> None:
+def _in_order(catalog: Catalog) -> list[int]:
+    """Return the chunks in the order of their bytes, file by file."""
+    table = catalog.chunks
+    if len(table) >= MIN_BULK:
+        import numpy as np
+
+        columns = np.frombuffer(table.start, dtype=np.int64), np.frombuffer(table.file, dtype=np.int32)
+        order: list[int] = np.lexsort(columns).tolist()
+        return order
+    files, starts = table.file.tolist(), table.start.tolist()
+    return sorted(range(len(files)), key=lambda row: (files[row], starts[row]))
+
+
+def _ask_for_ends(fd: int, catalog: Catalog, rows: Sequence[int]) -> None:
     """Have the system fetch the ends of large records at once: one by one, each is a wait on a cold disk."""
     if hasattr(os, "posix_fadvise"):
-        for start, nbytes in extents:
-            if nbytes > _READ_AHEAD:
-                at = start + nbytes - _END_BYTES
+        starts, lengths = catalog.chunks.start, catalog.chunks.nbytes
+        for row in rows:
+            if lengths[row] > _READ_AHEAD:
+                at = starts[row] + lengths[row] - _END_BYTES
                 os.posix_fadvise(fd, at, 2 * _END_BYTES, os.POSIX_FADV_WILLNEED)
 
 

@@ -13,7 +13,6 @@ Source: CPython 3.13, Lib/pickletools.py (opcodes 2 to 5); pickles written by to
 from __future__ import annotations
 
 import gc
-import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from typing import Any
 
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.formats.pickle_batches import RunKind, Runs
 from shardkit.formats.pickle_runs import Spelling, learn
+from shardkit.formats.pickle_slots import fetched_slots
 
-_BLOCK = 4 << 20  # bytes of a large file scanned at once for memo fetches
-_LONG_FETCH = re.compile(rb"j(?=(....))", re.DOTALL)
 _MAX_LESSONS = 16  # spellings tried for one class of records
 _MAX_NAME = 200  # bytes of a module or a name that GLOBAL may give
 _SIZE = b"\x94\x85\x94R\x94"  # what follows the tuple of a torch.Size: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE
@@ -76,6 +75,9 @@ class Vocabulary:
     """Stores [key, value, ...] with records as keys in a dict; None where keys are strings only."""
     has_bytes: bool = False
     """Bytes may stand as values; otherwise they are refused."""
+    runs: tuple[RunKind, ...] = ()
+    """Records that may come in columns (`pickle_batches`): one value then stands for many on the stack. What is
+    accepted is the same without them, but what is refused may be refused in other words."""
 
 
 def parse(data: bytes, vocabulary: Vocabulary, where: str) -> object:
@@ -110,7 +112,7 @@ def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
     next opcode, because the last byte has to be STOP.
     """
     names, set_records, persistent = vocabulary.names, vocabulary.set_records, vocabulary.persistent
-    keep = _fetched_slots(data)
+    keep = fetched_slots(data)
     memo: dict[int, Any] = {}
     num_memoized = 0
     stack: list[Any] = []
@@ -120,6 +122,7 @@ def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
     spellings: dict[type[Record], Spelling] = {}
     lessons: dict[type[Record], int] = {}
     field_orders: dict[type[Record], list[str]] = {}  # the keys, checked, of the last of each class
+    runs = {kind.classes[-1]: Runs(data, kind, keep, memo, _call_of) for kind in vocabulary.runs}
     unpack_u32, unpack_i32 = struct.Struct("<I").unpack_from, struct.Struct("<i").unpack_from
     pos = 0
     try:
@@ -181,6 +184,11 @@ def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
                         pos = match.end()
                         num_memoized += spelling.num_slots
                         record.build(spelling.state(match.groups()))
+                        if type(record) in runs and _may_begin(runs[type(record)].kind, stack, outer):
+                            taken = runs[type(record)].take(pos, num_memoized)
+                            if taken is not None:
+                                stack += taken.values
+                                pos, num_memoized = taken.stop, num_memoized + taken.num_slots
                         continue
                 unbuilt.append(record)
                 born.append(pos - 2)
@@ -211,6 +219,11 @@ def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
                     learned = learn(data, start, pos, memo, _call_of)
                     if learned is not None:
                         spellings[kind] = learned
+                if kind in runs and _may_begin(runs[kind].kind, stack, outer):
+                    taken = runs[kind].take(pos, num_memoized)
+                    if taken is not None:
+                        stack += taken.values
+                        pos, num_memoized = taken.stop, num_memoized + taken.num_slots
             elif op == 0x4E:  # NONE
                 stack.append(None)
             elif op == 0x28:  # MARK
@@ -329,38 +342,15 @@ def _error(where: str, pos: int, reason: str) -> SourceError:
     )
 
 
-def _fetched_slots(data: bytes) -> bytearray:
-    """Return a flag for each memo slot that the pickle could fill: whether it may ever be fetched.
-
-    Bytes that only look like a LONG_BINGET set flags too, which does no harm. BINGET reaches the first
-    256 slots; they are all flagged.
-    """
-    # Slots are numbered from 0 by MEMOIZE, BINPUT and LONG_BINPUT, one byte at least each.
-    num_slots = data.count(b"\x94") + data.count(b"q") + data.count(b"r") + 256
-    keep = bytearray(num_slots)
-    keep[:256] = b"\1" * 256
-    if len(data) > _BLOCK:
-        _flag_fetched_slots(data, keep)
-        return keep
-    for slot in set(_LONG_FETCH.findall(data)):
-        index = int.from_bytes(slot, "little")
-        if index < num_slots:
-            keep[index] = 1
-    return keep
-
-
-def _flag_fetched_slots(data: bytes, keep: bytearray) -> None:
-    """The same with numpy, whose import pays for a large file: seconds for a million chunks."""
-    import numpy as np
-
-    flags = np.frombuffer(keep, dtype=np.uint8)
-    for start in range(0, len(data), _BLOCK):
-        block = np.frombuffer(data[start : start + _BLOCK + 4], dtype=np.uint8)
-        at = np.flatnonzero(block[:-4] == 0x6A)  # LONG_BINGET
-        slots = np.zeros(len(at), dtype=np.int64)
-        for i in range(4):
-            slots |= block[at + 1 + i].astype(np.int64) << (8 * i)
-        flags[slots[slots < len(keep)]] = 1
+def _may_begin(kind: RunKind, stack: list[Any], outer: list[list[Any]]) -> bool:
+    """True where whole units, the last of which was just made, are about to go into the right holder."""
+    size = len(kind.classes)
+    return (
+        len(stack) % size == 0
+        and bool(outer and outer[-1])
+        and type(outer[-1][-1]) is kind.holder
+        and tuple(map(type, stack[-size:])) == kind.classes
+    )
 
 
 def _set_items(

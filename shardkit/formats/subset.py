@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from shardkit.core.catalog import Catalog
 
@@ -24,13 +25,9 @@ def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
     for name in names:
         entry = catalog.tensors[name]
         rows = slice(entry.chunk_ids.start, entry.chunk_ids.stop)
-        chosen.add_tensor_columns(
-            name,
-            entry.dtype,
-            entry.shape,
-            table.file[rows].tolist(),
-            table.start[rows].tolist(),
-            table.nbytes[rows].tolist(),
-            table.regions(entry.chunk_ids),
+        first = len(chosen.chunks)
+        chosen.chunks.extend_columns(
+            table.file[rows], table.start[rows], table.nbytes[rows], table.boxes(entry.chunk_ids)
         )
+        chosen.tensors[name] = replace(entry, first_chunk=first)
     return chosen

@@ -119,6 +119,7 @@ def read_entries(
         reader.refuse(
             f"its byte order is {escape(small['byteorder'].decode('ascii', 'replace'))!r}, not little"
         )
+    reader.check_version(small.get("version", b"3"))
     tensor = parse_tensor(small["data.pkl"], f"{reader.where}, data.pkl")
     data = entries[_DATA]
     record = TensorRecord(

@@ -23,7 +23,7 @@ _NOT_RECORDED = bytes(4)  # a CRC-32
 _WINDOW = 4096  # bytes read at once: the end of a record and the beginning of the next
 
 
-class _Spelling(NamedTuple):
+class Spelling(NamedTuple):
     """The bytes around the data of a record, as they are in all that are spelled alike."""
 
     head: bytes
@@ -40,17 +40,27 @@ class _Spelling(NamedTuple):
     record: TensorRecord
     """With `data_start` counted from the record's first byte."""
 
+    @property
+    def tail_nbytes(self) -> int:
+        """Bytes after the data."""
+        at, text = self.fixed[-1]
+        return at + len(text)
+
 
 class RecordScanner:
     """Reads records; those of one file are best asked for in the order of their bytes."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Spelling] = {}
+        self._known: dict[Hashable, Spelling] = {}
         self._fd, self._at, self._window = -1, 0, b""
 
     def open(self, fd: int) -> None:
         """Turn to another file."""
         self._fd, self._at, self._window = fd, 0, b""
+
+    def known(self, kind: Hashable, length: int) -> Spelling | None:
+        """Return how the records of a kind and length are spelled, None where none has been read yet."""
+        return self._known.get((kind, length))
 
     def read(self, kind: Hashable, offset: int, length: int, *, where: str) -> TensorRecord:
         """Read the description of the record at a byte range of the open file, as `read_record` does.
@@ -75,7 +85,7 @@ class RecordScanner:
             self._known[kind, length] = learned
         return record
 
-    def _compare(self, known: _Spelling, offset: int, length: int) -> TensorRecord | None:
+    def _compare(self, known: Spelling, offset: int, length: int) -> TensorRecord | None:
         """Return the record, or None where it is not spelled like the known one."""
         if self._bytes(offset, len(known.head)) != known.head:
             return None
@@ -97,7 +107,7 @@ class RecordScanner:
 
     def _learn(
         self, record: TensorRecord, entries: Mapping[str, Entry], offset: int, length: int
-    ) -> _Spelling | None:
+    ) -> Spelling | None:
         data, ident = entries[_DATA], entries.get(_ID)
         tail_at = data.start + data.nbytes
         if data.start > _WINDOW or length - tail_at > _WINDOW or (ident and ident.start < tail_at):
@@ -110,7 +120,7 @@ class RecordScanner:
         for start, nbytes in sorted([*((at, 4) for at in (*crcs, *id_crcs)), id_range]):
             fixed.append((done, tail[done:start]))
             done = start + nbytes
-        return _Spelling(
+        return Spelling(
             head=self._bytes(offset, data.start),
             tail_at=tail_at,
             fixed=(*fixed, (done, tail[done:])),

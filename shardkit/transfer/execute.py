@@ -60,6 +60,11 @@ class ExecuteOptions:
         return max(min(_BAND_BYTES, self.max_memory_bytes // (8 * self.jobs)), 64 * KIB)
 
     @property
+    def window_bytes(self) -> int:
+        """Output bytes that a thread puts together at a time where chunks are many and small."""
+        return 2 * self.band_bytes
+
+    @property
     def recent_bytes(self) -> int:
         """Source bytes that all threads together keep of small reads, for the records next to them."""
         return min(_RECENT_BYTES, self.max_memory_bytes // 16)
@@ -201,6 +206,7 @@ class Execution:
                 self._plan,
                 sources,
                 buffer_bytes=self._options.buffer_bytes,
+                window_bytes=self._options.window_bytes,
                 band_bytes=self._options.band_bytes // 4,  # the cache keeps it
                 digests=self._options.digests,
                 cloner=self._cloner,

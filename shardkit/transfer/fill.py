@@ -16,6 +16,7 @@ from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
 from shardkit.transfer.reflink import BLOCK, shared_part
 from shardkit.transfer.sources import Reader, SourceFiles
 from shardkit.transfer.stream import Stream, read_back, write_all
+from shardkit.transfer.windows import Window, segments_of
 
 _MIN_CLONED = 16 * BLOCK  # below this a copy is cheaper than a system call
 
@@ -39,6 +40,7 @@ class Filler:
         plan: what goes where.
         sources: how to read.
         buffer_bytes: size of the output buffer, and of the conversion buffer where one is needed.
+        window_bytes: output bytes put together at a time where chunks are many and small.
         band_bytes: bytes of a gathered tensor held at a time; a thread holds twice that.
         digests: take CRC-32s; without, records say "not recorded".
         cloner: takes the whole blocks of large ranges that are copied as they lie; None where extents
@@ -53,6 +55,7 @@ class Filler:
         sources: SourceFiles,
         *,
         buffer_bytes: int,
+        window_bytes: int,
         band_bytes: int,
         digests: bool,
         cloner: Cloner | None,
@@ -64,22 +67,52 @@ class Filler:
         self._digests, self._cloner = digests, cloner
         self._check, self._advance, self._band_bytes = check, advance, band_bytes
         self._buffer, self._raw = bytearray(buffer_bytes), bytearray()
+        self._window_bytes, self._window = window_bytes, bytearray()
         self._converters: dict[tuple[DType, DType], Converter] = {}
         self._fd, self._clones = -1, list[CloneRange]()
 
     def write(self, task: Task, image: Image, fd: int) -> Stretch:
         """Write the pieces of a task into an open image."""
         self._fd = fd
-        stretch, stream = Stretch(), Stream(fd, image.name, 0, self._buffer)
+        stretch, stream, window = Stretch(), Stream(fd, image.name, 0, self._buffer), None
         self._clones.clear()
         with self._reader:
             for index, piece in enumerate(image.pieces(task.start, task.stop), task.start):
+                source = self._plan.streamed[piece.fqn] if piece.fqn in self._plan.windowed else None
+                if source is not None and source.dtype is piece.dtype:
+                    window = window or self._new_window(image)
+                    window.put(piece, source)
+                    continue
+                if window is not None:
+                    self._end_window(window, stretch)
+                    stream.step_over(window.stop - stream.position)
+                    window = None
                 self._write_piece(piece, index, image, stream, stretch)
+            if window is not None:
+                self._end_window(window, stretch)
             stream.flush()
             if self._cloner is not None and self._clones:
                 self._reader.release()  # so that none is given back while the others are looked up
                 stretch.clones = self._cloner.submit(fd, tuple(self._clones), self._reader.descriptor)
         return stretch
+
+    def _new_window(self, image: Image) -> Window:
+        if not self._window:
+            self._window = bytearray(self._window_bytes)
+        return Window(
+            self._fd,
+            image.name,
+            self._reader,
+            self._window,
+            digests=self._digests,
+            check=self._check,
+            advance=self._advance,
+        )
+
+    def _end_window(self, window: Window, stretch: Stretch) -> None:
+        window.flush()
+        stretch.segments += window.segments
+        stretch.data_crcs += window.data_crcs
 
     def _write_piece(self, piece: Piece, index: int, image: Image, stream: Stream, stretch: Stretch) -> None:
         start, frame, fqn, first, nbytes, dtype = piece
@@ -97,12 +130,7 @@ class Filler:
         suffix = frame.suffix(crc)
         stream.put(suffix)
         if self._digests:
-            data = start + len(frame.prefix)
-            stretch.segments += (
-                (start, len(frame.prefix), frame.prefix_crc),
-                (data, nbytes, crc),
-                (data + nbytes, len(suffix), crc32(suffix)),
-            )
+            stretch.segments += segments_of(start, frame, nbytes, crc, suffix)
             stretch.data_crcs.append(crc)
 
     def _stream(self, stream: Stream, source: FlatSource, first: int, nbytes: int, dtype: DType) -> int:

@@ -14,6 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
@@ -21,6 +22,12 @@ from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_offset, is_contiguous
 from shardkit.transfer.images import Hole, Image, ImageSet, TensorHoles
 
+_MIN_COLUMNS, _MIN_TOTAL = (
+    64,
+    4096,
+)  # chunks of a tensor, and of all, from which on numpy is quicker than Python
+# Chunks of a tensor, their bytes on average, and all chunks of such tensors together, from which on windows pay.
+_MIN_CHUNKS, _MAX_CHUNK_BYTES, _MIN_WINDOWED = 16, 64 << 10, 16384
 _TASK_NBYTES = 128 << 20  # a thread's share of one image: small enough to balance, large enough to matter
 
 
@@ -85,6 +92,8 @@ class TransferPlan:
     tasks: tuple[Task, ...]
     streamed: dict[str, FlatSource]
     """By the source's tensor name, those whose holes are streamed."""
+    windowed: frozenset[str]
+    """Those of them whose chunks are many and small: they are filled by windows of the output."""
     gathered: frozenset[str]
     """The source's names of tensors whose holes are gathered."""
     scattered: dict[str, tuple[tuple[int, Hole], ...]]
@@ -125,6 +134,7 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
         catalog=catalog,
         tasks=tuple(task for number, image in enumerate(images) for task in _tasks(number, image)),
         streamed=streamed,
+        windowed=_windowed(streamed),
         gathered=frozenset(gathered),
         scattered=scattered,
         converts=any(holes.dtype is not catalog.tensors[holes.source].dtype for holes in every),
@@ -132,6 +142,17 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
         written_bytes=sum(image.size for image in images),
         hole_bytes=sum(holes.nbytes for holes in every),
     )
+
+
+def _windowed(streamed: dict[str, FlatSource]) -> frozenset[str]:
+    """Return the tensors of many small chunks; none where all of them together are not many."""
+    names, total = set[str](), 0
+    for name, source in streamed.items():
+        count = len(source.starts)
+        if count >= _MIN_CHUNKS and source.stops[-1] * source.dtype.itemsize <= count * _MAX_CHUNK_BYTES:
+            names.add(name)
+            total += count
+    return frozenset(names) if total >= _MIN_WINDOWED else frozenset()
 
 
 def _are_runs(sizes: Iterable[Shape], shape: Shape) -> bool:
@@ -145,6 +166,10 @@ def _is_decoded(entry: TensorEntry, catalog: Catalog) -> bool:
 
 def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
     """Return a tensor's chunks as ranges of it, or None where one is not, or has to be decoded."""
+    if entry.num_chunks >= _MIN_COLUMNS and len(catalog.chunks) >= _MIN_TOTAL:
+        flat = _flat_rows(entry, catalog)
+        if flat is not None:
+            return flat
     regions, table = catalog.chunks.regions(entry.chunk_ids), catalog.chunks
     if not _are_runs({region.sizes for region in regions}, entry.shape):
         return None
@@ -162,6 +187,31 @@ def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
         stops=array("q", [start + count for start, _, count in rows]),
         files=files,
         places=array("q", [table.start[row] for _, row, _ in rows]),
+    )
+
+
+def _flat_rows(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
+    """The same in columns, for very many chunks; None unless they are rows of the tensor, in its own order."""
+    import numpy as np
+
+    table, rows, num_dims = catalog.chunks, entry.chunk_ids, len(entry.shape)
+    boxes = np.frombuffer(table.boxes(rows), dtype=np.int64).reshape(len(rows), -1)
+    kept = np.flatnonzero(boxes[:, num_dims:].all(axis=1))
+    if num_dims == 0 or not len(kept):
+        return None
+    offsets, sizes = boxes[kept, :num_dims], boxes[kept, num_dims:]
+    if offsets[:, 1:].any() or (sizes[:, 1:] != np.array(entry.shape[1:], dtype=np.int64)).any():
+        return None
+    starts, counts = offsets[:, 0] * prod(entry.shape[1:]), sizes[:, 0] * prod(entry.shape[1:])
+    files = np.frombuffer(table.file, dtype=np.int32)[rows.start : rows.stop][kept]
+    if (starts[1:] <= starts[:-1]).any() or any(catalog.files[f].decode for f in np.unique(files).tolist()):
+        return None
+    return FlatSource(
+        dtype=entry.dtype,
+        starts=array("q", starts.tobytes()),
+        stops=array("q", (starts + counts).tobytes()),
+        files=array("i", files.tobytes()),
+        places=array("q", np.frombuffer(table.start, dtype=np.int64)[rows.start : rows.stop][kept].tobytes()),
     )
 
 

@@ -1,0 +1,224 @@
+"""Filling pieces from very many small chunks: by windows of the output, and not chunk by chunk.
+
+A tensor of a thousand ranks is a thousand reads of a few KB from as many files, and so is the next one. But what
+one file has of neighbouring tensors lies close together in it. So a window of the output is taken, as many
+tensors wide as memory allows; each file gives all that goes into it by one call, which drops what lies between
+(`preadv`); and the window is written by one call too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardkit.transfer import storage
+from shardkit.transfer.digest import crc32
+from shardkit.transfer.images import Frame, Piece
+from shardkit.transfer.plan import FlatSource
+from shardkit.transfer.sources import Reader
+from shardkit.transfer.stream import write_all
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+Segment = tuple[int, int, int]
+"""(first byte, bytes, CRC-32) of a part of a file."""
+
+_MAX_GAP = 16 << 10  # bytes that are read and dropped: as dear as another call
+_MOST_AT_ONCE = 500  # parts read by one call: with gaps between them twice as many buffers, Linux takes 1,024
+_WRITTEN_GAP = 4096  # zeros between pieces that are written: cheaper than another call
+
+
+class _Part(NamedTuple):
+    """Data of a piece that lies in the window."""
+
+    piece: Piece
+    source: FlatSource
+    first: int
+    """First element, in the whole tensor."""
+    at: int
+    """First byte in the window."""
+    nbytes: int
+    suffix_nbytes: int
+    """Bytes kept free behind it for the end of the piece; -1 where the piece goes on."""
+
+
+class Window:
+    """A stretch of one file under way; `put` pieces in the order of the file, then `flush`.
+
+    Args:
+        fd: the file, open for writing.
+        name: its name, for messages.
+        reader: reads the sources.
+        buffer: holds the window.
+        digests: take CRC-32s.
+        check: called between reads; raises to stop.
+        advance: told the bytes that filled holes.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        name: str,
+        reader: Reader,
+        buffer: bytearray,
+        *,
+        digests: bool,
+        check: Callable[[], None],
+        advance: Callable[[int], None],
+    ) -> None:
+        self._fd, self._name, self._reader, self._digests = fd, name, reader, digests
+        self._check, self._advance = check, advance
+        self._view, self._size = memoryview(buffer), len(buffer)
+        self._junk = memoryview(bytearray(_MAX_GAP))
+        self._start, self._used, self._crc = 0, 0, 0
+        self._parts: list[_Part] = []
+        self.segments: list[Segment] = []
+        """Of the pieces that were flushed."""
+        self.data_crcs: list[int] = []
+        """CRC-32 of their holes."""
+
+    @property
+    def stop(self) -> int:
+        """The byte of the file behind the last piece."""
+        return self._start + self._used
+
+    def put(self, piece: Piece, source: FlatSource) -> None:
+        """Take a piece, all of whose bytes are those of `source` as they are."""
+        gap = piece.start - self.stop
+        if 0 < gap <= _WRITTEN_GAP and self._used:
+            self._put_bytes(bytes(gap))
+        elif gap:
+            self.flush()
+            self._start = piece.start
+        self._put_bytes(piece.frame.prefix)
+        suffix_nbytes, done, itemsize = len(piece.frame.suffix(0)), 0, source.dtype.itemsize
+        while True:
+            nbytes = min(piece.nbytes - done, (self._size - self._used) // itemsize * itemsize)
+            is_last = nbytes == piece.nbytes - done and self._used + nbytes + suffix_nbytes <= self._size
+            if nbytes or is_last:
+                kept = suffix_nbytes if is_last else -1
+                self._parts.append(
+                    _Part(piece, source, piece.first + done // itemsize, self._used, nbytes, kept)
+                )
+                self._used += nbytes + max(kept, 0)
+            if is_last:
+                return
+            done += nbytes
+            self.flush()
+
+    def flush(self) -> None:
+        """Read what the window waits for, and write it."""
+        if self._parts:
+            self._read()
+        for part in self._parts:
+            data = self._view[part.at : part.at + part.nbytes]
+            if self._digests:
+                self._crc = crc32(data, self._crc)
+            if part.suffix_nbytes >= 0:
+                self._end(part)
+            self._advance(part.nbytes)
+        if self._used:
+            fqn = self._parts[-1].piece.fqn if self._parts else ""
+            write_all(self._fd, self._view[: self._used], self._start, self._name, fqn)
+        self._start, self._used = self.stop, 0
+        self._parts.clear()
+
+    def _put_bytes(self, data: bytes) -> None:
+        """Append bytes that are known."""
+        rest = memoryview(data)
+        while rest:
+            if self._used == self._size:
+                self.flush()
+            now = rest[: self._size - self._used]
+            self._view[self._used : self._used + len(now)] = now
+            self._used, rest = self._used + len(now), rest[len(now) :]
+
+    def _end(self, part: _Part) -> None:
+        """Put the end of a piece behind its last part; its CRC-32 is known now."""
+        piece, crc = part.piece, self._crc
+        suffix, at = piece.frame.suffix(crc), part.at + part.nbytes
+        assert len(suffix) == part.suffix_nbytes, "a frame whose length depends on a CRC-32"
+        self._view[at : at + len(suffix)] = suffix
+        if self._digests:
+            self.segments += segments_of(piece.start, piece.frame, piece.nbytes, crc, suffix)
+            self.data_crcs.append(crc)
+        self._crc = 0
+
+    def _read(self) -> None:
+        """Fill all parts, file by file and front to back."""
+        file, place, nbytes, at, owner = self._places()
+        stop = place + nbytes
+        gap = place[1:] - stop[:-1]
+        is_new = (file[1:] != file[:-1]) | (gap < 0) | (gap > _MAX_GAP)
+        firsts = [0, *((is_new.nonzero()[0] + 1).tolist()), len(file)]
+        files, places, ends, gaps = file.tolist(), place.tolist(), stop.tolist(), [0, *gap.tolist()]
+        view, junk = self._view, self._junk
+        parts = [view[a:b] for a, b in zip(at.tolist(), (at + nbytes).tolist(), strict=True)]
+        for first, last in pairwise(firsts):
+            for begin in range(first, last, _MOST_AT_ONCE):
+                self._check()
+                end = min(begin + _MOST_AT_ONCE, last)
+                buffers = [parts[begin]]
+                for index in range(begin + 1, end):
+                    if gaps[index]:
+                        buffers.append(junk[: gaps[index]])
+                    buffers.append(parts[index])
+                wanted = ends[end - 1] - places[begin]
+                if not self._read_at_once(files[begin], buffers, places[begin], wanted):
+                    for index in range(begin, end):
+                        fqn = self._parts[int(owner[index])].piece.fqn
+                        self._reader.read_into(files[index], parts[index], places[index], fqn)
+
+    def _read_at_once(self, file: int, buffers: list[memoryview], start: int, wanted: int) -> bool:
+        """Fill buffers from one stretch of a file; False where that fails or falls short."""
+        try:
+            return storage.preadv(self._reader.descriptor(file), buffers, start) == wanted
+        except OSError:
+            return False
+
+    def _places(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Return of all that is to be read its file, first byte, bytes, place in the window and part."""
+        import numpy as np
+
+        columns: list[tuple[Any, Any, Any, Any, Any]] = []
+        for number, (_, source, first, at, nbytes, _) in enumerate(self._parts):
+            if not nbytes:
+                continue
+            itemsize = source.dtype.itemsize
+            stop = first + nbytes // itemsize
+            rows = slice(bisect_right(source.starts, first) - 1, bisect_left(source.starts, stop))
+            starts = np.frombuffer(source.starts, dtype=np.int64)[rows]
+            begin = np.maximum(starts, first)
+            end = np.minimum(np.frombuffer(source.stops, dtype=np.int64)[rows], stop)
+            places = np.frombuffer(source.places, dtype=np.int64)[rows] + (begin - starts) * itemsize
+            files = np.frombuffer(source.files, dtype=np.int32)[rows]
+            columns.append(
+                (
+                    files,
+                    places,
+                    (end - begin) * itemsize,
+                    at + (begin - first) * itemsize,
+                    starts * 0 + number,
+                )
+            )
+        if not columns:
+            none = np.zeros(0, dtype=np.int64)
+            return none, none, none, none, none
+        file, place, size, target, owner = (np.concatenate(column) for column in zip(*columns, strict=True))
+        order = np.lexsort((place, file))
+        return file[order], place[order], size[order], target[order], owner[order]
+
+
+def segments_of(start: int, frame: Frame, nbytes: int, crc: int, suffix: bytes) -> tuple[Segment, ...]:
+    """Return the three parts of a piece at byte `start`: what stands before its hole, the hole, what follows."""
+    data = start + len(frame.prefix)
+    return (
+        (start, len(frame.prefix), frame.prefix_crc),
+        (data, nbytes, crc),
+        (data + nbytes, len(suffix), crc32(suffix)),
+    )
