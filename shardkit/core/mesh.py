@@ -54,7 +54,7 @@ class Placement:
         Raises:
             LayoutError: not a placement that shardkit knows.
         """
-        match = re.fullmatch(r"R|S\((\d{1,3})\)", text)
+        match = re.fullmatch(r"R|S\(([0-9]{1,3})\)", text)
         if match is None:
             raise LayoutError(f"unknown placement {escape(text)!r}")
         return cls(None if match.group(1) is None else int(match.group(1)))

@@ -35,7 +35,7 @@ _MARK_WITHIN = 128  # bytes: the class of the top object is named first
 def is_bytecheckpoint_metadata(directory: str) -> bool:
     """True where the `.metadata` of a directory begins with a class of ByteCheckpoint's."""
     try:
-        with open_regular(os.path.join(directory, METADATA), METADATA) as (fd, size):
+        with open_regular(os.path.join(directory, METADATA), METADATA, follow=False) as (fd, size):
             return _MARK in read_exactly(fd, 0, min(size, _MARK_WITHIN), METADATA)
     except (SourceError, ResourceError):
         return False
@@ -61,7 +61,9 @@ def open_bytecheckpoint_files(directory: str) -> DcpDirectory:
 
 
 def _pickles(value: object) -> PickleTable:
-    table = value.get(RECORDS, PickleTable()) if isinstance(value, dict) else None
+    table: object = None
+    if isinstance(value, dict) and list(value) in ([], [RECORDS]):
+        table = value.get(RECORDS, PickleTable())
     if not isinstance(table, PickleTable):
         raise SourceError(f"{METADATA}: all_tensor_metadata does not hold the pickles of tensors")
     return table

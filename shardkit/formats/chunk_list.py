@@ -7,7 +7,6 @@ own list has one line for each of its tensors. docs/format.md is the contract.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +14,12 @@ from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
+from shardkit.formats.inside import locate
+from shardkit.formats.strict import open_regular, read_small
 
 FORMAT = 1
 _MAX_BYTES = 1 << 28
+_MAX_DIMS = 64  # torch's own limit
 
 
 class ListedChunk(NamedTuple):
@@ -92,17 +94,15 @@ def read(directory: str, file: str) -> ChunkList:
     """Return the chunk list of a shard file.
 
     Raises:
-        SourceError: there is none, or it is not one.
+        SourceError: there is none, or it is not one; it or its shard file is no regular file, or a link that
+            leaves the directory.
         IntegrityError: it disagrees with the size of its file.
+        ResourceError: one of the two may not be read.
     """
     name = name_for(file)
-    path = os.path.join(directory, name)
-    try:
-        with open(path, "rb") as stream:
-            data = stream.read(_MAX_BYTES + 1)
-        size = os.stat(os.path.join(directory, file)).st_size
-    except OSError as error:
-        raise SourceError(f"cannot read {escape(name)}: {error.strerror}") from error
+    data = read_small(locate(directory, name), name, _MAX_BYTES)
+    with open_regular(locate(directory, file), file) as (_, size):
+        pass
     try:
         content = json.loads(data)
         listed = _parse(content)
@@ -133,11 +133,17 @@ def _parse(content: Mapping[str, object]) -> ChunkList:
 
 def _chunk(row: Sequence[Any], file_size: int) -> ListedChunk:
     fqn, dtype, shape, offsets, sizes, start, nbytes, data, data_nbytes, crc = row
-    numbers = [*shape, *offsets, *sizes, start, nbytes, data, data_nbytes, crc or 0]
+    numbers = [*shape, *offsets, *sizes, start, nbytes, data, data_nbytes, 0 if crc is None else crc]
     # One look at all of them: a thousand ranks have hundreds of thousands of rows. A bool is no int here.
     if set(map(type, numbers)) != {int} or min(numbers) < 0:
         raise TypeError("not a list of non-negative ints")
     if not isinstance(fqn, str) or not start <= data <= data + data_nbytes <= start + nbytes <= file_size:
         raise ValueError("extent")
-    region = Region(tuple(offsets), tuple(sizes))
-    return ListedChunk(fqn, BY_NAME[dtype], tuple(shape), region, start, nbytes, data, data_nbytes, crc)
+    if not len(shape) == len(offsets) == len(sizes) <= _MAX_DIMS:
+        raise ValueError("dims")
+    if any(at + size > full for at, size, full in zip(offsets, sizes, shape, strict=True)):
+        raise ValueError("region")
+    region, kind = Region(tuple(offsets), tuple(sizes)), BY_NAME[dtype]
+    if region.num_elements * kind.itemsize != data_nbytes:
+        raise ValueError("bytes")
+    return ListedChunk(fqn, kind, tuple(shape), region, start, nbytes, data, data_nbytes, crc)

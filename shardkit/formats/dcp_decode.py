@@ -18,6 +18,7 @@ from shardkit.core.catalog import SourceFile, TensorEntry
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
+from shardkit.formats.dcp_metadata import Place
 from shardkit.formats.strict import open_regular, read_exactly
 from shardkit.formats.torch_record import TensorRecord, read_entries
 
@@ -82,7 +83,7 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
     def decode() -> memoryview:
         where = escape(source.name)
         try:
-            data = _decompress(source, chunk, nbytes + _MAX_OVERHEAD)
+            data = _decompress(source, chunk.start, chunk.nbytes, nbytes + _MAX_OVERHEAD)
             record = _read_memory(data, where)
             reason = difference(chunk.entry, chunk.region.sizes, record)
             if reason:
@@ -99,6 +100,29 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
         return gather(data[record.data_start : record.data_start + record.data_nbytes], record)
 
     return _decoded_file(source, chunk.entry, nbytes, decode)
+
+
+def decode_object(source: SourceFile, fqn: str, place: Place, limit: int) -> memoryview:
+    """Return the bytes of an entry that is not a tensor, as they were before it went through extensions.
+
+    Args:
+        source: its file.
+        fqn: its name.
+        place: where it lies.
+        limit: most bytes that it may have.
+
+    Raises:
+        SourceError: extensions that cannot be undone here, or damaged data.
+        IntegrityError: it has more bytes than `limit`.
+        ResourceError: the file may not be read.
+    """
+    if len(place.transforms) != 1 or not _is_zstd(place.transforms[0]) or _find_zstd() is None:
+        names = ", ".join(map(escape, place.transforms))
+        raise SourceError(
+            f"{escape(fqn)} was saved through extensions that cannot be undone here: {names}",
+            hint="for stream.zstd, pip install 'shardkit[zstd]'",
+        )
+    return _decompress(source, place.start, place.nbytes, limit)
 
 
 def difference(entry: TensorEntry, sizes: Shape, record: TensorRecord) -> str | None:
@@ -145,24 +169,24 @@ def _is_zstd(descriptor: str) -> bool:
     return name == _ZSTD and version.partition(".")[0] == "1"
 
 
-def _decompress(source: SourceFile, chunk: Packed, limit: int) -> memoryview:
+def _decompress(source: SourceFile, start: int, nbytes: int, limit: int) -> memoryview:
     """Return the record; never holds much more than `limit` bytes, whatever the file says."""
     zstd, out = _find_zstd(), bytearray()
     assert zstd is not None  # check_transforms saw to it
     pieces, damaged = zstd
     with open_regular(source.path, source.name, follow=False) as (fd, _):
-        packed = _Range(fd, chunk.start, chunk.nbytes, source.name)
+        packed = _Range(fd, start, nbytes, source.name)
         try:
             for piece in pieces(packed):
                 out += piece
                 if len(out) > limit:
                     raise IntegrityError(
-                        f"{escape(source.name)}: bytes {chunk.start} to {chunk.start + chunk.nbytes} decompress "
-                        f"to more than the {limit} that the chunk can take"
+                        f"{escape(source.name)}: bytes {start} to {start + nbytes} decompress to more than the "
+                        f"{limit} that there may be"
                     )
         except damaged as error:
             raise SourceError(
-                f"{escape(source.name)}: zstd data at byte {chunk.start} is damaged: {escape(str(error))}"
+                f"{escape(source.name)}: zstd data at byte {start} is damaged: {escape(str(error))}"
             ) from None
     return memoryview(out)
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.formats.dcp_metadata import DcpMetadata, Path, Place, parse_metadata
+from shardkit.formats.dcp_metadata import DcpMetadata, Path, parse_metadata
 from shardkit.formats.strict import read_small
 
 _RANK = re.compile(r"__(0|[1-9]\d{0,6})\.metadata(\.tmp)?")
@@ -127,9 +128,7 @@ class _Merge:
             if fqn in merged.tensors:
                 self._problems.append(f"{escape(fqn)}: an object in {part.where}, a tensor elsewhere")
             elif fqn not in merged.objects:
-                merged.objects[fqn] = place and Place(
-                    file=ids[place.file], start=place.start, nbytes=place.nbytes
-                )
+                merged.objects[fqn] = place and replace(place, file=ids[place.file])
 
     def _paths(self) -> dict[str, Path] | None:
         merged: dict[str, Path] = {}

@@ -10,7 +10,6 @@ Source: torch 2.13, torch/distributed/checkpoint/hf_storage.py and _hf_utils.py.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Mapping
 from itertools import islice
@@ -23,6 +22,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
 from shardkit.formats.dcp_check import is_grid
 from shardkit.formats.dcp_sharding_info import saved_offsets
+from shardkit.formats.inside import locate
 from shardkit.formats.safetensors import read_header
 
 _NAME = re.compile(r"shard-(\d{5,6})-model-(\d{5,6})-of-(\d{5,6})\.safetensors")
@@ -75,7 +75,7 @@ def open_shards(directory: str, names: Collection[str], prefix: str = "") -> Cat
     parts: dict[str, _Parts] = {}
     problems: list[str] = []
     for name in shards:
-        _read_shard(catalog, parts, os.path.join(directory, name), prefix + name, problems)
+        _read_shard(catalog, parts, locate(directory, name), prefix + name, problems)
     for fqn, found in parts.items():
         _add(catalog, fqn, found, problems)
     if problems:

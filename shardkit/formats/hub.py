@@ -13,8 +13,9 @@ from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import ResourceError, SourceError
 from shardkit.formats.hub_files import Kind, Weights, select_file, select_weights
+from shardkit.formats.inside import locate, read_inside
 from shardkit.formats.safetensors import SafetensorsHeader, read_header
-from shardkit.formats.strict import DOWNLOAD_AGAIN, parse_object, read_small
+from shardkit.formats.strict import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
 from shardkit.formats.torch_bin import BinFile, read_bin
 
 MAX_INDEX_BYTES = 256 << 20
@@ -197,30 +198,6 @@ def _refuse_stray(weights: Weights, index: Index) -> None:
         )
 
 
-def locate(directory: str, name: str, trusted: bool = False) -> str:
-    """Return the path of a file, or raise SourceError for a link that leaves the directory.
-
-    The Hub's cache is made of such links: snapshots/<commit>/<name> -> ../../blobs/<hash>.
-    """
-    path = os.path.join(directory, name)
-    home = os.path.realpath(directory)
-    real = os.path.realpath(path)
-    allowed = [home]
-    if is_snapshot(home):
-        allowed.append(os.path.join(os.path.dirname(os.path.dirname(home)), "blobs"))
-    if trusted or any(real.startswith(os.path.join(place, "")) for place in allowed):
-        return path
-    raise SourceError(
-        f"{escape(name)}: a symbolic link that leaves the model's directory, to {escape(real)}",
-        hint="give the directory that holds the file itself, or copy the file",
-    )
-
-
-def is_snapshot(directory: str) -> bool:
-    """True for the directory of one commit in the Hub's cache, which is made of links to files elsewhere."""
-    return os.path.basename(os.path.dirname(os.path.realpath(directory))) == "snapshots"
-
-
 def _locate_all(
     directory: str,
     names: tuple[str, ...],
@@ -364,9 +341,9 @@ def read_config(directory: str) -> dict[str, object] | None:
     path = os.path.join(directory, "config.json")
     if not os.path.lexists(path):
         return None
-    data = read_small(locate(directory, "config.json"), "config.json", MAX_CONFIG_BYTES)
+    data = read_inside(directory, "config.json", MAX_CONFIG_BYTES)
     try:
-        config = json.loads(data.decode("utf-8"))
+        config = json.loads(data.decode("utf-8"), parse_int=parse_integer)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"config.json: not valid JSON: {escape(str(error))}", hint=DOWNLOAD_AGAIN) from None
     if not isinstance(config, dict):

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
-from shardkit.formats.hub import locate
+from shardkit.formats.inside import locate
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 

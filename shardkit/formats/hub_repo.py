@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 from shardkit.core.text import escape
-from shardkit.errors import ResourceError, ShardkitError, SourceError
+from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.formats.hub import Elsewhere, HubModel, open_weights, weight_files
 from shardkit.formats.hub_files import Weights, select_weights
 from shardkit.formats.hub_headers import read_remote_header
@@ -140,6 +141,45 @@ def open_headers(repo_id: str, commit: str) -> HubModel | None:
             _download(repo_id, commit, _literal([weights.index]))
         elsewhere = _read_headers(repo_id, commit, _absent(folder, weight_files(folder, weights)[0]))
     return open_weights(folder, weights, elsewhere=elsewhere)
+
+
+class RepoFile(NamedTuple):
+    """A file of a repo, as the Hub describes it."""
+
+    name: str
+    size: int
+    """Bytes."""
+    git_id: str
+    """The git id of what the repo's history holds: of the file itself where `sha256` is None."""
+    sha256: str | None
+    """Of the file, in hex, where it is kept outside git (LFS, Xet)."""
+
+
+def list_repo(repo_id: str, *, revision: str | None = None) -> tuple[str, dict[str, RepoFile]]:
+    """Return the commit and the files of a repo, by name; nothing is downloaded.
+
+    Args:
+        repo_id: `organisation/name`.
+        revision: branch, tag or commit; None is the default branch.
+
+    Raises:
+        UsageError: huggingface_hub is told to stay offline.
+        SourceError, ResourceError: as `fetch_model`.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.hf_api import RepoFolder
+
+    if constants.HF_HUB_OFFLINE:
+        raise UsageError("the Hub is to be asked, and HF_HUB_OFFLINE is set", hint="unset it")
+    with _explained(repo_id, revision):
+        api = HfApi()
+        commit = str(api.model_info(repo_id, revision=revision).sha)
+        files = [
+            RepoFile(entry.path, entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else None)
+            for entry in api.list_repo_tree(repo_id, recursive=True, revision=commit)
+            if not isinstance(entry, RepoFolder)
+        ]
+    return commit, {file.name: file for file in files}
 
 
 def _download(repo_id: str, revision: str | None, patterns: Iterable[str]) -> str:

@@ -4,14 +4,15 @@ What a training script puts beside its weights cannot be listed beforehand. So t
 `pickle_vm`, knows every opcode of protocols 2 to 5 and refuses no name: what is not plain data becomes an
 `Opaque` (`inert`), and whatever is done to an `Opaque` yields an `Opaque`. A `Maker` is the only way to get
 anything else, and those are ours. Some rules keep a small file from costing much: only strings and 64-bit integers
-are ever hashed, the number of objects is limited, and a result that contains itself, or that shared parts
-would make endless to walk through, is refused.
+are ever hashed; opcodes are limited, and the memory that objects take, of which each is charged about what CPython
+needs for it; and a result that contains itself, or that shared parts would make long to walk through, is refused.
 
 Source: CPython 3.13, Lib/pickletools.py (opcodes 2 to 5).
 """
 
 from __future__ import annotations
 
+import gc
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +20,19 @@ from typing import Any
 from shardkit.errors import SourceError
 from shardkit.formats.inert import Opaque
 from shardkit.formats.pickle_vm import Refusal
+from shardkit.formats.pickle_walk import CONTAINERS, check_walk
 
 _MAX_BYTES = 1 << 25
-_MAX_OBJECTS = 1 << 22  # containers, texts, calls and names; and as many memo slots
+_MAX_OPCODES = 1 << 23
+_MAX_CHARGED = 208 << 20  # bytes; with the opcodes' pointers and what is made of the result, below 512 MiB
 _MAX_NAME = 200  # bytes of a module or a name that GLOBAL may give
-_MAX_NODES = 10_000_000  # values that somebody who walks through the result comes across
-_MAX_DEPTH = 100
 _MAX_LONG = 1 << 10  # bytes of an integer
 _INT64 = 1 << 63
+
+# Bytes that CPython 3.13 takes for one, with its part of what is kept of it elsewhere.
+_NUMBER, _TEXT, _LIST, _TUPLE = 32, 56, 72, 56
+_DICT, _DICT_TABLE, _DICT_ITEM = 80, 100, 60
+_OPAQUE, _THING, _NAME, _SHARED = 80, 250, 600, 250
 
 
 class InertPickle:
@@ -48,8 +54,10 @@ class InertPickle:
         self._pos = 0
         self._stack: list[Any] = []
         self._outer: list[list[Any]] = []  # the stacks below each open MARK
-        self._memo: dict[int, Any] = {}
-        self._num_objects = 0
+        self._memo: list[Any] = []  # slots are numbered from 0 on by every pickler that there is
+        self._odd_slots: dict[int, Any] = {}  # but `pickletools.optimize` leaves some out
+        self._charged = 0
+        self._shared: set[int] = set()  # ids of containers that are put somewhere a second time
         self.num_dropped = 0
         """Entries of dicts that were left out, because their keys are neither strings nor integers."""
 
@@ -62,11 +70,14 @@ class InertPickle:
         Raises:
             SourceError: damaged, or larger than such a thing may be.
         """
+        # As in `pickle_vm`: what is made is no garbage, and the collector would walk it again and again.
+        collecting = gc.isenabled()
+        gc.disable()
         try:
             if len(self._data) > _MAX_BYTES:
                 raise Refusal(f"it has {len(self._data)} bytes, more than the {_MAX_BYTES} that it may")
             value = self._execute()
-            _check_walk(value)
+            check_walk(value, self._shared)
             return value
         except Refusal as refusal:
             reason = str(refusal)
@@ -76,6 +87,9 @@ class InertPickle:
             reason = "a memo entry is missing"
         except ValueError:  # UnicodeDecodeError is one
             reason = "text that is not UTF-8, or a name without an end"
+        finally:
+            if collecting:
+                gc.enable()
         raise SourceError(
             f"{where} is damaged or not what torch writes: {reason} (near byte {self._pos})",
             hint="nothing in it was executed; use another copy of the file",
@@ -86,7 +100,7 @@ class InertPickle:
         if data[:1] != b"\x80" or not 2 <= data[1] <= 5:
             raise Refusal("a pickle protocol other than 2 to 5")
         self._pos = 2
-        while True:
+        for _ in range(_MAX_OPCODES):
             op = data[self._pos]
             self._pos += 1
             if op == 0x2E:  # STOP
@@ -95,19 +109,28 @@ class InertPickle:
             if handler is None:
                 raise Refusal(f"opcode 0x{op:02x} is not one of protocols 2 to 5")
             handler(self)
+        else:
+            raise Refusal(f"it has more than {_MAX_OPCODES} opcodes")
         if self._pos != len(data):
             raise Refusal(f"{len(data) - self._pos} bytes follow the end of the pickle")
         if len(self._stack) != 1 or self._outer:
             raise Refusal("the pickle does not end with one object")
         return self._stack[0]
 
-    def _count(self) -> None:
-        self._num_objects += 1
-        if self._num_objects > _MAX_OBJECTS:
-            raise Refusal(f"it makes more than {_MAX_OBJECTS} objects")
+    def _charge(self, nbytes: int) -> None:
+        """Count the memory of something that is about to be made; a pointer to it is that of an opcode."""
+        self._charged += nbytes
+        if self._charged > _MAX_CHARGED:
+            raise Refusal(f"what it describes takes more than {_MAX_CHARGED} bytes of memory")
 
-    def _push_new(self, value: object) -> None:
-        self._count()
+    def _push_new(self, value: object, nbytes: int) -> None:
+        self._charge(nbytes)
+        self._stack.append(value)
+
+    def _push_again(self, value: object) -> None:
+        if type(value) in CONTAINERS and id(value) not in self._shared:
+            self._charge(_SHARED)
+            self._shared.add(id(value))
         self._stack.append(value)
 
     def _take(self, nbytes: int) -> bytes:
@@ -119,18 +142,19 @@ class InertPickle:
 
     def _pop_mark(self) -> list[Any]:
         items, self._stack = self._stack, self._outer.pop()
+        self._charged -= _LIST
         return items
 
     def _drop_mark(self) -> None:
         self._pop_mark()
 
     def _mark(self) -> None:
-        self._count()
+        self._charge(_LIST)
         self._outer.append(self._stack)
         self._stack = []
 
     def _dup(self) -> None:
-        self._push_new(self._stack[-1])
+        self._push_again(self._stack[-1])
 
     def _pop(self) -> None:
         if self._stack:
@@ -141,20 +165,30 @@ class InertPickle:
     def _plain_long(self, nbytes: int) -> None:
         if nbytes > _MAX_LONG:
             raise Refusal(f"an integer of {nbytes} bytes")
-        self._stack.append(int.from_bytes(self._take(nbytes), "little", signed=True))
+        self._push_new(int.from_bytes(self._take(nbytes), "little", signed=True), _NUMBER + nbytes)
 
-    def _float(self) -> None:
-        self._stack.append(struct.unpack(">d", self._take(8))[0])
+    def _int(self, layout: str, nbytes: int) -> None:
+        self._push_new(struct.unpack(layout, self._take(nbytes))[0], _NUMBER)
 
     def _text(self, nbytes: int) -> None:
-        self._push_new(self._take(nbytes).decode())
+        data = self._take(nbytes)
+        self._charge(_TEXT + nbytes * (1 if data.isascii() else 4))
+        self._stack.append(data.decode())
+
+    def _bytes(self, nbytes: int) -> None:
+        self._charge(_TEXT + nbytes)
+        self._stack.append(self._take(nbytes))
 
     def _tuple(self, size: int) -> None:
         if size > len(self._stack):
             raise IndexError
         items = tuple(self._stack[len(self._stack) - size :])
         del self._stack[len(self._stack) - size :]
-        self._push_new(items)
+        self._push_new(items, _TUPLE + 8 * size)
+
+    def _marked_tuple(self) -> None:
+        items = self._pop_mark()
+        self._push_new(tuple(items), _TUPLE + 8 * len(items))
 
     def _append(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -171,6 +205,7 @@ class InertPickle:
             return
         if type(target) is not dict:
             raise Refusal(f"SETITEMS on something of type {type(target).__name__}")
+        self._charge((0 if target else _DICT_TABLE) + _DICT_ITEM * len(items) // 2)
         for i in range(0, len(items), 2):
             key = items[i]
             if type(key) is not str and not (type(key) is int and -_INT64 <= key < _INT64):
@@ -186,27 +221,27 @@ class InertPickle:
 
     def _dict(self) -> None:
         items = self._pop_mark()
-        self._push_new({})
+        self._push_new({}, _DICT)
         self._set_items(items)
 
     def _set(self, num_operands: int) -> None:
         """Sets are not made: nothing here hashes what a file says."""
         if num_operands < 0:
             self._pop_mark()
-        self._push_new(Opaque("builtins.set"))
+        self._push_new(Opaque("builtins.set"), _OPAQUE)
 
     def _global(self) -> None:
         middle = self._data.index(b"\n", self._pos, self._pos + _MAX_NAME)
         stop = self._data.index(b"\n", middle + 1, middle + 1 + _MAX_NAME)
         module, name = self._data[self._pos : middle].decode(), self._data[middle + 1 : stop].decode()
         self._pos = stop + 1
-        self._push_new(self._names(module, name))
+        self._push_new(self._names(module, name), _NAME)
 
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str or len(name) + len(module) > 2 * _MAX_NAME:
             raise Refusal("a global whose name is not text")
-        self._push_new(self._names(module, name))
+        self._push_new(self._names(module, name), _NAME)
 
     def _reduce(self, num_operands: int) -> None:
         """REDUCE, NEWOBJ, and with the keywords that are ignored NEWOBJ_EX."""
@@ -214,7 +249,11 @@ class InertPickle:
         function = self._stack.pop()
         if not isinstance(function, Opaque):
             raise Refusal(f"a call of something of type {type(function).__name__}")
-        self._push_new(function.make(operands[-1]))
+        made = function.make(operands[-1])
+        nbytes = _OPAQUE if type(made) is Opaque else _THING
+        if isinstance(made, (tuple, dict)):
+            nbytes = _DICT + _DICT_ITEM * len(made)
+        self._push_new(made, nbytes)
 
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
@@ -222,49 +261,23 @@ class InertPickle:
             target.build(state)
 
     def _get(self, slot: int) -> None:
-        self._stack.append(self._memo[slot])
+        self._push_again(self._memo[slot] if slot < len(self._memo) else self._odd_slots[slot])
 
     def _put(self, slot: int) -> None:
-        memo = self._memo
-        if slot in memo:
+        if slot < len(self._memo) or slot in self._odd_slots:
             raise Refusal(f"memo slot {slot} set again")
-        if len(memo) >= _MAX_OBJECTS:
-            raise Refusal(f"it keeps more than {_MAX_OBJECTS} objects")
-        memo[slot] = self._stack[-1]
+        if slot == len(self._memo):
+            self._memo.append(self._stack[-1])
+        else:
+            self._charge(_DICT_ITEM + _NUMBER)
+            self._odd_slots[slot] = self._stack[-1]
 
     def _frame(self, nbytes: int) -> None:
         if nbytes > len(self._data) - self._pos:
             raise Refusal("a frame that reaches past the end")
 
     def _persistent_id(self) -> None:
-        self._push_new(self._persistent(self._stack.pop()))
-
-
-def _check_walk(root: object) -> None:
-    """Refuse what nobody should walk through: something inside itself, too deep, or shared too often."""
-    sizes: dict[int, tuple[int, int]] = {}  # of finished containers: values in them, levels
-    active: set[int] = set()
-    todo: list[tuple[object, bool]] = [(root, False)]
-    while todo:
-        value, is_done = todo.pop()
-        if type(value) not in (list, tuple, dict):
-            continue
-        inner: Any = value.values() if type(value) is dict else value
-        children = [child for child in inner if type(child) in (list, tuple, dict)]
-        if is_done:
-            active.discard(id(value))
-            below = [sizes[id(child)] for child in children]
-            size = 1 + len(inner) + sum(num for num, _ in below)
-            depth = 1 + max((levels for _, levels in below), default=0)
-            if size > _MAX_NODES or depth > _MAX_DEPTH:
-                raise Refusal("what it describes is nested too deeply, or too large")
-            sizes[id(value)] = size, depth
-        elif id(value) in active:
-            raise Refusal("what it describes contains itself")
-        elif id(value) not in sizes:
-            active.add(id(value))
-            todo.append((value, True))
-            todo.extend((child, False) for child in children)
+        self._push_new(self._persistent(self._stack.pop()), _OPAQUE)
 
 
 def _sized(layout: str, method: Callable[[InertPickle, int], None]) -> Callable[[InertPickle], None]:
@@ -289,17 +302,17 @@ _HANDLERS: dict[int, Callable[[InertPickle], None]] = {
     0x30: _VM._pop,
     0x31: _VM._drop_mark,
     0x32: _VM._dup,
-    0x42: _sized("<I", lambda vm, size: vm._stack.append(vm._take(size))),  # BINBYTES
-    0x43: _sized("<B", lambda vm, size: vm._stack.append(vm._take(size))),  # SHORT_BINBYTES
-    0x47: _VM._float,
-    0x4A: lambda vm: vm._stack.append(struct.unpack("<i", vm._take(4))[0]),  # BININT
+    0x42: _sized("<I", _VM._bytes),  # BINBYTES
+    0x43: _sized("<B", _VM._bytes),  # SHORT_BINBYTES
+    0x47: lambda vm: vm._int(">d", 8),  # BINFLOAT
+    0x4A: lambda vm: vm._int("<i", 4),  # BININT
     0x4B: _sized("<B", lambda vm, value: vm._stack.append(value)),  # BININT1
-    0x4D: _sized("<H", lambda vm, value: vm._stack.append(value)),  # BININT2
+    0x4D: lambda vm: vm._int("<H", 2),  # BININT2
     0x4E: _constant(None),
     0x51: _VM._persistent_id,
     0x52: lambda vm: vm._reduce(1),
     0x58: _sized("<I", _VM._text),  # BINUNICODE
-    0x5D: lambda vm: vm._push_new([]),
+    0x5D: lambda vm: vm._push_new([], _LIST),
     0x61: lambda vm: vm._append([vm._stack.pop()]),
     0x62: _VM._build,
     0x63: _VM._global,
@@ -307,13 +320,13 @@ _HANDLERS: dict[int, Callable[[InertPickle], None]] = {
     0x65: lambda vm: vm._append(vm._pop_mark()),
     0x68: _sized("<B", _VM._get),
     0x6A: _sized("<I", _VM._get),
-    0x6C: lambda vm: vm._push_new(vm._pop_mark()),  # LIST
+    0x6C: lambda vm: vm._push_new(vm._pop_mark(), _LIST),
     0x71: _sized("<B", _VM._put),
     0x72: _sized("<I", _VM._put),
     0x73: _VM._set_item,
-    0x74: lambda vm: vm._push_new(tuple(vm._pop_mark())),  # TUPLE
+    0x74: _VM._marked_tuple,
     0x75: lambda vm: vm._set_items(vm._pop_mark()),
-    0x7D: lambda vm: vm._push_new({}),
+    0x7D: lambda vm: vm._push_new({}, _DICT),
     0x81: lambda vm: vm._reduce(1),  # NEWOBJ
     0x85: lambda vm: vm._tuple(1),
     0x86: lambda vm: vm._tuple(2),
@@ -324,14 +337,14 @@ _HANDLERS: dict[int, Callable[[InertPickle], None]] = {
     0x8B: _sized("<I", _VM._plain_long),
     0x8C: _sized("<B", _VM._text),
     0x8D: _sized("<Q", _VM._text),
-    0x8E: _sized("<Q", lambda vm, size: vm._stack.append(vm._take(size))),  # BINBYTES8
+    0x8E: _sized("<Q", _VM._bytes),  # BINBYTES8
     0x8F: lambda vm: vm._set(0),  # EMPTY_SET
     0x90: lambda vm: vm._append(vm._pop_mark()),  # ADDITEMS, to a set
     0x91: lambda vm: vm._set(-1),  # FROZENSET
     0x92: lambda vm: vm._reduce(2),  # NEWOBJ_EX
     0x93: _VM._stack_global,
-    0x94: lambda vm: vm._put(len(vm._memo)),  # MEMOIZE
+    0x94: lambda vm: vm._put(len(vm._memo) + len(vm._odd_slots)),  # MEMOIZE
     0x95: _sized("<Q", _VM._frame),
-    0x96: _sized("<Q", lambda vm, size: vm._stack.append(vm._take(size))),  # BYTEARRAY8
+    0x96: _sized("<Q", _VM._bytes),  # BYTEARRAY8
     0x29: lambda vm: vm._stack.append(()),
 }

@@ -16,9 +16,20 @@ from shardkit.errors import ResourceError, SourceError
 from shardkit.transfer import storage
 
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
+# What opening a file says of the machine, or of its moment, and not of the file.
+_OF_THE_MACHINE = (
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EINTR,
+    errno.ESTALE,
+    errno.ENODEV,
+)
 
 # 2^64 has 20 digits; Python refuses to convert thousands of them, and takes its time below that.
 _MAX_DIGITS = 20
+_MAX_ANY_DIGITS = 1000  # of a config or a manifest, which may hold what no tensor has
 
 
 @contextmanager
@@ -34,7 +45,7 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
 
     Raises:
         SourceError: there is no such file, or it is not a regular one.
-        ResourceError: it may not be opened.
+        ResourceError: it may not be opened, or the machine cannot.
     """
     try:
         # O_NONBLOCK: opening a FIFO for reading otherwise waits for a writer.
@@ -54,7 +65,8 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
                 hint="copy the checkpoint with its links resolved (cp -rL)",
             ) from None
         reason = getattr(error, "strerror", None) or str(error)
-        raise SourceError(f"{escape(name)}: cannot be opened: {reason}") from None
+        refused = ResourceError if getattr(error, "errno", None) in _OF_THE_MACHINE else SourceError
+        raise refused(f"{escape(name)}: cannot be opened: {reason}") from None
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -105,6 +117,17 @@ def read_small(path: str, name: str, limit: int, *, follow: bool = True) -> byte
         if size > limit:
             raise SourceError(f"{escape(name)}: expected at most {limit} bytes, found {size}")
         return read_exactly(fd, 0, size, name)
+
+
+def parse_integer(text: str) -> int:
+    """What `json.loads` takes as `parse_int` where integers of any use are allowed.
+
+    Raises:
+        ValueError: it has thousands of digits; Python refuses those too, in words of its own.
+    """
+    if len(text) > _MAX_ANY_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
 
 
 def parse_object(data: bytes, name: str) -> dict[str, object]:

@@ -85,6 +85,8 @@ def _make_storage(value: object) -> _Storage:
     _, cls, key, location, count = value
     if type(cls) is not _StorageClass or type(key) is not str or key != "0" or type(location) is not str:
         raise Refusal("a storage that is not the record's only one")
+    if location == "meta":
+        raise Refusal("a storage on the meta device, which has no values")
     if type(count) is not int or not 0 <= count < _MAX_ELEMENTS:
         raise Refusal("a storage of impossible size")
     return _Storage(cls.dtype, count)

@@ -24,13 +24,17 @@ from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.formats.pickle_screen import screen
 from shardkit.formats.strict import DOWNLOAD_AGAIN, open_regular, read_exactly, stamp_of
+from shardkit.formats.torch_zip import ZipReader, read_directory
 
 if TYPE_CHECKING:
     import torch
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _PIECE_BYTES = 1 << 20
+_MAX_ENTRIES = 1 << 20
+_MAX_PICKLE = 1 << 25
 _Mappings = list[tuple[int, int, int]]
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 
@@ -85,6 +89,7 @@ def read_bin(path: str, name: str) -> BinFile:
         stamp = stamp_of(fd)
     if is_zip:
         checksum = _crc_of_records(path, name)
+        _screen(path, name)
     entries = _load(path, name, is_zip)
     tensors, objects = _split(entries, name, _mappings(stamp) if is_zip else [])
     note = f"{escape(name)} has the format of before torch 1.6: it is held in memory as a whole"
@@ -113,6 +118,18 @@ def _crc_of_records(path: str, name: str) -> int:
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise SourceError(f"{escape(name)}: {escape(str(error))}", hint=DOWNLOAD_AGAIN) from None
     return crc32(json.dumps(rows).encode())
+
+
+def _screen(path: str, name: str) -> None:
+    """Refuse a pickle that would have torch hash without end or fill memory; what it names torch itself refuses."""
+    where = escape(name)
+    with open_regular(path, name) as (fd, size):
+        reader = ZipReader(lambda start, nbytes: os.pread(fd, nbytes, start), 0, size, where)
+        entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
+        if "data.pkl" not in entries:
+            reader.refuse("a zip without data.pkl, none of torch.save")
+        data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
+    screen(data, {key[5:]: entry for key, entry in entries.items() if key.startswith("data/")}, where)
 
 
 def _load(path: str, name: str, is_zip: bool) -> Mapping[object, object]:

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-_MAX_ENTRIES = 1 << 20
+_MAX_ENTRIES = 1 << 18
 _MAX_PICKLE = 1 << 25
 _READ_BYTES = 1 << 20
 _SAVE_AGAIN = "load it with torch where you trust it, and save it again with torch 1.6 or later"
@@ -77,12 +77,13 @@ class Leaf(NamedTuple):
     value: object
 
 
-def open_torch_file(path: str, name: str) -> TorchFile:
+def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None) -> TorchFile:
     """Open a file that `torch.save` wrote; reads its directory and its pickle, not the tensors.
 
     Args:
         path: where the file is.
         name: how to call it in messages.
+        extent: first byte and number of bytes, where it is only a record in the file.
 
     Raises:
         SourceError: missing, not a regular file, damaged, or of before torch 1.6.
@@ -92,9 +93,10 @@ def open_torch_file(path: str, name: str) -> TorchFile:
     where = escape(name)
     with open_regular(path, name) as (fd, size):
         stamp = stamp_of(fd)
-        _check_magic(read_exactly(fd, 0, min(size, len(_ZIP)), name), size, where)
+        begin, length = extent or (0, size)
+        _check_magic(read_exactly(fd, begin, min(length, len(_ZIP)), name), length, where)
         try:
-            reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), 0, size, where)
+            reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), begin, length, where)
             entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
             if "data.pkl" not in entries or "constants.pkl" in entries:
                 reader.refuse(
@@ -103,10 +105,16 @@ def open_torch_file(path: str, name: str) -> TorchFile:
             order = reader.content("byteorder", entries["byteorder"]) if "byteorder" in entries else b"little"
             if order != b"little":
                 reader.refuse(f"its byte order is {escape(order.decode('ascii', 'replace'))!r}, not little")
+            if "version" in entries:
+                reader.check_version(reader.content("version", entries["version"]))
             data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
         except SourceError as error:
             raise type(error)(error.message, hint=error.hint or _ANOTHER_COPY) from None
-    storages = {key[5:]: entry for key, entry in entries.items() if key.startswith("data/")}
+    storages = {
+        key[5:]: entry._replace(start=begin + entry.start)
+        for key, entry in entries.items()
+        if key.startswith("data/")
+    }
     names = TensorNames(storages)
     pickle = InertPickle(data, names.look_up, names.storage)
     tree = pickle.run(f"{where}, data.pkl")

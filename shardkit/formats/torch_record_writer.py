@@ -115,6 +115,22 @@ def record_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
     return RecordSkeleton(prefix, crc32(prefix), nbytes, base + len(tail), bytes(tail), tuple(places))
 
 
+def pickle_record(pickle: bytes) -> bytes:
+    """Return the record of an object without tensors, given its pickle."""
+    out = bytearray()
+    contents = (
+        ("data.pkl", pickle),
+        (".format_version", b"1"),
+        (".storage_alignment", b"%d" % _ALIGNMENT),
+        ("byteorder", b"little"),
+        ("version", b"3\n"),
+        (".data/serialization_id", _SERIALIZATION_ID),
+    )
+    entries = [_append_entry(out, 0, name, content) for name, content in contents]
+    _append_directory(out, 0, entries)
+    return bytes(out)
+
+
 def bare_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
     """Return a record that is nothing but its data."""
     nbytes = prod(shape) * dtype.itemsize

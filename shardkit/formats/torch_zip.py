@@ -17,12 +17,15 @@ from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.transfer.digest import crc32
 
 _WINDOW = 4096  # bytes read at each end: the directory and the small entries of a usual record
+_MAX_DIRECTORY = 1 << 26  # bytes; 130 for an entry, if its name is not a long one
 _MAX_SMALL = 1 << 16  # bytes of any entry of a record but the data
 _READ_BYTES = 1 << 20
 _END, _END64, _LOCATOR = struct.Struct("<IHHHHIIH"), struct.Struct("<IQHHIIQQQQ"), struct.Struct("<IIQI")
 _CENTRAL, _LOCAL = struct.Struct("<IHHHHHHIIIHHHHHII"), struct.Struct("<IHHHHHIIIHH")
 _CRC_AT = 16  # of the CRC in _CENTRAL
 _MAX32 = 0xFFFFFFFF
+_IS_DIRECTORY = 0x10  # in the external attributes; torch then reads nothing, and gives whatever was in memory
+_VERSIONS = range(1, 11)  # of the file format: torch 2.13, caffe2/serialize/versions.h
 _FLAGS = 0x0808  # UTF-8 names, sizes in a descriptor behind the data; all others change what the bytes are
 
 Pread = Callable[[int, int], bytes]
@@ -74,6 +77,12 @@ class ZipReader:
             self._compare(name, entry, crc32(data))
         return data
 
+    def check_version(self, data: bytes) -> None:
+        """Refuse a file format that torch does not know; `data` is what the entry `version` says."""
+        text = data.strip()
+        if not (len(text) <= 4 and text.isdigit() and int(text) in _VERSIONS):
+            self.refuse(f"its format has version {escape(repr(data[:20]))}, which is not one of torch's")
+
     def check_crc(self, name: str, entry: Entry) -> None:
         """Read a large entry and compare its CRC-32."""
         crc, stop = 0, entry.start + entry.nbytes
@@ -117,6 +126,8 @@ def read_directory(
     count, at, stop = _find_directory(reader)
     if not 0 < count <= max_entries:
         reader.refuse(f"it has {count} entries")
+    if stop - at > _MAX_DIRECTORY:
+        reader.refuse(f"its directory has {stop - at} bytes, more than any that torch writes")
     directory = reader.read(at, stop - at)
     entries: dict[str, Entry] = {}
     prefix, pos, free = None, 0, 0
@@ -179,6 +190,8 @@ def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, 
     )
     if method or packed != nbytes or flags & ~_FLAGS:
         reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is compressed or encrypted")
+    if fields[13] or fields[15] & _IS_DIRECTORY:
+        reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is on another disk, or a directory")
     return name, header_at, Entry(0, nbytes, crc, pos + _CRC_AT), stop
 
 

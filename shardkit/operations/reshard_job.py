@@ -69,7 +69,7 @@ class PartJob:
             "layout": {"origin": layout.origin, "policy": layout.policy},
             "units": [{"path": "", "class": None}],
             "ties": [[name, *others] for name, others in self.aliases.items()],
-            "key_rules": [],
+            "key_rules": [[rule.old, rule.new] for rule in self.part.key_rules],
             "derived": [],
             "dtype": self.cast,
             "optimizer_dtype": self.optimizer_cast,
@@ -163,7 +163,7 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
     objects = frozenset(part.objects)
     entries = part.catalog.tensors
     optimizer = optimizer_state((entries[name] for name in kept if name not in objects), part.folder)
-    layout = _layout(part.catalog, kept, objects, mesh)
+    layout = _layout(part, kept, mesh)
     dtypes = {
         name: entries[name].dtype
         if name in objects
@@ -207,12 +207,12 @@ def _aliases(catalog: Catalog, objects: Iterable[str]) -> dict[str, tuple[str, .
     return found
 
 
-def _layout(catalog: Catalog, names: list[str], objects: frozenset[str], mesh: Mesh) -> Layout:
-    """Shard on dim 0 whatever was sharded; where nothing was, everything that has rows."""
-    entries = catalog.tensors
-    cut = {name for name in names if entries[name].num_chunks > 1}
-    if not cut:
-        cut = {name for name in names if entries[name].shape and entries[name].dtype.is_floating}
+def _layout(part: Part, names: list[str], mesh: Mesh) -> Layout:
+    """Shard on dim 0 whatever was sharded; where nothing was, or chunks do not tell, everything that has rows."""
+    entries, objects = part.catalog.tensors, frozenset(part.objects)
+    rows = {name for name in names if entries[name].shape and entries[name].dtype.is_floating}
+    cut = {name for name in names if entries[name].num_chunks > 1} | (rows & part.unboxed)
+    cut = cut or rows
     placed: dict[str, TensorLayout] = {}
     for name in names:
         is_cut = name in cut and bool(entries[name].shape) and name not in objects

@@ -12,16 +12,25 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
+from shardkit.formats.combined import combine_catalogs
 from shardkit.formats.dcp import open_dcp_lazily
 from shardkit.formats.dcp_metadata import Place
 from shardkit.formats.sharded.accelerate import model_directories
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.detect import layout_of, open_checkpoint
+from shardkit.formats.sharded.optimizer import OptimizerState
+from shardkit.keys import KeyRule
+from shardkit.operations.consolidate_base import saved_key_rules
 from shardkit.operations.reshard_files import BesideFile, Survey, check_survey, survey
 
 _OF_A_RANK = re.compile(r"(?:^|[_-])rank[_-]?\d+\.|(?:rng_state|random_states)_\d+\.")
 _ENTRY_OF_A_RANK = re.compile(r"(?:.*[._])?(?:dp_)?rank_?\d+(?:\..*)?")  # torchtitan: dataloader.dp_rank_0
 _OPTIMIZER = re.compile(r"(bf16_)?(zero_pp_)?optim")
+_MODEL, _OPTIM = "model", "optim"  # as torch's DCP recipes name the two
+_NESTED = (
+    "names begin with model. and optim.: load it into the two state dicts that "
+    "torch.distributed.checkpoint.state_dict.get_state_dict gives"
+)
 _OTHER_DCP = ("bytecheckpoint", "megatron")  # `.metadata` of another kind
 
 
@@ -38,6 +47,10 @@ class Part:
     paths: dict[str, tuple[str | int, ...]] | None
     """planner_data of the save."""
     notes: tuple[str, ...]
+    unboxed: frozenset[str] = frozenset()
+    """Names of tensors whose chunks do not tell whether they were sharded: flat partitions, or saved whole."""
+    key_rules: tuple[KeyRule, ...] = ()
+    """What makes the Hub's names of the model's, where `shardkit.save` recorded it; carried over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +87,8 @@ def take_apart(path: str) -> Parts:
         return _other(path)
     check_survey(path, found)
     checkpoint = _open_weights(path)
-    parts = tuple(_open_part(path, folder) for folder in found.folders)
+    rules = saved_key_rules(checkpoint) or ()
+    parts = tuple(_open_part(path, folder, rules if not folder else ()) for folder in found.folders)
     beside = _weights_beside(path, checkpoint, found)
     of_ranks = [file.name for file in found.files if _OF_A_RANK.search(os.path.basename(file.name))]
     states = [name for name in of_ranks if _OPTIMIZER.match(os.path.basename(name))]
@@ -123,14 +137,15 @@ def _notes(of_ranks: list[str], beside: str | None) -> list[str]:
     return notes
 
 
-def _open_part(path: str, folder: str) -> Part:
+def _open_part(path: str, folder: str, key_rules: tuple[KeyRule, ...]) -> Part:
     opened = open_dcp_lazily(os.path.join(path, folder))
     catalog = opened.select(tuple(opened.catalog.tensors))
     placed = {name: place for name, place in opened.objects.items() if place is not None}
-    if opened.transforms and placed:
+    packed = [name for name, place in placed.items() if place.transforms]
+    if packed:
         raise SourceError(
             "the byte entries of this checkpoint were saved through extensions, and cannot be carried over yet",
-            problems=[escape(name) for name in placed],
+            problems=[escape(name) for name in packed],
             hint="load it with torch.distributed.checkpoint and save it without extensions",
         )
     files = {file.name: number for number, file in enumerate(catalog.files)}
@@ -144,6 +159,7 @@ def _open_part(path: str, folder: str) -> Part:
         objects=tuple(placed),
         paths=opened.catalog.paths,
         notes=(*opened.catalog.notes, *_entry_notes(folder, opened.objects)),
+        key_rules=key_rules,
     )
 
 
@@ -164,15 +180,44 @@ def _entry_notes(folder: str, objects: Mapping[str, Place | None]) -> Iterator[s
 def _other(path: str) -> Parts:
     """A checkpoint that is no DCP directory becomes one, with all tensors that it has."""
     checkpoint = open_checkpoint(path)
-    names = tuple(checkpoint.catalog.tensors)
-    skipped = [f"{escape(name)} was not read: {escape(reason)}" for name, reason in checkpoint.skipped]
-    part = Part(folder="", catalog=checkpoint.select(names), objects=(), paths=None, notes=checkpoint.notes)
-    states = [name for name, _ in checkpoint.skipped if _OPTIMIZER.match(os.path.basename(name))]
+    catalog = checkpoint.select(tuple(checkpoint.catalog.tensors))
+    skipped = list(checkpoint.skipped)
+    opened = checkpoint.optimizer() if checkpoint.optimizer is not None else None
+    warnings, notes, objects = list[str](), list(checkpoint.notes), tuple[str, ...]()
+    unboxed = set[str]() if checkpoint.has_boxes else set(catalog.tensors)
+    if isinstance(opened, OptimizerState):
+        unboxed = {f"{_MODEL}.{name}" for name in unboxed}
+        unboxed |= set() if opened.has_boxes else {f"{_OPTIM}.{name}" for name in opened.catalog.tensors}
+        catalog = combine_catalogs({_MODEL: catalog, _OPTIM: opened.catalog})
+        objects = tuple(f"{_OPTIM}.{name}" for name in opened.objects)
+        notes.append(_NESTED)
+        notes += opened.notes
+        skipped = [pair for pair in skipped if not _is_optimizer(pair[0])]
+    else:
+        states = [name for name, _ in skipped if _is_optimizer(name)]
+        if opened is not None:
+            states, reason = list(opened.names), f": {opened.reason}"
+        else:
+            reason = ""
+        if states:
+            warnings.append(
+                f"the optimizer's state was not taken over ({listed(states)}){reason}; only weights are written"
+            )
+    part = Part(
+        folder="",
+        catalog=catalog,
+        objects=objects,
+        paths=catalog.paths if objects else None,
+        notes=tuple(notes),
+        unboxed=frozenset(unboxed),
+    )
     return Parts(
         writer=checkpoint.writer,
         parts=(part,),
-        notes=tuple(skipped),
-        warnings=(f"the optimizer's state was not taken over: {listed(states)}; only weights are written",)
-        if states
-        else (),
+        notes=tuple(f"{escape(name)} was not read: {escape(reason)}" for name, reason in skipped),
+        warnings=tuple(warnings),
     )
+
+
+def _is_optimizer(name: str) -> bool:
+    return _OPTIMIZER.match(os.path.basename(name)) is not None

@@ -11,23 +11,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.formats.inside import locate
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.full_file import open_full_file
 from shardkit.formats.sharded.nearby import asset_directories, listing
+from shardkit.formats.sharded.numbered import parameters_of
+from shardkit.formats.sharded.optimizer import OptimizerState, Unmapped, unmapped
+from shardkit.formats.sharded.optimizer_files import open_optimizer_files
 from shardkit.formats.sharded.rank_files import RankFile, gather_files, missing_ranks
 
 _FILE = re.compile(r"pytorch_model_fsdp(?:_(\d{1,6}))?(?:_rank(0|[1-9]\d{0,5}))?\.bin")
 _STATE = re.compile(
     r"(optimizer(_\d+)?(_rank\d+)?\.(bin|pt)|scheduler(_\d+)?\.(bin|pt)|random_states_\d+\.pkl)"
 )
+_OPTIMIZER = re.compile(r"optimizer(?:_(\d{1,6}))?(?:_rank(0|[1-9]\d{0,5}))?\.bin")
 _FLAT = ("flat_param", "_flat_param")
 
-_Models = dict[int, dict[int | None, str]]  # model -> rank, None for the whole -> name
+_Found = dict[int, dict[int | None, str]]  # model or optimizer -> rank, None for the whole -> name
 
 
 def is_accelerate_bin(path: str) -> bool:
@@ -48,12 +54,14 @@ def open_accelerate_bin(path: str) -> Checkpoint:
     skipped = tuple(_skipped(path, set(files.values())))
     whole = files.get(None)
     if whole is not None:
-        checkpoint = open_full_file(os.path.join(path, whole))
+        checkpoint = open_full_file(locate(path, whole))
         return replace(
             checkpoint,
             path=path,
             layout="accelerate-bin",
             writer="accelerate (FSDP, full)",
+            optimizer=_optimizer(path, checkpoint.catalog, frozenset(checkpoint.catalog.tensors)),
+            has_boxes=False,
             assets=assets,
             skipped=(*checkpoint.skipped, *skipped),
         )
@@ -69,6 +77,7 @@ def open_accelerate_bin(path: str) -> Checkpoint:
         select=gathered.select,
         check=gathered.check,
         roots={"model": ()},
+        optimizer=_optimizer(path, gathered.catalog, gathered.plain),
         assets=assets,
         skipped=skipped,
     )
@@ -80,12 +89,7 @@ def _only_model(path: str) -> dict[int | None, str]:
     Raises:
         SourceError: several models, or one in several forms.
     """
-    models: _Models = {}
-    for name in sorted(listing(path)):
-        match = _FILE.fullmatch(name)
-        if match is not None:
-            rank = None if match[2] is None else int(match[2])
-            models.setdefault(int(match[1] or 0), {}).setdefault(rank, name)
+    models = _find(path, _FILE)
     (_, files), *others = sorted(models.items())
     if others or (None in files and len(files) > 1):
         raise SourceError(
@@ -94,6 +98,40 @@ def _only_model(path: str) -> dict[int | None, str]:
             hint="move those that you do not mean into another directory, or give the file of a whole model",
         )
     return files
+
+
+def _find(path: str, pattern: re.Pattern[str]) -> _Found:
+    found: _Found = {}
+    for name in sorted(listing(path)):
+        match = pattern.fullmatch(name)
+        if match is not None:
+            rank = None if match[2] is None else int(match[2])
+            found.setdefault(int(match[1] or 0), {}).setdefault(rank, name)
+    return found
+
+
+def _optimizer(
+    path: str, model: Catalog, plain: frozenset[str]
+) -> Callable[[], OptimizerState | Unmapped] | None:
+    """Return what opens the optimizer's state, None where there is none."""
+    found = _find(path, _OPTIMIZER)
+    if not found:
+        return None
+
+    def open_it() -> OptimizerState | Unmapped:
+        (_, files), *others = sorted(found.items())
+        if others or (None in files and len(files) > 1):
+            names = [name for files in found.values() for name in files.values()]
+            return unmapped(names, "there are several of them")
+        ranks = [rank for rank in files if rank is not None]
+        if ranks:
+            last = max(ranks)
+            missing_ranks(files[last].replace(f"_rank{last}.", "_rank{}."), ranks, last + 1)
+        names = [files[rank] for rank in sorted(ranks)] or [files[None]]
+        state = open_optimizer_files(path, names, parameters_of(model, plain))
+        return replace(state, has_boxes=False) if isinstance(state, OptimizerState) and not ranks else state
+
+    return open_it
 
 
 def _refuse_flat(names: list[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardkit.core.catalog import Catalog
+from shardkit.formats.sharded.optimizer import OptimizerState, Unmapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,15 @@ class Checkpoint:
     root that is the empty tuple holds everything. Absent where only the names can tell."""
     refused_weights: Mapping[str, str] = field(default_factory=dict)
     """Kinds of weights that are there but cannot be recovered, with the reason, e.g. {"ema": "..."}."""
+    optimizer: Callable[[], OptimizerState | Unmapped] | None = None
+    """Open the optimizer's state, which the catalog does not have: it lies in files or entries of its own. None where
+    there is none, or where the catalog has it.
+
+    Raises:
+        SourceError, IntegrityError, ResourceError: as opening does.
+    """
+    has_boxes: bool = True
+    """Whether the chunks are how tensors were cut for ranks. Flat partitions, and tensors saved whole, say nothing of it."""
     assets: tuple[str, ...] = ()
     """Directories with config, tokenizer and the like that belong to the model, best first."""
     skipped: tuple[tuple[str, str], ...] = ()

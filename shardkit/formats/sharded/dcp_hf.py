@@ -10,7 +10,6 @@ a scalar is always taken from the shards.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -18,10 +17,11 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, SourceError
 from shardkit.formats.dcp_shards import open_shards, shard_names
+from shardkit.formats.inside import read_inside
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.hub_directory import is_hub_directory, open_hub_directory
 from shardkit.formats.sharded.nearby import asset_directories, inner, listing
-from shardkit.formats.strict import open_regular, parse_object, read_exactly, read_small
+from shardkit.formats.strict import open_regular, parse_object, read_exactly
 from shardkit.formats.subset import subset
 
 _SHARDED = "sharded"
@@ -120,7 +120,7 @@ def _absent(path: str, directory: str, catalog: Catalog) -> Iterator[str]:
 
 def _lists_of_names(path: str, directory: str) -> Iterator[tuple[str, Mapping[str, object]]]:
     for home in dict.fromkeys((directory, path)):
-        mapping = _read_json(os.path.join(home, _HF_METADATA), _MAPPING)
+        mapping = _read_json(home, f"{_HF_METADATA}/{_MAPPING}")
         if mapping:
             yield f"{_HF_METADATA}/{_MAPPING}", mapping
         names = _read_json(home, _INDEX).get("weight_map")
@@ -157,8 +157,11 @@ def _norms_beside(catalog: Catalog, embedding: str) -> Iterator[str]:
 
 
 def _config(path: str, directory: str) -> Mapping[str, object]:
-    for home in (os.path.join(directory, _HF_METADATA), os.path.join(path, _HF_METADATA), directory, path):
-        config = _read_json(home, "config.json")
+    places = (
+        (home, name) for name in (f"{_HF_METADATA}/config.json", "config.json") for home in (directory, path)
+    )
+    for home, name in places:
+        config = _read_json(home, name)
         if config:
             return config
     return {}
@@ -167,7 +170,7 @@ def _config(path: str, directory: str) -> Mapping[str, object]:
 def _read_json(directory: str, name: str) -> Mapping[str, object]:
     """Return a JSON object that lies beside the weights, empty where there is none to be read."""
     try:
-        return parse_object(read_small(os.path.join(directory, name), name, _MAX_JSON), name)
+        return parse_object(read_inside(directory, name, _MAX_JSON), name)
     except (SourceError, ResourceError):
         return {}
 

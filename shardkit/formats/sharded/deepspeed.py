@@ -23,15 +23,17 @@ from shardkit.formats.sharded.deepspeed_files import (
     require_ranks,
     survey,
 )
+from shardkit.formats.sharded.deepspeed_optimizer import open_zero_optimizer
 from shardkit.formats.sharded.deepspeed_states import (
     ModelStates,
     OptimizerStates,
     read_model_states,
     read_optimizer_states,
 )
-from shardkit.formats.sharded.deepspeed_universal import is_cut, open_parameters
+from shardkit.formats.sharded.deepspeed_universal import is_cut, open_parameters, open_universal_optimizer
 from shardkit.formats.sharded.deepspeed_weights import Weights, assemble, masters_of
 from shardkit.formats.sharded.nearby import asset_directories, parent
+from shardkit.formats.sharded.optimizer import OptimizerState, Unmapped
 from shardkit.formats.subset import subset
 from shardkit.formats.torch_file import TensorRef, TorchFile
 
@@ -99,6 +101,7 @@ def _open_zero(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
             (tag.prefix + name, "of an earlier save, with other ranks or another stage") for name in stale
         ],
         notes=_notes_on_masters(states[0], optimizers),
+        optimizer=partial(open_zero_optimizer, tag, names[len(models) :], states[0], optimizers),
     )
 
 
@@ -159,6 +162,7 @@ def _open_universal(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
         writer="DeepSpeed (universal checkpoint)",
         skipped=[],
         notes=notes,
+        optimizer=partial(open_universal_optimizer, tag, states[0]),
     )
 
 
@@ -244,6 +248,7 @@ def _checkpoint(
     writer: str,
     skipped: Sequence[tuple[str, str]],
     notes: Sequence[str],
+    optimizer: Callable[[], OptimizerState | Unmapped] | None = None,
 ) -> Checkpoint:
     if not weights.by_name:
         raise SourceError(f"{escape(tag.directory)} holds no weights", hint="give another checkpoint")
@@ -261,6 +266,8 @@ def _checkpoint(
         select=partial(subset, catalog),
         check=check,
         roots={"model": ()},
+        optimizer=optimizer,
+        has_boxes=False,
         # accelerate and transformers' Trainer put the model's config beside the tag or one level up.
         assets=asset_directories(tag.directory, path, parent(tag.directory), parent(path)),
         skipped=(*skipped, ("optimizer_state_dict", "optimizer state, but for the fp32 weights"), *lost),

@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeVar
 
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ShardkitError, SourceError
+from shardkit.formats.inside import locate, read_inside
 from shardkit.formats.sharded.nearby import inner, listing
-from shardkit.formats.strict import read_small
 from shardkit.formats.torch_file import TensorRef, TorchFile, open_torch_file
 
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{2,6})_model_states\.pt")
@@ -66,7 +66,7 @@ def find_tag(path: str) -> Tag | None:
         return Tag(path, "")
     for tracker in _TRACKERS:
         try:
-            data = read_small(os.path.join(path, tracker), tracker, _MAX_TRACKER)
+            data = read_inside(path, tracker, _MAX_TRACKER)
         except ShardkitError:  # no such file, or something else of that name
             continue
         tag = data.decode("utf-8", "replace").strip()
@@ -177,7 +177,7 @@ def open_states(tag: Tag, names: Iterable[str], read: Callable[[TorchFile], T]) 
     failures: list[SourceError] = []
     for name in names:
         try:
-            found.append(read(open_torch_file(os.path.join(tag.directory, name), tag.prefix + name)))
+            found.append(read(open_torch_file(locate(tag.directory, name), tag.prefix + name)))
         except SourceError as error:
             failures.append(error)
     if not failures:

@@ -13,7 +13,9 @@ from typing import Any
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.formats.sharded.agreement import count_of
 from shardkit.formats.sharded.deepspeed_files import without_tree
+from shardkit.formats.sharded.optimizer import STATE, STEP
 from shardkit.formats.torch_file import Opaque, TensorRef, TorchFile
 
 _MAX_RANKS = 1 << 17
@@ -53,6 +55,8 @@ class OptimizerStates:
     """The rank's part of each group's flat fp32 tensor."""
     paddings: Sequence[Sequence[int]] | None
     """ZeRO-1 and 2: for each group, elements after each parameter."""
+    steps: Mapping[object, object]
+    """What each flat tensor's count of steps is, to be compared; none where it has none."""
 
 
 def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> ModelStates:
@@ -132,7 +136,17 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
         num_ranks=counts[0] if counts else None,
         flat=refs,
         paddings=None if paddings is None else [_ints(file, group) for group in _list(paddings)],
+        steps=_steps(state),
     )
+
+
+def _steps(state: Mapping[str, Any]) -> dict[object, object]:
+    base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+    states = base.get(STATE) if isinstance(base, dict) else None
+    found = {None: count_of(state.get("base_optimizer_state_step"))}  # beside "elastic" states
+    for number, leaves in states.items() if isinstance(states, dict) else ():
+        found[number] = count_of(leaves.get(STEP)) if isinstance(leaves, dict) else None
+    return {number: step for number, step in found.items() if step is not None}
 
 
 def _stage(state: Mapping[str, Any]) -> int:

@@ -10,18 +10,33 @@ Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any, NamedTuple
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.formats.sharded.deepspeed_catalog import Weight
 from shardkit.formats.sharded.deepspeed_files import Tag, open_states, without_tree
+from shardkit.formats.sharded.deepspeed_optimizer import group_params
 from shardkit.formats.sharded.deepspeed_states import ModelStates
+from shardkit.formats.sharded.flat_state import Leaves, write_state
 from shardkit.formats.sharded.nearby import inner, listing
+from shardkit.formats.sharded.optimizer import GROUPS, STATE, STEP, OptimizerState, Unmapped, unmapped
 from shardkit.formats.torch_file import TensorRef, TorchFile
 
-_WEIGHTS = "fp32.pt"
+_WEIGHTS, _SUFFIX = "fp32.pt", ".pt"
+_SETTINGS = "zero/optimizer_state.pt"
+
+
+class _Settings(NamedTuple):
+    """What `optimizer_state.pt` says."""
+
+    file: TorchFile
+    groups: Sequence[Mapping[str, Any]]
+    steps: Mapping[int, Weight | float]
+    """From ZeRO-3, which has no `step.pt`: the count of each flat tensor."""
 
 
 def open_parameters(
@@ -62,6 +77,51 @@ def open_parameters(
     return weights, [file for file, _ in opened]
 
 
+def open_universal_optimizer(tag: Tag, state: ModelStates) -> OptimizerState | Unmapped:
+    """Open the optimizer's state: the files beside each parameter's weights, and `zero/optimizer_state.pt`.
+
+    Raises:
+        SourceError, IntegrityError, ResourceError: as `open_parameters`; a parameter lacks what others have.
+    """
+    shapes = _shapes(tag, state)
+    leaves = {name: _leaves(tag, name) for name in shapes}
+    kinds = sorted(set().union(*leaves.values()))
+    lacking = [
+        f"{tag.prefix}zero/{name}/{leaf}{_SUFFIX}"
+        for leaf in kinds
+        for name in shapes
+        if leaf not in leaves[name]
+    ]
+    if not kinds:
+        return unmapped([f"{tag.prefix}zero"], "no parameter has a state of the optimizer beside its weights")
+    if lacking:
+        raise SourceError(
+            f"{escape(tag.directory)}: the optimizer's state of some parameters is missing",
+            problems=map(escape, lacking),
+            hint="copy the whole directory, or convert the checkpoint again",
+        )
+    settings = open_states(tag, [_SETTINGS], _read_settings)[0]
+    steps = _steps(settings, state)
+    files, taken = [settings.file], Leaves()
+    wanted = [(name, leaf) for name in shapes for leaf in kinds]
+    opened = open_states(tag, [f"zero/{name}/{leaf}{_SUFFIX}" for name, leaf in wanted], _read_state)
+    for (name, leaf), (file, stored) in zip(wanted, opened, strict=True):
+        value = _state_value(len(files), stored, shapes[name])
+        if value is None:
+            return unmapped([file.name], f"it does not hold the {escape(leaf)} of {escape(name)}")
+        files.append(file)
+        taken.setdefault(name, {})[leaf] = value
+    for name, held in taken.items():
+        if STEP not in held and name in steps:
+            held[STEP] = steps[name]
+    params = group_params(
+        settings.groups, [list(group) for group in state.groups] if state.groups else [list(shapes)]
+    )
+    if isinstance(params, str):
+        return unmapped([settings.file.name], params)
+    return write_state(tag.directory, files, taken, settings.groups, params)
+
+
 def is_cut(tag: Tag) -> bool:
     """True where the module's files are parts of a model-parallel model: what they hold is not the model's."""
     return any(
@@ -99,3 +159,54 @@ def _weight(number: int, stored: TensorRef | None, shape: Shape | None) -> Weigh
     assert shape is not None
     fits = stored.is_contiguous and prod(stored.shape) == prod(shape)
     return Weight.whole(number, stored, shape) if fits else None
+
+
+def _leaves(tag: Tag, name: str) -> set[str]:
+    """Return what a parameter's directory has beside its weights."""
+    directory = inner(tag.directory, f"zero/{name}")
+    names = listing(directory) if directory is not None else frozenset()
+    return {found.removesuffix(_SUFFIX) for found in names if found.endswith(_SUFFIX) and found != _WEIGHTS}
+
+
+def _read_settings(file: TorchFile) -> _Settings:
+    tree: Any = file.tree if isinstance(file.tree, dict) else {}
+    groups, inner_state = tree.get(GROUPS), tree.get("optimizer_state_dict")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise SourceError(
+            f"{escape(file.name)} has no settings of the optimizer", hint="convert the checkpoint again"
+        )
+    states = inner_state.get(STATE) if isinstance(inner_state, dict) else None
+    counts: dict[int, TensorRef | float] = {}
+    for number, leaves in states.items() if isinstance(states, dict) else ():
+        step: Any = leaves.get(STEP) if isinstance(leaves, dict) else None
+        is_count = isinstance(step, (int, float)) or (isinstance(step, TensorRef) and not step.shape)
+        if type(number) is int and is_count:
+            counts[number] = step
+    kept = [value for value in counts.values() if isinstance(value, TensorRef)]
+    steps = {
+        key: Weight.whole(0, value) if isinstance(value, TensorRef) else value
+        for key, value in counts.items()
+    }
+    return _Settings(without_tree(file, kept), groups, steps)
+
+
+def _steps(settings: _Settings, state: ModelStates) -> dict[str, Weight | float]:
+    groups = state.groups or ()
+    return {
+        name: settings.steps[number]
+        for number, group in enumerate(groups)
+        if number in settings.steps
+        for name in group
+    }
+
+
+def _read_state(file: TorchFile) -> tuple[TorchFile, TensorRef | float | None]:
+    if type(file.tree) in (int, float):
+        return without_tree(file, []), file.tree  # type: ignore[return-value]
+    return _read_parameter(file)
+
+
+def _state_value(number: int, stored: TensorRef | float | None, shape: Shape | None) -> Weight | float | None:
+    if not isinstance(stored, TensorRef):
+        return stored
+    return _weight(number, stored, shape if stored.shape else ())

@@ -119,6 +119,25 @@ def masters_of(
     Raises:
         IntegrityError: shapes and partitions do not fit each other; lists every place.
     """
+    shapes = {name: shape for group in model.groups or () for name, shape in group.items()}
+    masters: dict[str, Weight] = {}
+    for name, found in pieces_of(model, optimizers, directory).items():
+        parts = [
+            Piece(first_file + piece.rank, optimizers[piece.rank].flat[piece.group], *piece[2:])
+            for piece in found
+        ]
+        # A parameter without elements has no pieces; it still has a dtype, and a place to point at.
+        parts = parts or [Piece(first_file, optimizers[0].flat[0], 0, 0, 0)]
+        masters[name] = Weight(dtype=parts[0].tensor.dtype, shape=shapes[name], pieces=parts)
+    return masters
+
+
+def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directory: str) -> Pieces:
+    """Return where the trained parameters lie in the ranks' flat tensors.
+
+    Raises:
+        IntegrityError: as `masters_of`.
+    """
     groups = model.groups or ()
     problems = list(_mismatches(groups, optimizers))
     pieces: Pieces = {}
@@ -135,17 +154,7 @@ def masters_of(
             problems=problems,
             hint=_HINT,
         )
-    shapes = {name: shape for group in groups for name, shape in group.items()}
-    masters: dict[str, Weight] = {}
-    for name, found in pieces.items():
-        parts = [
-            Piece(first_file + piece.rank, optimizers[piece.rank].flat[piece.group], *piece[2:])
-            for piece in found
-        ]
-        # A parameter without elements has no pieces; it still has a dtype, and a place to point at.
-        parts = parts or [Piece(first_file, optimizers[0].flat[0], 0, 0, 0)]
-        masters[name] = Weight(dtype=parts[0].tensor.dtype, shape=shapes[name], pieces=parts)
-    return masters
+    return pieces
 
 
 def _joined(
@@ -178,6 +187,10 @@ def _mismatches(groups: Sequence[Mapping[str, Shape]], optimizers: Sequence[Opti
         if not same or dtypes != [ref.dtype for ref in first.flat]:
             problems.append(
                 f"{escape(optimizer.file.name)}: saved by another number of ranks, or with other groups"
+            )
+        if any(first.steps.get(number, step) != step for number, step in optimizer.steps.items()):
+            problems.append(
+                f"{escape(optimizer.file.name)}: saved at another step than {escape(first.file.name)}"
             )
     counts = Counter(name for group in groups for name in group)
     return problems + [f"{escape(name)}: in two groups" for name, count in counts.items() if count > 1]

@@ -12,7 +12,6 @@ Source: lightning 2.6, strategies/fsdp.py, strategies/model_parallel.py, callbac
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import NamedTuple
 
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.formats.inside import locate
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.dcp_directory import open_dcp_directory
 from shardkit.formats.sharded.heads import heads_of
@@ -91,7 +91,7 @@ def open_lightning(path: str) -> Checkpoint:
 def _read_meta(path: str) -> _Meta:
     """Look at the names in `meta.pt`; a damaged one does not stand in the way of the weights."""
     try:
-        tree = open_torch_file(os.path.join(path, _META), _META).tree
+        tree = open_torch_file(locate(path, _META), _META).tree
     except SourceError as error:
         return _Meta(False, None, False, f"not looked into: {error.message}")
     if not isinstance(tree, Mapping):

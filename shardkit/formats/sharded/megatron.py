@@ -8,16 +8,16 @@ Source: Megatron-Core 0.16, dist_checkpointing/core.py (`CheckpointingConfig`) a
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.formats.dcp import is_dcp
+from shardkit.formats.inside import read_inside
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.dcp_directory import open_dcp_directory
 from shardkit.formats.sharded.nearby import asset_directories, listing
-from shardkit.formats.strict import parse_object, read_small
+from shardkit.formats.strict import parse_object
 
 _CONFIG = "metadata.json"
 _COMMON = "common.pt"
@@ -62,7 +62,7 @@ def open_megatron(path: str) -> Checkpoint:
 def _backend(path: str) -> str | None:
     """Return `sharded_backend` of the directory's `metadata.json`, None where there is none."""
     try:
-        content = parse_object(read_small(os.path.join(path, _CONFIG), _CONFIG, _MAX_CONFIG), _CONFIG)
+        content = parse_object(read_inside(path, _CONFIG, _MAX_CONFIG), _CONFIG)
     except (SourceError, ResourceError):
         return None
     backend = content.get("sharded_backend")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
 from shardkit.errors import ShardkitError
-from shardkit.formats.strict import read_small
+from shardkit.formats.inside import read_inside
 
 _MAX_CONFIG = 16 << 20
 _ASSETS = (
@@ -81,7 +81,7 @@ def _has_assets(path: str) -> bool:
 def _is_model_config(path: str) -> bool:
     """True for a config.json as the Hub has it; trainers keep their own settings under that name too."""
     try:
-        content = json.loads(read_small(os.path.join(path, "config.json"), "config.json", _MAX_CONFIG))
+        content = json.loads(read_inside(path, "config.json", _MAX_CONFIG))
     except (ShardkitError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and ("model_type" in content or "architectures" in content)

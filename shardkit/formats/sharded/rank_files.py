@@ -7,7 +7,6 @@ is gone through, so that of 1,000 of them only the places of tensors are kept.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,11 +18,14 @@ from shardkit.core.regions import Region, Shape, find_tiling_error, full_region
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.formats.dcp_decode import strided_file
+from shardkit.formats.inside import locate_all
 from shardkit.formats.subset import subset
 from shardkit.formats.torch_file import TorchFile, differing_storages, open_torch_file
 from shardkit.formats.torch_values import DistributedRef, Part, TensorRef, UnreadableTensor
 
 Path = tuple[str | int, ...]
+_MAX_NAMES = 1 << 18  # of tensors, and of what lies beside them in lists and dicts
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
 
 
@@ -45,6 +47,10 @@ class Gathered(NamedTuple):
     """As in `Checkpoint`."""
     check: Callable[[Collection[str]], Iterator[str]]
     """As in `Checkpoint`."""
+    plain: frozenset[str]
+    """Names of the tensors that every file held whole."""
+    contents: Mapping[str, frozenset[tuple[Region, int]]]
+    """The CRC-32 recorded for each part, of tensors where all have one of their own: equal for copies of a tensor."""
 
 
 class _Chunk(NamedTuple):
@@ -66,6 +72,8 @@ class _Tensor:
     chunks: dict[Region, _Chunk] = field(default_factory=dict)
     storages: list[tuple[int, str]] = field(default_factory=list)
     """File and storage of each chunk."""
+    crcs: list[int | None] = field(default_factory=list)
+    """Recorded of each chunk's bytes; None where it shares its storage."""
 
 
 def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
@@ -81,21 +89,45 @@ def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
         ResourceError: a file may not be read.
     """
     gathering = Gathering(directory)
+    opened = each_file(directory, [name for name, _ in files])
+    no_dicts: list[str] = []
+    for file, place in opened:
+        if isinstance(file.tree, dict):
+            gathering.add(file, file.tree, files[place].below)
+        else:
+            no_dicts.append(f"{escape(file.name)}: no dict at its top, so no state dict either")
+        del file  # its tree may be large, and the next one is opened before the name gets it
+    if no_dicts:
+        raise SourceError(
+            f"{len(no_dicts)} of {len(files)} files hold something else",
+            problems=no_dicts,
+            hint=_ANOTHER_COPY,
+        )
+    return gathering.finish()
+
+
+def each_file(directory: str, names: Sequence[str]) -> Iterator[tuple[TorchFile, int]]:
+    """Open one file after the other; yield each, and its place among the names.
+
+    Raises:
+        SourceError: links that leave the directory; or at the end, listing every file that is damaged.
+        ResourceError: a file may not be read.
+    """
     damaged: list[str] = []
-    for name, below in files:
+    for place, path in enumerate(locate_all(directory, names)):
         try:
-            file = open_torch_file(os.path.join(directory, name), name)
+            file = open_torch_file(path, names[place])
         except ResourceError:
             raise
         except SourceError as error:
             damaged.append(error.message)
             continue
-        gathering.add(file, file.tree, below)
+        yield file, place
+        del file
     if damaged:
         raise SourceError(
-            f"{len(damaged)} of {len(files)} files cannot be read", problems=damaged, hint=_ANOTHER_COPY
+            f"{len(damaged)} of {len(names)} files cannot be read", problems=damaged, hint=_ANOTHER_COPY
         )
-    return gathering.finish()
 
 
 class Gathering:
@@ -139,15 +171,20 @@ class Gathering:
             children = enumerate(value)
         else:
             return self._add_value(source, value, path)
-        found, others = not path, []
+        found, others = not path, list[str | int]()
         for key, child in children:
-            if self._add_below(source, child, (*path, key)):
+            if type(child) not in _SCALARS and self._add_below(source, child, (*path, key)):
                 found = True
             else:
-                others.append((*path, key))
+                others.append(key)
         if found:  # what holds no tensor at all is one object, not one for each number in it
-            self._objects.update(dict.fromkeys(map(_name, others)))
+            self._check_number(len(others), source)
+            self._objects.update(dict.fromkeys(_name((*path, key)) for key in others))
         return found
+
+    def _check_number(self, num_more: int, source: SourceFile) -> None:
+        if len(self._tensors) + len(self._objects) + num_more > _MAX_NAMES:
+            raise SourceError(f"{escape(source.name)}: more than {_MAX_NAMES} tensors and values beside them")
 
     def _add_value(self, source: SourceFile, value: object, path: Path) -> bool:
         if isinstance(value, UnreadableTensor):
@@ -181,6 +218,7 @@ class Gathering:
         name = _name(path)
         tensor = self._tensors.get(name)
         if tensor is None:
+            self._check_number(1, source)
             tensor = self._tensors[name] = _Tensor(path=path, dtype=dtype, shape=shape, is_plain=is_plain)
         elif (reason := _difference(tensor, path, dtype, shape, is_plain)) is not None:
             self._different.setdefault(name, f"{source.name}: {reason}")
@@ -189,6 +227,7 @@ class Gathering:
             if region.num_elements and region not in tensor.chunks:
                 tensor.chunks[region] = self._place(name, part)
                 tensor.storages.append((len(self._opened) - 1, part.key))
+                tensor.crcs.append(part.crc32 if part.nbytes == part.data_nbytes else None)
 
     def _place(self, name: str, tensor: TensorRef) -> _Chunk:
         files, file = self._catalog.files, self._file_ids[-1]
@@ -228,7 +267,16 @@ class Gathering:
         catalog.objects = tuple(self._objects)
         catalog.paths = {name: tensor.path for name, tensor in self._tensors.items()}
         storages = {name: tensor.storages for name, tensor in self._tensors.items()}
-        return Gathered(catalog, partial(subset, catalog), partial(_check, self._opened, storages))
+        plain = frozenset(name for name, tensor in self._tensors.items() if tensor.is_plain)
+        contents = {
+            name: frozenset(
+                (region, crc) for region, crc in zip(tensor.chunks, tensor.crcs, strict=True) if crc
+            )
+            for name, tensor in self._tensors.items()
+            if all(tensor.crcs)
+        }
+        check = partial(_check, self._opened, storages)
+        return Gathered(catalog, partial(subset, catalog), check, plain, contents)
 
     def _raise_problems(self) -> None:
         if self._unreadable:

@@ -17,10 +17,10 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.formats.inert import Opaque
 from shardkit.formats.inert_pickle import InertPickle
+from shardkit.formats.inside import read_inside
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.nearby import asset_directories, listing, matching
 from shardkit.formats.sharded.rank_files import RankFile, gather_files
-from shardkit.formats.strict import read_small
 
 _METADATA = "metadata.pkl"
 _MAX_METADATA = 1 << 25
@@ -88,7 +88,7 @@ def _read_metadata(path: str) -> tuple[_Tree, int]:
     Raises:
         SourceError: not the metadata of torch_checkpointing.
     """
-    data = read_small(os.path.join(path, _METADATA), _METADATA, _MAX_METADATA)
+    data = read_inside(path, _METADATA, _MAX_METADATA)
     pickle = InertPickle(
         data, lambda module, name: Opaque(f"{module}.{name}"), lambda value: Opaque("storage")
     )

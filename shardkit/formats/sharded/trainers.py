@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardkit.core.text import escape
+from shardkit.errors import ShardkitError
+from shardkit.formats.inside import locate
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.heads import heads_of
 from shardkit.formats.sharded.nearby import (
@@ -27,6 +29,7 @@ from shardkit.formats.sharded.nearby import (
     own_name,
     parent,
 )
+from shardkit.formats.strict import open_regular, read_exactly
 
 Roots = Mapping[str, tuple[str | int, ...]]
 
@@ -186,6 +189,16 @@ def inside(checkpoint: Checkpoint, found: Found, path: str) -> Checkpoint:
     )
 
 
+def _lists_files(directory: str) -> bool:
+    """True for a manifest that was made of somebody else's files; what it is stands in its second line or third."""
+    try:
+        with open_regular(locate(directory, "shardkit.json"), "shardkit.json") as (fd, size):
+            head = read_exactly(fd, 0, min(size, 64), "shardkit.json")
+    except ShardkitError:  # that it cannot be read is told by whoever needs it
+        return False
+    return b'"kind": "files"' in head
+
+
 def recognise(checkpoint: Checkpoint) -> Checkpoint:
     """Return a DCP directory with what its names, and the files beside it, tell of its writer."""
     path = checkpoint.path
@@ -196,7 +209,7 @@ def recognise(checkpoint: Checkpoint) -> Checkpoint:
     tops = {head[0] for head in heads}
     notes = (*checkpoint.notes, *_only_optimizer(tops, directory))
     checkpoint = replace(checkpoint, assets=tuple(dict.fromkeys((*assets, *checkpoint.assets))), notes=notes)
-    if "shardkit.json" in names:
+    if "shardkit.json" in names and not _lists_files(directory):
         return replace(checkpoint, writer="shardkit")
     for rule in _HEADS:
         if rule.mark is not None and not has_any(names, rule.mark):

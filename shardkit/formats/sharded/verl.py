@@ -12,17 +12,21 @@ Source: verl 0.9, utils/checkpoint/fsdp_checkpoint_manager.py and model_merger/f
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.formats.inside import read_inside
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.nearby import asset_directories, inner, listing
-from shardkit.formats.sharded.rank_files import RankFile, gather_files, missing_ranks
-from shardkit.formats.strict import parse_object, read_small
+from shardkit.formats.sharded.numbered import parameters_of
+from shardkit.formats.sharded.optimizer import OptimizerState, Unmapped
+from shardkit.formats.sharded.optimizer_files import open_optimizer_files
+from shardkit.formats.sharded.rank_files import Gathered, RankFile, gather_files, missing_ranks
+from shardkit.formats.strict import parse_object
 
 _MODEL = re.compile(r"model_world_size_([1-9]\d{0,5})_rank_(0|[1-9]\d{0,5})\.pt")
 _OTHER_STATE = re.compile(r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt")
@@ -57,6 +61,7 @@ def open_verl(path: str) -> Checkpoint:
     config = _read_config(home.path, _CONFIG)
     files = _choose_files(home.path, config.get("world_size"))
     gathered = gather_files(home.path, [RankFile(name) for name in files])
+    states = _optimizer_files(home.path, files)
     version = config.get("FSDP_version")
     return Checkpoint(
         path=path,
@@ -66,6 +71,7 @@ def open_verl(path: str) -> Checkpoint:
         select=gathered.select,
         check=gathered.check,
         roots={"model": ()},
+        optimizer=partial(_open_optimizer, home.path, states, gathered) if states else None,
         assets=asset_directories(inner(home.path, "huggingface"), home.path, inner(path, "huggingface")),
         skipped=tuple(_skipped(path, home, files)),
         notes=tuple(_notes(path, home)),
@@ -86,7 +92,7 @@ def _read_config(directory: str, name: str) -> dict[str, object]:
     """Return a JSON file of the directory, {} where there is none."""
     if name not in listing(directory):
         return {}
-    return parse_object(read_small(os.path.join(directory, name), name, _MAX_CONFIG), name)
+    return parse_object(read_inside(directory, name, _MAX_CONFIG), name)
 
 
 def _choose_files(directory: str, world_size: object) -> list[str]:
@@ -115,6 +121,19 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
     pattern = f"model_world_size_{size}_rank_{{}}.pt"
     missing_ranks(pattern, by_size[size], size)
     return [pattern.format(rank) for rank in range(size)]
+
+
+def _optimizer_files(directory: str, files: list[str]) -> list[str]:
+    """Return the names that the optimizer's files of the same save have; none where none is there."""
+    names = ["optim" + name.removeprefix("model") for name in files]
+    return names if listing(directory) & set(names) else []
+
+
+def _open_optimizer(directory: str, names: list[str], model: Gathered) -> OptimizerState | Unmapped:
+    there = listing(directory)
+    ranks = {rank for rank, name in enumerate(names) if name in there}
+    missing_ranks(names[0].replace("_rank_0.", "_rank_{}."), ranks, len(names))
+    return open_optimizer_files(directory, names, parameters_of(model.catalog, model.plain, model.contents))
 
 
 def _skipped(path: str, home: _Home, taken: list[str]) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,11 @@ from shardkit.formats.bytecheckpoint_pickle import bytecheckpoint_vocabulary
 from shardkit.formats.dcp_pickle import metadata_vocabulary
 from shardkit.formats.pickle_vm import parse
 from shardkit.formats.sharded.bytecheckpoint import is_bytecheckpoint, open_bytecheckpoint
+from shardkit.formats.sharded.optimizer import OptimizerState, Unmapped
+from shardkit.formats.subset import subset
+from shardkit.operations.reshard import reshard
 from tests.formats.dcp_samples import assert_holds, raw, save
+from tests.formats.sharded.reading import read_tensor
 
 MODULE = "bytecheckpoint.checkpointer.meta_type"
 WIDE = torch.arange(20.0).reshape(5, 4)
@@ -88,11 +92,11 @@ class Writer:
             self.place(index, f"__{number}_0.distcp", raw(storage))
             self.fields["all_tensor_metadata"][index] = without_data(part)
 
-    def add_object(self, fqn: str) -> None:
+    def add_object(self, fqn: str, content: bytes = b"never opened") -> None:
         index = MetadataIndex(fqn)
         self.fields["state_dict_metadata"][fqn] = BytesStorageMetadata()
         self.fields["planner_data"][fqn] = (fqn,)
-        self.place(index, "__0_0.distcp", b"never opened")
+        self.place(index, "__0_0.distcp", content)
         self.fields["all_tensor_metadata"][index] = None
 
     def write(self) -> str:
@@ -153,6 +157,87 @@ def test_what_lies_beside_the_model_is_skipped(writer: Writer) -> None:
     (step / "optimizer").mkdir()
     (step / "extra_state").mkdir()
     assert [name for name, _ in open_bytecheckpoint(str(step)).skipped] == ["extra_state", "optimizer"]
+
+
+GROUPS = [{"lr": 1e-3, "betas": (0.9, 0.999), "foreach": None, "params": ["w"]}]
+
+
+@pytest.fixture
+def optimizer(writer: Writer, classes: types.ModuleType) -> Writer:
+    """`optimizer/` beside the model: a state by FQN, and all groups in one byte entry."""
+    made = Writer(Path(writer.write()).parent / "optimizer", classes)
+    content = io.BytesIO()
+    torch.save(GROUPS, content)
+    made.add("state.w.step", torch.tensor(5.0))
+    made.add_object("param_groups", content.getvalue())
+    made.add("state.w.exp_avg", WIDE, ([0, 0], WIDE[:3].clone()), ([3, 0], WIDE[3:].clone()))
+    for fqn in list(made.fields["planner_data"]):
+        if fqn != "param_groups":
+            made.fields["planner_data"][fqn] = ("state", "w", fqn.rpartition(".")[2])
+    return made
+
+
+def open_optimizer(writer: Writer) -> OptimizerState | Unmapped:
+    checkpoint = open_bytecheckpoint(str(Path(writer.write()).parent))
+    assert checkpoint.optimizer is not None
+    return checkpoint.optimizer()
+
+
+def test_the_optimizer_s_state(optimizer: Writer) -> None:
+    state = open_optimizer(optimizer)
+    assert isinstance(state, OptimizerState)
+    expected = {"state.w.step": torch.tensor(5.0), "state.w.exp_avg": WIDE}
+    assert_holds(subset(state.catalog, list(expected)), expected)
+    read = {
+        name: torch.load(io.BytesIO(read_tensor(state.catalog, name)), weights_only=True)
+        for name in state.objects
+    }
+    assert read == {f"param_groups.0.{key}": value for key, value in GROUPS[0].items()}
+    assert state.catalog.paths is not None
+    assert state.catalog.paths["param_groups.0.lr"] == ("param_groups", 0, "lr")
+    whole = Path(optimizer.directory).parent
+    result = reshard(whole, whole.parent / "out", world_size=2)
+    assert (result.num_optimizer_tensors, result.num_objects, result.warnings) == (2, 4, ())
+
+
+def without_paths(optimizer: Writer) -> None:
+    optimizer.fields["planner_data"]["state.w.exp_avg"] = ("state.w.exp_avg",)
+
+
+def numbered(optimizer: Writer) -> None:
+    for fqn in ("state.w.exp_avg", "state.w.step"):
+        optimizer.fields["planner_data"][fqn] = ("state", "0", fqn.rpartition(".")[2])
+
+
+def without_groups(optimizer: Writer) -> None:
+    for name in ("state_dict_metadata", "planner_data"):
+        del optimizer.fields[name]["param_groups"]
+    for name in ("storage_data", "all_tensor_metadata"):
+        del optimizer.fields[name][MetadataIndex("param_groups")]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (without_paths, "no states of single parameters"),
+        (numbered, "only numbered"),
+        (without_groups, "no param_groups"),
+    ],
+)
+def test_an_optimizer_in_another_form(
+    optimizer: Writer, change: Callable[[Writer], None], reason: str
+) -> None:
+    change(optimizer)
+    state = open_optimizer(optimizer)
+    assert isinstance(state, Unmapped)
+    assert reason in state.reason
+
+
+def test_groups_that_are_damaged(optimizer: Writer) -> None:
+    at = bytes(optimizer.files["__0_0.distcp"]).index(b"PK\x05\x06")
+    optimizer.files["__0_0.distcp"][at] ^= 1
+    with pytest.raises(SourceError, match=r"optimizer/__0_0\.distcp"):
+        open_optimizer(optimizer)
 
 
 def test_torch_s_own_is_not_one(tmp_path: Path) -> None:
