@@ -6,10 +6,12 @@ Pure: names, shapes and dtypes in, names out; nothing is opened.
 from __future__ import annotations
 
 from shardkit.keys.base import BaseComparison, compare_with_base
+from shardkit.keys.renaming import KeyRule
 from shardkit.keys.select import Selection, Skipped, Stripped, select_model
 
 __all__ = [
     "BaseComparison",
+    "KeyRule",
     "Selection",
     "Skipped",
     "Stripped",

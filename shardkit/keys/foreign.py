@@ -67,5 +67,10 @@ def foreign_warnings(names: Iterable[str], base: Collection[str] | None) -> tupl
     return tuple(warnings)
 
 
+def holds_fused_experts(names: Iterable[str]) -> bool:
+    """True where experts that the Hub stores one by one are one tensor."""
+    return any(map(_IN_MEMORY[0].pattern.search, names))
+
+
 def _example(found: list[str]) -> str:
     return f"such as {escape(found[0])}"

@@ -11,6 +11,8 @@ from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import UsageError
 from shardkit.keys.names import clean, join
 
+_MANY_TIMES = re.compile(r"\{(?:\d*,)?\d{4,}")  # no name is so long; Python takes gigabytes to repeat nothing
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rename:
@@ -38,9 +40,9 @@ class Rules:
     """Globs; they win over `include`."""
 
     @property
-    def is_empty(self) -> bool:
-        """True where nothing was asked for."""
-        return not (self.strip_prefix or self.add_prefix or self.rename or self.include or self.exclude)
+    def change_names(self) -> bool:
+        """True where names are changed, not only chosen."""
+        return bool(self.strip_prefix or self.add_prefix or self.rename)
 
 
 def parse_rules(
@@ -86,11 +88,14 @@ def _rename(text: str, problems: list[str]) -> Rename | None:
     if not equals or not regex:
         problems.append(f"--rename {escape(text)!r}: there is no = between two parts")
         return None
+    if _MANY_TIMES.search(regex):
+        problems.append(f"--rename {escape(text)!r}: it repeats something more than 999 times")
+        return None
     try:
         pattern = re.compile(regex)
         pattern.sub(replacement, "")  # reads the replacement's group references too
-    except (re.error, IndexError) as error:
-        problems.append(f"--rename {escape(text)!r}: {error}")
+    except (re.error, IndexError, OverflowError, RecursionError) as error:
+        problems.append(f"--rename {escape(text)!r}: {escape(str(error))}")
         return None
     return Rename(text=text, pattern=pattern, replacement=replacement)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardkit.core.catalog import TensorEntry
+from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.keys.foreign import foreign_warnings
 from shardkit.keys.groups import is_averaged, object_kind, optimizer_path
+from shardkit.keys.hub_names import HubNames, name_as_hub
 from shardkit.keys.locate import (
     Located,
     Path,
@@ -25,6 +27,7 @@ from shardkit.keys.locate import (
     read_source,
 )
 from shardkit.keys.names import MODULE, WRAPPERS, Segments, clean, in_order, is_number, join, natural, split
+from shardkit.keys.renaming import KeyRule
 from shardkit.keys.rules import Rules, apply_rules, parse_rules
 
 _MAX_SHOWN = 3  # of the tensors that one name would be given to
@@ -67,6 +70,8 @@ class Selection:
     """What was left out."""
     candidates: tuple[str, ...]
     """Other roots with weights of their own, for `--root`."""
+    renamed: tuple[KeyRule, ...] = ()
+    """From the model's names in memory to the Hub's."""
     notes: tuple[str, ...] = ()
     """What a person should know."""
     warnings: tuple[str, ...] = ()
@@ -87,6 +92,8 @@ def select_model(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     base_names: Collection[str] | None = None,
+    base_shapes: Mapping[str, Shape] | None = None,
+    key_rules: Sequence[KeyRule] | None = None,
 ) -> Selection:
     """Choose the tensors of a checkpoint that are the model's, and name them as the Hub does.
 
@@ -103,6 +110,9 @@ def select_model(
         include: globs over output or stored names; only these.
         exclude: globs; not these.
         base_names: the names of the base model; in its order, unless it is a set.
+        base_shapes: its shapes: names that differ from it by prefixes alone become its names. Not where strip_prefix,
+            add_prefix or rename say what becomes of names.
+        key_rules: that give the Hub's names, as training recorded them; None where they are not known.
 
     Raises:
         UsageError: an option that cannot be read or does not fit the names; two names that become one by it.
@@ -117,9 +127,18 @@ def select_model(
     source = read_source(tensors, objects, paths, roots or {})
     located = _locate(source, weights, root, rules, base)
     _refuse_nothing(source, located, weights)
+
+    def name(part: Located) -> HubNames:
+        found = {stored: join(path) for stored, path in part.names.items()}
+        if rules.change_names:
+            return HubNames(found, (), is_whole=False)
+        shapes = {stored: tensors[stored].shape for stored in found}
+        return name_as_hub(found, shapes, key_rules, base_shapes)
+
+    is_free = weights == "model" and root is None and base_shapes is not None
+    located, modules, hub = _name(source, located, base, name, may_widen=is_free and not rules.change_names)
     _refuse_flat_parameters(located)
-    modules = _without_modules(located, base)
-    names, notes = apply_rules(rules, {stored: join(path) for stored, path in located.names.items()})
+    names, notes = apply_rules(rules, hub.names)
     if not names:
         raise UsageError(
             f"--include and --exclude leave none of {len(located.names)} tensors",
@@ -138,9 +157,51 @@ def select_model(
             for part in skipped
             if part.kind in ("averaged weights", "other weights", "model") and part.num_tensors > 1
         ),
+        renamed=hub.rules,
         notes=(*located.notes, *notes),
-        warnings=(*located.warnings, *foreign_warnings(by_output, base)),
+        warnings=(
+            *located.warnings,
+            *hub.warnings,
+            *foreign_warnings(by_output, by_output if base is None and key_rules is not None else base),
+        ),
     )
+
+
+def _name(
+    source: Source,
+    located: Located,
+    base: Collection[str] | None,
+    name: Callable[[Located], HubNames],
+    *,
+    may_widen: bool,
+) -> tuple[Located, int, HubNames]:
+    """Name what was located, or more than that.
+
+    Where a base has other names than the model in memory, a part of the model may match them best: then the whole is
+    taken, if it can be named as the base is.
+
+    Args:
+        source: the checkpoint.
+        located: what matches the base's names best.
+        base: its names.
+        name: names what was located.
+        may_widen: nobody said where the model begins.
+
+    Returns:
+        What was taken, out of how many names a wrapper's `module` went, and the names.
+    """
+    modules = _without_modules(located, base)
+    named = name(located)
+    if not may_widen or (named.is_whole and not named.rules):
+        return located, modules, named
+    try:
+        whole = locate_model(source, None)
+    except SourceError:  # several models: the base tells which
+        return located, modules, named
+    modules_of_whole = _without_modules(whole, base)
+    if whole.names.keys() > located.names.keys() and (better := name(whole)).is_whole:
+        return whole, modules_of_whole, better
+    return located, modules, named
 
 
 def _locate(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from shardkit import manifest
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
@@ -19,8 +20,10 @@ from shardkit.formats.hub_assets import CONFIG, asset_patterns, list_assets
 from shardkit.formats.hub_files import select_weights
 from shardkit.formats.hub_repo import fetch_files, looks_like_repo_id, open_headers
 from shardkit.formats.sharded.checkpoint import Checkpoint
+from shardkit.keys import KeyRule
 
 ADAPTER_CONFIG = "adapter_config.json"
+SAVED_ROOT = "model"  # what `shardkit.save` puts a model's names under
 _TRAINER_STATE = "trainer_state.json"  # transformers' Trainer saves the model that it trains beside it
 
 
@@ -94,6 +97,38 @@ def find_base(checkpoint: Checkpoint) -> Base | None:
             base = _open(os.path.basename(os.path.abspath(directory)), directory, is_given=False)
             return replace(base, is_trainers=checkpoint.layout != "hub" or _TRAINER_STATE in names)
     return None
+
+
+def saved_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...] | None:
+    """Return the rules that give the Hub's names, as `shardkit.save` recorded them; None where it did not.
+
+    They are for names below `SAVED_ROOT`. What `reshard` made of such a checkpoint has them too.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    directory = checkpoint.catalog.directory
+    content = manifest.read(directory) if directory and checkpoint.writer == "shardkit" else None
+    return None if content is None else read_key_rules(content)
+
+
+def read_key_rules(content: Mapping[str, object]) -> tuple[KeyRule, ...] | None:
+    """Return the rules in the manifest of a sharded checkpoint, as `saved_key_rules` does.
+
+    Raises:
+        SourceError: they are something else.
+    """
+    rules = content.get("key_rules")
+    if content.get("kind", "checkpoint") != "checkpoint" or not isinstance(rules, list):
+        return None
+    if "kind" not in content and not rules:  # preshard has none, and says so too
+        return None
+    if not all(
+        isinstance(rule, list) and len(rule) == 2 and all(isinstance(part, str) for part in rule)
+        for rule in rules
+    ):
+        raise SourceError(f"{manifest.NAME} has key_rules that are not pairs of prefixes")
+    return tuple(KeyRule(old, new, 0) for old, new in rules)
 
 
 def _open(label: str, directory: str, *, is_given: bool) -> Base:

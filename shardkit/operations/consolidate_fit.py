@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError
 from shardkit.keys import BaseComparison, compare_with_base
+from shardkit.keys.foreign import holds_fused_experts
+from shardkit.keys.hub_names import HubNames, name_as_hub
+from shardkit.keys.names import in_order
 from shardkit.operations.consolidate_base import Base
 
 _MAX_SUGGESTIONS = 3  # each searches all names
+_OTHER_NAMES = (
+    "--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others"
+)
+_FUSED = (
+    "transformers holds experts fused into one tensor, and the base stores them one by one: they are not taken apart "
+    "yet; --allow-missing and --allow-unexpected together write them as they are"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +31,23 @@ class Fit:
 
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+
+def name_merged(names: Mapping[str, str], catalog: Catalog, base: Base | None) -> HubNames:
+    """Name a model that an adapter was added to; only now are its names without PEFT's own.
+
+    Args:
+        names: name in the catalog -> the model's name in memory.
+        catalog: has the shapes.
+        base: None, or one without known tensors, changes nothing.
+    """
+    theirs = base.tensors if base is not None else None
+    shapes = {source: catalog.tensors[source].shape for source in names}
+    named = name_as_hub(names, shapes, None, {n: t.shape for n, t in theirs.items()} if theirs else None)
+    by_output = {name: source for source, name in named.names.items()}
+    if len(by_output) < len(names):
+        return named
+    return named._replace(names={by_output[name]: name for name in in_order(by_output, theirs)})
 
 
 def check_fit(
@@ -63,7 +91,7 @@ def check_fit(
         raise LayoutError(
             f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
             problems=problems,
-            hint="--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others",
+            hint=_FUSED if holds_fused_experts(found.unexpected) else _OTHER_NAMES,
         )
     return Fit(notes=tuple(_summary(found, label)))
 

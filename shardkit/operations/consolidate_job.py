@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardkit._version import __version__
@@ -26,9 +26,9 @@ from shardkit.keys import Selection, select_model
 from shardkit.operations.consolidate_adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate_adapter import Chosen, choose_tensors
 from shardkit.operations.consolidate_assets import Asset, adapter_assets, main_dtype, model_assets
-from shardkit.operations.consolidate_base import Base
+from shardkit.operations.consolidate_base import SAVED_ROOT, Base, saved_key_rules
 from shardkit.operations.consolidate_dtypes import check_choice, choose_dtypes
-from shardkit.operations.consolidate_fit import Fit, check_fit
+from shardkit.operations.consolidate_fit import Fit, check_fit, name_merged
 from shardkit.operations.consolidate_ties import Ties, declared_tie, resolve_ties, tie_groups
 from shardkit.transfer.plan import TransferPlan, build_plan
 
@@ -65,6 +65,11 @@ class JobOptions:
     """An adapter's settings, a file or the directory that it lies in."""
     manifest: bool = False
     """Write `shardkit.json` into the output."""
+
+    @property
+    def change_names(self) -> bool:
+        """True where a person says what becomes of names."""
+        return bool(self.strip_prefix or self.add_prefix or self.rename)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +113,7 @@ class ConsolidateJob:
             "weights": self.options.weights,
             "holds": self.kind,
             "root": self.selection.root,
-            "key_rules": [[rule.text, rule.num_names] for rule in self.selection.stripped],
+            "key_rules": [list(rule) for rule in (*self.selection.stripped, *self.selection.renamed)],
             "ties": [[kept, dropped] for dropped, kept in self.ties.dropped.items()],
             "dtype": self.options.dtype,
             "digest": self.options.digest,
@@ -161,6 +166,10 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         merge=options.merge_lora,
         adapter_config=options.adapter_config,
     )
+    if chosen.kind == "merged" and not options.change_names:
+        named = name_merged(chosen.names, chosen.catalog, base)
+        chosen = replace(chosen, names=named.names)
+        selection = replace(selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings))
     is_adapter, catalog = chosen.kind == "adapter", chosen.catalog
     ties, fit = (_NO_TIES, Fit()) if is_adapter else _fit(chosen, base, options)
     names = {source: name for source, name in chosen.names.items() if name not in ties.dropped}
@@ -265,19 +274,25 @@ def _select(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> S
     catalog = checkpoint.catalog
     if checkpoint.layout == "hub" and not catalog.tensors:  # a file without tensors is a file all the same
         return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
+    rules = saved_key_rules(checkpoint) if options.weights == "model" else None
+    is_known = rules is not None and options.root is None and not options.strip_prefix
     return select_model(
         catalog.tensors,
         catalog.objects,
         catalog.paths,
         checkpoint.roots,
         weights=options.weights,
-        root=options.root,
+        root=SAVED_ROOT if is_known else options.root,
         strip_prefix=options.strip_prefix,
         add_prefix=options.add_prefix,
         rename=options.rename,
         include=options.include,
         exclude=options.exclude,
         base_names=base.tensors if base else None,
+        base_shapes={name: each.shape for name, each in base.tensors.items()}
+        if base and base.tensors
+        else None,
+        key_rules=rules,
     )
 
 

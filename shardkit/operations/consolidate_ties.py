@@ -10,29 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardkit.core.catalog import Catalog
+from shardkit.keys.ties import role_of, tied_names
 from shardkit.operations.same_bytes import same_bytes
-
-_SHARED, _EMBEDDING, _HEAD = range(3)
-
-# The module that owns a weight, as transformers 5.23 names it in `_tied_weights_keys`: the source of a tie, and what
-# is tied to it. `shared` (T5, BART) is the source of the embeddings of encoder and decoder too.
-_SHARED_MODULES = frozenset({"shared"})
-_EMBEDDING_MODULES = frozenset(
-    {
-        "embed_tokens",
-        "wte",
-        "word_embeddings",
-        "embed_in",
-        "embeddings",
-        "tok_embeddings",
-        "embed",
-        "embedding",
-    }
-)
-_HEAD_MODULES = frozenset({"lm_head", "output", "embed_out", "output_layer", "output_projection"})
-_HEAD_PATHS = ("lm_head.decoder", "predictions.decoder", "lm_head.lm_head")
-# BERT and RoBERTa keep the bias of the head outside its decoder.
-_BIASES = (("predictions.bias", "predictions.decoder.bias"), ("lm_head.bias", "lm_head.decoder.bias"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +67,7 @@ def tie_groups(ties: Ties, names: Collection[str], *, declared: bool | None) -> 
     """
     groups: list[tuple[str, ...]] = [*ties.diverged, *((kept, name) for name, kept in ties.dropped.items())]
     if declared:
-        groups.append(tuple(name for name in names if _role(name) is not None))
+        groups.append(tuple(name for name in names if role_of(name) is not None))
     return groups
 
 
@@ -109,38 +88,10 @@ def _part(config: Mapping[str, object] | None, key: str) -> Mapping[str, object]
 def tie_candidates(
     catalog: Catalog, stored: Mapping[str, str]
 ) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yield (name, names of which one may be its equal, is it an output layer): modules that models tie."""
-    roles = {name: role for name in stored if (role := _role(name)) is not None}
-    for name, role in roles.items():
-        entry = catalog.tensors[stored[name]]
-        keepers = [
-            (other_role, other)
-            for other, other_role in roles.items()
-            if other_role < role and catalog.tensors[stored[other]].shape == entry.shape
-        ]
-        if keepers:  # an embedding is tied to a shared one only, an output layer to any
-            yield (
-                name,
-                tuple(other for _, other in sorted(keepers, key=lambda keeper: keeper[0])),
-                role == _HEAD,
-            )
-    for kept_end, other_end in _BIASES:
-        for name in stored:
-            kept = name.removesuffix(other_end) + kept_end
-            if name.endswith(f".{other_end}") and kept in stored:
-                yield name, (kept,), False
+    """Yield what `tied_names` does of the tensors of a catalog.
 
-
-def _role(name: str) -> int | None:
-    """Tell a shared embedding, an embedding and an output layer from any other weight (None)."""
-    path, _, leaf = name.rpartition(".")
-    segments = path.split(".")
-    if leaf != "weight":
-        return None
-    if segments[-1] in _SHARED_MODULES:
-        return _SHARED
-    if segments[-1] in _EMBEDDING_MODULES:
-        return _EMBEDDING
-    if any(segment.isdigit() for segment in segments):  # part of a layer, whatever it is called
-        return None
-    return _HEAD if segments[-1] in _HEAD_MODULES or path.endswith(_HEAD_PATHS) else None
+    Args:
+        catalog: has their shapes.
+        stored: name in the output -> stored name.
+    """
+    return tied_names({name: catalog.tensors[source].shape for name, source in stored.items()})

@@ -63,6 +63,7 @@ def fill_broadcast(
     rows: list[Any] = []
     with agreed("holding the source against the model"):
         if weights is not None:
+            weights = weights.located() if sources[rank] == rank else weights
             wanted = match(shards, weights, initialised=initialised, grown=grown)
             rows = [_row(item) for item in wanted]
     rows = broadcast_json(rows, min(sources), phase=_PHASE)

@@ -183,6 +183,6 @@ def _refuse(buffers: list[str], attributes: list[_Attribute]) -> None:
         raise LayoutError(
             f"{len(problems)} buffers or tensor attributes of the model are on meta, and nothing computes them",
             problems=problems,
-            hint="give a function that builds the model instead of a model on meta, or init_buffers=fn that computes"
-            " them all",
+            hint="give prepare a function that builds the model instead of a model on meta, or init_buffers=fn that"
+            " computes them all; or give them values before load_into",
         )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from shardkit.core.catalog import Catalog
+from shardkit.core.regions import Region, full_region
 
 # Parts that wrappers put into module paths: activation checkpointing, torch.compile, FSDP1.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+
+KeyRules = tuple[tuple[str, str], ...]
+"""(prefix of a model's names, the Hub's in its place), as `keys.renaming.KeyRule` spells them."""
 
 
 def clean_name(name: str) -> str:
@@ -43,7 +47,8 @@ class Weights:
     path: str
     """Where it lies, for messages."""
     catalog: Catalog
-    """Of the tensors that the model wants, under their stored names; extents are raw bytes."""
+    """Of the tensors that the model wants, under their stored names; extents are raw bytes. It has no chunks yet where
+    there is an `open_chunks`."""
     names: Mapping[str, str]
     """The model's FQN -> stored name. A tie's names may all be there, or one of them."""
     identity: str
@@ -59,6 +64,25 @@ class Weights:
     """What shows that the stored values mean nothing by themselves."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
+    key_rules: KeyRules | None = None
+    """What makes the Hub's names of the model's; None where the source does not have the Hub's."""
+    open_chunks: Callable[[Mapping[str, Sequence[Region]]], Catalog] | None = None
+    """Makes a catalog with the chunks of some regions, by stored name."""
+
+    def located(self, wanted: Mapping[str, Sequence[Region]] | None = None) -> Weights:
+        """Return these weights with the chunks in which some regions lie.
+
+        Args:
+            wanted: regions of tensors, in elements, by stored name; None is all there is.
+
+        Raises:
+            IntegrityError, SourceError: what says where they lie is damaged or not there.
+        """
+        if self.open_chunks is None:
+            return self
+        if wanted is None:
+            wanted = {name: [full_region(entry.shape)] for name, entry in self.catalog.tensors.items()}
+        return replace(self, catalog=self.open_chunks(wanted), open_chunks=None)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardkit.core.regions import Region
 from shardkit.training.agree import agreed
 from shardkit.training.context import Weights
 from shardkit.training.match import Wanted
@@ -26,13 +27,21 @@ def fill_direct(wanted: Sequence[Wanted], weights: Weights) -> Filled:
         ShardkitError: on all ranks, when any cannot read; naming them.
     """
     mine, shared = divide(wanted)
-    with agreed("reading shards from storage"), SourceFiles(weights.catalog.files) as sources:
-        reads = [
-            read
-            for item in mine
-            for read in plan_reads(item.entry, weights.catalog, item.region, item.target, item.shard.fqn)
-        ]
-        filled = run_reads(reads, sources)
-        sources.check_unchanged()
+    with agreed("reading shards from storage"):
+        regions: dict[str, list[Region]] = {}
+        for item in mine:
+            if item.region.num_elements:
+                regions.setdefault(item.entry.fqn, []).append(item.region)
+        catalog = weights.located(regions).catalog
+        with SourceFiles(catalog.files) as sources:
+            reads = [
+                read
+                for item in mine
+                for read in plan_reads(
+                    catalog.tensors[item.entry.fqn], catalog, item.region, item.target, item.shard.fqn
+                )
+            ]
+            filled = run_reads(reads, sources)
+            sources.check_unchanged()
     copy_to_replicas(shared, filled)
     return filled

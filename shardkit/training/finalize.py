@@ -20,6 +20,7 @@ from shardkit.training.buffers import compute_buffers
 from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights
 from shardkit.training.direct import fill_direct
 from shardkit.training.fit import check_fit, check_ties
+from shardkit.training.hub_names import remember
 from shardkit.training.initialise import initialise, new_rows
 from shardkit.training.local import LocalShard, local_shards, materialise, refuse_fsdp1, reshard
 from shardkit.training.match import match
@@ -84,6 +85,7 @@ def finalize(
     with agreed("initialising parameters"):
         _initialise(shards, ctx, filled)
     _prove(model, shards, filled, ctx)
+    remember(model, ctx.weights)
     return model
 
 
@@ -122,6 +124,7 @@ def load_into(
     weights, unavailable = _open(model, shards, source)
     filled = _fill(shards, weights, unavailable, strategy, source_rank)
     _prove(model, shards, filled, None)
+    remember(model, weights)
     return model
 
 

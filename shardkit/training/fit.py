@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError, UsageError
 from shardkit.operations.same_bytes import same_bytes
@@ -101,10 +102,15 @@ def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:
     problems = []
     for group in ties:
         first, *others = dict.fromkeys(weights.names[name] for name in group if name in weights.names) or [""]
+        if not others:
+            continue
+        tensors = weights.catalog.tensors
+        whole = {name: [full_region(tensors[name].shape)] for name in (first, *others)}
+        catalog = weights.located(whole).catalog
         problems += [
             f"{escape(first)} and {escape(other)}"
             for other in others
-            if not same_bytes(weights.catalog, first, other)
+            if not same_bytes(catalog, first, other)
         ]
     if problems:
         raise LayoutError(

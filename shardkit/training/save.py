@@ -6,7 +6,7 @@ is killed, changes nothing about what was there before.
 
     .<name>.shardkit-<owner>/data/    while it is written
     <name>/.metadata, __R_N.distcp    what stock `dcp.load` reads: {"model": ..., "optimizer": ..., "extra": ...}
-    <name>/shardkit.json              world, mesh, units, ties, files
+    <name>/shardkit.json              world, mesh, units, ties, key rules, files
 
 Names of one parameter share one record.
 """
@@ -29,10 +29,13 @@ from shardkit import manifest
 from shardkit._version import __version__
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, ResourceError, ShardkitError
+from shardkit.formats.dcp import METADATA
+from shardkit.formats.strict import read_small
 from shardkit.operations.destination import check_destination
 from shardkit.training.agree import agree, gather_json, lost
-from shardkit.training.context import clean_name
+from shardkit.training.context import KeyRules, clean_name
 from shardkit.training.diagnose import diagnose
+from shardkit.training.hub_names import recall
 from shardkit.training.save_state import State, Writer, checkpoint_state, find_aliases
 from shardkit.transfer import storage
 from shardkit.transfer.staging import Staging, remove_abandoned
@@ -76,13 +79,13 @@ def save(
 
     Raises:
         UsageError: the destination exists; on all ranks, as every error.
-        LayoutError: the model has parameters on meta.
+        LayoutError: the model has parameters on meta, or an optimizer steps parameters of another model.
         ResourceError: no space, no permission, a rank that does not see the directory, a rank that died.
         ShardkitError: anything else that a rank met while it saved; problems name the ranks.
     """
     leads = not dist.is_initialized() or dist.get_rank(process_group) == 0
     optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
-    _together(lambda: _check_values(model), process_group)
+    _together(lambda: _check_values(model, optimizers), process_group)
     staging, place = _start(os.fspath(path), overwrite, process_group, leads=leads)
     try:
         aliases = find_aliases(model)
@@ -91,8 +94,10 @@ def save(
             saving = checkpoint_state(model, optimizers, extra, aliases)
             state = _together(lambda: stack.enter_context(saving), process_group)
             _write(state, writer, process_group)
-        _together(lambda: _describe(model, writer, process_group) if leads else None, process_group)
-        _together(lambda: staging.commit(overwrite=overwrite) if staging else None, process_group)
+        told_rules = gather_json(recall(model), process_group, phase=_PHASE)
+        rules = next((each for each in told_rules if each is not None), None)
+        _together(lambda: _describe(model, writer, rules, process_group) if leads else None, process_group)
+        _together(lambda: _commit(staging, overwrite=overwrite) if staging else None, process_group)
     except BaseException:
         if staging is not None and not staging.is_committed:
             staging.discard()
@@ -102,13 +107,22 @@ def save(
     return SaveResult(path=told[0][0], num_files=told[0][1], file_bytes=told[0][2])
 
 
-def _check_values(model: nn.Module) -> None:
+def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     empty = [clean_name(name) for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
         raise LayoutError(
             f"{count(len(empty), 'parameter')} of the model on meta: there are no values to save",
             problems=map(escape, empty),
             hint="finalize or load_into gives it weights",
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    stepped = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    foreign = sum(id(parameter) not in own for parameter in stepped)
+    if foreign:
+        raise LayoutError(
+            f"{foreign} of {count(len(stepped), 'parameter')} that the optimizer steps are not the model's:"
+            " their state has no name",
+            hint="make the optimizer after the model is wrapped, or give it the new parameters: rebind_optimizer",
         )
 
 
@@ -147,6 +161,11 @@ def _start(
     return staging, place
 
 
+def _commit(staging: Staging, *, overwrite: bool) -> None:
+    check_destination(staging.destination, None, overwrite=overwrite)  # what lies there now may be somebody's
+    staging.commit(overwrite=overwrite)
+
+
 def _check_shared(place: str) -> None:
     if not os.path.isdir(place):
         raise ResourceError(
@@ -174,7 +193,9 @@ def _write(state: State, writer: Writer, group: dist.ProcessGroup | None) -> Non
         raise ShardkitError(f"torch could not save: {str(caught).splitlines()[0]}") from caught
 
 
-def _describe(model: nn.Module, writer: Writer, group: dist.ProcessGroup | None) -> None:
+def _describe(
+    model: nn.Module, writer: Writer, rules: KeyRules | None, group: dist.ProcessGroup | None
+) -> None:
     """Look at what all ranks wrote, then write the manifest."""
     missing = [
         f"{escape(name)}: {size} bytes were written"
@@ -188,6 +209,7 @@ def _describe(model: nn.Module, writer: Writer, group: dist.ProcessGroup | None)
             hint="save to a file system that all ranks share",
         )
     found = diagnose(model)
+    metadata = read_small(os.path.join(writer.path, METADATA), METADATA, manifest.MAX_BYTES)
     content = {
         "format": manifest.FORMAT,
         "kind": "checkpoint",
@@ -197,6 +219,8 @@ def _describe(model: nn.Module, writer: Writer, group: dist.ProcessGroup | None)
         "meshes": sorted({unit.mesh for unit in found.units if unit.mesh}),
         "units": [{"path": unit.path, "class": unit.class_name} for unit in found.units],
         "ties": [list(names) for names in found.ties],
+        **({} if rules is None else {"key_rules": rules}),
+        "metadata": manifest.entry_of(METADATA, metadata, digest=True, sha256=False),
         "files": [
             {"name": name, "size": os.path.getsize(os.path.join(writer.path, name))}
             for name in sorted(writer.files)

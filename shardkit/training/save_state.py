@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.training.context import clean_name
+from shardkit.transfer import storage
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
+_METADATA = ".metadata"
 
 State = dict[str, Any]
 
@@ -126,6 +129,8 @@ class Writer(FileSystemWriter):
             name = written.storage_data.relative_path
             self.files[name] = max(stop, self.files.get(name, 0))
         super().finish(metadata, [*results, self._copies(metadata, results)])
+        # torch 2.13, FileSystemWriter.finish, syncs it while its bytes are still in Python's buffer.
+        storage.sync_file(os.path.join(self.path, _METADATA))
 
     def _copies(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[WriteResult]:
         """Describe aliases, and return the records of what they stand for under their names."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from shardkit.core.catalog import Catalog
+from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError
 from shardkit.formats.hub import read_config
@@ -20,8 +21,11 @@ from shardkit.formats.sharded.detect import layout_of, open_checkpoint
 from shardkit.formats.source import open_source
 from shardkit.formats.subset import subset
 from shardkit.keys.peft import base_name
+from shardkit.keys.renaming import KeyRule, apply_key_rules
 from shardkit.keys.select import select_model
-from shardkit.training.context import ExpectedTensor, Weights
+from shardkit.operations.consolidate_base import saved_key_rules
+from shardkit.training.context import ExpectedTensor, KeyRules, Weights
+from shardkit.training.hub_names import key_rules
 from shardkit.training.naming import match_names
 from shardkit.training.presharded import METADATA, open_presharded
 from shardkit.transfer import storage
@@ -46,9 +50,12 @@ class _Opened:
     select: Callable[[Collection[str]], Catalog]
     identity: Callable[[Catalog], object]
     """Plain data that tells these weights from others, given the catalog of those that are wanted."""
+    hub_names: Mapping[str, str] | None = None
+    """Stored name -> the Hub's; None where that is not known."""
     quantised: str | None = None
     presharded: str | None = None
     notes: tuple[str, ...] = ()
+    open_chunks: Callable[[Mapping[str, Sequence[Region]]], Catalog] | None = None
 
 
 def open_weights(
@@ -106,7 +113,18 @@ def open_weights(
         fused=found.fused,
         quantised=opened.quantised or _scales(found.unused),
         notes=tuple(notes),
+        key_rules=_key_rules(opened, found.names),
+        open_chunks=opened.open_chunks,
     )
+
+
+def _key_rules(opened: _Opened, names: Mapping[str, str]) -> KeyRules | None:
+    hub = opened.hub_names
+    if hub is None:
+        return None
+    rules = key_rules({fqn: hub[stored] for fqn, stored in names.items()})
+    # `reshard` writes what preshard does, under a model's names: names that differ from those are the Hub's.
+    return rules if rules or opened.presharded is None else None
 
 
 def _open(source: str, wanted: list[str], revision: str | None, variant: str | None) -> _Opened:
@@ -116,13 +134,16 @@ def _open(source: str, wanted: list[str], revision: str | None, variant: str | N
         presharded = open_presharded(source)
         if presharded is not None:
             catalog, digest = presharded.catalog, presharded.digest
+            names, _ = _select(catalog, wanted, None)
             return _Opened(
                 path=source,
                 catalog=catalog,
-                names=_select(catalog, wanted, None)[0],
+                names=names,
+                hub_names=_renamed(names, presharded.key_rules or ()),
                 select=lambda names: subset(catalog, names),
                 identity=lambda _: {"manifest": digest},
                 presharded=source,
+                open_chunks=presharded.open_chunks,
             )
     if layout_of(source) == "hub":
         return _open_hub(source, None, None)
@@ -135,6 +156,7 @@ def _open_hub(source: str, revision: str | None, variant: str | None) -> _Opened
         path=model.directory,
         catalog=model.catalog,
         names={name: name for name in model.catalog.tensors},
+        hub_names={name: name for name in model.catalog.tensors},
         select=lambda names: subset(model.catalog, names),
         # Not the repo and its commit: a copy in a directory is the same weights.
         identity=lambda _: model.identity["files"],
@@ -146,15 +168,22 @@ def _open_hub(source: str, revision: str | None, variant: str | None) -> _Opened
 def _open_checkpoint(checkpoint: Checkpoint, wanted: list[str]) -> _Opened:
     names, notes = _select(checkpoint.catalog, wanted, checkpoint)
     config = next((read_config(directory) for directory in checkpoint.assets), None)
+    rules = saved_key_rules(checkpoint)
     return _Opened(
         path=checkpoint.path,
         catalog=checkpoint.catalog,
         names=names,
+        hub_names=None if rules is None else _renamed(names, rules),
         select=checkpoint.select,
         identity=lambda catalog: [_file_digest(checkpoint.catalog.directory), _rows(catalog)],
         quantised=_quantisation(config),
         notes=(*checkpoint.notes, *notes),
     )
+
+
+def _renamed(names: Mapping[str, str], rules: Sequence[KeyRule]) -> dict[str, str]:
+    changed = apply_key_rules(rules, names.values()).names
+    return {stored: changed.get(name, name) for stored, name in names.items()}
 
 
 def _select(
@@ -218,13 +247,14 @@ def _file_digest(directory: str) -> str | None:
 def _samples(catalog: Catalog) -> str:
     """Return a digest of a few bytes here and there: headers are equal for all fine-tunes of one model."""
     table, digest = catalog.chunks, hashlib.sha256()
-    rows = [
-        row for row in range(len(table)) if table.nbytes[row] and not catalog.files[table.file[row]].decode
-    ]
-    for row in rows[:: max(len(rows) // _NUM_SAMPLES, 1)]:
-        start = table.start[row] + table.nbytes[row] // 2
-        size = min(_SAMPLE_NBYTES, table.start[row] + table.nbytes[row] - start)
-        file = catalog.files[table.file[row]]
+    places = [
+        (file, table.start[row], table.nbytes[row])
+        for row in range(len(table))
+        if table.nbytes[row] and not (file := catalog.files[table.file[row]]).decode
+    ] or [(file, 0, file.size) for file in catalog.files if not file.decode]
+    for file, first, nbytes in places[:: max(len(places) // _NUM_SAMPLES, 1)]:
+        start = first + nbytes // 2
+        size = min(_SAMPLE_NBYTES, first + nbytes - start)
         try:
             with open(file.path, "rb", buffering=0) as stream:
                 digest.update(storage.pread(stream.fileno(), size, start))

@@ -82,6 +82,55 @@ def qwen2_vl(**changes: Any) -> Any:
     )
 
 
+def qwen2_5_vl(**changes: Any) -> Any:
+    """Return a Qwen2.5-VL's config: as Qwen2-VL, with another tower."""
+    from transformers import Qwen2_5_VLConfig
+
+    text = _decoder(
+        rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 10000.0},
+        vocab_size=VOCABULARY + 10,
+    )
+    vision = {
+        **{"depth": 2, "hidden_size": 16, "out_hidden_size": 24, "num_heads": 2, "intermediate_size": 24},
+        **{"patch_size": 4, "fullatt_block_indexes": [0], "window_size": 8},
+    }
+    tokens = {
+        "image_token_id": VOCABULARY + 1,
+        "video_token_id": VOCABULARY + 2,
+        "vision_start_token_id": VOCABULARY + 3,
+        "vision_end_token_id": VOCABULARY + 4,
+    }
+    return Qwen2_5_VLConfig(
+        **{"text_config": text, "vision_config": vision, **tokens, "tie_word_embeddings": False, **changes}
+    )
+
+
+def llava(**changes: Any) -> Any:
+    """Return a Llava's config: in its file even the output layer stands below `language_model`."""
+    from transformers import CLIPVisionConfig, LlavaConfig
+
+    tied = {"tie_word_embeddings": changes.get("tie_word_embeddings", False)}
+    vision = {
+        **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"image_size": 8, "patch_size": 4, "projection_dim": 16},
+    }
+    return LlavaConfig(
+        text_config=llama(vocab_size=VOCABULARY + 10, **tied),
+        vision_config=CLIPVisionConfig(**vision),
+        **{"image_token_id": VOCABULARY + 1, **tied, **changes},
+    )
+
+
+def gpt_neox(**changes: Any) -> Any:
+    """Return a GPT-NeoX's config: its file has the output layer as `embed_out`."""
+    from transformers import GPTNeoXConfig
+
+    small = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return GPTNeoXConfig(
+        **{**small, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "bos_token_id": 1, **changes}
+    )
+
+
 def qwen3_vl(**changes: Any) -> Any:
     """Return a Qwen3-VL's config: a vision tower whose names in the file are the model's."""
     from transformers import Qwen3VLConfig
@@ -132,6 +181,11 @@ _MODELS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "bert": ("BertModel", bert, {}),
     "bert-lm": ("BertForMaskedLM", bert, {}),
     "qwen2-vl": ("Qwen2VLForConditionalGeneration", qwen2_vl, {}),
+    "qwen2-vl-tied": ("Qwen2VLForConditionalGeneration", qwen2_vl, {"tie_word_embeddings": True}),
+    "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", qwen2_5_vl, {}),
+    "llava": ("LlavaForConditionalGeneration", llava, {}),
+    "llava-tied": ("LlavaForConditionalGeneration", llava, {"tie_word_embeddings": True}),
+    "gpt-neox": ("GPTNeoXForCausalLM", gpt_neox, {}),
     "qwen3-vl": ("Qwen3VLForConditionalGeneration", qwen3_vl, {}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", qwen3_moe, {}),
     "mixtral": ("MixtralForCausalLM", mixtral, {}),

@@ -191,9 +191,15 @@ class Kills:
         raise AssertionError
 
 
-def kill_after_rename(path: str) -> None:
-    if path.endswith("kills"):  # the parent is brought to the disk when the name is the new checkpoint's
-        os.kill(os.getpid(), signal.SIGKILL)
+def kill_after_rename() -> None:
+    rename = storage.renameat2
+
+    def last(source: str, target: str, flags: int) -> bool:
+        if rename(source, target, flags):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    storage.renameat2 = last
 
 
 def killed(out: Path, value: float, victim: int | None, moment: str) -> Found:
@@ -203,7 +209,7 @@ def killed(out: Path, value: float, victim: int | None, moment: str) -> Found:
     if moment == "before" and is_victim:
         staging.Staging.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     if moment == "after" and is_victim:
-        storage.sync_directory = kill_after_rename
+        kill_after_rename()
     extra = {f"bad{victim}": Kills()} if moment == "writing" and is_victim else {}
     begun = time.monotonic()
     error = told(lambda: save(model, out / "kills" / "last", extra=extra, overwrite=True))

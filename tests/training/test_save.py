@@ -136,3 +136,33 @@ def test_a_model_without_values_is_refused(tmp_path: Any) -> None:
     with pytest.raises(shardkit.LayoutError, match="2 parameters of the model on meta"):
         shardkit.save(model, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Any) -> None:
+    """As one is that was made before the model was wrapped."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()])
+    with pytest.raises(
+        shardkit.LayoutError, match="2 of 4 parameters that the optimizer steps are not the model's"
+    ):
+        shardkit.save(model, tmp_path / "last", optimizer=optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_somebody_puts_there_meanwhile_is_not_replaced(tmp_path: Any) -> None:
+    place = tmp_path / "last"
+
+    class Meddler:
+        def state_dict(self) -> dict[str, int]:
+            place.mkdir()
+            (place / "thesis.txt").write_text("mine")
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise AssertionError
+
+    with pytest.raises(shardkit.UsageError, match="is not replaced"):
+        shardkit.save(nn.Linear(2, 2), place, extra={"it": Meddler()}, overwrite=True)
+    assert (place / "thesis.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]

@@ -16,7 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardkit._torch import checkpointed
+from shardkit.core.mesh import Placement, parse_mesh
+from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError, SourceError, UsageError
+from shardkit.formats import chunk_list
 from shardkit.operations.preshard import preshard
 from shardkit.training.build import build_model
 from shardkit.training.context import Weights
@@ -55,7 +58,8 @@ def opened(model: nn.Module, source: Path | str, **options: Any) -> Weights:
 
 def read(weights: Weights, stored: str) -> torch.Tensor:
     """Read a stored tensor as the catalog says, byte by byte."""
-    catalog, entry = weights.catalog, weights.catalog.tensors[stored]
+    catalog = weights.located().catalog
+    entry = catalog.tensors[stored]
     dtype = getattr(torch, entry.dtype.name)
     whole = torch.empty(entry.shape, dtype=dtype)
     with SourceFiles(catalog.files) as files, files.reader() as reader:
@@ -228,6 +232,37 @@ def test_a_presharded_directory(hub: Callable[[str], Path], sharded: Path) -> No
     assert [file.name for file in weights.catalog.files] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
 
 
+def test_a_rank_reads_no_list_but_those_of_its_files(
+    hub: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a thousand ranks the lists of all of them are hundreds of thousands of lines, for each rank."""
+    shutil.copytree(hub("qwen3"), tmp_path / "bare")
+    (tmp_path / "bare" / "config.json").unlink()
+    preshard(str(tmp_path / "bare"), str(tmp_path / "out"), mesh="dp_replicate=2,dp_shard=8", wrap="none")
+    read, lists = chunk_list.read, list[str]()
+
+    def counted(directory: str, file: str) -> chunk_list.ChunkList:
+        lists.append(file)
+        return read(directory, file)
+
+    monkeypatch.setattr(chunk_list, "read", counted)
+    weights = opened(build_model(str(hub("qwen3"))), tmp_path / "out")
+    assert not lists
+    mesh = parse_mesh("dp_replicate=2,dp_shard=8", None)
+    own = {
+        name: [mesh.local_region(entry.shape, (Placement(), Placement(0)), 3)]
+        for name, entry in weights.catalog.tensors.items()
+    }
+    located = weights.located({name: regions for name, regions in own.items() if regions[0].num_elements})
+    assert lists == ["__3_0.distcp"]
+    assert len(located.catalog.chunks) == sum(bool(regions[0].num_elements) for regions in own.values())
+    lists.clear()
+    embedding = next(name for name in own if "embed" in name)
+    rows = weights.catalog.tensors[embedding].shape
+    weights.located({embedding: [Region((0, 0), (rows[0] // 2, rows[1]))]})  # a world of two
+    assert lists == [f"__{shard}_0.distcp" for shard in range(4)]
+
+
 def test_identity_is_that_of_every_copy(hub: Callable[[str], Path], sharded: Path, tmp_path: Path) -> None:
     model = build_model(str(hub("qwen3")))
     state = {"model": models.reference("qwen3").state_dict()}
@@ -287,7 +322,7 @@ def test_a_damaged_presharded_directory(
     else:
         (chunks if damage == "no list" else file).unlink()
     with pytest.raises(SourceError) as caught:
-        opened(build_model(str(hub("qwen3"))), broken)
+        opened(build_model(str(hub("qwen3"))), broken).located()
     assert "__1_0" in str(caught.value) or damage == "no .metadata"
 
 
@@ -302,11 +337,11 @@ def test_chunk_lists_that_cover_less_are_refused(
     content["files"].pop()
     (broken / "shardkit.json").write_bytes(manifest.dump(content))
     with pytest.raises(IntegrityError, match="disagree") as caught:
-        opened(build_model(str(hub("qwen3"))), broken)
+        opened(build_model(str(hub("qwen3"))), broken).located()
     assert len(caught.value.problems) > 20
     content["files"][0]["name"] = "../x.distcp"
     (broken / "shardkit.json").write_bytes(manifest.dump(content))
-    with pytest.raises(IntegrityError, match="not as shardkit"):
+    with pytest.raises(IntegrityError, match="is no file name"):
         opened(build_model(str(hub("qwen3"))), broken)
 
 

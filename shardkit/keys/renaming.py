@@ -1,0 +1,308 @@
+"""A model's names in memory <-> those that its base has, where they differ by prefixes: found from names and shapes.
+
+transformers builds a vision model with `model.language_model.layers.0...` and `model.visual...` of which the Hub
+stores `model.layers.0...` and `visual...`. What differs is gone through as a tree, from the top. The first
+level whose tensors, all of them, the base has below one other prefix is one rule; where there is none, each part of
+the level is looked at by itself. A rule keeps the ends of names, their numbers, and shapes.
+
+Names that both sides have are taken for the same tensors. Of several ways none is taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardkit.core.regions import Shape
+from shardkit.keys.names import Segments, is_number, join, natural, split
+from shardkit.keys.ties import tied_names
+
+_MAX_TRIES = 1_000_000  # candidates that are looked at; real models take a few hundred
+
+
+class KeyRule(NamedTuple):
+    """A prefix that becomes another one."""
+
+    old: str
+    """With its dot, or empty: what names begin with. Without a dot at the end it is one whole name."""
+    new: str
+    """In its place, spelt alike."""
+    num_names: int
+    """That it changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renaming:
+    """How a model's names become its base's."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Name -> the base's, of those that change; empty where nothing fits."""
+    rules: tuple[KeyRule, ...] = ()
+    """The same as rules; no name has two of their prefixes."""
+    is_ambiguous: bool = False
+    """There are several ways, so none was taken."""
+
+
+class _Group(NamedTuple):
+    """Names below one prefix, and what may be put in its place."""
+
+    names: tuple[Segments, ...]
+    old: Segments
+    targets: list[Segments]
+    is_name: bool
+    """One tensor alone, though others begin like it."""
+    is_copy: bool
+    """Nothing but copies of tied tensors, which the base may lack."""
+
+
+class _NoWay(Exception):
+    """No renaming by prefixes fits."""
+
+
+def rename_to_base(ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> Renaming:
+    """Find how a model's names become those of its base, one to one and with equal shapes.
+
+    A copy of a tied tensor may be missing on either side.
+
+    Args:
+        ours: shape by name in the model.
+        base: shape by name in the base.
+
+    Returns:
+        Without names where they are equal, where no prefixes fit, and where several do.
+    """
+    sides = _Sides(ours, base)
+    if not sides.may_fit():
+        return Renaming()
+    try:
+        chosen = _choose(sides, _groups(sides))
+    except _NoWay:
+        return Renaming()
+    if chosen is None:
+        return Renaming(is_ambiguous=True)
+    names = {
+        join(path): join((*new, *path[len(group.old) :])) for group, new in chosen for path in group.names
+    }
+    outputs = {names.get(name, name) for name in ours}
+    if len(outputs) != len(ours) or not outputs >= base.keys() - sides.base_copies:
+        return Renaming()
+    return Renaming(names=names, rules=_sorted(_rule(group, new) for group, new in chosen))
+
+
+def covers(names: Iterable[str], base: Mapping[str, Shape]) -> bool:
+    """True where every name of a base is among some names, but for copies of its tied tensors."""
+    return set(names) >= base.keys() - {name for name, _, _ in tied_names(base)}
+
+
+def find_rules(names: Mapping[str, str]) -> tuple[KeyRule, ...]:
+    """Return names that change, and what they become, as rules; all that is given follows from them.
+
+    Args:
+        names: name -> what it becomes, those that stay as they are among them.
+
+    Returns:
+        Nothing where no name changes; no name has the prefixes of two.
+    """
+    rules = list[KeyRule]()
+
+    def whole(level: list[Segments], depth: int) -> bool:
+        found = {_put_before(path[depth:], split(names[join(path)])) for path in level}
+        new = found.pop()
+        if found or new is None:
+            return False
+        if new != level[0][:depth]:
+            rules.append(KeyRule(_prefix(level[0][:depth]), _prefix(new), len(level)))
+        return True
+
+    def single(path: Segments) -> None:
+        name = join(path)
+        if names[name] != name:
+            rules.append(KeyRule(name, names[name], 1))
+
+    if not any(name.endswith(".") for name in names):  # a name that looks like a prefix
+        _walk(map(split, names), whole, single)
+    return _sorted(rules)
+
+
+def apply_key_rules(rules: Iterable[KeyRule], names: Iterable[str]) -> Renaming:
+    """Return what rules make of a model's names; nothing where a name would be lost or another's.
+
+    Args:
+        rules: as `find_rules` gives them.
+        names: a model's.
+    """
+    known = {rule.old: rule for rule in rules}
+    every, changed, used = list(names), dict[str, str](), Counter[str]()
+    for name in every:
+        stops = [0, *(at for at, letter in enumerate(name, 1) if letter == "."), len(name)]
+        old = next((name[:stop] for stop in stops if name[:stop] in known), None)
+        if old is not None:
+            changed[name] = known[old].new + name[len(old) :]
+            used[old] += 1
+    if not all(changed.values()) or len({changed.get(name, name) for name in every}) != len(every):
+        return Renaming()
+    rules = (known[old]._replace(num_names=number) for old, number in used.items())
+    return Renaming(names=changed, rules=_sorted(rules))
+
+
+class _Sides:
+    """Names of both sides, and those of the base by what a renaming keeps."""
+
+    def __init__(self, ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> None:
+        self.ours, self.base = ours, base
+        self.our_copies = frozenset(name for name, _, _ in tied_names(ours))
+        self.base_copies = frozenset(name for name, _, _ in tied_names(base))
+        self.left = {name for name in ours if name not in base}
+        self.free = {name for name in base if name not in ours}
+        self._by_kind: dict[object, list[Segments]] = {}
+        self._tries = 0
+        for name in sorted(self.free):
+            kind = _kind(name, base[name], name in self.base_copies)
+            self._by_kind.setdefault(kind, []).append(split(name))
+
+    def may_fit(self) -> bool:
+        """True where as many tensors of each kind are to be renamed as the base has; quick."""
+        if not self.left or not self.free or any(name.endswith(".") for name in self.left):
+            return False
+        if any(tuple(self.base[name]) != tuple(self.ours[name]) for name in self.ours.keys() - self.left):
+            return False
+        kinds = Counter(_kind(name, self.ours[name], False) for name in self.left - self.our_copies)
+        return kinds == Counter(_kind(name, self.base[name], False) for name in self.free - self.base_copies)
+
+    def targets(self, level: Sequence[Segments], depth: int) -> list[Segments]:
+        """Return every prefix of the base below which all these names are, without their own."""
+        first = next((path for path in level if join(path) not in self.our_copies), level[0])
+        name, rest = join(first), first[depth:]
+        found = []
+        for other in self._by_kind.get(_kind(name, self.ours[name], name in self.our_copies), ()):
+            self._tries += 1
+            if self._tries > _MAX_TRIES:
+                raise _NoWay
+            if other[len(other) - len(rest) :] == rest:
+                new = other[: len(other) - len(rest)]
+                if all(self._fits(path, (*new, *path[depth:])) for path in level):
+                    found.append(new)
+        return found
+
+    def _fits(self, path: Segments, target: Segments) -> bool:
+        self._tries += 1
+        name, other = join(path), join(target)
+        if other not in self.free:
+            return name in self.our_copies and other not in self.base
+        return tuple(self.ours[name]) == tuple(self.base[other])
+
+
+def _kind(name: str, shape: Shape, is_copy: bool) -> object:
+    """Return what no renaming changes: the end of a name, its numbers, and the shape."""
+    path = split(name)
+    return path[-1], tuple(filter(is_number, path)), tuple(shape), is_copy
+
+
+def _groups(sides: _Sides) -> list[_Group]:
+    """Divide the names that are to be changed into the largest parts that can be moved as they are.
+
+    Raises:
+        _NoWay: a tensor that cannot.
+    """
+    groups = list[_Group]()
+
+    def whole(level: list[Segments], depth: int) -> bool:
+        names = set(map(join, level))
+        if names.isdisjoint(sides.left):
+            return True
+        targets = sides.targets(level, depth) if names <= sides.left else []
+        if targets:
+            is_copy = names <= sides.our_copies
+            groups.append(_Group(tuple(level), level[0][:depth], targets, False, is_copy))
+        return bool(targets)
+
+    def single(path: Segments) -> None:
+        name = join(path)
+        if name not in sides.left:
+            return
+        targets, is_copy = sides.targets([path], len(path) - 1), name in sides.our_copies
+        if not targets and not is_copy:
+            raise _NoWay
+        groups.append(_Group((path,), path[:-1], targets, True, is_copy))
+
+    _walk(map(split, sides.ours), whole, single)
+    return groups
+
+
+def _choose(sides: _Sides, groups: Sequence[_Group]) -> list[tuple[_Group, Segments]] | None:
+    """Give each group the one place that is left for it; None where several are.
+
+    Raises:
+        _NoWay: two groups have but one place.
+    """
+    taken, chosen = set[str](), list[tuple[_Group, Segments]]()
+    for of_copies in (False, True):  # copies take what the others leave
+        pending = [group for group in groups if group.is_copy == of_copies]
+        while pending:
+            waiting = []
+            for group in pending:
+                open_to = [new for new in group.targets if taken.isdisjoint(_places(sides, group, new))]
+                if not open_to and not of_copies:
+                    raise _NoWay
+                if len(open_to) > 1:
+                    waiting.append(group)
+                elif open_to:
+                    taken.update(_places(sides, group, open_to[0]))
+                    chosen.append((group, open_to[0]))
+            if len(waiting) == len(pending):
+                return None
+            pending = waiting
+    return chosen
+
+
+def _places(sides: _Sides, group: _Group, new: Segments) -> set[str]:
+    """Return the base's names that a group would take."""
+    return {join((*new, *path[len(group.old) :])) for path in group.names} & sides.free
+
+
+def _walk(
+    paths: Iterable[Segments],
+    whole: Callable[[list[Segments], int], bool],
+    single: Callable[[Segments], None],
+) -> None:
+    """Go through names as a tree: each level as a whole, and where that is not it, its parts.
+
+    Args:
+        paths: names, taken apart.
+        whole: told of the names of a level and the length of their prefix; True where that settles them.
+        single: told of a tensor right on a level that is not settled.
+    """
+    stack = [(sorted(paths), 0)]
+    while stack:
+        level, depth = stack.pop()
+        if not level or whole(level, depth):
+            continue
+        parts: dict[str, list[Segments]] = {}
+        for path in level:
+            if len(path) == depth + 1:
+                single(path)
+            else:
+                parts.setdefault(path[depth], []).append(path)
+        stack.extend((part, depth + 1) for part in parts.values())
+
+
+def _put_before(rest: Segments, new: Segments) -> Segments | None:
+    """Return the prefix that makes `new` of the end of a name; None where it has another end."""
+    start = len(new) - len(rest)
+    return new[:start] if start >= 0 and new[start:] == rest else None
+
+
+def _rule(group: _Group, new: Segments) -> KeyRule:
+    if group.is_name:
+        return KeyRule(join(group.names[0]), join((*new, group.names[0][-1])), 1)
+    return KeyRule(_prefix(group.old), _prefix(new), len(group.names))
+
+
+def _prefix(path: Segments) -> str:
+    return join(path) + "." if path else ""
+
+
+def _sorted(rules: Iterable[KeyRule]) -> tuple[KeyRule, ...]:
+    return tuple(sorted(rules, key=lambda rule: natural(rule.old)))
