@@ -14,7 +14,7 @@ from shardkit.core.text import escape
 from shardkit.core.units import format_size
 
 if TYPE_CHECKING:
-    from shardkit.operations.consolidate import ConsolidateResult, SkippedPart
+    from shardkit.operations.consolidate_result import ConsolidateResult, SkippedPart
 
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -66,6 +66,7 @@ Examples:
 )
 @click.option("--check", is_flag=True, help="First compare the checkpoint with the checksums in it.")
 @click.option("--manifest", is_flag=True, help="Put shardkit.json, with sizes and digests, into the output.")
+@click.option("--manifest-file", metavar="FILE", help="Write the same there, outside the output.")
 @click.option("--push-to-hub", metavar="REPO", help="Upload the finished directory to this repo.")
 @click.option("--private", is_flag=True, help="A repo that has to be made is private.")
 @click.option("--branch", metavar="NAME", help="Branch of that repo, made where it is absent.")
@@ -80,12 +81,18 @@ Examples:
     help="Go on with an interrupted run of the same job.",
 )
 @click.option(
+    "--resume-from",
+    metavar="DIR",
+    help="Go on with this .OUTPUT.shardkit-... directory, left by another host.",
+)
+@click.option(
     "--digest",
     type=click.Choice(["crc32", "none"]),
     default="crc32",
     show_default=True,
     help="Checksum of what is written, for resuming and for the manifest.",
 )
+@click.option("--sha256", is_flag=True, help="Take the sha256 of every file too, for the manifest.")
 @click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
 @click.option(
     "--max-memory",
@@ -172,6 +179,13 @@ def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     yield "weights", f"{escape(result.weights)}, {root}{others}"
     yield from limited(
         "stripped", [f"{escape(text)} from {count(number, 'name')}" for text, number in result.stripped]
+    )
+    yield from limited(
+        "renamed",
+        [
+            f"{count(number, 'tensor')}: {escape(old) or '(nothing)'} -> {escape(new) or '(nothing)'}"
+            for old, new, number in result.renamed
+        ],
     )
 
 

@@ -101,9 +101,16 @@ def _say(out: Output, error: BaseException, content: dict[str, Any], resume: str
 def resume_command(args: Sequence[str]) -> str:
     """Return the command that goes on with an interrupted one, as the shell takes it.
 
-    It is the command that was typed, without `--no-resume`, which would begin anew.
+    It is the command that was typed, without `--no-resume`, which would begin anew, and `--resume-from`: what
+    it named has become this run's, which is known to be over.
     """
-    return shlex.join([*_program(), *(arg for arg in args if arg != "--no-resume")])
+    kept, rest = [*_program()], iter(args)
+    for arg in rest:
+        if arg == "--resume-from":
+            next(rest, None)
+        elif arg != "--no-resume" and not arg.startswith("--resume-from="):
+            kept.append(arg)
+    return shlex.join(kept)
 
 
 def _program() -> list[str]:

@@ -59,12 +59,18 @@ Examples:
     help="Go on with an interrupted run of the same job.",
 )
 @click.option(
+    "--resume-from",
+    metavar="DIR",
+    help="Go on with this .OUTPUT.shardkit-... directory, left by another host.",
+)
+@click.option(
     "--digest",
     type=click.Choice(["crc32", "none"]),
     default="crc32",
     show_default=True,
     help="Checksum of every tensor and file.",
 )
+@click.option("--sha256", is_flag=True, help="Take the sha256 of every file too.")
 @click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
 @click.option(
     "--max-memory",

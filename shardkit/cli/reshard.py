@@ -56,12 +56,18 @@ Examples:
     help="Go on with an interrupted run of the same job.",
 )
 @click.option(
+    "--resume-from",
+    metavar="DIR",
+    help="Go on with this .OUTPUT.shardkit-... directory, left by another host.",
+)
+@click.option(
     "--digest",
     type=click.Choice(["crc32", "none"]),
     default="crc32",
     show_default=True,
     help="Checksum of every tensor and file.",
 )
+@click.option("--sha256", is_flag=True, help="Take the sha256 of every file too.")
 @click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
 @click.option(
     "--max-memory",
@@ -108,9 +114,7 @@ def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
     parts = [
         count(result.num_tensors, "tensor"),
         f"{result.num_optimizer_tensors} of the optimizer" if result.num_optimizer_tensors else "",
-        f"{count(result.num_objects, 'byte entry')} unread".replace("entrys", "entries")
-        if result.num_objects
-        else "",
+        count(result.num_objects, "byte entry", "byte entries") if result.num_objects else "",
     ]
     yield "holds", ", ".join(part for part in parts if part)
     yield f"{would}read", format_size(result.read_bytes)

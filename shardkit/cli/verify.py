@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import click
 
@@ -10,8 +11,11 @@ from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, mo
 from shardkit.cli.progress import make_progress
 from shardkit.core.text import escape
 from shardkit.core.units import format_size
+from shardkit.errors import ResourceError
 from shardkit.operations.verify import verify
 from shardkit.operations.verify_result import VerifyProblem, VerifyResult
+
+_PROBLEMS = 1
 
 
 @click.command(
@@ -27,28 +31,30 @@ Examples:
     "--read", metavar="AMOUNT", help="Read so much, in chunks chosen at random: 5% of the bytes, or 50GiB."
 )
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of that choice.")
+@click.option("--manifest", metavar="FILE", help="Hold it against this manifest, which lies elsewhere.")
+@click.option("--against", metavar="OTHER", help="Compare its weights, bit by bit, with another checkpoint.")
+@click.option("--hub", metavar="REPO", help="Compare its files with a repo on the Hub, without a download.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of that repo.")
+@click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
 @json_option
 @click.option("--no-progress", is_flag=True, help="Show no progress bar.")
-@click.pass_context
 def command(
-    ctx: click.Context,
     *,
     path: str,
-    full: bool,
-    read: str | None,
-    seed: int,
     as_json: bool,
     no_progress: bool,
+    **options: Any,
 ) -> None:
     """Check that PATH is whole, and holds the bytes that were written.
 
     PATH is a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint. By default metadata, headers,
-    sizes and manifests are held against each other; with --read and --full bytes against checksums.
-    Exit code 0: nothing is wrong; 1: something is; 3: not a checkpoint.
+    sizes and manifests are held against each other; with --read and --full bytes against checksums. A manifest is
+    looked for in PATH, then beside it (PATH.shardkit.json). Exit code 0: nothing is wrong; 1: something is;
+    3: not a checkpoint; 5: nothing is wrong but that some files cannot be read.
     """
     out = Output(as_json=as_json)
     progress = make_progress(enabled=not (as_json or no_progress))
-    result = verify(path, full=full, read=read, seed=seed, progress=progress)
+    result = verify(path, progress=progress, **options)
     if as_json:
         out.document(result.to_json())
     else:
@@ -60,7 +66,7 @@ def command(
     if len(result.warnings) > MAX_LINES:
         out.say("warning", more(len(result.warnings)))
     if not result.ok:
-        ctx.exit(1)
+        click.get_current_context().exit(ResourceError.exit_code if result.is_only_unreadable else _PROBLEMS)
 
 
 def render(result: VerifyResult) -> list[str]:
@@ -96,7 +102,11 @@ def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
     )
     for name in result.manifests:
         yield "held against", escape(name)
-    if result.level != "structure":
+    if result.against is not None:
+        yield "compared with", f"{escape(result.against)}: {count(result.num_compared_tensors, 'tensor')}"
+    if result.repo is not None:
+        yield "compared with", f"{escape(result.repo)} at {escape(result.commit or '')}"
+    if result.level != "structure" or result.repo is not None:
         files = f", {count(result.num_checked_files, 'whole file')}" if result.num_checked_files else ""
         yield (
             "compared",

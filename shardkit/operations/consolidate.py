@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from shardkit.core.text import count, escape
 from shardkit.core.units import MIB, parse_size
@@ -16,114 +15,17 @@ from shardkit.formats.dcp import remembered
 from shardkit.formats.sharded.detect import open_checkpoint
 from shardkit.operations.consolidate_base import find_base, open_base
 from shardkit.operations.consolidate_job import ConsolidateJob, JobOptions, build_job
+from shardkit.operations.consolidate_result import ConsolidateResult, DTypeCount, SkippedPart
 from shardkit.operations.consolidate_run import Descriptions
 from shardkit.operations.destination import check_destination, check_space, free_bytes, is_hub_model
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 from shardkit.operations.resolve_order import EXPORT_ENDING
-from shardkit.operations.run import execute_options, run_job
+from shardkit.operations.run import check_resume_from, execute_options, run_job
+from shardkit.operations.sidecar import check_sidecar, write_sidecar
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
 
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".safetensors.index.json", ".bin.index.json")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DTypeCount:
-    """The tensors of one dtype."""
-
-    dtype: str
-    """torch's name."""
-    num_tensors: int
-    tensor_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkippedPart:
-    """A part of the checkpoint that was left out."""
-
-    what: str
-    """"optimizer", "random state", a file's name, ..."""
-    where: str
-    """What its names begin with, or why it was not read."""
-    num_tensors: int
-    num_objects: int
-    """Entries that are not tensors."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConsolidateResult:
-    """What consolidate wrote, or with `dry_run` would write."""
-
-    checkpoint: str
-    """As it was given."""
-    resolved: str
-    """The checkpoint that was taken."""
-    reason: str
-    """Why that one."""
-    step: int | None
-    """Its training step, where that is known."""
-    layout: str
-    """Stable identifier, e.g. "dcp", "lightning", "verl"."""
-    writer: str
-    """Who wrote it, for people."""
-    output: str
-    """Directory of the model."""
-    dry_run: bool
-    kind: str
-    """What was written: "model", "adapter", or "merged", an adapter added to its model."""
-    weights: str
-    """"model", "ema", ..."""
-    root: str
-    """What was taken as the model's beginning, dotted; empty for the top."""
-    stripped: tuple[tuple[str, int], ...]
-    """(prefix or segment that was taken out of names, of how many)."""
-    skipped: tuple[SkippedPart, ...]
-    candidates: tuple[str, ...]
-    """Other roots with weights of their own."""
-    base: str | None
-    """The model whose config and files were taken."""
-    model_class: str | None
-    """The class that the config names."""
-    assets: tuple[str, ...]
-    """Names of the files beside the weights."""
-    ties: tuple[tuple[str, str], ...]
-    """(name that is kept, its equal that is left out)."""
-    untied: tuple[tuple[str, str], ...]
-    """(embedding, output layer) that ought to be tied and differ: both are kept."""
-    cast: str
-    """"keep", "base", "bf16", "fp16" or "fp32"."""
-    dtypes: tuple[DTypeCount, ...]
-    """Of what is written."""
-    num_tensors: int
-    num_parameters: int
-    """Numbers in all tensors."""
-    num_files: int
-    """Weight files."""
-    file_names: tuple[str, ...]
-    """Of the weight files."""
-    file_bytes: tuple[int, ...]
-    """Size of each weight file."""
-    read_bytes: int
-    """Of the checkpoint's tensors, once."""
-    written_bytes: int
-    """Size of all weight files."""
-    checked: bool
-    """The bytes of the checkpoint were compared with the checksums in it."""
-    peak_memory_bytes: int
-    """Bound on the buffers, beside the interpreter and the plan."""
-    free_bytes: int
-    """On the destination's file system, before writing."""
-    resumed_files: int
-    """Files that an interrupted run had finished."""
-    pushed_to: str | None
-    """Address of the repo on the Hub."""
-    elapsed_s: float
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
-        return asdict(self)
 
 
 def consolidate(
@@ -148,9 +50,12 @@ def consolidate(
     adapter_config: str | None = None,
     check: bool = False,
     manifest: bool = False,
+    manifest_file: str | os.PathLike[str] | None = None,
+    sha256: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     resume: bool = True,
+    resume_from: str | os.PathLike[str] | None = None,
     digest: str = "crc32",
     jobs: int = 2,
     max_memory: str | int = 256 * MIB,
@@ -184,9 +89,12 @@ def consolidate(
         adapter_config: an `adapter_config.json` or its directory; by default from the base or the checkpoint.
         check: compare the checkpoint's bytes with the checksums in it first.
         manifest: put `shardkit.json` with sizes and digests into the output.
+        manifest_file: write the same there, once the output is complete; for `verify(..., manifest=...)`.
+        sha256: take the sha256 of every file too, for the manifest.
         overwrite: replace an existing Hub model, whole and in one step.
         dry_run: decide and check everything, and write nothing.
-        resume: go on with an interrupted run of the same plan.
+        resume: go on with an interrupted run of the same plan, where its process is known to be dead.
+        resume_from: go on with this staging directory (`.<output>.shardkit-...`), of another host's run, say.
         digest: "crc32" or "none".
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
@@ -222,6 +130,11 @@ def consolidate(
     moving = execute_options(jobs, max_memory, digests=digest != "none")
     if base_revision is not None and base is None:
         raise UsageError("--base-revision is about --base, which is not there")
+    if sha256 and not manifest and manifest_file is None:
+        raise UsageError(
+            "--sha256 is recorded in a manifest, and none is to be written",
+            hint="add --manifest, or --manifest-file FILE",
+        )
     _check_push(push_to_hub, private=private, branch=branch)
     given = os.fspath(checkpoint)
     output = None if output is None else os.fspath(output)
@@ -231,6 +144,11 @@ def consolidate(
         path = check_destination(
             output or default_output(resolved.path), resolved.path, overwrite=overwrite, why_not=is_hub_model
         )
+        sidecar = (
+            check_sidecar(os.fspath(manifest_file), overwrite=overwrite, outside=[path, resolved.path])
+            if manifest_file is not None
+            else None
+        )
         opened = open_checkpoint(resolved.path)
     found = open_base(base, revision=base_revision) if base is not None else find_base(opened)
     job = build_job(opened, found, options)
@@ -239,19 +157,32 @@ def consolidate(
     result = _describe(
         job, given, resolved, path, moving, dry_run=dry_run, checked=check and opened.check is not None
     )
-    check_space(path, job.plan.written_bytes + sum(asset.nbytes for asset in job.assets))
+    if resume_from is not None:
+        resume_from = check_resume_from(os.fspath(resume_from), path, job.plan_hash, resume=resume)
+    needed = job.plan.written_bytes + sum(asset.nbytes for asset in job.assets)
+    check_space(path, needed, resume_from=resume_from)
+    written: list[bytes] = []
     if not dry_run:
         resumed = run_job(
             job,
             path,
             moving,
             progress,
-            describe=partial(Descriptions, job),
+            describe=partial(
+                Descriptions,
+                job,
+                sha256=sha256,
+                on_manifest=written.append if sidecar is not None else None,
+            ),
             label="consolidate",
             overwrite=overwrite,
             resume=resume,
+            resume_from=resume_from,
+            why_not=is_hub_model,
         )
         result = replace(result, resumed_files=resumed)
+        if sidecar is not None:
+            write_sidecar(sidecar, written[-1], overwrite=overwrite)
         if push_to_hub is not None:
             from shardkit.formats.hub_push import push
 
@@ -356,6 +287,7 @@ def _describe(
         weights=job.options.weights,
         root=selection.root,
         stripped=tuple((rule.text, rule.num_names) for rule in selection.stripped),
+        renamed=tuple((rule.old, rule.new, rule.num_names) for rule in selection.renamed),
         skipped=_skipped(job),
         candidates=selection.candidates,
         base=job.base.label if job.base else None,

@@ -11,6 +11,7 @@ from typing import Any
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
 from shardkit.errors import SourceError, UsageError
+from shardkit.formats.inside import locate
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.strict import parse_object, read_small
 from shardkit.keys.peft import PeftNames, classify_peft
@@ -130,9 +131,9 @@ def _find_settings(checkpoint: Checkpoint, base: Base | None, given: str | None)
     directories += [*checkpoint.assets, checkpoint.catalog.directory, checkpoint.path]
     for name in (ADAPTER_CONFIG, _VERL_META):
         for directory in directories:
-            path = os.path.join(directory, name)
-            if os.path.isfile(path):
-                return Settings(values=_read(path), is_whole=name == ADAPTER_CONFIG, origin=name)
+            if os.path.isfile(os.path.join(directory, name)):
+                values = _read(locate(directory, name))
+                return Settings(values=values, is_whole=name == ADAPTER_CONFIG, origin=name)
     return None
 
 

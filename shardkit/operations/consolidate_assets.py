@@ -14,7 +14,7 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.formats.hub_assets import CONFIG, GENERATION_CONFIG
 from shardkit.formats.safetensors_images import OutputTensor
-from shardkit.formats.strict import read_small
+from shardkit.formats.strict import parse_integer, read_small
 from shardkit.operations.consolidate_base import ADAPTER_CONFIG, Base
 
 _MAX_BYTES = 256 << 20
@@ -131,7 +131,7 @@ def _untie(config: dict[str, object]) -> None:
 def _generation_config(name: str, path: str) -> Asset:
     data = read_small(path, name, _MAX_BYTES)
     try:
-        config = json.loads(data)
+        config = json.loads(data, parse_int=parse_integer)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{name}: not valid JSON: {escape(str(error))}") from None
     if isinstance(config, dict) and config.get("use_cache") is False:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shardkit import manifest
 from shardkit._version import __version__
 from shardkit.core.text import count, escape
-from shardkit.errors import IntegrityError, ShardkitError
+from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.formats.hub import HubModel, open_weights
 from shardkit.formats.hub_files import select_file, select_weights
 from shardkit.operations.consolidate_job import ConsolidateJob
+from shardkit.operations.file_bytes import sha256_of
 from shardkit.transfer import storage
 from shardkit.transfer.digest import combine, crc32
 from shardkit.transfer.execute import FileDigest
@@ -24,10 +25,22 @@ class Descriptions:
     Args:
         job: what is being written.
         directory: where; the weights lie there too.
+        sha256: take it of every file for the manifest; of the weights when they are finished, by reading them once
+            more.
+        on_manifest: gets the manifest, which is to lie elsewhere.
     """
 
-    def __init__(self, job: ConsolidateJob, directory: str) -> None:
-        self._job, self._directory = job, directory
+    def __init__(
+        self,
+        job: ConsolidateJob,
+        directory: str,
+        *,
+        sha256: bool = False,
+        on_manifest: Callable[[bytes], None] | None = None,
+    ) -> None:
+        self._job, self._directory, self._on_manifest = job, directory, on_manifest
+        self._sha256 = sha256
+        self._hashes: dict[str, str] = {}
 
     def __enter__(self) -> Descriptions:
         return self
@@ -40,6 +53,9 @@ class Descriptions:
         for image in self._job.output:
             if image.name == digest.name and not image.tensors:
                 self._write_synced(image.name, image.header)
+        if self._sha256:
+            path = os.path.join(self._directory, digest.name)
+            self._hashes[digest.name] = sha256_of(path, digest.name)
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Write the rest, the index last, and check that what is there is what was decided.
@@ -52,16 +68,29 @@ class Descriptions:
             IntegrityError: it is not.
             SourceError, ResourceError: a file beside the weights cannot be read or written.
         """
+        others = []
         for asset in self._job.assets:
-            self._write_synced(asset.name, asset.read())
-        if self._job.options.manifest:
-            self._write_synced(manifest.NAME, manifest.dump(self._manifest(digests)))
+            others.append(self._write_listed(asset.name, asset.read()))
         index = self._job.output.index()
+        if index is not None:
+            others.append(self._entry(self._job.output.index_name, index))
+        if self._job.options.manifest or self._on_manifest is not None:
+            self._write_manifest(digests, others)
         if index is not None:
             self._write_synced(self._job.output.index_name, index)
         check_output(self._job, self._directory)
 
-    def _manifest(self, digests: Mapping[str, FileDigest]) -> dict[str, Any]:
+    def _write_manifest(self, digests: Mapping[str, FileDigest], others: list[dict[str, Any]]) -> None:
+        if self._sha256:
+            for name in digests.keys() - self._hashes.keys():  # of an interrupted run
+                self._hashes[name] = sha256_of(os.path.join(self._directory, name), name)
+        data = manifest.dump(self._manifest(digests, others))
+        if self._job.options.manifest:
+            self._write_synced(manifest.NAME, data)
+        if self._on_manifest is not None:
+            self._on_manifest(data)
+
+    def _manifest(self, digests: Mapping[str, FileDigest], others: list[dict[str, Any]]) -> dict[str, Any]:
         described = self._job.describe()
         if self._job.options.digest != "none":
             for fqn, crc in self._tensor_crcs(digests).items():
@@ -72,13 +101,15 @@ class Descriptions:
             "tool": {"name": "shardkit", "version": __version__},
             **described,
             "files": [
-                {
-                    "name": image.name,
-                    "size": image.size,
-                    "crc32": digests[image.name].crc32 if image.tensors else crc32(image.header),
-                }
+                manifest.file_entry(
+                    image.name,
+                    image.size,
+                    digests[image.name].crc32 if image.tensors else int(crc32(image.header)),
+                    self._hashes.get(image.name),
+                )
                 for image in self._job.output
             ],
+            "others": others,
         }
 
     def _tensor_crcs(self, digests: Mapping[str, FileDigest]) -> dict[str, int]:
@@ -91,6 +122,14 @@ class Descriptions:
                 found[tensor.fqn] = combine([(next(crcs), hole.nbytes) for _, hole in holes])
         return found
 
+    def _write_listed(self, name: str, data: bytes) -> dict[str, Any]:
+        """Write a file; return what the manifest says of it."""
+        self._write_synced(name, data)
+        return self._entry(name, data)
+
+    def _entry(self, name: str, data: bytes) -> dict[str, Any]:
+        return manifest.entry_of(name, data, digest=self._job.options.digest != "none", sha256=self._sha256)
+
     def _write_synced(self, name: str, data: bytes) -> None:
         path = os.path.join(self._directory, name)
         storage.make_directories(os.path.dirname(path))
@@ -102,9 +141,12 @@ def check_output(job: ConsolidateJob, directory: str) -> None:
 
     Raises:
         IntegrityError: with every tensor that is missing, there twice or otherwise than decided.
+        ResourceError: it cannot be read.
     """
     try:
         model = _open(job, directory)
+    except ResourceError:  # the disk, not what is on it
+        raise
     except ShardkitError as error:
         raise IntegrityError(
             f"what was written cannot be opened: {error.message}", problems=error.problems

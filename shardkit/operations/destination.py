@@ -10,9 +10,9 @@ from collections.abc import Callable
 from shardkit import manifest
 from shardkit.core.text import escape, listed
 from shardkit.core.units import format_size
-from shardkit.errors import ResourceError, UsageError
+from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.formats.hub_assets import is_asset, is_asset_folder
-from shardkit.transfer.staging import reclaimable_bytes
+from shardkit.transfer.staging import reclaimable_bytes, recover
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -29,10 +29,20 @@ def is_sharded_checkpoint(path: str) -> str | None:
     """Let only a directory with the manifest or `.metadata` in it be replaced, or a trainer's with ours in its folders."""
     if is_hub_model(path) is None:  # with a manifest of its own, perhaps
         return "holds a Hub model"
-    has_marker = any(os.path.isfile(os.path.join(path, name)) for name in (manifest.NAME, _METADATA))
-    if has_marker or _is_resharded(path):
+    if os.path.isfile(os.path.join(path, _METADATA)) or _has_manifest(path) or _is_resharded(path):
         return None
     return "is not a sharded checkpoint (--overwrite replaces only a directory with shardkit.json or .metadata in it)"
+
+
+def _has_manifest(path: str) -> bool:
+    """True for the manifest of what shardkit wrote, a damaged one too; one that lists somebody's files says nothing."""
+    if not os.path.isfile(os.path.join(path, manifest.NAME)):
+        return False
+    try:
+        content = manifest.read(path)
+    except ShardkitError:
+        return True
+    return content is not None and content.get("kind") != manifest.KIND_FILES
 
 
 def _is_resharded(path: str) -> bool:
@@ -75,6 +85,9 @@ def check_destination(
 ) -> str:
     """Return the absolute path of a destination that may be written.
 
+    What a run that was killed moved aside and did not replace is put back first, as nothing tells better that
+    the destination exists.
+
     Args:
         output: as the user gave it.
         source: directory that is read, or None for one in a cache of its own.
@@ -93,8 +106,9 @@ def check_destination(
         _check_apart(path, os.path.realpath(source), shown)
     if os.path.islink(path):
         raise UsageError(f"{shown} is a symbolic link", hint="give the directory's own path")
+    recover(path)
     if os.path.lexists(path):
-        _check_replaceable(path, shown, overwrite, why_not)
+        check_replaceable(path, shown, overwrite=overwrite, why_not=why_not)
     parent = os.path.dirname(path)
     if len(os.fsencode(os.path.basename(path))) > _MAX_NAME_BYTES:
         raise UsageError(f"the name {shown} is longer than {_MAX_NAME_BYTES} bytes")
@@ -114,9 +128,22 @@ def _check_apart(path: str, source: str, shown: str) -> None:
         )
 
 
-def _check_replaceable(path: str, shown: str, overwrite: bool, why_not: Replaceable) -> None:
+def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replaceable) -> None:
+    """Refuse to replace what is there, unless it is an empty directory or an output of the same kind.
+
+    Args:
+        path: of something that exists.
+        shown: how to call it, safe to print.
+        overwrite: an existing output may be replaced.
+        why_not: tells an output of the same kind from anything else.
+
+    Raises:
+        UsageError: with the reason.
+    """
     if not overwrite:
-        raise UsageError(f"{shown} exists", hint="choose another name, or pass --overwrite to replace it")
+        raise UsageError(
+            f"{shown} exists", hint="choose another name, or replace it: --overwrite (overwrite=True)"
+        )
     if not os.path.isdir(path):
         raise UsageError(f"{shown} exists and is not a directory: it is not replaced")
     reason = why_not(path) if os.listdir(path) else None
@@ -132,13 +159,18 @@ def free_bytes(path: str) -> int:
     return shutil.disk_usage(os.path.dirname(path)).free
 
 
-def check_space(path: str, needed_bytes: int) -> None:
+def check_space(path: str, needed_bytes: int, *, resume_from: str | None = None) -> None:
     """Refuse to begin what cannot end. What dead runs left beside `path` counts as free.
+
+    Args:
+        path: absolute.
+        needed_bytes: of everything that is to be written.
+        resume_from: a staging directory that is resumed from; it counts as free too.
 
     Raises:
         ResourceError: with needed and free bytes.
     """
-    free = free_bytes(path) + reclaimable_bytes(path)
+    free = free_bytes(path) + reclaimable_bytes(path, resume_from)
     if needed_bytes > free:
         raise ResourceError(
             f"No space left for {escape(path)}: {format_size(needed_bytes)} ({needed_bytes} bytes) are needed, "

@@ -11,12 +11,13 @@ from typing import Any
 
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.units import KIB, MIB
-from shardkit.formats.hub import HubModel, is_snapshot
+from shardkit.formats.hub import HubModel
+from shardkit.formats.inside import is_snapshot
 from shardkit.formats.source import open_source
 from shardkit.operations.destination import check_destination, check_space, free_bytes
 from shardkit.operations.preshard_describe import Descriptions
 from shardkit.operations.preshard_job import PreshardJob, build_job
-from shardkit.operations.run import execute_options, run_job
+from shardkit.operations.run import check_resume_from, execute_options, run_job
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
 from shardkit.transfer.reflink import BLOCK, can_share_extents, nearest_existing
@@ -90,7 +91,9 @@ def preshard(
     overwrite: bool = False,
     dry_run: bool = False,
     resume: bool = True,
+    resume_from: str | os.PathLike[str] | None = None,
     digest: str = "crc32",
+    sha256: bool = False,
     jobs: int = 2,
     max_memory: str | int = 256 * MIB,
     trust_remote_code: bool = False,
@@ -111,8 +114,10 @@ def preshard(
         overwrite: replace an existing checkpoint, whole and in one step.
         dry_run: decide and check everything, and write nothing. Of a repo's safetensors files that are not in
             the cache only the headers are read.
-        resume: go on with an interrupted run of the same plan.
+        resume: go on with an interrupted run of the same plan, where its process is known to be dead.
+        resume_from: go on with this staging directory (`.<output>.shardkit-...`), of another host's run, say.
         digest: "crc32" or "none".
+        sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         trust_remote_code: the model's own code may run while its layout is traced.
@@ -141,17 +146,20 @@ def preshard(
     options = replace(options, share_extents=shares)
     result = _describe(job, source, path, options, dry_run=dry_run)
     result = replace(result, shares_extents=shares and shared > job.plan.written_bytes // 2)
-    _check_room(job, path, shared_bytes=shared if shares else 0)
+    if resume_from is not None:
+        resume_from = check_resume_from(os.fspath(resume_from), path, job.plan_hash, resume=resume)
+    _check_room(job, path, shared_bytes=shared if shares else 0, resume_from=resume_from)
     if not dry_run:
         resumed = run_job(
             job,
             path,
             options,
             progress,
-            describe=partial(Descriptions, job),
+            describe=partial(Descriptions, job, sha256=sha256),
             label="preshard",
             overwrite=overwrite,
             resume=resume,
+            resume_from=resume_from,
         )
         result = replace(result, resumed_files=resumed)
     return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
@@ -168,14 +176,14 @@ def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
     )
 
 
-def _check_room(job: PreshardJob, path: str, *, shared_bytes: int) -> None:
+def _check_room(job: PreshardJob, path: str, *, shared_bytes: int, resume_from: str | None) -> None:
     """Refuse to begin what cannot end, or to promise it where the source must be downloaded first."""
     needed, cache = _needed_bytes(job, shared_bytes), nearest_existing(job.model.directory)
     if job.model.download_bytes and os.stat(cache).st_dev != os.stat(os.path.dirname(path)).st_dev:
         check_space(os.path.join(cache, job.model.label), job.model.download_bytes)
     elif job.model.download_bytes:
         needed += job.model.download_bytes
-    check_space(path, needed)
+    check_space(path, needed, resume_from=resume_from)
 
 
 def _needed_bytes(job: PreshardJob, shared_bytes: int) -> int:

@@ -7,7 +7,7 @@ file's digests alone; so both are written while other files are still on their w
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,8 +18,9 @@ from shardkit.formats import chunk_list
 from shardkit.formats.dcp_images import DcpImage, RecordKind
 from shardkit.formats.dcp_metadata_writer import write_metadata
 from shardkit.operations.dcp_output import DcpOutput
+from shardkit.operations.file_bytes import sha256_of
 from shardkit.transfer import storage
-from shardkit.transfer.digest import combine, crc32
+from shardkit.transfer.digest import combine
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
 from shardkit.transfer.stream import read_back
 
@@ -33,13 +34,17 @@ class Descriptions:
     Args:
         job: what is being written.
         directory: where; the shard files lie there too.
+        sha256: take it of every file; of the shard files when they are finished, by reading them once more.
     """
 
-    def __init__(self, job: DcpOutput, directory: str) -> None:
-        self._job, self._directory = job, directory
+    def __init__(self, job: DcpOutput, directory: str, *, sha256: bool = False) -> None:
+        self._job, self._directory, self._sha256 = job, directory, sha256
         self._images = {image.name: image for image in job.output}
         self._line_makers = [self._lines_of(kind) for kind in job.output.kinds]
         self._lists: dict[str, dict[str, Any]] = {}
+        self._hashes: dict[str, str] = {}
+        self.manifest = b""
+        """What was written as the manifest."""
         self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-describe")
         self._metadata = self._pool.submit(self._write_metadata)
 
@@ -55,7 +60,9 @@ class Descriptions:
         data = chunk_list.dump(image.name, image.size, self._job.aliases, self._lines(image, digest))
         name = chunk_list.name_for(image.name)
         self._write_synced(name, data)
-        self._lists[image.name] = {"name": name, "size": len(data), "crc32": crc32(data)}
+        if self._sha256:
+            self._hashes[image.name] = sha256_of(os.path.join(self._directory, image.name), image.name)
+        self._lists[image.name] = manifest.entry_of(name, data, digest=True, sha256=self._sha256)
 
     def _lines_of(self, kind: RecordKind) -> chunk_list.Lines | None:
         """Return what makes the lines of such records; byte entries have none."""
@@ -74,12 +81,19 @@ class Descriptions:
             if (maker := makers[kind]) is not None
         ]
 
-    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
+    def finish(
+        self,
+        digests: Mapping[str, FileDigest],
+        scattered: Mapping[str, int],
+        *,
+        others: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Write the manifest, then let `.metadata` appear, which makes the directory a checkpoint.
 
         Args:
             digests: of every file, those of an interrupted run included.
             scattered: CRC-32 of every scattered tensor, by its source name.
+            others: what the manifest says of files that lie beside.
         """
         list(
             self._pool.map(
@@ -96,14 +110,16 @@ class Descriptions:
             "source": self._job.identity,
             **described,
             "files": [self._file_entry(digests[name]) for name in self._images],
+            **({"others": list(others)} if others else {}),
             "metadata": self._metadata.result(),
         }
-        self._write_synced(manifest.NAME, manifest.dump(content))
+        self.manifest = manifest.dump(content)
+        self._write_synced(manifest.NAME, self.manifest)
         storage.rename(os.path.join(self._directory, _PART), os.path.join(self._directory, METADATA))
 
     def _file_entry(self, digest: FileDigest) -> dict[str, Any]:
-        lists = self._lists[digest.name]
-        return {"name": digest.name, "size": digest.size, "crc32": digest.crc32, "chunks": lists}
+        entry = manifest.file_entry(digest.name, digest.size, digest.crc32, self._hashes.get(digest.name))
+        return {**entry, "chunks": self._lists[digest.name]}
 
     def _tensor_crcs(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> dict[str, int]:
         """Return the CRC-32 of every tensor's logical bytes.
@@ -136,7 +152,8 @@ class Descriptions:
             stream.flush()
             size = os.fstat(fd).st_size
             crc = read_back(fd, 0, size, bytearray(1 << 20))
-        return {"name": METADATA, "size": size, "crc32": crc}
+        sha256 = sha256_of(path, METADATA) if self._sha256 else None
+        return manifest.file_entry(METADATA, size, crc, sha256)
 
     def _write_synced(self, name: str, data: bytes) -> None:
         storage.write_file(os.path.join(self._directory, name), data)

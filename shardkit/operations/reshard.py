@@ -17,7 +17,7 @@ from shardkit.operations.reshard_describe import ReshardDescriptions
 from shardkit.operations.reshard_job import ReshardJob, build_job
 from shardkit.operations.reshard_parts import take_apart
 from shardkit.operations.resolve import resolve_checkpoint
-from shardkit.operations.run import execute_options, run_job
+from shardkit.operations.run import check_resume_from, execute_options, run_job
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
 
@@ -43,7 +43,7 @@ class ReshardResult:
     """Of the model and of everything else that is not the optimizer's."""
     num_optimizer_tensors: int
     num_objects: int
-    """Byte entries, carried over unread."""
+    """Byte entries: those of DCP carried over unread, those of other forms plain settings."""
     num_files: int
     read_bytes: int
     written_bytes: int
@@ -80,7 +80,9 @@ def reshard(
     overwrite: bool = False,
     dry_run: bool = False,
     resume: bool = True,
+    resume_from: str | os.PathLike[str] | None = None,
     digest: str = "crc32",
+    sha256: bool = False,
     jobs: int = 2,
     max_memory: str | int = 256 * MIB,
     progress: Progress | None = None,
@@ -96,8 +98,10 @@ def reshard(
         optimizer_dtype: the same for the optimizer's state.
         overwrite: replace an existing checkpoint, whole and in one step.
         dry_run: decide and check everything, and write nothing.
-        resume: go on with an interrupted run of the same plan.
+        resume: go on with an interrupted run of the same plan, where its process is known to be dead.
+        resume_from: go on with this staging directory (`.<output>.shardkit-...`), of another host's run, say.
         digest: "crc32" or "none".
+        sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         progress: told of the bytes as they move.
@@ -127,17 +131,21 @@ def reshard(
     result = replace(result, notes=(*taken, *result.notes))
     chunks = sum(len(part.output.catalog.chunks) for part in job.folders.values())
     copied = sum(file.stamp.size for file in parts.files)
-    check_space(path, job.plan.written_bytes + chunks * _DESCRIPTION_BYTES + copied)
+    if resume_from is not None:
+        resume_from = check_resume_from(os.fspath(resume_from), path, job.plan_hash, resume=resume)
+    needed = job.plan.written_bytes + chunks * _DESCRIPTION_BYTES + copied
+    check_space(path, needed, resume_from=resume_from)
     if not dry_run:
         resumed = run_job(
             job,
             path,
             options,
             progress,
-            describe=partial(ReshardDescriptions, resolved.path, job),
+            describe=partial(ReshardDescriptions, resolved.path, job, sha256=sha256),
             label="reshard",
             overwrite=overwrite,
             resume=resume,
+            resume_from=resume_from,
         )
         result = replace(result, resumed_files=resumed)
     return replace(result, elapsed_s=round(time.monotonic() - begun, 3))

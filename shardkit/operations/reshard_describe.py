@@ -6,9 +6,12 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from shardkit import manifest
+from shardkit._version import __version__
 from shardkit.operations.preshard_describe import Descriptions
-from shardkit.operations.reshard_files import copy_file
+from shardkit.operations.reshard_files import BesideFile, copy_file
 from shardkit.operations.reshard_job import ReshardJob
 from shardkit.transfer import storage
 from shardkit.transfer.execute import FileDigest
@@ -21,16 +24,18 @@ class ReshardDescriptions:
         source: the checkpoint that siblings are copied from.
         job: what is being written.
         directory: where.
+        sha256: take it of every file.
     """
 
-    def __init__(self, source: str, job: ReshardJob, directory: str) -> None:
-        self._source, self._job, self._directory = source, job, directory
+    def __init__(self, source: str, job: ReshardJob, directory: str, *, sha256: bool = False) -> None:
+        self._source, self._job, self._directory, self._sha256 = source, job, directory, sha256
+        self._has_digests = any(part.digest != "none" for part in job.folders.values())
         self._stack = contextlib.ExitStack()
         self._of: dict[str, Descriptions] = {}
         for folder, part in job.folders.items():
             place = os.path.join(directory, folder)
             storage.make_directories(place)
-            self._of[folder] = self._stack.enter_context(Descriptions(part, place))
+            self._of[folder] = self._stack.enter_context(Descriptions(part, place, sha256=sha256))
 
     def __enter__(self) -> ReshardDescriptions:
         return self
@@ -47,12 +52,38 @@ class ReshardDescriptions:
         """Copy what lies beside, then let each folder become a checkpoint."""
         for name in self._job.parts.empty:
             storage.make_directories(os.path.join(self._directory, name))
-        for file in self._job.parts.files:
-            copy_file(self._source, file, self._directory)
+        copied = [self._copy(file) for file in self._job.parts.files]
         for folder, descriptions in self._of.items():
             own = {
                 os.path.basename(name): replace(digest, name=os.path.basename(name))
                 for name, digest in digests.items()
                 if os.path.dirname(name) == folder
             }
-            descriptions.finish(own, scattered)
+            descriptions.finish(own, scattered, others=() if folder else copied)
+        if "" not in self._of:
+            self._write_manifest(copied)
+
+    def _copy(self, file: BesideFile) -> dict[str, Any]:
+        """Copy a file; return what the manifest says of it."""
+        crc, sha256 = copy_file(
+            self._source, file, self._directory, digest=self._has_digests, sha256=self._sha256
+        )
+        return manifest.file_entry(file.name, file.stamp.size, crc, sha256)
+
+    def _write_manifest(self, copied: list[dict[str, Any]]) -> None:
+        """Write the manifest of the whole: the files beside the folders, and the manifests of those."""
+        own = [
+            manifest.entry_of(
+                os.path.join(folder, manifest.NAME), each.manifest, digest=True, sha256=self._sha256
+            )
+            for folder, each in self._of.items()
+        ]
+        content = {
+            "format": manifest.FORMAT,
+            "kind": manifest.KIND_FILES,
+            "tool": {"name": "shardkit", "version": __version__},
+            "folders": list(self._of),
+            "files": sorted((*copied, *own), key=lambda entry: str(entry["name"])),
+            "unlisted": [],
+        }
+        storage.write_file(os.path.join(self._directory, manifest.NAME), manifest.dump(content))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import stat
@@ -17,10 +18,12 @@ from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.formats.dcp import is_dcp
 from shardkit.formats.strict import open_regular, read_exactly, stamp_of
 from shardkit.transfer import storage
+from shardkit.transfer.digest import crc32, crc32_combine, zeros
 
 _MAX_FILES = 20_000
 _OWN = re.compile(r"(__\d+)?\.metadata|.*\.distcp|__\d+_\d+\.chunks\.json|" + re.escape(manifest.NAME))
 _BLOCK_BYTES = 1 << 20
+_ZEROS = memoryview(bytes(_BLOCK_BYTES))
 
 
 class BesideFile(NamedTuple):
@@ -78,7 +81,8 @@ def survey(path: str) -> Survey:
             os.path.join(folder, name) for name in directories if os.path.islink(os.path.join(here, name))
         ]
         for name in sorted(names):
-            if not (folder in found.folders[-1:] and _OWN.fullmatch(name)):
+            is_own = folder in found.folders[-1:] and _OWN.fullmatch(name)
+            if not is_own and os.path.join(folder, name) != manifest.NAME:  # which would be of the old files
                 _add(found, os.path.join(here, name), os.path.join(folder, name))
     found.files.sort()
     found.links.sort()
@@ -135,14 +139,51 @@ def _add(found: Survey, path: str, name: str) -> None:
         found.special.append(name)
 
 
-def copy_file(source: str, file: BesideFile, directory: str) -> None:
+class _Hashes:
+    """Digests of a file, taken front to back while it is copied."""
+
+    def __init__(self, *, digest: bool, sha256: bool) -> None:
+        self.crc: int | None = 0 if digest else None
+        self._hash = hashlib.sha256() if sha256 else None
+
+    def add(self, data: memoryview) -> None:
+        if self.crc is not None:
+            self.crc = crc32(data, self.crc)
+        if self._hash is not None:
+            self._hash.update(data)
+
+    def add_hole(self, nbytes: int) -> None:
+        if self.crc is not None:
+            self.crc = crc32_combine(self.crc, zeros(nbytes), nbytes)
+        for at in range(0, nbytes, _BLOCK_BYTES) if self._hash is not None else ():
+            assert self._hash is not None
+            self._hash.update(_ZEROS[: nbytes - at])
+
+    @property
+    def sha256(self) -> str | None:
+        return self._hash.hexdigest() if self._hash is not None else None
+
+
+def copy_file(
+    source: str, file: BesideFile, directory: str, *, digest: bool = False, sha256: bool = False
+) -> tuple[int | None, str | None]:
     """Copy a file from one directory into another, its holes as holes; whoever may execute it still may.
+
+    Args:
+        source: the directory that it lies in.
+        file: relative to that.
+        directory: where it goes, under the same name.
+        digest: take its CRC-32 on the way.
+        sha256: take that too.
+
+    Returns:
+        CRC-32, and sha256 in hex; None for what was not taken.
 
     Raises:
         IntegrityError: it is not the file that was looked at, or changed meanwhile.
         ResourceError: it cannot be read or written.
     """
-    target = os.path.join(directory, file.name)
+    target, hashes = os.path.join(directory, file.name), _Hashes(digest=digest, sha256=sha256)
     try:
         storage.make_directories(os.path.dirname(target))
         with open_regular(os.path.join(source, file.name), file.name, follow=False) as (fd, _):
@@ -151,7 +192,7 @@ def copy_file(source: str, file: BesideFile, directory: str) -> None:
             try:
                 is_same = stamp_of(fd) == file.stamp
                 if is_same:
-                    _copy_data(fd, out, file)
+                    _copy_data(fd, out, file, hashes)
                 if not is_same or stamp_of(fd) != file.stamp:
                     raise _changed(file.name)
                 storage.fsync(out)
@@ -161,6 +202,7 @@ def copy_file(source: str, file: BesideFile, directory: str) -> None:
         raise ResourceError(f"cannot copy {escape(file.name)}: {error.strerror}") from error
     except SourceError as error:
         raise error if isinstance(error, IntegrityError) else _changed(file.name) from None
+    return hashes.crc, hashes.sha256
 
 
 def _changed(name: str) -> IntegrityError:
@@ -170,14 +212,19 @@ def _changed(name: str) -> IntegrityError:
     )
 
 
-def _copy_data(fd: int, out: int, file: BesideFile) -> None:
+def _copy_data(fd: int, out: int, file: BesideFile, hashes: _Hashes) -> None:
     storage.ftruncate(out, file.stamp.size)
+    end = 0
     for start, stop in _data_ranges(fd, file.stamp.size):
+        hashes.add_hole(start - end)
         for at in range(start, stop, _BLOCK_BYTES):
             data = memoryview(read_exactly(fd, at, min(_BLOCK_BYTES, stop - at), file.name))
+            hashes.add(data)
             done = 0
             while done < len(data):
                 done += storage.pwrite(out, data[done:], at + done)
+        end = stop
+    hashes.add_hole(file.stamp.size - end)
 
 
 def _data_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:

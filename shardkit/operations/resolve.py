@@ -16,11 +16,11 @@ from typing import Any
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.formats.dcp import is_dcp
+from shardkit.formats.inside import read_inside
 from shardkit.formats.sharded.accelerate import model_directories
 from shardkit.formats.sharded.detect import directory_of, layout_of, open_checkpoint
 from shardkit.formats.sharded.nearby import listing
 from shardkit.formats.sharded.trainers import find_structure
-from shardkit.formats.strict import read_small
 from shardkit.operations.resolve_order import (
     BEYOND,
     EPOCH,
@@ -352,7 +352,7 @@ def _tracked(directory: str) -> tuple[str, str] | None:
     """Return (tracker file, what it says) of a directory, None where it has none."""
     for tracker in TRACKERS:
         try:
-            data = read_small(os.path.join(directory, tracker), tracker, _MAX_TRACKER)
+            data = read_inside(directory, tracker, _MAX_TRACKER)
         except ShardkitError:  # none, or something else under that name, such as a link to a checkpoint
             continue
         text = data.decode("utf-8", "replace").strip()

@@ -12,13 +12,14 @@ from typing import Protocol
 from shardkit.core.text import escape
 from shardkit.core.units import KIB, MIB, parse_size
 from shardkit.errors import Interrupted, ResourceError, UsageError
+from shardkit.operations.destination import Replaceable, check_replaceable, is_sharded_checkpoint
 from shardkit.transfer import storage
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.images import ImageSet
 from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
 from shardkit.transfer.plan import TransferPlan
 from shardkit.transfer.progress import Progress
-from shardkit.transfer.staging import Staging, abandoned, journal_of, remove_abandoned
+from shardkit.transfer.staging import Staging, abandoned, journal_of, named, remove_abandoned
 
 _MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB
 
@@ -106,6 +107,8 @@ def run_job(
     label: str,
     overwrite: bool,
     resume: bool,
+    resume_from: str | None = None,
+    why_not: Replaceable = is_sharded_checkpoint,
 ) -> int:
     """Write a job's output to `path`; return how many files an interrupted run had finished.
 
@@ -114,23 +117,32 @@ def run_job(
     Args:
         describe: what is to lie beside the images.
         label: how the progress is called.
+        resume: go on with what a dead run of this very plan left.
+        resume_from: go on with this staging directory, whose owner is not known to be alive (`check_resume_from`).
+        why_not: tells an output that may be replaced from what somebody put there during the run.
 
     Raises:
         Interrupted: after a signal.
         IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises.
+        UsageError: something else is at `path` by now, or `resume_from` is not what can be resumed.
     """
     plan_hash, staging, num_finished = job.plan_hash, None, 0
     try:
-        staging = (_adopted(path, plan_hash) if resume else None) or Staging.create(path)
+        if resume_from is not None:
+            staging = _taken_over(path, check_resume_from(resume_from, path, plan_hash))
+        else:
+            staging = (_adopted(path, plan_hash) if resume else None) or Staging.create(path)
         remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
         progress.start(job.plan.hole_bytes, label)
         finished = _finished(job, staging, progress)
         num_finished = len(finished)
         _write(job, staging, plan_hash, options, progress, finished, describe)
+        if overwrite and os.path.lexists(path):
+            check_replaceable(path, escape(path), overwrite=True, why_not=why_not)
         staging.commit(overwrite=overwrite)
     except KeyboardInterrupt as interrupt:
         if staging is not None and staging.is_committed:
-            staging.discard()
+            staging.complete()
         else:
             if staging is not None:
                 staging.release()
@@ -140,12 +152,46 @@ def run_job(
                 hint="run the same command again to resume",
             ) from interrupt
     except BaseException:
-        if staging is not None:
+        if staging is not None and staging.is_committed:
+            staging.release()  # what was replaced stays until it is known that the new one is on the disk
+        elif staging is not None:
             staging.discard()
         raise
     finally:
         progress.finish()
     return num_finished
+
+
+def check_resume_from(resume_from: str, path: str, plan_hash: str, *, resume: bool = True) -> str:
+    """Return the absolute path of a staging directory that a person chose to resume from.
+
+    Args:
+        resume_from: as given.
+        path: the destination, absolute.
+        plan_hash: of what is to be done now.
+        resume: False where one asked to begin anew.
+
+    Raises:
+        UsageError: it is none of `path`, its run is under way, or was another job's.
+    """
+    if not resume:
+        raise UsageError("--resume-from and --no-resume exclude each other")
+    found = named(path, resume_from)
+    if read_plan_hash(journal_of(found)) != plan_hash:
+        raise UsageError(
+            f"{escape(resume_from)} was left by another job: its source, options or version of shardkit differ",
+            hint="give what was given then, or begin anew without --resume-from",
+        )
+    return found
+
+
+def _taken_over(path: str, leftover: str) -> Staging:
+    staging = Staging.adopt(path, leftover)
+    if staging is None:
+        raise ResourceError(
+            f"cannot take over {escape(leftover)}", hint="another run may have, or you may not write to it"
+        )
+    return staging
 
 
 def _adopted(path: str, plan_hash: str) -> Staging | None:
@@ -170,6 +216,9 @@ def _finished(job: Job, staging: Staging, progress: Progress) -> dict[str, FileD
             progress.advance(job.output.data_nbytes[number])
     with translated(staging.data):
         _remove_others(staging.data, finished)
+        # A file is made anew under the same name and vouched for in the journal: after a power loss the name must
+        # not stand for the half-written one of before.
+        storage.sync_directories(staging.data)
     return finished
 
 
@@ -200,7 +249,7 @@ def _write(
     """Move the bytes, and describe them beside."""
     with (
         translated(staging.path),
-        contextlib.closing(Journal(staging.journal, plan_hash)) as journal,
+        contextlib.closing(Journal(staging.journal, plan_hash, staging.data)) as journal,
         describe(staging.data) as descriptions,
     ):
 

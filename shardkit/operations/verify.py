@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
-from typing import NoReturn
+from functools import partial
 
-from shardkit import manifest
-from shardkit.core.text import count, escape
+from shardkit.core.text import count
 from shardkit.core.units import parse_size
-from shardkit.errors import ResourceError, SourceError, UsageError
-from shardkit.formats.dcp import is_dcp, remembered
+from shardkit.errors import UsageError
+from shardkit.formats.dcp import remembered
 from shardkit.formats.sharded.checkpoint import Checkpoint
-from shardkit.formats.sharded.detect import directory_of, layout_of, open_checkpoint
-from shardkit.operations.verify_bytes import FileBytes, check_some, check_whole, choose, files_of_manifest
-from shardkit.operations.verify_dcp import verify_dcp
-from shardkit.operations.verify_manifest import METADATA, Described, read_manifest
-from shardkit.operations.verify_other import Other, verify_hub
+from shardkit.operations.file_bytes import FileBytes
+from shardkit.operations.in_threads import check_jobs, in_threads
+from shardkit.operations.verify_bytes import check_some, check_whole, choose
 from shardkit.operations.verify_result import Level, Report, VerifyResult
+from shardkit.operations.verify_structure import check_structure
 from shardkit.transfer.progress import NoProgress, Progress
-
-_REMAINS = ("*.distcp", "__*.chunks.json", "*.safetensors", "*.safetensors.index.json", manifest.NAME)
-_FOLDERS_ARE_ALL = ("dcp", "accelerate")
-"""Layouts of which nothing but their DCP folders is opened: where these are whole, a failure is no damage."""
-_NOT_PLAIN_DCP = "bytecheckpoint"  # has a `.metadata` of its own kind
 
 
 def verify(
@@ -33,11 +24,17 @@ def verify(
     full: bool = False,
     read: str | int | None = None,
     seed: int = 0,
+    manifest: str | os.PathLike[str] | None = None,
+    against: str | os.PathLike[str] | None = None,
+    hub: str | None = None,
+    revision: str | None = None,
+    jobs: int = 2,
     progress: Progress | None = None,
 ) -> VerifyResult:
     """Check a checkpoint of any layout; without torch, but for a legacy `.bin`.
 
-    Everything that is wrong is in the result's `problems`; only what cannot be looked at is raised.
+    Everything that is wrong is in the result's `problems`, files that the system cannot read among it; only what
+    cannot be looked at at all is raised.
 
     Args:
         path: a pre-sharded directory, any trainer's checkpoint, a Hub model's directory or weight file.
@@ -46,27 +43,56 @@ def verify(
         read: read so much of the tensors' bytes, in chunks chosen at random: "5%", a size such as "50GiB", or
             a number of bytes.
         seed: of that choice.
+        manifest: one that lies elsewhere. By default the one inside, or else the one beside the checkpoint.
+        against: another checkpoint of any format, whose weights have to be the same, bit by bit.
+        hub: a repo id; every file has to be the repo's, by the ids that the Hub has of them. Nothing is downloaded.
+        revision: branch, tag or commit of the repo.
+        jobs: threads.
         progress: is told about bytes that are read.
 
     Raises:
-        UsageError: `read` is neither a share nor a size, or given beside `full`.
-        SourceError: nothing there, or nothing that is a checkpoint.
-        ResourceError: a file may not or cannot be read.
+        UsageError: options that do not go together or are out of range.
+        SourceError: nothing there, or nothing that is a checkpoint; no such manifest, or `against` or `hub` cannot
+            be opened.
+        ResourceError: a directory cannot be listed, or the Hub not be reached.
     """
     path = os.fspath(path)
     share, size = _parse_read(read)
     if full and read is not None:
         raise UsageError("a full check reads everything: give either a full check or how much to read")
+    if revision is not None and hub is None:
+        raise UsageError("--revision is about --hub, which is not there")
+    check_jobs(jobs)
     level: Level = "full" if full else "structure" if read is None else "sample"
     report = Report(progress=progress or NoProgress())
     with remembered():
-        checkpoint, files, other = _structure(path, report)
+        structure = check_structure(
+            path, report, manifest_path=None if manifest is None else os.fspath(manifest)
+        )
     if level == "full":
-        _read_all(files, other, report)
+        _read_all(structure.files, jobs, report)
     elif level == "sample":
         wanted = size if share is None else -int(-report.tensor_bytes * share // 100)
-        _read_some(files, other, wanted, seed, report)
-    return _result(path, level, checkpoint, seed, report)
+        _read_some(structure.files, wanted, seed, jobs, report)
+    if against is not None:
+        from shardkit.operations.verify_against import compare
+
+        compare(path, os.fspath(against), report)
+    commit = None
+    if hub is not None:
+        from shardkit.operations.verify_repo import compare_with_repo
+
+        commit = compare_with_repo(structure.directory, hub, revision, jobs, report)
+    return _result(
+        path,
+        level,
+        structure.checkpoint,
+        report,
+        seed=seed if level == "sample" else None,
+        against=None if against is None else os.fspath(against),
+        repo=hub,
+        commit=commit,
+    )
 
 
 def _parse_read(read: str | int | None) -> tuple[float | None, int]:
@@ -87,145 +113,33 @@ def _parse_read(read: str | int | None) -> tuple[float | None, int]:
     return share, 0
 
 
-def _structure(path: str, report: Report) -> tuple[Checkpoint | None, list[FileBytes], Other | None]:
-    """Check everything but the tensors' bytes; return what is there to be read."""
-    if not os.path.lexists(path):
-        raise SourceError(
-            f"{escape(path)}: no such file or directory", hint="check the path of the checkpoint"
-        )
-    failure: SourceError | None = None
-    checkpoint: Checkpoint | None = None
+def _read_all(files: list[FileBytes], jobs: int, report: Report) -> None:
+    report.progress.start(sum(file.read_bytes for file in files), "verify")
     try:
-        checkpoint = open_checkpoint(path)
-    except ResourceError:
-        raise
-    except SourceError as error:
-        if not _is_damaged_one(path):
-            raise
-        failure = error
-    directory = directory_of(path)
-    described, folders = _survey(directory, checkpoint, report)
-    files: list[FileBytes] = []
-    for folder in folders:
-        place = os.path.join(directory, folder)
-        files += verify_dcp(place, folder, described.get(folder), report)
-    if failure is not None and folders and not report.problems and layout_of(path) in _FOLDERS_ARE_ALL:
-        report.add_notes([f"it is whole, but shardkit cannot take the weights from it: {failure.message}"])
-    elif failure is not None and all(problem.message != failure.message for problem in report.problems):
-        report.error(failure, file=_named_file(failure, directory))
-    if checkpoint is None:
-        for found in described.values():
-            files += files_of_manifest(found, report).values() if found.kind == "hub" else ()
-        return None, files, None
-    report.add_notes(
-        f"not read: {escape(name)}: {escape(reason)}"
-        for name, reason in checkpoint.skipped
-        if name.rstrip("/") not in folders
-    )
-    home = os.path.realpath(checkpoint.catalog.directory)
-    if any(os.path.realpath(os.path.join(directory, folder)) == home for folder in folders):
-        return checkpoint, files, None
-    if checkpoint.layout == "hub":
-        return checkpoint, files + verify_hub(checkpoint, described.get(""), report), None
-    other = Other(checkpoint, report)
-    other.check_structure()
-    return checkpoint, files, other
+        in_threads([partial(check_whole, file) for file in files], jobs, report)
+    finally:
+        report.progress.finish()
 
 
-def _named_file(error: SourceError, directory: str) -> str | None:
-    """Return the file that an error begins with, where it does."""
-    name = error.message.partition(":")[0]
-    return name if name and os.path.isfile(os.path.join(directory, name)) else None
-
-
-def _is_damaged_one(path: str) -> bool:
-    """True for what was a checkpoint once, as far as the names tell."""
-    if layout_of(path) is not None:
-        return True
-    directory = directory_of(path)
-    return any(_has_remains(place) for place in (directory, *_directories(directory)))
-
-
-def _directories(path: str) -> Iterator[str]:
-    """Yield the directories in a directory that have shard files, and no `.metadata` that tells which."""
-    for name in _names(path):
-        below = os.path.join(path, name)
-        names = _names(below)
-        if METADATA not in names and any(name.endswith(".distcp") for name in names):
-            yield below
-
-
-def _has_remains(path: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in _names(path) for pattern in _REMAINS)
-
-
-def _names(path: str) -> list[str]:
-    try:
-        return sorted(os.listdir(path))
-    except OSError:
-        return []
-
-
-def _survey(
-    directory: str, checkpoint: Checkpoint | None, report: Report
-) -> tuple[dict[str, Described], list[str]]:
-    """Read every manifest of a checkpoint, and find its DCP directories.
-
-    Returns:
-        Both by folder, relative to the checkpoint; "" is the checkpoint itself.
-    """
-    described: dict[str, Described] = {}
-    folders: list[str] = []
-    is_plain = checkpoint is None or checkpoint.layout != _NOT_PLAIN_DCP
-    walk = os.walk(directory, onerror=_cannot_list) if os.path.isdir(directory) else ()
-    for here, inner, names in walk:
-        inner.sort()
-        folder = os.path.relpath(here, directory)
-        folder = "" if folder == os.curdir else folder
-        if manifest.NAME in names:
-            found = read_manifest(here, folder, report)
-            if found is not None:
-                described[folder] = found
-        is_described = folder in described and described[folder].kind != "hub"
-        is_known = checkpoint is not None and checkpoint.layout == "dcp" and not folder
-        if is_plain and (is_described or is_known or (is_dcp(here) and layout_of(here) != _NOT_PLAIN_DCP)):
-            folders.append(folder)
-    return described, folders
-
-
-def _cannot_list(error: OSError) -> NoReturn:
-    raise ResourceError(
-        f"{escape(str(error.filename))} cannot be listed: {error.strerror}", hint="it must be readable by you"
-    ) from None
-
-
-def _read_all(files: list[FileBytes], other: Other | None, report: Report) -> None:
-    total = sum(file.read_bytes for file in files) + (other.read_bytes if other is not None else 0)
-    report.progress.start(total, "verify")
-    for file in files:
-        check_whole(file, report)
-    if other is not None:
-        other.check_bytes()
-    report.progress.finish()
-
-
-def _read_some(
-    files: list[FileBytes], other: Other | None, num_bytes: int, seed: int, report: Report
-) -> None:
+def _read_some(files: list[FileBytes], num_bytes: int, seed: int, jobs: int, report: Report) -> None:
     chosen = choose(files, num_bytes, seed)
-    if other is not None:
-        other.choose(num_bytes, seed)
-    total = sum(stretch.nbytes for _, stretches in chosen for stretch in stretches)
-    report.progress.start(total + (other.read_bytes if other is not None else 0), "verify")
-    for file, stretches in chosen:
-        check_some(file, stretches, report)
-    if other is not None:
-        other.check_bytes()
-    report.progress.finish()
+    report.progress.start(sum(stretch.nbytes for _, stretches in chosen for stretch in stretches), "verify")
+    try:
+        in_threads([partial(check_some, file, stretches) for file, stretches in chosen], jobs, report)
+    finally:
+        report.progress.finish()
 
 
 def _result(
-    path: str, level: Level, checkpoint: Checkpoint | None, seed: int, report: Report
+    path: str,
+    level: Level,
+    checkpoint: Checkpoint | None,
+    report: Report,
+    *,
+    seed: int | None,
+    against: str | None,
+    repo: str | None,
+    commit: str | None,
 ) -> VerifyResult:
     if report.num_unrecorded_chunks:
         report.add_notes(
@@ -240,7 +154,11 @@ def _result(
         layout=checkpoint.layout if checkpoint is not None else None,
         writer=checkpoint.writer if checkpoint is not None else None,
         manifests=tuple(report.manifests),
-        seed=seed if level == "sample" else None,
+        against=against,
+        num_compared_tensors=report.num_compared_tensors,
+        repo=repo,
+        commit=commit,
+        seed=seed,
         num_files=len(report.files),
         num_tensors=report.num_tensors,
         num_chunks=report.num_chunks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from shardkit.formats.dcp_decode import Packed, check_transforms, difference, pa
 from shardkit.formats.strict import open_regular
 from shardkit.formats.torch_record import TensorRecord
 from shardkit.formats.torch_record_scan import RecordScanner
-from shardkit.operations.verify_bytes import Archive, FileBytes, Stretch, files_of_manifest
+from shardkit.operations.file_bytes import Archive, FileBytes, Stretch
 from shardkit.operations.verify_manifest import METADATA, Described, check_tensors
 from shardkit.operations.verify_result import Report
 from shardkit.operations.verify_spelling import Difference, spelling
@@ -29,15 +29,19 @@ _SUFFIX = ".distcp"
 def verify_dcp(directory: str, folder: str, described: Described | None, report: Report) -> list[FileBytes]:
     """Check the structure of a DCP directory and return its files with what is recorded of their bytes.
 
-    Raises:
-        ResourceError: a file may not be read.
+    Args:
+        directory: where it is.
+        folder: the same, relative to the checkpoint.
+        described: by the manifest that shardkit wrote with it.
+        report: gets what is wrong.
     """
     if described is not None and described.is_metadata_damaged:
         return _files_by_lists(folder, described, report)
     try:
         opened = open_dcp_lazily(directory)
-    except ResourceError:
-        raise
+    except ResourceError as error:
+        report.unreadable(error, file=os.path.join(folder, METADATA))
+        return _files_by_lists(folder, described, report)
     except SourceError as error:
         report.error(error, file=os.path.join(folder, METADATA) if METADATA in error.message else None)
         return _files_by_lists(folder, described, report)
@@ -46,8 +50,6 @@ def verify_dcp(directory: str, folder: str, described: Described | None, report:
     report.warnings += _stale(directory, folder, opened)
     if described is not None:
         check_tensors(described, opened.catalog, report)
-    if described is None or "metadata" not in described.content:
-        report.add_notes([f"{METADATA} has no checksum: that it says what was saved cannot be proved"])
     return _Folder(folder, opened, described, report).files()
 
 
@@ -66,16 +68,20 @@ def _files_by_lists(folder: str, described: Described | None, report: Report) ->
     if described is None:
         return []
     names: set[str] = set()
-    files = files_of_manifest(described, report)
-    for name, file in files.items():
+    files: list[FileBytes] = []
+    for name, recorded in described.files.items():
+        where, path = os.path.join(folder, name), os.path.join(described.directory, name)
+        file = FileBytes(name=where, path=path, size=recorded.size, crc32=recorded.crc32)
+        files.append(file)
+        report.files.add(where)
         listed = described.lists.get(name)
         for chunk in listed.chunks if listed is not None else ():
             crc, nbytes = chunk.crc32, chunk.data_nbytes
             file.stretches.append(Stretch(chunk.data_start, nbytes, chunk.fqn, chunk.region, crc))
-            report.chunk(folder, chunk.fqn, nbytes, has_checksum=crc is not None)
+            report.chunk(nbytes)
             names.add(chunk.fqn)
     report.num_tensors += len(names)
-    return list(files.values())
+    return files
 
 
 class _Place(NamedTuple):
@@ -112,8 +118,8 @@ class _Folder:
                 with open_regular(file.path, file.name, follow=False) as (fd, _):
                     self._scanner.open(fd)
                     self._check_file(catalog.files[number], file, map(self._place, rows), fd)
-            except ResourceError:
-                raise
+            except ResourceError as error:
+                self._report.unreadable(error, file=file.name)
             except SourceError as error:
                 self._report.error(error, file=file.name)
         for fqn, place in self._opened.objects.items():
@@ -121,13 +127,34 @@ class _Folder:
                 if place.file not in found:
                     found[place.file] = self._file(catalog.files[place.file])
                 found[place.file].archives.append(Archive(place.start, place.nbytes, fqn))
-        self._report_unlike()
+        if self._described is None:  # else the sizes of files are recorded
+            self._warn_of_more(found)
+        is_spelled = self._num_alike > len(self._unlike)
+        for file in found.values():
+            file.is_spelled_as_torch = is_spelled
+        self._report_unlike(is_spelled)
         return list(found.values())
+
+    def _warn_of_more(self, found: Mapping[int, FileBytes]) -> None:
+        """Warn of bytes behind the last record of a file: nobody reads them, and torch writes none."""
+        chunks = self._opened.catalog.chunks
+        ends = dict.fromkeys(found, 0)
+        for file, start, nbytes in zip(chunks.file, chunks.start, chunks.nbytes, strict=True):
+            ends[file] = max(ends[file], start + nbytes)
+        for place in filter(None, self._opened.objects.values()):
+            ends[place.file] = max(ends[place.file], place.start + place.nbytes)
+        self._report.warnings += [
+            f"{escape(file.name)}: {count(file.size - ends[number], 'byte')} behind its last record, which "
+            f"{METADATA} does not place"
+            for number, file in found.items()
+            if file.size > ends[number]
+        ]
 
     def _file(self, source: SourceFile) -> FileBytes:
         name = os.path.join(self._folder, source.name)
         self._report.files.add(name)
-        crc = self._described.crcs.get(source.name) if self._described is not None else None
+        recorded = self._described.files.get(source.name) if self._described is not None else None
+        crc = recorded.crc32 if recorded is not None else None
         return FileBytes(name=name, path=source.path, size=source.size, crc32=crc)
 
     def _place(self, row: int) -> _Place:
@@ -170,7 +197,8 @@ class _Folder:
     def _open(self, source: SourceFile, file: FileBytes, place: _Place) -> TensorRecord | None:
         """Open one record; None where it cannot be, or there is none."""
         if not self._opened.has_records:
-            self._report.chunk(self._folder, place.entry.fqn, place.nbytes, has_checksum=False)
+            file.stretches.append(Stretch(place.start, place.nbytes, place.entry.fqn, place.region, None))
+            self._report.chunk(place.nbytes)
             return None
         if place.row in self._opened.transforms:
             self._pack(source, file, place)
@@ -197,11 +225,9 @@ class _Folder:
             else:
                 self._num_alike += found
 
-    def _report_unlike(self) -> None:
+    def _report_unlike(self, is_spelled: bool) -> None:
         """Report records that are not spelled like most; where most are not as torch 2.13 writes them, none."""
-        if self._num_alike <= len(self._unlike):
-            return
-        for file, place, unlike in self._unlike:
+        for file, place, unlike in self._unlike if is_spelled else ():
             self._report.problem(
                 "a byte of the record around the data",
                 file=file.name,
@@ -218,7 +244,7 @@ class _Folder:
         transforms = self._opened.transforms[place.row]
         packed = Packed(place.entry, place.region, place.start, place.nbytes, transforms)
         stretch = Stretch(place.start, place.nbytes, place.entry.fqn, place.region, None)
-        self._report.chunk(self._folder, place.entry.fqn, place.nbytes, has_checksum=True)
+        self._report.chunk(place.nbytes)
         try:
             check_transforms({place.row: packed})
         except SourceError as error:
@@ -230,7 +256,7 @@ class _Folder:
         crc = line.crc32 if line is not None and line.crc32 is not None else record.crc32
         start, nbytes, fqn = record.data_start, record.data_nbytes, place.entry.fqn
         file.stretches.append(Stretch(start, nbytes, fqn, place.region, crc))
-        self._report.chunk(self._folder, fqn, nbytes, has_checksum=crc is not None)
+        self._report.chunk(nbytes)
 
     def _compare_line(
         self,

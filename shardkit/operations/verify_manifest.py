@@ -1,39 +1,60 @@
-"""A manifest held against the directory that it lies in: names, sizes, and digests of what describes the rest."""
+"""A manifest held against the directory that it describes: names, sizes, and digests of what describes the rest."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 from shardkit import manifest
 from shardkit.core.catalog import Catalog
-from shardkit.core.text import escape
+from shardkit.core.dtypes import BY_NAME
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, ShardkitError
 from shardkit.formats import chunk_list
 from shardkit.formats.chunk_list import ChunkList
 from shardkit.formats.strict import read_small
+from shardkit.operations.file_bytes import FileBytes, place_of
+from shardkit.operations.listing import file_size, list_files
 from shardkit.operations.verify_result import Report
 from shardkit.transfer.digest import crc32
 
 METADATA = ".metadata"
 _LIST = re.compile(r".*\.chunks\.json")
-_MAX_BYTES = 1 << 30
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_UPLOADED = (".gitattributes", "README.md")
+"""What the Hub itself puts beside a model that is uploaded."""
+
+
+class Recorded(NamedTuple):
+    """What a manifest says of a file that has the right size."""
+
+    size: int
+    crc32: int | None
+    sha256: str | None
+    extents: Mapping[tuple[int, int], int]
+    """(first byte, bytes) of chunks that have no checksum in the file -> CRC-32."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Described:
-    """What a manifest says of its directory, as far as it could be read."""
+    """What a manifest says of a directory, as far as it could be read."""
 
     content: Mapping[str, Any]
+    where: str
+    """The manifest: its name relative to the checkpoint, or its path where it lies elsewhere."""
     folder: str
-    """Relative to the checkpoint."""
+    """That it describes, relative to the checkpoint."""
     directory: str
-    crcs: dict[str, int | None] = field(default_factory=dict)
-    """File -> its recorded CRC-32, of those that have the right size."""
+    """The same, where it is."""
+    files: dict[str, Recorded] = field(default_factory=dict)
+    """Those listed under "files" that have the right size; of shards and weights alone, but for the kind "files"."""
+    others: dict[str, Recorded] = field(default_factory=dict)
+    """Those listed under "others" that have the right size."""
     lists: dict[str, ChunkList] = field(default_factory=dict)
     """Shard file -> its chunk list."""
     names: set[str] = field(default_factory=set)
@@ -43,33 +64,51 @@ class Described:
 
     @property
     def kind(self) -> str:
-        """Either "presharded", "checkpoint" (saved by training) or "hub"."""
+        """Either "presharded", "checkpoint" (saved by training), "hub" or "files"."""
         return str(self.content.get("kind", "presharded"))
 
+    @property
+    def is_of_dcp(self) -> bool:
+        """True for the manifest of a DCP directory that shardkit wrote."""
+        return self.kind in ("presharded", "checkpoint")
 
-def read_manifest(directory: str, folder: str, report: Report) -> Described | None:
-    """Read the manifest of a directory and hold the directory against it; None where there is none to go by.
+    @property
+    def follow(self) -> bool:
+        """Links count as files, as in the Hub's cache."""
+        return "hub" in (self.kind, self.content.get("layout") if self.kind == manifest.KIND_FILES else None)
 
-    Raises:
-        ResourceError: a file may not be read.
+
+def read_manifest(
+    directory: str, folder: str, report: Report, *, path: str | None = None
+) -> Described | None:
+    """Read a manifest and hold a directory against it; None where there is none to go by.
+
+    Args:
+        directory: that is described; or a single file.
+        folder: the same, relative to the checkpoint.
+        report: gets what is wrong.
+        path: of a manifest that lies elsewhere; None for the one in the directory.
     """
-    where = os.path.join(folder, manifest.NAME)
+    where = os.path.join(folder, manifest.NAME) if path is None else path
     report.manifests.append(where)
     try:
-        data = read_small(os.path.join(directory, manifest.NAME), where, _MAX_BYTES)
-        content = manifest.read(directory)
-    except ResourceError:
-        raise
+        data = manifest.read_bytes(directory) if path is None else read_small(path, path, manifest.MAX_BYTES)
+        content = manifest.parse(data, os.path.basename(where))
+    except ResourceError as error:
+        report.unreadable(error, file=where)
+        return None
     except ShardkitError as error:
         report.error(error, file=where)
         return None
-    if content is None:
-        return None
     if manifest.dump(content) != data:  # its digest does not cover blanks and the spelling of numbers
         report.problem("it says what was written, in other bytes", file=where)
-    described = Described(content=content, folder=folder, directory=directory)
+    is_one_file = not os.path.isdir(directory)
+    home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
+    described = Described(content=content, where=where, folder=folder, directory=home)
     try:
         _check_files(described, report)
+        if not is_one_file:
+            _check_unlisted(described, report)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{type(error).__name__} {escape(str(error))}"
         report.problem(f"it lacks what its format has: {reason}", file=where)
@@ -80,42 +119,47 @@ def _check_files(described: Described, report: Report) -> None:
     content = described.content
     if "metadata" in content:
         entry = content["metadata"]
-        if _has_size(described, entry, report):
+        if _recorded(described, entry, report) is not None:
             described.is_metadata_damaged = not _read_described(described, entry, report)
     for entry in content["files"]:
-        if _has_size(described, entry, report):
-            described.crcs[entry["name"]] = _crc(entry)
+        recorded = _recorded(described, entry, report)
+        if recorded is not None:
+            described.files[entry["name"]] = recorded
         if described.kind == "presharded":
             _check_list(described, entry, report)
-    if described.kind != "hub":
-        report.warnings += _stale(described)
+    for entry in content.get("others", ()):
+        recorded = _recorded(described, entry, report)
+        if recorded is not None:
+            described.others[entry["name"]] = recorded
 
 
 def _check_list(described: Described, entry: Mapping[str, Any], report: Report) -> None:
-    listed, name = entry["chunks"], os.path.join(described.folder, entry["chunks"]["name"])
-    if listed["name"] != chunk_list.name_for(entry["name"]):
-        raise ValueError(f"chunk list {listed['name']!r} of {entry['name']!r}")
-    if not _has_size(described, listed, report):
+    listed_as, name = entry["chunks"], os.path.join(described.folder, entry["chunks"]["name"])
+    if listed_as["name"] != chunk_list.name_for(entry["name"]):
+        raise ValueError(f"chunk list {listed_as['name']!r} of {entry['name']!r}")
+    if _recorded(described, listed_as, report) is None:
         return
-    is_whole = _read_described(described, listed, report)
+    is_whole = _read_described(described, listed_as, report)
     try:
         described.lists[entry["name"]] = chunk_list.read(described.directory, entry["name"])
-    except ResourceError:
-        raise
+    except ResourceError as error:
+        report.unreadable(error, file=name)
     except ShardkitError as error:
-        if is_whole and entry["name"] in described.crcs:  # else it was said why
+        if is_whole and entry["name"] in described.files:  # else it was said why
             report.error(error, file=name)
 
 
-def _crc(entry: Mapping[str, Any]) -> int | None:
-    crc = entry.get("crc32")
+def _digests(entry: Mapping[str, Any]) -> tuple[int | None, str | None]:
+    crc, sha256 = entry.get("crc32"), entry.get("sha256")
     if crc is not None and type(crc) is not int:
         raise TypeError("crc32")
-    return crc
+    if sha256 is not None and not (isinstance(sha256, str) and _SHA256.fullmatch(sha256)):
+        raise TypeError("sha256")
+    return crc, sha256
 
 
-def _has_size(described: Described, entry: Mapping[str, Any], report: Report) -> bool:
-    """Look whether a file is there with the size that is recorded."""
+def _recorded(described: Described, entry: Mapping[str, Any], report: Report) -> Recorded | None:
+    """Return what is recorded of a file, where it is there with the right size."""
     name, size = entry["name"], entry["size"]
     if type(size) is not int or not isinstance(name, str):
         raise TypeError("name or size")
@@ -123,36 +167,84 @@ def _has_size(described: Described, entry: Mapping[str, Any], report: Report) ->
     if any(part in ("", os.curdir, os.pardir) for part in parts) or "\0" in name:
         raise ValueError(f"file name {name!r}")
     described.names.add(name)
-    where, held = os.path.join(described.folder, name), _file_size(os.path.join(described.directory, name))
+    extents = {(start, nbytes): int(crc) for start, nbytes, crc in entry.get("extents", ())}
+    recorded = Recorded(size, *_digests(entry), extents)
+    where, held = (
+        os.path.join(described.folder, name),
+        file_size(described.directory, name, follow=described.follow),
+    )
     if held is None:
-        report.problem(f"{manifest.NAME} lists it, and there is no such file", file=where)
+        is_there = os.path.lexists(os.path.join(described.directory, name))
+        reason = "it is no regular file of the directory" if is_there else "there is no such file"
+        report.problem(f"{escape(os.path.basename(described.where))} lists it, and {reason}", file=where)
     elif held != size:
         report.problem("size in bytes", file=where, expected=str(size), found=str(held))
-    return held == size
-
-
-def _file_size(path: str) -> int | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
+    return recorded if held == size else None
 
 
 def _read_described(described: Described, entry: Mapping[str, Any], report: Report) -> bool:
-    """Compare a small file, read whole, with its digest; True where they agree."""
-    expected, where = _crc(entry), os.path.join(described.folder, entry["name"])
+    """Compare a small file, read whole, with its digests; True where they agree."""
+    where = os.path.join(described.folder, entry["name"])
     try:
-        data = read_small(os.path.join(described.directory, entry["name"]), where, _MAX_BYTES)
-    except ResourceError:
-        raise
+        data = read_small(os.path.join(described.directory, entry["name"]), where, manifest.MAX_BYTES)
+    except ResourceError as error:
+        report.unreadable(error, file=where)
+        return False
     except ShardkitError as error:
         report.error(error, file=where)
         return False
+    crc, sha256 = _digests(entry)
     found = crc32(data)
-    if expected is not None and found != expected:
-        report.problem("CRC-32 of the file", file=where, expected=f"{expected:08x}", found=f"{found:08x}")
-    return expected in (None, found)
+    if crc not in (None, found):
+        report.problem("CRC-32 of the file", file=where, expected=f"{crc:08x}", found=f"{found:08x}")
+        return False
+    if sha256 is not None and (own := hashlib.sha256(data).hexdigest()) != sha256:
+        report.problem("sha256 of the file", file=where, expected=sha256, found=own)
+        return False
+    return True
+
+
+def _check_unlisted(described: Described, report: Report) -> None:
+    """Look for what is there and not listed.
+
+    A manifest of files lists all; beside a Hub model people put what they like, and DCP directories get stale files.
+    """
+    if described.is_of_dcp:
+        report.warnings += _stale(described)
+        return
+    if described.kind == "hub" and "others" not in described.content:
+        return  # it lists weights alone
+    found = list(_unlisted(described))
+    if described.kind == manifest.KIND_FILES:
+        for name in found:
+            report.problem(
+                f"{escape(os.path.basename(described.where))} does not list it",
+                file=os.path.join(described.folder, name),
+            )
+    elif found:
+        report.warnings.append(
+            f"{count(len(found), 'file')} that the manifest does not list: {listed(found)}"
+        )
+
+
+def _unlisted(described: Described) -> Iterator[str]:
+    """Yield the names that are not listed; what lies in folders with manifests of their own belongs to those."""
+    content = described.content
+    listing = list_files(described.directory, follow=described.follow)
+    known = {*described.names, *_texts(content.get("unlisted", ())), manifest.NAME}
+    if described.kind == "hub":
+        known.update(_UPLOADED)
+    folders = tuple(f"{folder}/" for folder in _texts(content.get("folders", ())))
+    for name in sorted((*listing.files, *listing.unlisted)):
+        if name not in known and not name.startswith(folders):
+            yield name
+
+
+def _texts(values: Iterable[object]) -> list[str]:
+    texts = list(values)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a list of names")
+    return [str(text) for text in texts]
 
 
 def _stale(described: Described) -> Iterator[str]:
@@ -162,9 +254,38 @@ def _stale(described: Described) -> Iterator[str]:
             yield f"{escape(os.path.join(described.folder, name))}: not of this checkpoint"
 
 
+def add_recorded(described: Iterable[Described], files: list[FileBytes]) -> None:
+    """Give files what manifests record of them as a whole; those that hold no tensors are added."""
+    known = {place_of(file.path): file for file in files}
+    for each in described:
+        for name, recorded in {**each.files, **each.others}.items():
+            if recorded.crc32 is None and recorded.sha256 is None:
+                continue
+            path = os.path.join(each.directory, name)
+            file = known.get(place_of(path))
+            if file is None:
+                file = FileBytes(
+                    name=os.path.join(each.folder, name), path=path, follow=each.follow, size=recorded.size
+                )
+                files.append(file)
+                known[place_of(path)] = file
+            file.crc32 = recorded.crc32 if recorded.crc32 is not None else file.crc32
+            file.sha256 = recorded.sha256 or file.sha256
+            _add_crcs_of_chunks(each, recorded, file)
+
+
+def _add_crcs_of_chunks(described: Described, recorded: Recorded, file: FileBytes) -> None:
+    """Let chunks that have no checksum in the file have the manifest's; that of the tensor where they are whole."""
+    for at, stretch in enumerate(file.stretches):
+        if stretch.crc32 is None and stretch.tensor is not None:
+            crc = recorded.extents.get((stretch.start, stretch.nbytes))
+            crc = tensor_crc(described, stretch.tensor, stretch.nbytes) if crc is None else crc
+            file.stretches[at] = stretch._replace(crc32=crc)
+
+
 def check_tensors(described: Described, catalog: Catalog, report: Report) -> None:
     """Hold names, dtypes and shapes of the manifest's tensors against those that are stored."""
-    where = os.path.join(described.folder, manifest.NAME)
+    where = described.where
     if described.kind == "checkpoint":
         return
     try:
@@ -186,7 +307,7 @@ def _check_tensors(content: Mapping[str, Any], catalog: Catalog, where: str, rep
         if meant != held:
             expected, found = (f"{dtype} {shape}" for dtype, shape in (meant, held))
             report.problem("dtype and shape", file=where, tensor=fqn, expected=expected, found=found)
-    tied = _names(content["ties"]) if content.get("kind") != "hub" else set()
+    tied = _names(content["ties"]) if "kind" not in content else set()  # which alone leaves them out
     for fqn in catalog.tensors.keys() - tensors.keys() - tied:
         report.problem("it is stored, and the manifest does not list it", file=where, tensor=fqn)
 
@@ -195,9 +316,13 @@ def _names(groups: Iterable[Iterable[str]]) -> set[str]:
     return {name for group in groups for name in group}
 
 
-def tensor_crc(described: Described | None, fqn: str) -> int | None:
-    """Return the recorded CRC-32 of a whole tensor, None where there is none."""
-    tensors = described.content.get("tensors") if described is not None else None
+def tensor_crc(described: Described, fqn: str, nbytes: int) -> int | None:
+    """Return the recorded CRC-32 of a tensor of `nbytes` in all, None where there is none."""
+    tensors = described.content.get("tensors")
     entry = tensors.get(fqn) if isinstance(tensors, dict) else None
-    crc = entry.get("crc32") if isinstance(entry, dict) else None
-    return crc if type(crc) is int else None
+    if not isinstance(entry, dict) or type(entry.get("crc32")) is not int:
+        return None
+    dtype, shape = BY_NAME.get(str(entry.get("dtype"))), entry.get("shape")
+    if dtype is None or not isinstance(shape, list) or not all(type(size) is int for size in shape):
+        return None
+    return int(entry["crc32"]) if prod(shape) * dtype.itemsize == nbytes else None

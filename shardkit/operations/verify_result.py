@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
-from shardkit.errors import ShardkitError
+from shardkit.errors import ResourceError, ShardkitError
 from shardkit.transfer.progress import NoProgress, Progress
 
 Level = Literal["structure", "sample", "full"]
@@ -33,6 +33,8 @@ class VerifyProblem:
     found: str | None = None
     details: tuple[str, ...] = ()
     """One line for each instance, where opening found several at once."""
+    is_unreadable: bool = False
+    """The system could not read the file: what it holds is not known."""
 
     def line(self) -> str:
         """Return it as one line, safe to print."""
@@ -64,7 +66,15 @@ class VerifyResult:
     writer: str | None
     """Who wrote it, for people; None where it could not be opened."""
     manifests: tuple[str, ...]
-    """The `shardkit.json` files that it was held against, relative to the checkpoint."""
+    """That it was held against: names relative to the checkpoint, and the path of one that is not in it."""
+    against: str | None
+    """The other checkpoint that its tensors were compared with, as it was given."""
+    num_compared_tensors: int
+    """Tensors that both have and whose values were compared."""
+    repo: str | None
+    """The Hub's repo that its files were compared with."""
+    commit: str | None
+    """Of that repo."""
     seed: int | None
     """Of the choice of chunks; None unless the level is "sample"."""
     num_files: int
@@ -83,7 +93,7 @@ class VerifyResult:
     num_checked_files: int
     """Files that were read whole and compared with a recorded checksum."""
     read_bytes: int
-    """Bytes that were compared with a checksum; headers, metadata and manifests not counted."""
+    """Bytes that were compared with a checksum; headers, metadata, manifests and `against` not counted."""
     problems: tuple[VerifyProblem, ...]
     warnings: tuple[str, ...]
     """What does no harm but does not belong there, such as stale files."""
@@ -94,6 +104,11 @@ class VerifyResult:
     def ok(self) -> bool:
         """True where no problem was found."""
         return not self.problems
+
+    @property
+    def is_only_unreadable(self) -> bool:
+        """True where nothing is wrong but that the system could not read some files."""
+        return not self.ok and all(problem.is_unreadable for problem in self.problems)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
@@ -109,16 +124,18 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     manifests: list[str] = field(default_factory=list)
+    """As in `VerifyResult`."""
     files: set[str] = field(default_factory=set)
     """Names of the files that hold tensors."""
     unrecorded: set[tuple[str, str]] = field(default_factory=set)
-    """(folder, tensor) of tensors with a chunk that has no checksum."""
+    """(folder, tensor) of tensors with a chunk that nothing is recorded of."""
     num_tensors: int = 0
     num_chunks: int = 0
     tensor_bytes: int = 0
     num_unrecorded_chunks: int = 0
     num_checked_chunks: int = 0
     num_checked_files: int = 0
+    num_compared_tensors: int = 0
     read_bytes: int = 0
 
     def problem(self, message: str, *, region: Region | None = None, **fields: Any) -> None:
@@ -130,17 +147,29 @@ class Report:
         """Add what kept something from being opened, with all that it lists."""
         self.problem(error.message, details=error.problems, **fields)
 
+    def unreadable(self, error: ResourceError, **fields: Any) -> None:
+        """Add a file that the system could not read."""
+        name = fields.get("file")
+        message = error.message.removeprefix(f"{escape(name)}: ") if name is not None else error.message
+        self.problem(message, details=error.problems, is_unreadable=True, **fields)
+
+    def add(self, part: Report) -> None:
+        """Add what was found while bytes were read."""
+        self.problems += part.problems
+        self.warnings += part.warnings
+        self.add_notes(part.notes)
+        self.num_checked_chunks += part.num_checked_chunks
+        self.num_checked_files += part.num_checked_files
+        self.read_bytes += part.read_bytes
+
     def add_notes(self, notes: Iterable[str]) -> None:
         """Add notes, each once."""
         self.notes += [note for note in notes if note not in self.notes]
 
-    def chunk(self, folder: str, tensor: str, nbytes: int, *, has_checksum: bool) -> None:
+    def chunk(self, nbytes: int) -> None:
         """Count a chunk."""
         self.num_chunks += 1
         self.tensor_bytes += nbytes
-        if not has_checksum:
-            self.num_unrecorded_chunks += 1
-            self.unrecorded.add((folder, tensor))
 
     def read(self, nbytes: int) -> None:
         """Count bytes that were read to be compared."""

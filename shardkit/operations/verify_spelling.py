@@ -6,18 +6,23 @@ of torch are spelled alike, and what stands around the data is known to the byte
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 from shardkit.formats.torch_record import TensorRecord, read_entries
-from shardkit.formats.torch_record_writer import RecordSkeleton, record_skeleton
+from shardkit.formats.torch_record_writer import RecordSkeleton, pickle_record, record_skeleton
+from shardkit.formats.torch_zip import Entry
 from shardkit.transfer import storage
 
-_FREE = ("data.pkl", ".data/serialization_id")
+_PICKLE, _SERIALIZATION_ID = "data.pkl", ".data/serialization_id"
+_FREE = (_PICKLE, _SERIALIZATION_ID)
 """Entries that may differ where dtype and shape are equal (strides, a flag, an id); they have checksums."""
 _DATA = "data/0"
 _NOT_RECORDED = bytes(4)  # a CRC-32, as torch.serialization.set_crc32_options(False) leaves it
 _DESCRIPTOR = b"PK\x07\x08"
+_OBJECT_NAMES = {_PICKLE, ".format_version", ".storage_alignment", "byteorder", "version", _SERIALIZATION_ID}
+_MAX_OBJECT_BYTES = 1 << 20
 
 
 class Difference(NamedTuple):
@@ -62,6 +67,36 @@ def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> Differen
         return True
     at = next(at for at, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1])
     return Difference(start + at + (hole if at >= num_before else 0), expected[at], found[at])
+
+
+def object_spelling(fd: int, start: int, nbytes: int, entries: Mapping[str, Entry]) -> Difference | bool:
+    """Compare the record of an object with what torch writes for the same pickle.
+
+    Args:
+        fd: the file.
+        start, nbytes: of the record.
+        entries: of its zip, whose checksums are right; positions count from the record's first byte.
+
+    Returns:
+        As `spelling`; False too for an object that has tensors in it, or a very large one.
+    """
+    if entries.keys() != _OBJECT_NAMES or nbytes > _MAX_OBJECT_BYTES:
+        return False
+    found, pickle = bytearray(storage.pread(fd, nbytes, start)), entries[_PICKLE]
+    expected = pickle_record(bytes(found[pickle.start : pickle.start + pickle.nbytes]))
+    if len(found) != len(expected):
+        return False
+    for name, entry in entries.items():
+        stop = entry.start + entry.nbytes
+        described = (stop + len(_DESCRIPTOR),) if expected.startswith(_DESCRIPTOR, stop) else ()
+        crcs = (*described, entry.crc_at)
+        if name == _SERIALIZATION_ID and len({bytes(found[at : at + 4]) for at in crcs}) == 1:
+            for place in (slice(entry.start, stop), *(slice(at, at + 4) for at in crcs)):
+                found[place] = expected[place]
+    if found == expected:
+        return True
+    at = next(at for at, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1])
+    return Difference(start + at, expected[at], found[at])
 
 
 @lru_cache(maxsize=4096)

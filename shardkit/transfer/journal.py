@@ -13,7 +13,7 @@ from shardkit.transfer import storage
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.stream import read_back
 
-_FORMAT = 1
+_FORMAT = 2
 _CHECK_BUFFER = 1 << 20
 
 
@@ -23,15 +23,18 @@ class Journal:
     Args:
         path: of the journal; a new one is begun unless it already has `plan_hash`.
         plan_hash: stands for inputs, options and version; only an equal plan may resume.
+        directory: where the files are. Another one than at the journal's beginning has none of its files:
+            once directories have been exchanged, what lies there is the old output.
     """
 
-    def __init__(self, path: str, plan_hash: str) -> None:
-        is_new = read_plan_hash(path) != plan_hash
+    def __init__(self, path: str, plan_hash: str, directory: str) -> None:
+        number = os.stat(directory).st_ino
+        is_new = read_plan_hash(path) != plan_hash or _directory_number(path) != number
         self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = storage.open_fd(path, flags | (os.O_TRUNC if is_new else 0), 0o666)
         # A run that was killed in the middle of a line left half of it; that line is ignored.
-        self._write({"format": _FORMAT, "plan": plan_hash} if is_new else {})
+        self._write({"format": _FORMAT, "plan": plan_hash, "directory": number} if is_new else {})
 
     def add(self, digest: FileDigest) -> None:
         """Record a finished file; may be called from any thread."""
@@ -50,10 +53,18 @@ class Journal:
 
 def read_plan_hash(path: str) -> str | None:
     """Return the plan hash of a journal, or None where there is no readable one."""
-    for line in _lines(path):
-        plan = line.get("plan")
-        return plan if line.get("format") == _FORMAT and isinstance(plan, str) else None
-    return None
+    plan = _header(path).get("plan")
+    return plan if isinstance(plan, str) else None
+
+
+def _directory_number(path: str) -> int | None:
+    number = _header(path).get("directory")
+    return number if isinstance(number, int) else None
+
+
+def _header(path: str) -> Mapping[str, object]:
+    lines = _lines(path)
+    return lines[0] if lines and lines[0].get("format") == _FORMAT else {}
 
 
 def read_finished(path: str, directory: str, sizes: Mapping[str, int]) -> dict[str, FileDigest]:
@@ -65,6 +76,8 @@ def read_finished(path: str, directory: str, sizes: Mapping[str, int]) -> dict[s
         sizes: bytes of each file in the present plan, by name.
     """
     finished: dict[str, FileDigest] = {}
+    if _directory_number(path) != os.stat(directory).st_ino:
+        return finished
     for line in _lines(path):
         entry = line.get("file")
         digest = _parse(entry) if isinstance(entry, dict) else None

@@ -162,6 +162,19 @@ def remove_tree(path: str) -> None:
         rmdir(path)
 
 
+def sync_file(path: str) -> None:
+    """Bring to the disk what somebody else wrote into a file.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    fd = open_fd(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fsync(fd)
+    finally:
+        close_fd(fd)
+
+
 def sync_directory(path: str) -> None:
     """Bring a directory's entries to the disk.
 

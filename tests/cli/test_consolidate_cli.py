@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardkit.cli import consolidate as consolidate_command
-from shardkit.operations.consolidate import ConsolidateResult, DTypeCount, SkippedPart
+from shardkit.operations.consolidate_result import ConsolidateResult, DTypeCount, SkippedPart
 from tests.cli.test_start import imported
 from tests.operations.consolidate_checkpoints import save
 
@@ -27,6 +27,7 @@ RESULT = ConsolidateResult(
     weights="model",
     root="app.model",
     stripped=(("app.model.", 20), ("_orig_mod", 18)),
+    renamed=(("model.visual.", "visual.", 8), ("net.", "", 1), ("", "transformer.", 2)),
     skipped=(
         SkippedPart(what="optimizer", where="app.optim", num_tensors=60, num_objects=2),
         SkippedPart(what="extra.pt", where="random states", num_tensors=0, num_objects=0),
@@ -63,6 +64,9 @@ wrote /run/step-10-hf
   weights   model, everything below app.model; also there: ema
   stripped  app.model. from 20 names
             _orig_mod from 18 names
+  renamed   8 tensors: model.visual. -> visual.
+            1 tensor: net. -> (nothing)
+            2 tensors: (nothing) -> transformer.
   base      org/model, 2 files: config.json, tokenizer.json
   tied      embed.weight = lm_head.weight (stored once)
   untied    wte.weight and head.weight differ: both kept
@@ -98,6 +102,7 @@ BARE = replace(
     dry_run=True,
     root="",
     stripped=(),
+    renamed=(),
     skipped=(),
     candidates=(),
     base=None,
@@ -179,12 +184,15 @@ def test_options_reach_the_library(run, monkeypatch):
         "adapter_config": "f",
         "check": True,
         "manifest": True,
+        "manifest_file": None,
+        "sha256": False,
         "push_to_hub": "me/m",
         "private": True,
         "branch": "dev",
         "overwrite": True,
         "dry_run": True,
         "resume": False,
+        "resume_from": None,
         "digest": "none",
         "jobs": 3,
         "max_memory": "1GB",

@@ -120,6 +120,8 @@ def test_options_reach_the_library(run, monkeypatch):
         "overwrite": True,
         "dry_run": True,
         "resume": False,
+        "resume_from": None,
+        "sha256": False,
         "digest": "none",
         "jobs": 3,
         "max_memory": "1GB",

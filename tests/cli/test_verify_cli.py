@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 
 import pytest
+
+from shardkit.transfer import storage
 
 SHARD = "__1_0.distcp"
 
@@ -102,6 +105,11 @@ def test_warnings_and_notes_are_on_stderr(run, sharded):
         (("tiny", "--read", "x"), 2),
         (("tiny", "--read", "5%", "--full"), 2),
         (("tiny",), 0),
+        (("tiny", "--jobs", "0"), 2),
+        (("tiny", "--revision", "main"), 2),
+        (("tiny", "--manifest", "absent"), 3),
+        (("tiny", "--against", "absent"), 3),
+        (("tiny", "--against", "tiny"), 0),
     ],
 )
 def test_exit_codes(run, tiny, args, code):
@@ -115,17 +123,51 @@ def test_names_of_files_cannot_act_on_a_terminal(run, sharded):
     assert "\\x1b[31m.distcp" in result.stderr
 
 
+def test_against(run, sharded, tiny):
+    same = run("verify", "out", "--against", "tiny")
+    assert same.exit_code == 0
+    assert "  compared with  tiny: 4 tensors\n" in same.stdout
+    damage(sharded / SHARD, data_of(sharded, "embed.weight"))
+    other = run("verify", "tiny", "--against", "out")
+    assert other.exit_code == 1
+    assert other.stdout.splitlines()[-1] == (
+        "  embed.weight: it is not that of out (1 of 15 elements differ, the first at [3, 0])"
+    )
+
+
+def test_files_that_cannot_be_read(run, sharded, monkeypatch):
+    """5 where nothing is known to be wrong, 1 where something is."""
+    plain, inode = storage.preadv, (sharded / SHARD).stat().st_ino
+
+    def preadv(fd, buffers, start):
+        if os.fstat(fd).st_ino == inode:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(fd, buffers, start)
+
+    monkeypatch.setattr(storage, "preadv", preadv)
+    result = run("verify", "out", "--full")
+    assert result.exit_code == 5
+    assert f"  {SHARD}: reading at byte 0: Input/output error" in result.stdout
+    damage(sharded / "__0_0.distcp", 1000)
+    result = run("verify", "out", "--full", "--json")
+    assert result.exit_code == 1
+    assert sorted(problem["is_unreadable"] for problem in json.loads(result.stdout)["problems"]) == [
+        False,
+        True,
+    ]
+
+
 def test_ctrl_c(start, sharded):
     """A signal while bytes are compared ends it without a traceback."""
     code = (
         "import os, signal, sys\n"
-        "from shardkit.operations import verify_bytes\n"
+        "from shardkit.operations import file_bytes\n"
         "from shardkit.cli import main\n"
-        "plain = verify_bytes.crc32\n"
+        "plain = file_bytes.crc32\n"
         "def crc32(*args):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    return plain(*args)\n"
-        "verify_bytes.crc32 = crc32\n"
+        "file_bytes.crc32 = crc32\n"
         "main(['verify', 'out', '--full'])\n"
     )
     process = start("-c", code)

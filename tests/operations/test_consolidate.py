@@ -632,7 +632,7 @@ class TestDestination:
         def full(fd: int, data: bytes, offset: int) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr("os.pwrite", full)
+        monkeypatch.setattr("shardkit.transfer.storage.pwrite", full)
         with pytest.raises(ResourceError, match=r"model\.safetensors.*No space left"):
             shardkit.consolidate(trained)
         assert [p.name for p in tmp_path.iterdir()] == ["step-7"]

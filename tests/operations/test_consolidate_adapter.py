@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardkit
-from shardkit.errors import SourceError, UsageError
+from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.operations import consolidate_base
 from tests.operations.consolidate_checkpoints import CONFIG, assert_bit_equal, hub, load, save, weights
 
@@ -100,6 +100,26 @@ def test_merged_into_its_base(state: dict[str, torch.Tensor], settings: Path, tm
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
     assert sum(not torch.equal(found[name], value) for name, value in weights().items()) == 4
+
+
+def test_a_merged_model_gets_the_names_of_its_base(
+    state: dict[str, torch.Tensor], settings: Path, tmp_path: Path
+) -> None:
+    """In memory a vision model's language model stands below `model.language_model`."""
+    base = hub(tmp_path / "base", weights(), CONFIG)
+    path = "base_model.model.model."
+    inner = {name.replace(path, f"{path}language_model."): value for name, value in state.items()}
+    assert len(inner.keys() & state.keys()) == 1  # the head
+    source = save({"model": inner}, tmp_path / "c")
+    options = {"adapter_config": str(settings), "base": str(base), "merge_lora": True}
+    result = shardkit.consolidate(source, **options)
+    assert result.renamed == (("model.language_model.", "model.", len(weights()) - 1),)
+    found, expected = load(result.output), merged(state)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+    with pytest.raises(LayoutError, match="does not fit"):
+        shardkit.consolidate(source, str(tmp_path / "no"), rename=["nothing=x"], **options)
 
 
 @pytest.mark.parametrize(("base", "named"), [("org/model", "org/model"), (None, None), ("path", None)])

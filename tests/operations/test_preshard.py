@@ -269,7 +269,7 @@ class TestDestination:
         def full(fd: int, data: bytes, offset: int) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr("os.pwrite", full)
+        monkeypatch.setattr("shardkit.transfer.storage.pwrite", full)
         with pytest.raises(ResourceError, match=r"__0_0\.distcp.*\(w\).*No space left"):
             shardkit.preshard(source, str(tmp_path / "out"), world_size=1, wrap="none")
         assert [p.name for p in tmp_path.iterdir()] == ["model"]
@@ -461,10 +461,14 @@ def test_a_dry_run_minds_the_room_for_the_download(tmp_path: Path) -> None:
         model = SimpleNamespace(directory=str(cache), download_bytes=download_bytes, label="Own-1B")
         return SimpleNamespace(model=model, output=output, plan=SimpleNamespace(written_bytes=1))
 
-    _check_room(job(tmp_path / "not" / "yet", 1), str(tmp_path / "out"), shared_bytes=0)
+    _check_room(job(tmp_path / "not" / "yet", 1), str(tmp_path / "out"), shared_bytes=0, resume_from=None)
     with pytest.raises(ResourceError, match=rf"{1 + (1 << 60)} bytes"):
-        _check_room(job(tmp_path / "not" / "yet", 1 << 60), str(tmp_path / "out"), shared_bytes=0)
+        _check_room(
+            job(tmp_path / "not" / "yet", 1 << 60), str(tmp_path / "out"), shared_bytes=0, resume_from=None
+        )
     if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == tmp_path.stat().st_dev:
         return
     with pytest.raises(ResourceError, match=rf"/Own-1B: .*{1 << 60} bytes"):  # the cache is on another disk
-        _check_room(job(Path("/dev/shm/hub"), 1 << 60), str(tmp_path / "out"), shared_bytes=0)
+        _check_room(
+            job(Path("/dev/shm/hub"), 1 << 60), str(tmp_path / "out"), shared_bytes=0, resume_from=None
+        )

@@ -194,7 +194,7 @@ def test_a_trainers_checkpoint_stays_one(tmp_path: Path) -> None:
     assert any("latest.pt" in note for note in result.notes)
     for name in result.copied:
         assert (out / name).read_bytes() == (source / name).read_bytes()
-    assert sorted(p.name for p in out.iterdir()) == sorted([*result.copied, *result.folders])
+    assert sorted(p.name for p in out.iterdir()) == sorted([*result.copied, *result.folders, "shardkit.json"])
     state = nested_state()
     assert_same(loaded(out / "pytorch_model_fsdp_0", tmp_path), {"model": state["model"]})
     assert_same(loaded(out / "optimizer_0", tmp_path), {"optimizer": state["optim"]})

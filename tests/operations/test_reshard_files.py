@@ -136,9 +136,9 @@ def test_entries_of_single_ranks_are_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_meanwhile(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copy_later(where: str, file: Any, directory: str) -> None:
+    def copy_later(where: str, file: Any, directory: str, **options: bool) -> tuple[int | None, str | None]:
         (source / "scheduler.pt").write_bytes(b"rewritten")
-        copy_file(where, file, directory)
+        return copy_file(where, file, directory, **options)
 
     monkeypatch.setattr(reshard_describe, "copy_file", copy_later)
     with pytest.raises(IntegrityError, match=r"scheduler\.pt changed"):
