@@ -30,7 +30,8 @@ if TYPE_CHECKING:
         SourceError,
         UsageError,
     )
-    from shardkit.operations.consolidate import ConsolidateResult, consolidate
+    from shardkit.operations.consolidate import consolidate
+    from shardkit.operations.consolidate_result import ConsolidateResult
     from shardkit.operations.diff import diff
     from shardkit.operations.diff_result import DiffResult
     from shardkit.operations.environment import Environment, environment
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
     from shardkit.operations.verify import verify
     from shardkit.operations.verify_result import VerifyProblem, VerifyResult
+    from shardkit.operations.write_manifest import ManifestResult, write_manifest
     from shardkit.training.context import ModelInitializationContext
     from shardkit.training.diagnose import Diagnosis, diagnose
     from shardkit.training.finalize import finalize, load_into
@@ -50,13 +52,14 @@ if TYPE_CHECKING:
     from shardkit.training.memory import PhaseMemory
     from shardkit.training.optimizer import parameter_names, rebind_optimizer
     from shardkit.training.prepare import prepare
+    from shardkit.training.safe_reader import SafeReader
     from shardkit.training.save import SaveResult, save
     from shardkit.training.units import layer_policy
     from shardkit.training.wrap import bf16_mixed_precision, wrap
 
 _HOMES = {
     "consolidate": "shardkit.operations.consolidate",
-    "ConsolidateResult": "shardkit.operations.consolidate",
+    "ConsolidateResult": "shardkit.operations.consolidate_result",
     "diff": "shardkit.operations.diff",
     "DiffResult": "shardkit.operations.diff_result",
     "preshard": "shardkit.operations.preshard",
@@ -70,6 +73,8 @@ _HOMES = {
     "verify": "shardkit.operations.verify",
     "VerifyProblem": "shardkit.operations.verify_result",
     "VerifyResult": "shardkit.operations.verify_result",
+    "write_manifest": "shardkit.operations.write_manifest",
+    "ManifestResult": "shardkit.operations.write_manifest",
     "environment": "shardkit.operations.environment",
     "Environment": "shardkit.operations.environment",
     **dict.fromkeys(
@@ -78,6 +83,7 @@ _HOMES = {
             "FSDPDiagnosticsCallback",
             "ModelInitializationContext",
             "PhaseMemory",
+            "SafeReader",
             "SaveResult",
             "bf16_mixed_precision",
             "clip_grad_norm_",
@@ -108,6 +114,7 @@ __all__ = [
     "IntegrityError",
     "Interrupted",
     "LayoutError",
+    "ManifestResult",
     "MeshError",
     "ModelInitializationContext",
     "PhaseMemory",
@@ -116,6 +123,7 @@ __all__ = [
     "ReshardResult",
     "ResolvedCheckpoint",
     "ResourceError",
+    "SafeReader",
     "SaveResult",
     "ShardkitError",
     "SourceError",
@@ -144,6 +152,7 @@ __all__ = [
     "save",
     "verify",
     "wrap",
+    "write_manifest",
 ]
 
 

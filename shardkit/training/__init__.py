@@ -14,6 +14,7 @@ from shardkit.training.lightning import FSDPDiagnosticsCallback
 from shardkit.training.memory import PhaseMemory
 from shardkit.training.optimizer import parameter_names, rebind_optimizer
 from shardkit.training.prepare import prepare
+from shardkit.training.safe_reader import SafeReader
 from shardkit.training.save import SaveResult, save
 from shardkit.training.units import layer_policy
 from shardkit.training.wrap import bf16_mixed_precision, wrap
@@ -23,6 +24,7 @@ __all__ = [
     "FSDPDiagnosticsCallback",
     "ModelInitializationContext",
     "PhaseMemory",
+    "SafeReader",
     "SaveResult",
     "bf16_mixed_precision",
     "clip_grad_norm_",
