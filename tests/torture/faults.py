@@ -1,0 +1,155 @@
+"""Faults at the storage interface: what happens at the n-th call that a run makes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from shardkit.transfer import storage
+
+READS = ("pread", "preadv")
+WRITES = ("pwrite", "write")
+CHANGES = (*WRITES, "ftruncate", "fsync", "mkdir", "rmdir", "unlink", "rename", "renameat2")
+CALLS = ("open_fd", "close_fd", *READS, *CHANGES)
+SPACE = (*WRITES, "ftruncate", "fsync", "mkdir")
+"""Calls that a full disk refuses; and `open_fd` where it makes a file."""
+
+
+class Faults:
+    """Counts the calls of all threads, and acts at the chosen one.
+
+    A fault is {"at": n, counted over the calls in "of" (default: all), "do": ..., "stays": all later ones too}:
+
+        kill                    SIGKILL; of a write, half of the bytes are on their way
+        errno, "errno": n       the call fails; a descriptor is closed nevertheless
+        short                   half of the bytes are read or written
+        signal, "signum": n     a signal, then the call
+        change, "how", "path"   something is done to a file, then the call
+
+    Args:
+        fault: None to count only.
+        report: descriptor to which the name of the call and the list of all calls are written.
+    """
+
+    def __init__(self, fault: dict[str, Any] | None, report: int) -> None:
+        self._fault, self._report = fault or {}, report
+        self._of = frozenset(self._fault.get("of", CALLS))
+        self._calls, self._count, self._lock = list[str](), 0, threading.Lock()
+        self._writers = set[int]()
+
+    def install(self, *, exchange: bool) -> None:
+        """Stand in front of the storage interface."""
+        if not exchange:
+            storage.renameat2 = lambda *arguments: False
+        for name in CALLS:
+            setattr(storage, name, self._counted(name, getattr(storage, name)))
+
+    def report_calls(self) -> None:
+        """Tell the names of all calls that were made, and how many threads wrote."""
+        report = {"calls": self._calls, "num_writers": len(self._writers)}
+        os.write(self._report, (json.dumps(report) + "\n").encode())
+
+    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self._calls.append(name)
+                if name == "pwrite":
+                    self._writers.add(threading.get_ident())
+                self._count += name in self._of
+                at = self._fault.get("at")
+                is_first = name in self._of and self._count == at
+                is_hit = is_first or (
+                    bool(self._fault.get("stays")) and name in self._of and self._count >= (at or 0)
+                )
+            if is_first:
+                os.write(self._report, (json.dumps({"hit": name}) + "\n").encode())
+            return self._act(name, call, args, kwargs) if is_hit else call(*args, **kwargs)
+
+        return wrapper
+
+    def _act(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        match self._fault["do"]:
+            case "kill":
+                if name in WRITES:
+                    _half(name, call, args)
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "errno":
+                return _fail(name, call, args, kwargs, self._fault["errno"])
+            case "short":
+                return _half(name, call, args) if name in READS + WRITES else call(*args, **kwargs)
+            case "signal":
+                os.kill(os.getpid(), self._fault["signum"])
+            case "change":
+                change(self._fault["how"], self._fault["path"])
+        return call(*args, **kwargs)
+
+
+def _fail(
+    name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], number: int
+) -> Any:
+    if number in (errno.ENOSPC, errno.EDQUOT) and name == "open_fd" and not args[1] & os.O_CREAT:
+        return call(*args, **kwargs)  # what makes nothing needs no space
+    if name == "close_fd":
+        call(*args, **kwargs)
+    raise OSError(number, os.strerror(number))
+
+
+def _half(name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Read or write half of what was asked for, one byte at least."""
+    fd, what, *where = args
+    if name == "pread":
+        return call(fd, max(what // 2, 1), *where)
+    if name == "preadv":
+        return call(fd, [what[0][: max(len(what[0]) // 2, 1)]], *where)
+    return call(fd, memoryview(what).cast("B")[: max(len(what) // 2, 1)], *where)
+
+
+def change(how: str, path: str) -> None:
+    """Do to a file or a directory what somebody else might do to it during a run."""
+    match how:
+        case "shrink":
+            os.truncate(path, os.path.getsize(path) // 2)
+        case "rewrite":
+            with open(path, "r+b") as file:
+                for tenth in (
+                    1,
+                    3,
+                    7,
+                    9,
+                ):  # in rows of several ranks: some of the old and some of the new are neither
+                    file.seek(os.path.getsize(path) * tenth // 10)
+                    file.write(b"\xa5" * 64)
+            os.utime(path, ns=(0, os.stat(path).st_mtime_ns + 1))  # a clock of jiffies may stand still
+        case "replace":
+            with open(path, "rb") as file:
+                data = file.read()
+            with open(f"{path}.new", "wb") as file:
+                file.write(data)
+            os.rename(f"{path}.new", path)
+        case "remove":
+            os.unlink(path)
+        case "fill":
+            _fill(path)
+        case "occupy":
+            os.mkdir(path)
+            with open(os.path.join(path, "notes.txt"), "w") as file:
+                file.write("somebody's")
+        case "forbid":
+            for here, _, _ in os.walk(path):
+                os.chmod(here, 0o555)
+
+
+def _fill(directory: str) -> None:
+    fd = os.open(os.path.join(directory, "ballast"), os.O_WRONLY | os.O_CREAT)
+    for nbytes in (1 << 20, 1 << 12):
+        try:
+            while os.write(fd, bytes(nbytes)):
+                pass
+        except OSError:
+            pass
+    os.close(fd)

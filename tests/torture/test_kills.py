@@ -1,0 +1,151 @@
+"""Killed anywhere, the destination is absent, the old or the new one, and running again ends with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.torture import kills, syscalls
+from tests.torture.harness import ONE_JOB, Place, Scenarios, Server, content, restore
+
+BASIC = ("preshard", "consolidate manifest", "reshard")
+OTHERS = (
+    *(
+        "preshard two jobs",
+        "preshard no digests",
+        "preshard columns",
+        "preshard cast",
+        "preshard columns cast",
+    ),
+    *("consolidate", "consolidate no digests", "consolidate cast"),
+    *("reshard two jobs", "reshard no digests", "reshard cast"),
+)
+NUM_POINTS = {"preshard columns": 4, "preshard columns cast": 4}
+
+
+def test_scenarios_are_what_they_are_called(found: Scenarios, server: Server, home: Path) -> None:
+    assert {*BASIC, *OTHERS} == set(found)
+    dtypes = {"preshard cast": "float16", "preshard columns cast": "bfloat16"}
+    for name in ("preshard", "preshard cast", "preshard columns", "preshard columns cast"):
+        described = json.loads(found[name].expected["shardkit.json"] or b"")["tensors"]["layers.3.weight"]
+        assert described["dtype"] == dtypes.get(name, "float32")
+        assert described["placements"] == ["S(1)" if "columns" in name else "S(0)"]
+    for name, jobs in (("preshard", 1), ("preshard two jobs", 2)):
+        place = Place(found[name], home / "jobs")
+        assert found[name].run(server, place.out).num_writers == jobs
+        place.remove()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_killed_while_writing(name: str, found: Scenarios, server: Server, place: Path) -> None:
+    scenario, number = found[name], NUM_POINTS.get(name, 2)
+    draw = random.Random(name)
+    for at in draw.sample(range(2, scenario.num_calls - 5), number):
+        hit = kills.attempt(kills.Kill(name, kills.FRESH, True, at), scenario, server, place)
+        assert hit, f"call {at} of {scenario.num_calls} was not reached"
+
+
+@pytest.mark.parametrize("name", BASIC)
+@pytest.mark.parametrize(
+    ("mode", "exchange"),
+    [(kills.FRESH, True), (kills.OVERWRITE, True), (kills.RESUME, True), (kills.OVERWRITE, False)],
+)
+def test_killed_in_every_mode(
+    name: str, mode: str, exchange: bool, found: Scenarios, server: Server, place: Path
+) -> None:
+    points = kills.plan(found[name], server, place, mode, exchange=exchange)
+    draw = random.Random(f"{name} {mode} {exchange}")
+    for point in (draw.choice(points[:-40]), draw.choice(points[-40:])):
+        hit = kills.attempt(point, found[name], server, place)
+        assert hit or mode == kills.RESUME  # how much had been finished before is not always the same
+
+
+@pytest.mark.parametrize("name", ["preshard", "consolidate manifest"])
+def test_what_makes_it_complete_comes_last(name: str, found: Scenarios, server: Server, place: Path) -> None:
+    """Files are brought to the disk one after the other; before the last of them the directory is not complete."""
+    scenario = found[name]
+    num_syncs = sum(call == "fsync" for call in scenario.calls)
+    for at in range(num_syncs - 9, num_syncs - 1):
+        here = Place(scenario, place)
+        assert scenario.run(server, here.out, fault={"of": ["fsync"], "at": at, "do": "kill"}).code == -9
+        here.check_is(None)
+        here.check_unfinished()
+
+
+@pytest.mark.parametrize("name", ["preshard two jobs", "preshard columns", "reshard two jobs"])
+def test_killed_again_and_again(name: str, found: Scenarios, server: Server, place: Path) -> None:
+    scenario, here = found[name], Place(found[name], place)
+    num_killed, num_resumed = 0, 0
+    for eighth in range(2, 8):
+        fault = {"at": scenario.num_calls * eighth // 8, "do": "kill"}
+        num_killed += scenario.run(server, here.out, fault=fault).code == -9
+        here.check_source()
+        here.check_beside()
+        if here.check_is(None, scenario.expected) is not None:
+            break
+        here.check_unfinished()
+    else:
+        num_resumed = here.check_ends_well(server, overwrite=False).resumed_files
+    assert num_killed >= 3
+    assert num_resumed or here.out.exists()
+    here.remove()
+
+
+@pytest.mark.parametrize("name", ["preshard no digests", "consolidate no digests", "reshard no digests"])
+@pytest.mark.parametrize("exchange", [True, False])
+def test_killed_before_the_old_one_was_removed(
+    name: str, exchange: bool, found: Scenarios, server: Server, place: Path
+) -> None:
+    """What was replaced has files of the same names and sizes; without digests only their place tells."""
+    scenario, here = found[name], Place(found[name], place)
+    fault = {"of": ["unlink"], "at": 1, "do": "kill"}
+    restore(here.out, scenario.old)
+    killed = scenario.run(server, here.out, overwrite=True, exchange=exchange, fault=fault)
+    assert (killed.code, killed.hit) == (-9, "unlink")
+    here.check_is(scenario.expected)
+    (staging,) = here.staging()
+    assert content(staging / ("data" if exchange else "replaced")) == scenario.old
+    here.check_ends_well(server, overwrite=True, exchange=exchange)
+    here.remove()
+
+
+@pytest.mark.parametrize("how", ["refused", "resumed", "of another plan", "anew"])
+def test_moved_aside_and_put_back(how: str, found: Scenarios, server: Server, place: Path) -> None:
+    """Directories cannot be exchanged, and the run died between its two renames."""
+    scenario, here = found["preshard"], Place(found["preshard"], place)
+    restore(here.out, scenario.old)
+    fault = {"of": ["rename"], "at": 3, "do": "kill"}  # of .metadata, of the old one, of the new one
+    killed = scenario.run(server, here.out, overwrite=True, exchange=False, fault=fault)
+    assert (killed.code, killed.hit) == (-9, "rename")
+    here.check_is(None)
+    if how == "refused":
+        refused = scenario.run(server, here.out, exchange=False)
+        assert refused.code == 2
+        here.check_is(scenario.old)
+    elif how == "of another plan":
+        other = [*scenario.command(here.out, "--overwrite"), "--world-size", "3"]
+        fault = {"of": ["ftruncate"], "at": 1, "do": "kill"}
+        assert server(other, exchange=False, fault=fault).code == -9
+        here.check_is(scenario.old)
+    elif how == "anew":
+        answer = scenario.run(server, here.out, overwrite=True, extra=["--no-resume"], exchange=False)
+        assert answer.code == 0
+        assert answer.resumed_files == 0
+    again = here.check_ends_well(server, overwrite=True, exchange=False)
+    assert how not in ("refused", "resumed") or again.resumed_files == 5
+    here.remove()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_at_a_system_call(overwrite: bool, found: Scenarios, server: Server, place: Path) -> None:
+    if not syscalls.is_permitted():
+        pytest.skip("needs strace, and the right to trace")
+    points = syscalls.plan(found["consolidate"], place, overwrite=overwrite)
+    assert {point.call for point in points} >= {"openat", "pwrite64", "write", "fsync", "ftruncate"}
+    assert "--jobs" in found["consolidate"].args
+    assert ONE_JOB[1] in found["consolidate"].args
+    for point in random.Random(overwrite).sample(points, 2):
+        assert syscalls.attempt(point, found["consolidate"], server, place)
