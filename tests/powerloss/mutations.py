@@ -1,0 +1,95 @@
+"""Writers with a mistake in them, of the kinds that only a power loss shows."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+
+from shardkit import manifest
+from shardkit.transfer import storage
+from shardkit.transfer.staging import Staging
+
+
+def _sync_only(wanted: Callable[[int], bool]) -> None:
+    fsync = storage.fsync
+    storage.fsync = lambda fd: fsync(fd) if wanted(fd) else None
+
+
+def files_are_not_synced() -> None:
+    _sync_only(lambda fd: stat.S_ISDIR(os.fstat(fd).st_mode))
+
+
+def data_is_not_synced() -> None:
+    """Journal, descriptions and directories are."""
+    _sync_only(lambda fd: not os.readlink(f"/proc/self/fd/{fd}").endswith((".distcp", ".safetensors")))
+
+
+def descriptions_are_not_synced() -> None:
+    _sync_only(lambda fd: not os.readlink(f"/proc/self/fd/{fd}").endswith((".json", ".part")))
+
+
+def directories_are_not_synced() -> None:
+    storage.sync_directories = lambda path: None
+
+
+def folders_are_not_synced() -> None:
+    """Only the outermost directory is."""
+    storage.sync_directories = storage.sync_directory
+
+
+def parent_is_not_synced() -> None:
+    sync = storage.sync_directory
+    storage.sync_directory = lambda path: sync(path) if ".shardkit-" in path else None
+
+
+def removal_on_resuming_is_not_synced() -> None:
+    """The first directories that a run syncs are those in which it removed half-written files."""
+    sync = storage.sync_directories
+
+    def first(path: str) -> None:
+        storage.sync_directories = sync
+
+    storage.sync_directories = first
+
+
+def directories_are_synced_after_the_rename() -> None:
+    commit, sync = Staging.commit, storage.sync_directories
+
+    def late(self: Staging, *, overwrite: bool) -> None:
+        storage.sync_directories = lambda path: None
+        commit(self, overwrite=overwrite)
+        sync(self.destination)
+
+    Staging.commit = late  # type: ignore[method-assign]
+
+
+def manifest_comes_after_the_rename() -> None:
+    commit = Staging.commit
+
+    def late(self: Staging, *, overwrite: bool) -> None:
+        path = os.path.join(self.data, manifest.NAME)
+        with open(path, "rb") as file:
+            data = file.read()
+        storage.unlink(path)
+        commit(self, overwrite=overwrite)
+        storage.write_file(os.path.join(self.destination, manifest.NAME), data)
+        storage.sync_directory(self.destination)
+
+    Staging.commit = late  # type: ignore[method-assign]
+
+
+MUTATIONS = {
+    make.__name__: make
+    for make in (
+        files_are_not_synced,
+        data_is_not_synced,
+        descriptions_are_not_synced,
+        directories_are_not_synced,
+        folders_are_not_synced,
+        parent_is_not_synced,
+        removal_on_resuming_is_not_synced,
+        directories_are_synced_after_the_rename,
+        manifest_comes_after_the_rename,
+    )
+}
