@@ -5,13 +5,24 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from random import Random
 
 from tests.fuzz.mutate import BOUNDARIES, TEXTS, change_bytes, pick
 
 _PLAIN = tuple(
     [bytes([code]) for code in b"(0125NRQ)]}abdelostu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94"]
-    + [b"K\0", b"h\0", b"q\0", b"M\0\1", b"C\1a", b"\x8c\0", b"G?\xf0\0\0\0\0\0\0", b"\x95" + bytes(8), b"\x80\4"]
+    + [
+        b"K\0",
+        b"h\0",
+        b"q\0",
+        b"M\0\1",
+        b"C\1a",
+        b"\x8c\0",
+        b"G?\xf0\0\0\0\0\0\0",
+        b"\x95" + bytes(8),
+        b"\x80\4",
+    ]
 )
 _INTEGERS = b"KMJ\x8a"
 _TEXT = b"\x8cX"
@@ -23,7 +34,7 @@ def opcodes(data: bytes) -> tuple[bytes, ...]:
     """Return a pickle in opcodes, each with its argument; without FRAME, which only tells lengths."""
     ends = [position for _, _, position in pickletools.genops(data)]
     ends.append(len(data))
-    pieces = [data[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    pieces = [data[start:stop] for start, stop in pairwise(ends)]
     return tuple(piece for piece in pieces if piece[0] != 0x95)
 
 
@@ -70,7 +81,7 @@ def change_pickle(rng: Random, data: bytes, others: Sequence[bytes], words: Sequ
     for _ in range(1 + int(rng.random() * rng.random() * 4)):
         if numbers and rng.random() < 0.25:
             at = pick(rng, numbers)
-            pieces[at] = _other_integer(rng)
+            pieces[at : at + 1] = [_other_integer(rng)]
             continue
         at = int(rng.random() * len(pieces))
         if rng.random() < 0.6:
@@ -102,6 +113,8 @@ def _alike(rng: Random, piece: bytes, data: bytes, words: Sequence[str]) -> byte
         return b"r" + (slot % 2**32).to_bytes(4, "little")
     if code in b"\x88\x89N":
         return pick(rng, (b"\x88", b"\x89", b"N"))
+    if code in b"\x85\x86\x87":  # TUPLE1 to TUPLE3: one that takes too few or too many
+        return pick(rng, (b"\x85", b"\x86", b"\x87", b"t"))
     if code in b")]}":
         return pick(rng, (b")", b"]", b"}"))
     return pick(rng, _PLAIN)

@@ -1,0 +1,295 @@
+"""`.metadata` of DCP and of ByteCheckpoint, held against Python's unpickler, and with and without the shortcut."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from random import Random
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.metadata import (
+    Metadata as TorchMetadata,
+)
+
+from shardkit.errors import ShardkitError
+from shardkit.formats import dcp_metadata, pickle_batches, pickle_vm
+from shardkit.formats.bytecheckpoint import _pickles
+from shardkit.formats.bytecheckpoint_pickle import ByteMetadata, bytecheckpoint_vocabulary
+from shardkit.formats.dcp_metadata import DcpMetadata, join_fields, parse_metadata
+from shardkit.formats.dcp_pickle import Metadata, metadata_names, metadata_vocabulary
+from shardkit.formats.pickle_runs import learn
+from shardkit.formats.pickle_vm import parse
+from shardkit.formats.tensor_pickle import parse_tensor
+from tests.fuzz.mutate import pick
+from tests.fuzz.mutate_pickle import change_pickle
+from tests.fuzz.reference import Fields, Top, Unpickler
+from tests.fuzz.target import Target, attempt
+from tests.fuzz.target_record import pickle_seeds
+
+_BYTE_MODULE = "bytecheckpoint.checkpointer.meta_type"
+
+
+def check_metadata(data: bytes) -> bool:
+    """What is accepted is what Python's unpickler makes of it, and the same with the shortcuts off."""
+    found = attempt(lambda: parse_metadata(data))
+    if found is None:
+        return False
+    assert _plain(found) == _plain(_parse_slowly(data)), "the shortcuts change the outcome"
+    _compare(found, _fields(Unpickler(data, _names()).load()))
+    return True
+
+
+def check_runs(data: bytes) -> bool:
+    """The same where the shortcuts begin at once, which are otherwise for large files; and a refusal is the same."""
+    with _eager():
+        found = attempt(lambda: parse_metadata(data))
+    try:
+        slowly = _parse_slowly(data)
+    except ShardkitError:
+        slowly = None
+    assert _plain(found) == _plain(slowly), "the shortcuts change the outcome"
+    return found is not None
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Take records in columns from the second one on."""
+    changed = (
+        (pickle_batches, "_MIN_BYTES", 0),
+        (pickle_batches, "_MIN_TAKEN", 2),
+        (pickle_batches, "_MAX_PAUSE", 1),
+        (dcp_metadata, "MIN_COLUMNS", 2),
+        (dcp_metadata, "MIN_TOTAL", 2),
+    )
+    before = [getattr(module, name) for module, name, _ in changed]
+    try:
+        for module, name, value in changed:
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name, _), value in zip(changed, before, strict=True):
+            setattr(module, name, value)
+
+
+def _parse_slowly(data: bytes) -> DcpMetadata:
+    """Parse opcode by opcode, and join chunk by chunk."""
+    pickle_vm.learn = _learn_nothing
+    try:
+        top = parse(data, metadata_vocabulary(len(data)), ".metadata")
+        if not isinstance(top, Metadata):
+            raise ShardkitError("of another class")
+        return join_fields(top.fields, ".metadata")
+    finally:
+        pickle_vm.learn = learn
+
+
+def _learn_nothing(*args: Any) -> None:
+    """Stands in for `pickle_runs.learn`."""
+
+
+def check_bytecheckpoint(data: bytes) -> bool:
+    """The same for ByteCheckpoint's own classes; the pickles inside are read too."""
+
+    def read() -> tuple[DcpMetadata, Any]:
+        top = parse(data, bytecheckpoint_vocabulary(len(data)), ".metadata")
+        if not isinstance(top, ByteMetadata):
+            raise ShardkitError("of another class")
+        table = _pickles(top.fields.get("all_tensor_metadata"))
+        for inner in table.pickles:
+            parse_tensor(inner, "inner")
+        return join_fields(top.fields, ".metadata"), table
+
+    found = attempt(read)
+    if found is None:
+        return False
+    metadata, table = found
+    fields = _fields(Unpickler(data, _names()).load())
+    _compare(metadata, fields)
+    numbered = {number: inner for inner, number in table.pickles.items()}
+    stored = _by_place((fields.get("all_tensor_metadata") or {}).items())
+    held = {key: value for key, value in stored.items() if value is not None}
+    assert {key: numbered[number] for key, number in table.numbers.items()} == {
+        (fqn, None if offset is None else torch.tensor(offset, dtype=torch.int64).numpy().tobytes()): value
+        for (fqn, offset), value in held.items()
+    }
+    return True
+
+
+def _plain(metadata: DcpMetadata | None) -> object:
+    """Everything that a metadata says, comparable."""
+    if metadata is None:
+        return None
+    table = metadata.chunks
+    rows = [
+        (table.file[i], table.start[i], table.nbytes[i], table.region(i), metadata.transforms.get(i))
+        for i in range(len(table))
+    ]
+    return metadata.tensors, rows, metadata.files, metadata.objects, metadata.paths, metadata.orphans
+
+
+@cache
+def _names() -> dict[tuple[str, str], Any]:
+    """Stand-ins for every name that is allowed; dtypes and sizes are torch's."""
+    names: dict[tuple[str, str], Any] = {}
+    for module, name in [*metadata_names(0), (_BYTE_MODULE, "Metadata"), (_BYTE_MODULE, "_StorageInfo")]:
+        base = Top if name == "Metadata" else Fields
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        names[module, name] = getattr(torch, name) if is_dtype else type(name, (base,), {})
+    names["torch", "Size"] = torch.Size
+    names["torch.serialization", "_get_layout"] = lambda name: {"torch.strided": torch.strided}[name]
+    return names
+
+
+def _fields(value: Any) -> Any:
+    return getattr(value, "state", {})
+
+
+def _by_place(items: Any) -> dict[tuple[str, tuple[int, ...] | None], Any]:
+    found = {}
+    for index, value in items:
+        offset = _fields(index).get("offset")
+        found[_fields(index)["fqn"], None if offset is None else tuple(offset)] = value
+    return found
+
+
+def _compare(found: DcpMetadata, fields: dict[str, Any]) -> None:
+    entries, planner = fields["state_dict_metadata"], fields.get("planner_data")
+    places = _by_place(fields["storage_data"].items())
+    tensors = {fqn: _fields(entry) for fqn, entry in entries.items() if "chunks" in _fields(entry)}
+    assert list(found.tensors) == list(tensors)
+    assert set(found.objects) == set(entries) - set(tensors)
+    assert found.paths == planner
+    for fqn, tensor in tensors.items():
+        entry = found.tensors[fqn]
+        assert (str(_fields(tensor["properties"])[0]), tuple(tensor["size"])) == (
+            f"torch.{entry.dtype.name}",
+            entry.shape,
+        )
+        _compare_chunks(found, fqn, [_fields(chunk) for chunk in tensor["chunks"]], places)
+    for fqn, place in found.objects.items():
+        info = places.get((fqn, None))
+        assert (place is None) == (info is None)
+        if place is not None:
+            named = found.files[place.file], place.start, place.nbytes
+            assert named == tuple(_fields(info)[name] for name in ("relative_path", "offset", "length"))
+
+
+def _compare_chunks(
+    found: DcpMetadata, fqn: str, chunks: list[dict[str, Any]], places: dict[Any, Any]
+) -> None:
+    table, expected = found.chunks, []
+    for chunk in chunks:
+        offsets, sizes = tuple(chunk["offsets"]), tuple(chunk["sizes"])
+        info = _fields(places[fqn, offsets])
+        transforms = tuple(info.get("transform_descriptors") or ())
+        expected.append((info["relative_path"], info["offset"], info["length"], offsets, sizes, transforms))
+    rows = [
+        (
+            *(found.files[table.file[row]], table.start[row], table.nbytes[row]),
+            *(table.region(row).offsets, table.region(row).sizes, found.transforms.get(row, ())),
+        )
+        for row in found.tensors[fqn].chunk_ids
+    ]
+    # An empty chunk that is listed twice counts once.
+    assert rows == list(dict.fromkeys(expected))
+
+
+def _sample(number: int, *, classes: Any = None, world: int = 0) -> Any:
+    """Return a `Metadata` of a few tensors, cut for a few ranks."""
+    rng = Random(number)
+    entries: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    inner: dict[MetadataIndex, Any] = {}
+    paths: dict[str, Any] = {}
+    info = classes._StorageInfo if classes else _StorageInfo
+    is_long, world = bool(world), world or 1 + number % 3
+    options = {"transform_descriptors": ["stream.zstd/1"]} if number % 9 == 3 else {}
+    for i in range(1 + number % 2):
+        fqn = f"model.layers.{i}.weight"
+        shape = [world * (1 + rng.randrange(300)), *(1 + rng.randrange(70) for _ in range(rng.randrange(3)))]
+        dtype = pick(rng, (torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn))
+        chunks = []
+        for rank in range(world):
+            offsets = torch.Size([rank * (shape[0] // world), *[0] * (len(shape) - 1)])
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size([shape[0] // world, *shape[1:]])))
+            index = MetadataIndex(fqn, offsets, rank)
+            place = {"relative_path": f"__{rank}_0.distcp", "offset": i * 70000, "length": 1000 + i}
+            storage[index] = info(**place, **options)
+            inner[index] = pickle_seeds()[rng.randrange(2)]
+        entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+        paths[fqn] = (fqn,) if number % 2 else ("model", "layers", i, "weight")
+    for fqn in ("optimizer.step", "rng")[: number % 3]:
+        entries[fqn] = BytesStorageMetadata()
+        storage[MetadataIndex(fqn)] = info(relative_path="__0_0.distcp", offset=9, length=99)
+        paths[fqn] = (fqn,)
+    if classes:
+        fields = {"state_dict_metadata": entries, "planner_data": paths, "storage_data": storage}
+        return classes.Metadata(**fields, all_tensor_metadata=inner, bytecheckpoint_version="0.0.2")
+    # Units are only taken in columns where the file goes on for a while behind them.
+    meta = StorageMeta(checkpoint_id="/a/b" * (500 if is_long else 1), save_id="c") if number % 4 else None
+    metadata = TorchMetadata(entries, None if number == 6 else paths, storage, meta)
+    if is_long:  # nor where any opcode could fetch what is in a unit: the first 256 slots of the memo
+        paths |= {f"k{i}": (f"k{i}",) for i in range(130)}
+        metadata.__dict__ = {"planner_data": paths, **vars(metadata)}
+    return metadata
+
+
+@cache
+def metadata_seeds() -> list[bytes]:
+    """As torch pickles it, in every protocol that is read."""
+    return [pickle.dumps(_sample(number), 2 + number % 4) for number in range(40)]
+
+
+@cache
+def runs_seeds() -> list[bytes]:
+    """The same for more ranks."""
+    return [pickle.dumps(_sample(number, world=6 + number), 4) for number in range(12) if number % 4]
+
+
+@cache
+def bytecheckpoint_seeds() -> list[bytes]:
+    """As the package pickles it: its classes are put together here, the package is not needed."""
+    module = types.ModuleType(_BYTE_MODULE)
+    for name in ("Metadata", "_StorageInfo"):
+        body = {"__module__": _BYTE_MODULE, "__init__": lambda self, **fields: self.__dict__.update(fields)}
+        setattr(module, name, type(name, (), body))
+    parents = ("bytecheckpoint", "bytecheckpoint.checkpointer")
+    modules = {_BYTE_MODULE: module, **{name: types.ModuleType(name) for name in parents}}
+    with mock.patch.dict(sys.modules, modules):
+        return [pickle.dumps(_sample(number, classes=module), 4) for number in range(12)]
+
+
+_WORDS = (
+    *("state_dict_metadata", "storage_data", "planner_data", "version", "1.0.0", "offsets", "sizes"),
+    *("offset", "length", "relative_path", "transform_descriptors", "fqn", "index", "properties", "size"),
+    *("chunks", "torch", "__1_0.distcp", "../x.distcp", "float16", "Size", "os", "system"),
+    *("torch.distributed.checkpoint.metadata", "MetadataIndex", "ChunkStorageMetadata"),
+    *("BytesStorageMetadata", "all_tensor_metadata", "model.layers.0.weight"),
+)
+
+
+def mutate(rng: Random, seeds: Sequence[bytes]) -> bytes:
+    """Edit opcodes."""
+    return change_pickle(rng, pick(rng, seeds), (pick(rng, seeds),), _WORDS)
+
+
+TARGETS = {
+    "metadata": Target(check_metadata, metadata_seeds, mutate),
+    "metadata_runs": Target(check_runs, runs_seeds, mutate),
+    "bytecheckpoint": Target(check_bytecheckpoint, bytecheckpoint_seeds, mutate),
+}
