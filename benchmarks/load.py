@@ -10,7 +10,8 @@ into fresh memory. Medians are printed, and the smallest and largest ratio.
 `seconds` are those of the slowest rank, from a barrier until its weights are there: of `finalize`, or of what a peer
 does after the model is wrapped. `extra` is the peak of anonymous memory beyond what was there before and beyond the shard, of
 the worst rank (`source`: of rank 0). `read` are the bytes that the ranks together read, to those of the model; `sent` are the
-bytes through the loopback device, to the same. In the last two columns mapped files do not count.
+bytes through the loopback device, to the same. In the last two columns mapped files do not count. Where there is a GPU, a last
+line says how much of a load onto it is hidden behind reading (benchmarks/overlap.py).
 """
 
 from __future__ import annotations
@@ -348,6 +349,12 @@ def main() -> None:
 
     for line in rows(names, sources, args.ranks, args.runs):
         print(line, flush=True)
+    if torch.cuda.is_available():
+        shutil.rmtree(sources.matching)
+        shardkit.preshard(str(sources.hub), str(sources.matching), world_size=1)
+        print(
+            run([sys.executable, str(HERE / "overlap.py"), str(sources.hub), str(sources.matching)]).strip()
+        )
     shutil.rmtree(work)
 
 
