@@ -18,6 +18,8 @@ from shardkit.transfer import storage
 from shardkit.transfer.digest import combine, crc32
 from shardkit.transfer.execute import FileDigest
 
+_PART = ".part"
+
 
 class Descriptions:
     """Writes config, tokenizer and the like, then the index; then reads everything back.
@@ -77,7 +79,10 @@ class Descriptions:
         if self._job.options.manifest or self._on_manifest is not None:
             self._write_manifest(digests, others)
         if index is not None:
-            self._write_synced(self._job.output.index_name, index)
+            # Under its name it is whole: that is what makes a directory of several files a model.
+            name = self._job.output.index_name
+            self._write_synced(name + _PART, index)
+            storage.rename(os.path.join(self._directory, name + _PART), os.path.join(self._directory, name))
         check_output(self._job, self._directory)
 
     def _write_manifest(self, digests: Mapping[str, FileDigest], others: list[dict[str, Any]]) -> None:

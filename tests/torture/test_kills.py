@@ -67,12 +67,13 @@ def test_killed_in_every_mode(
 def test_what_makes_it_complete_comes_last(name: str, found: Scenarios, server: Server, place: Path) -> None:
     """Files are brought to the disk one after the other; before the last of them the directory is not complete."""
     scenario = found[name]
-    num_syncs = sum(call == "fsync" for call in scenario.calls)
-    for at in range(num_syncs - 9, num_syncs - 1):
-        here = Place(scenario, place)
-        assert scenario.run(server, here.out, fault={"of": ["fsync"], "at": at, "do": "kill"}).code == -9
-        here.check_is(None)
-        here.check_unfinished()
+    for call, first, last in (("fsync", 9, 2), ("write", 4, 0)):
+        number = sum(each == call for each in scenario.calls)
+        for at in range(number - first, number - last + 1):
+            here = Place(scenario, place)
+            assert scenario.run(server, here.out, fault={"of": [call], "at": at, "do": "kill"}).code == -9
+            here.check_is(None)
+            here.check_unfinished()
 
 
 @pytest.mark.parametrize("name", ["preshard two jobs", "preshard columns", "reshard two jobs"])
