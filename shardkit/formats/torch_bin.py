@@ -27,6 +27,7 @@ from shardkit.errors import SourceError
 from shardkit.formats.pickle_screen import screen
 from shardkit.formats.strict import DOWNLOAD_AGAIN, open_regular, read_exactly, stamp_of
 from shardkit.formats.torch_zip import ZipReader, read_directory
+from shardkit.transfer import storage
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +125,7 @@ def _screen(path: str, name: str) -> None:
     """Refuse a pickle that would have torch hash without end or fill memory; what it names torch itself refuses."""
     where = escape(name)
     with open_regular(path, name) as (fd, size):
-        reader = ZipReader(lambda start, nbytes: os.pread(fd, nbytes, start), 0, size, where)
+        reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), 0, size, where)
         entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
         if "data.pkl" not in entries:
             reader.refuse("a zip without data.pkl, none of torch.save")
