@@ -86,6 +86,19 @@ def stamp_of(fd: int) -> FileStamp:
     return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
+@contextmanager
+def named_failures(name: str) -> Iterator[None]:
+    """Let what the system refuses while a file is read name it.
+
+    Raises:
+        ResourceError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(f"{escape(name)}: cannot be read: {error.strerror}") from error
+
+
 def read_exactly(fd: int, start: int, nbytes: int, name: str) -> bytes:
     """Return `nbytes` bytes from byte `start` on.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from shardkit.core.catalog import SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
-from shardkit.formats.strict import open_regular, stamp_of
+from shardkit.formats.strict import named_failures, open_regular, stamp_of
 from shardkit.formats.torch_zip import ZipReader, read_directory
 from shardkit.operations.file_bytes import Archive, ByteReader, FileBytes, Scan, Stretch
 from shardkit.operations.verify_result import Report
@@ -173,7 +173,8 @@ def _check_archives(file: FileBytes, fd: int, report: Report) -> None:
     """Compare zips with the checksums in them, and what no checksum covers with what torch writes there."""
     num_alike, unlike = 0, list[tuple[Archive, Difference]]()
     for archive in file.archives:
-        found = _check_archive(file, fd, archive, report)
+        with named_failures(file.name):
+            found = _check_archive(file, fd, archive, report)
         if isinstance(found, Difference):
             unlike.append((archive, found))
         else:

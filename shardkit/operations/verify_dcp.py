@@ -15,7 +15,7 @@ from shardkit.errors import ResourceError, SourceError
 from shardkit.formats.chunk_list import ListedChunk
 from shardkit.formats.dcp import DcpDirectory, open_dcp_lazily
 from shardkit.formats.dcp_decode import Packed, check_transforms, difference, packed_file
-from shardkit.formats.strict import open_regular
+from shardkit.formats.strict import named_failures, open_regular
 from shardkit.formats.torch_record import TensorRecord
 from shardkit.formats.torch_record_scan import RecordScanner
 from shardkit.operations.file_bytes import Archive, FileBytes, Stretch
@@ -115,7 +115,10 @@ class _Folder:
         for number, rows in groupby(self._rows, key=catalog.chunks.file.__getitem__):
             file = found[number] = self._file(catalog.files[number])
             try:
-                with open_regular(file.path, file.name, follow=False) as (fd, _):
+                with (
+                    open_regular(file.path, file.name, follow=False) as (fd, _),
+                    named_failures(file.name),
+                ):
                     self._scanner.open(fd)
                     self._check_file(catalog.files[number], file, map(self._place, rows), fd)
             except ResourceError as error:

@@ -211,7 +211,8 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
         True where nothing is wrong with it.
     """
     directory = directory_of(path)
-    if has_folders and not report.problems and layout_of(path) in _FOLDERS_ARE_ALL:
+    of_the_machine = isinstance(failure, ResourceError)  # it may be gone when the folders are looked at
+    if has_folders and not report.problems and not of_the_machine and layout_of(path) in _FOLDERS_ARE_ALL:
         report.add_notes([f"it is whole, but shardkit cannot take the weights from it: {failure.message}"])
         return True
     if any(problem.message == failure.message for problem in report.problems):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -485,3 +486,24 @@ def test_torch_is_not_imported(made: Path, tmp_path: Path) -> None:
     paths = [str(made / name) for name in NAMES]
     subprocess.run([sys.executable, "-c", code, str(tmp_path), *paths], check=True)
     assert len(list(tmp_path.iterdir())) == len(NAMES)
+
+
+@pytest.mark.parametrize("name", ["open_fd", "pread"])
+def test_a_call_that_fails_once_costs_the_manifest_and_never_its_tensors(
+    name: str, copied: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted while it is opened, a checkpoint of DCP can be whole when its folders are looked at."""
+    path, plain = copied("stock"), getattr(storage, name)
+    write_manifest(path, tmp_path / "whole")
+    for fatal in range(1, 12):
+        calls = iter(range(1, 1_000_000))
+
+        def failing(*arguments: Any, calls: Any = calls, fatal: int = fatal, **options: Any) -> Any:
+            if next(calls) == fatal:
+                raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+            return plain(*arguments, **options)
+
+        monkeypatch.setattr(storage, name, failing)
+        with contextlib.suppress(ResourceError):
+            write_manifest(path, tmp_path / "again", overwrite=True, jobs=1)
+            assert (tmp_path / "again").read_bytes() == (tmp_path / "whole").read_bytes()
