@@ -6,6 +6,7 @@ torch/serialization.py (`persistent_id`).
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 from shardkit.core.dtypes import BY_NAME, DType
@@ -117,6 +118,8 @@ def _view(dtype: DType, nbytes: int, view: tuple[Any, ...], metadata: tuple[Any,
         raise Refusal("a tensor with an impossible offset")
     if type(hooks) is not _Hooks or not (is_extent(shape) and is_extent(stride)) or len(shape) != len(stride):
         raise Refusal("a tensor with an impossible shape or stride")
+    if prod(shape) >= _MAX_ELEMENTS:  # a stride of 0 needs no bytes
+        raise Refusal("a tensor of more elements than can be counted")
     return StoredTensor(dtype, shape, stride, offset, nbytes)
 
 

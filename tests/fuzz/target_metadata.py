@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -50,8 +51,16 @@ def check_metadata(data: bytes) -> bool:
     if found is None:
         return False
     assert _plain(found) == _plain(_parse_slowly(data)), "the shortcuts change the outcome"
-    _compare(found, _fields(Unpickler(data, _names()).load()))
+    _compare(found, _fields(Unpickler(_without_frames(data), _names()).load()))
     return True
+
+
+def _without_frames(data: bytes) -> bytes:
+    """Return a pickle without what says how many bytes to fetch at a time, which may be wrong and means nothing."""
+    places = [at for opcode, _, at in pickletools.genops(data) if opcode.name == "FRAME"]
+    for at in reversed(places):
+        data = data[:at] + data[at + 9 :]
+    return data
 
 
 def check_runs(data: bytes) -> bool:
