@@ -6,7 +6,7 @@ import random
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardkit.core.catalog import SourceFile, TensorEntry
@@ -110,6 +110,7 @@ def test_a_chunk_that_is_listed_and_placed_twice_is_refused(monkeypatch: pytest.
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=4),
     st.booleans(),
 )
+@example((1,), [(0, 1, 0), (2, 0, 0)], False)  # an empty chunk that lies outside
 def test_row_shards_tile_the_tensor(
     shape: tuple[int, ...], cuts: list[tuple[int, int, int]], tidy: bool
 ) -> None:

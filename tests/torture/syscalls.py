@@ -95,10 +95,14 @@ def attempt(point: Point, scenario: Scenario, server: Server, path: Path) -> boo
     elif point.error == "EINTR":  # the interpreter asks again
         assert answer.code == 0, answer
     else:
-        if point.call != "write":  # by which the error is told, too
+        if (
+            point.call == "write"
+        ):  # by which errors and results are told, too: it may be whole and nobody hears of it
+            place.check_is(before, scenario.expected)
+        else:
             check_message(answer)
             assert answer.code in (0, _ENVIRONMENT), answer
-        place.check_is(scenario.expected if answer.code == 0 else before)
+            place.check_is(scenario.expected if answer.code == 0 else before)
     if answer.code == 0:
         place.check_is(scenario.expected)
     place.check_ends_well(server, overwrite=point.overwrite or place.out.exists())
