@@ -28,6 +28,9 @@ _file = MemoryFile()
 _MAX_LOADED = 1 << 16  # bytes of a storage that is made to ask torch about it
 
 
+_MAX_COMPARED = 1 << 20
+
+
 def check_record(data: bytes) -> bool:
     """A record that is accepted, with its CRC-32 checked, gives the tensor that torch loads from it."""
     _file.put(data)
@@ -40,7 +43,8 @@ def check_record(data: bytes) -> bool:
     _compare(loaded, record)
     storage = data[record.data_start : record.data_start + record.data_nbytes]
     assert len(storage) == record.data_nbytes
-    assert _values(storage, record) == raw(loaded)
+    if loaded.numel() <= _MAX_COMPARED:  # a stride of 0 makes as many as one likes of a few bytes
+        assert _values(storage, record) == raw(loaded)
     return True
 
 
