@@ -117,14 +117,7 @@ def command(*, checkpoint: str, output: str | None, as_json: bool, no_progress: 
     from shardkit.operations.consolidate import consolidate
 
     result = consolidate(checkpoint, output, progress=make_progress(enabled=show_bars), **options)
-    if as_json:
-        out.document(result.to_json())
-    else:
-        out.lines(render(result))
-        for note in result.notes:
-            out.say("note", note)
-    for warning in result.warnings:
-        out.say("warning", warning)
+    out.result(result, render)
 
 
 def _silence_hub(options: dict[str, Any]) -> None:

@@ -32,16 +32,7 @@ def command(*, path: str, tensors: bool, as_json: bool) -> None:
     Headers and metadata are read, no tensor data. What is not as it should be is said on stderr.
     """
     out, result = Output(as_json=as_json), inspect(path, tensors=tensors)
-    if as_json:
-        out.document(result.to_json())
-    else:
-        out.lines(render(result))
-        for note in result.notes:
-            out.say("note", note)
-    for warning in result.warnings[:MAX_LINES]:
-        out.say("warning", warning)
-    if len(result.warnings) > MAX_LINES:
-        out.say("warning", more(len(result.warnings)))
+    out.result(result, render, max_warnings=MAX_LINES)
 
 
 def render(result: InspectResult) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, more
+from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option
 from shardkit.cli.progress import make_progress
 from shardkit.core.text import escape
 from shardkit.core.units import format_size
@@ -47,16 +47,7 @@ def command(*, path: str, output: str | None, as_json: bool, no_progress: bool, 
 
     progress = make_progress(enabled=not (as_json or no_progress))
     result = write_manifest(path, output, progress=progress, **options)
-    if as_json:
-        out.document(result.to_json())
-    else:
-        out.lines(render(result))
-        for note in result.notes:
-            out.say("note", note)
-    for warning in result.warnings[:MAX_LINES]:
-        out.say("warning", warning)
-    if len(result.warnings) > MAX_LINES:
-        out.say("warning", more(len(result.warnings)))
+    out.result(result, render, max_warnings=MAX_LINES)
 
 
 def render(result: ManifestResult) -> list[str]:

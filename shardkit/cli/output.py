@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO, TypeVar
 
 import click
 
@@ -26,6 +26,27 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+class Result(Protocol):
+    """What an operation returns, as far as every command prints it."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a person should be told."""
+        ...
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What a person should look at."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as plain data."""
+        ...
+
+
+R = TypeVar("R", bound=Result)
+
+
 class Output:
     """Where a command's words go.
 
@@ -35,6 +56,27 @@ class Output:
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
+
+    def result(
+        self, result: R, render: Callable[[R], Iterable[str]], *, max_warnings: int | None = None
+    ) -> None:
+        """Print a result, as a document or as lines with its notes, then its warnings.
+
+        Args:
+            result: of an operation.
+            render: makes lines of it, for people.
+            max_warnings: how many of them a person is shown; None is all.
+        """
+        if self.as_json:
+            self.document(result.to_json())
+        else:
+            self.lines(render(result))
+            for note in result.notes:
+                self.say("note", note)
+        for warning in result.warnings[:max_warnings]:
+            self.say("warning", warning)
+        if max_warnings is not None and len(result.warnings) > max_warnings:
+            self.say("warning", more(len(result.warnings)))
 
     def document(self, content: Mapping[str, Any]) -> None:
         """Print a result as JSON; ASCII only, so that no name can act on a terminal."""

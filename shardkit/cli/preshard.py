@@ -98,14 +98,7 @@ def command(*, source: str, output: str | None, as_json: bool, no_progress: bool
     from shardkit.operations.preshard import preshard
 
     result = preshard(source, output, progress=make_progress(enabled=show_bars), **options)
-    if as_json:
-        out.document(result.to_json())
-    else:
-        out.lines(render(result))
-        for note in result.notes:
-            out.say("note", note)
-    for warning in result.warnings:
-        out.say("warning", warning)
+    out.result(result, render)
 
 
 def warn_of_torch(out: Output) -> None:

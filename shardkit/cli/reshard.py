@@ -90,14 +90,7 @@ def command(*, checkpoint: str, output: str, as_json: bool, no_progress: bool, *
     result = reshard(
         checkpoint, output, progress=make_progress(enabled=not (as_json or no_progress)), **options
     )
-    if as_json:
-        out.document(result.to_json())
-    else:
-        out.lines(render(result))
-        for note in result.notes:
-            out.say("note", note)
-    for warning in result.warnings:
-        out.say("warning", warning)
+    out.result(result, render)
 
 
 def render(result: ReshardResult) -> list[str]:

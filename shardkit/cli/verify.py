@@ -55,16 +55,7 @@ def command(
     out = Output(as_json=as_json)
     progress = make_progress(enabled=not (as_json or no_progress))
     result = verify(path, progress=progress, **options)
-    if as_json:
-        out.document(result.to_json())
-    else:
-        out.lines(render(result))
-        for note in result.notes:
-            out.say("note", note)
-    for warning in result.warnings[:MAX_LINES]:
-        out.say("warning", warning)
-    if len(result.warnings) > MAX_LINES:
-        out.say("warning", more(len(result.warnings)))
+    out.result(result, render, max_warnings=MAX_LINES)
     if not result.ok:
         click.get_current_context().exit(ResourceError.exit_code if result.is_only_unreadable else _PROBLEMS)
 

@@ -8,8 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,10 +15,11 @@ import pytest
 import torch
 
 from shardkit.formats.hub import open_model
+from tests.hub_server import Answers, serving
 from tests.operations.consolidate_checkpoints import CONFIG, assert_bit_equal, hub, load, save, weights
 
 
-class FakeHub(BaseHTTPRequestHandler):
+class FakeHub(Answers):
     """What huggingface.co answers to `create_repo`, `create_branch` and `upload_folder`."""
 
     protocol_version = "HTTP/1.1"
@@ -90,30 +89,11 @@ class FakeHub(BaseHTTPRequestHandler):
     def body(self):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def answer(self, content, status=200):
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    server.daemon_threads = True
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    server.repo, server.blobs, server.created, server.asked = {"main": {}}, {}, [], []
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(FakeHub, repo={"main": {}}, blobs={}, created=[], asked=[]) as server:
+        yield server
 
 
 SCRIPT = """

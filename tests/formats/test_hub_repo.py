@@ -9,8 +9,7 @@ import re
 import struct
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
 import pytest
@@ -18,6 +17,7 @@ import pytest
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats.hub_repo import looks_like_repo_id
 from shardkit.formats.source import open_source
+from tests.hub_server import serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -158,14 +158,8 @@ class FakeHub(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def hub():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    server.fetched, server.asked, server.weight_bytes = [], [], 0
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(FakeHub, fetched=[], asked=[], weight_bytes=0) as server:
+        yield server
 
 
 SCRIPT = """

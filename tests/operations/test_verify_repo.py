@@ -7,13 +7,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from tests.hub_server import Answers, serving
 from tests.operations.consolidate_checkpoints import hub, weights
 
 COMMIT = "c0ffee" + "0" * 34
@@ -30,7 +29,7 @@ def described(name: str, data: bytes, *, large: bool) -> dict[str, object]:
     return {**entry, "lfs": {"oid": oid, "size": len(data), "pointerSize": len(held)}} if large else entry
 
 
-class FakeHub(BaseHTTPRequestHandler):
+class FakeHub(Answers):
     """What huggingface.co answers to `model_info` and `list_repo_tree`, in pages of two files."""
 
     def do_GET(self):
@@ -48,31 +47,11 @@ class FakeHub(BaseHTTPRequestHandler):
             return self.answer({"id": "me/model", "sha": COMMIT, "siblings": []})
         return self.answer({"error": "not asked for in these tests"}, 500)
 
-    def answer(self, content, status=200, headers=None):
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    server.daemon_threads = True
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    server.tree, server.asked = [], []
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(FakeHub, tree=[], asked=[]) as server:
+        yield server
 
 
 @pytest.fixture

@@ -62,47 +62,38 @@ def bert(**changes: Any) -> Any:
     return BertConfig(**{**small, "vocab_size": VOCABULARY, "max_position_embeddings": 64, **changes})
 
 
-def qwen2_vl(**changes: Any) -> Any:
-    """Return a Qwen2-VL's config: a vision tower; its file has the names of before transformers 4.52."""
-    from transformers import Qwen2VLConfig
-
+def _qwen_vl(vision: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """What the configs of all Qwen VLs have in common, around a vision tower's."""
     text = _decoder(
         rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 10000.0},
         vocab_size=VOCABULARY + 10,
     )
-    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 24, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
     tokens = {
         "image_token_id": VOCABULARY + 1,
         "video_token_id": VOCABULARY + 2,
         "vision_start_token_id": VOCABULARY + 3,
         "vision_end_token_id": VOCABULARY + 4,
     }
-    return Qwen2VLConfig(
-        **{"text_config": text, "vision_config": vision, **tokens, "tie_word_embeddings": False, **changes}
-    )
+    return {"text_config": text, "vision_config": vision, **tokens, "tie_word_embeddings": False, **changes}
+
+
+def qwen2_vl(**changes: Any) -> Any:
+    """Return a Qwen2-VL's config: a vision tower; its file has the names of before transformers 4.52."""
+    from transformers import Qwen2VLConfig
+
+    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 24, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    return Qwen2VLConfig(**_qwen_vl(vision, changes))
 
 
 def qwen2_5_vl(**changes: Any) -> Any:
     """Return a Qwen2.5-VL's config: as Qwen2-VL, with another tower."""
     from transformers import Qwen2_5_VLConfig
 
-    text = _decoder(
-        rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 10000.0},
-        vocab_size=VOCABULARY + 10,
-    )
     vision = {
         **{"depth": 2, "hidden_size": 16, "out_hidden_size": 24, "num_heads": 2, "intermediate_size": 24},
         **{"patch_size": 4, "fullatt_block_indexes": [0], "window_size": 8},
     }
-    tokens = {
-        "image_token_id": VOCABULARY + 1,
-        "video_token_id": VOCABULARY + 2,
-        "vision_start_token_id": VOCABULARY + 3,
-        "vision_end_token_id": VOCABULARY + 4,
-    }
-    return Qwen2_5_VLConfig(
-        **{"text_config": text, "vision_config": vision, **tokens, "tie_word_embeddings": False, **changes}
-    )
+    return Qwen2_5_VLConfig(**_qwen_vl(vision, changes))
 
 
 def llava(**changes: Any) -> Any:
@@ -135,23 +126,11 @@ def qwen3_vl(**changes: Any) -> Any:
     """Return a Qwen3-VL's config: a vision tower whose names in the file are the model's."""
     from transformers import Qwen3VLConfig
 
-    text = _decoder(
-        rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 10000.0},
-        vocab_size=VOCABULARY + 10,
-    )
     vision = {
         **{"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 4},
         **{"out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
     }
-    tokens = {
-        "image_token_id": VOCABULARY + 1,
-        "video_token_id": VOCABULARY + 2,
-        "vision_start_token_id": VOCABULARY + 3,
-        "vision_end_token_id": VOCABULARY + 4,
-    }
-    return Qwen3VLConfig(
-        **{"text_config": text, "vision_config": vision, **tokens, "tie_word_embeddings": False, **changes}
-    )
+    return Qwen3VLConfig(**_qwen_vl(vision, changes))
 
 
 def qwen3_moe(**changes: Any) -> Any:

@@ -133,8 +133,8 @@ def _leaf(
     ranks: Sequence[OptimizerStates],
 ) -> Weight | float | str:
     """Return what a parameter has of a leaf, or why it cannot be told."""
-    if type(value) in (int, float):
-        return value  # type: ignore[return-value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
     if isinstance(value, TensorRef) and not value.shape:
         return Weight.whole(0, value)  # all ranks count alike
     parts = []

@@ -201,8 +201,8 @@ def _steps(settings: _Settings, state: ModelStates) -> dict[str, Weight | float]
 
 
 def _read_state(file: TorchFile) -> tuple[TorchFile, TensorRef | float | None]:
-    if type(file.tree) in (int, float):
-        return without_tree(file, []), file.tree  # type: ignore[return-value]
+    if isinstance(file.tree, int | float) and not isinstance(file.tree, bool):
+        return without_tree(file, []), file.tree
     return _read_parameter(file)
 
 
