@@ -5,6 +5,8 @@ gaps between them: a large record is put where its data has the same offset modu
 bytes, so that file systems which share extents need not move them (and elsewhere page-aligned copies
 stay page-aligned). Where the bytes are converted or gathered there is no such choice, and large data
 starts at a multiple of 4,096.
+
+The order of the records is that of the names: a wrap policy, or whether a model was traced, changes nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +14,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
-from math import prod
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Shape, flat_offsets, is_contiguous
 from shardkit.formats.torch_record_writer import RecordSkeleton, bare_skeleton, record_skeleton
+from shardkit.keys.names import natural
 from shardkit.layout.layout import Layout
 from shardkit.transfer.images import Hole, Piece, TensorHoles
 
@@ -79,7 +80,7 @@ class DcpImages:
     """Every record of a checkpoint to be written: where it lies and what it holds.
 
     `catalog` describes the finished checkpoint: one extent for each record. A tensor's rows of the chunk
-    table are in the order of its regions; a file's rows are unit by unit in the order of the layout.
+    table are in the order of its regions; a file's rows are in the natural order of their names, objects last.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class DcpImages:
         """Place every chunk of `layout`.
 
         Args:
-            layout: tensors in the order of their units, which is that of each file.
+            layout: where each tensor's regions belong.
             dtypes: what each tensor is to be stored as.
             sources: the source's name of each tensor.
             phase: where the source's bytes lie, for alignment.
@@ -110,7 +111,7 @@ class DcpImages:
         rows = [array("i") for _ in range(layout.mesh.num_shards)]
         ends = [0] * layout.mesh.num_shards
         self.data_nbytes = [0] * layout.mesh.num_shards  # of each image, without the records around it
-        for fqn in _in_file_order(layout, dtypes):
+        for fqn in sorted(layout.tensors, key=lambda fqn: (fqn in self.objects, natural(fqn))):
             self._place(layout, fqn, dtypes[fqn], sources[fqn], phase, rows, ends)
         names = [f"__{shard}_0.distcp" for shard in range(layout.mesh.num_shards)]
         self.catalog.files = [SourceFile(name=n, path="", size=e) for n, e in zip(names, ends, strict=True)]
@@ -224,21 +225,3 @@ class _TensorHoles(NamedTuple):
     rows: range
     sizes: tuple[Shape, ...]
     nbytes: int
-
-
-def _in_file_order(layout: Layout, dtypes: Mapping[str, DType]) -> Iterator[str]:
-    """Yield names unit by unit, in each with the small tensors spread between the large ones.
-
-    Aligning a large record leaves a gap before it. One small record fits in most gaps; several together
-    take blocks of their own, which is what the disk holds beside the shared ones.
-    """
-    for _, unit in groupby(layout.tensors.items(), key=lambda item: item[1].unit):
-        large, small = list[str](), list[str]()
-        for fqn, tensor in unit:
-            nbytes = prod(tensor.shape) * dtypes[fqn].itemsize // layout.mesh.num_shards
-            (large if nbytes >= _ALIGNED_NBYTES else small).append(fqn)
-        between = iter(small)
-        for fqn in large:
-            yield fqn
-            yield from islice(between, 1)
-        yield from between

@@ -60,7 +60,7 @@ def declare(
     """Lay tensors out by FSDP2's rule: `Shard(0)` on the shard axis, buffers replicated.
 
     Args:
-        tensors: by name, in source order.
+        tensors: by name.
         mesh: at most one replicate axis, then one shard axis.
         wrap: `auto` makes a unit of each child of an outermost numbered container ("model.layers.N."),
             `none` one unit; module paths are matched against the tensor names.
@@ -68,7 +68,7 @@ def declare(
         reason: why no model was traced; goes into the note and into errors.
 
     Returns:
-        Layout of origin "declared"; within a unit, tensors are in source order.
+        Layout of origin "declared".
 
     Raises:
         PolicyError: a policy that needs the model, or that matches no module path.
@@ -84,7 +84,7 @@ def declare(
         origin="declared",
         mesh=mesh,
         units=tuple(Unit(path=path, class_name=None) for path in units),
-        tensors={tensor.fqn: tensor for tensor in sorted(placed, key=lambda tensor: tensor.unit)},
+        tensors={tensor.fqn: tensor for tensor in placed},
         ties=ties,
         policy=wrap,
         notes=(f"{UNCHECKED}: {reason}" if reason else UNCHECKED,),

@@ -41,7 +41,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A mesh and the placement of every tensor, in the order in which they are to be written.
+    """A mesh and the placement of every tensor.
 
     Ties are resolved: a group's first name is the one that has a `TensorLayout`, the others are its aliases.
     """
@@ -52,7 +52,7 @@ class Layout:
     units: tuple[Unit, ...]
     """In forward order: the root first, because its parameters are needed first."""
     tensors: dict[str, TensorLayout]
-    """By name; units in order, tensors in the model's order within each."""
+    """By name, in any order: files have an order of their own, whatever the units are."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Groups of names that are one parameter in the live model; every name is in its `state_dict()`.
     The first name is the one whose bytes are stored."""

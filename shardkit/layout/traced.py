@@ -181,7 +181,7 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
         origin="traced",
         mesh=mesh,
         units=tuple(Unit(path=path, class_name=class_name) for path, class_name in answer["units"]),
-        tensors={tensor.fqn: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.unit)},
+        tensors={tensor.fqn: tensor for tensor in tensors},
         ties=tuple(map(tuple, answer["ties"])),
         keep_fp32=frozenset(answer["keep_fp32"]),
         policy=wrap,

@@ -72,6 +72,7 @@ class PreshardJob:
     def describe(self) -> dict[str, Any]:
         """Return the part of the manifest that is known before a byte moves; docs/format.md explains it."""
         layout, mesh, catalog = self.layout, self.layout.mesh, self.model.catalog
+        placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
         return {
             "mesh": {
                 "axes": [{"name": a.name, "size": a.size, "role": a.role} for a in mesh.axes],
@@ -98,7 +99,7 @@ class PreshardJob:
                         "dtype": catalog.tensors[self.sources[fqn]].dtype.name,
                     },
                 }
-                for fqn, tensor in layout.tensors.items()
+                for fqn, tensor in placed.items()
             },
         }
 
@@ -182,11 +183,8 @@ def _resolve_ties(
                 "source differ: both are kept, and the last one loaded wins"
             )
         aliases[first] = tuple(name for name in others if name not in diverged)
-    by_unit = sorted(
-        tensors.values(), key=lambda tensor: tensor.unit
-    )  # stable: a diverged name goes to its unit
     return (
-        replace(layout, tensors={t.fqn: t for t in by_unit}),
+        replace(layout, tensors=tensors),
         {k: v for k, v in aliases.items() if v},
         tuple(notes),
         tuple(warnings),

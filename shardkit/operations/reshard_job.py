@@ -60,6 +60,7 @@ class PartJob:
     def describe(self) -> dict[str, Any]:
         """Return the part of the manifest that is known before a byte moves; docs/format.md explains it."""
         layout, mesh, held = self.layout, self.layout.mesh, self.part.catalog.tensors
+        placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
         return {
             "mesh": {
                 "axes": [{"name": a.name, "size": a.size, "role": a.role} for a in mesh.axes],
@@ -85,7 +86,7 @@ class PartJob:
                     "buffer": False,
                     "source": {"name": fqn, "dtype": held[fqn].dtype.name},
                 }
-                for fqn, tensor in layout.tensors.items()
+                for fqn, tensor in placed.items()
                 if fqn not in self.output.objects
             },
         }

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -7,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
+import shardkit
+from shardkit import manifest
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.errors import LayoutError, PolicyError, ResourceError
+from shardkit.formats import chunk_list
+from shardkit.keys.names import natural
 from shardkit.layout import traced
 from shardkit.layout.choose import fit, make_layout
 from shardkit.layout.layout import Layout
@@ -61,18 +68,58 @@ def test_llama_units_are_its_decoder_layers_in_order(model_dir: ModelDir) -> Non
     assert layout.origin == "traced"
     assert [unit.path for unit in layout.units] == ["", *(f"model.layers.{n}" for n in range(11))]
     assert {unit.class_name for unit in layout.units[1:]} == {"LlamaDecoderLayer"}
-    assert list(layout.tensors)[:4] == [
+    assert {fqn for fqn, tensor in layout.tensors.items() if tensor.unit == 0} == {
         "model.embed_tokens.weight",
         "model.norm.weight",
         "lm_head.weight",
-        "model.layers.0.self_attn.q_proj.weight",
-    ]
+    }
     assert {tuple(map(str, tensor.placements)) for tensor in layout.tensors.values()} == {("R", "S(0)")}
     assert layout.tensors["model.embed_tokens.weight"].shape == (101, 24)
     assert layout.tensors["model.layers.10.mlp.up_proj.weight"].unit == 11
     assert layout.ties == ()
     assert layout.keep_fp32 == frozenset()
     assert "model.rotary_emb.inv_freq" in found.absent_buffers
+
+
+def random_weights(directory: str, *, copy: Path, **changes: object) -> tuple[Path, Path]:
+    """A model with random weights twice: with its config, and with one that names no architecture, so is declared."""
+    config = json.loads((Path(directory) / "config.json").read_text())
+    copy.mkdir()
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(directory)
+    ).save_pretrained(directory)
+    (Path(directory) / "config.json").write_text(json.dumps(config))
+    shutil.copy(Path(directory) / "model.safetensors", copy)
+    (copy / "config.json").write_text(json.dumps({**config, **changes}))
+    return Path(directory), copy
+
+
+@pytest.mark.parametrize(("name", "container"), [("llama", "model.layers"), ("llama-tied", "model.layers")])
+def test_traced_and_declared_layouts_are_the_same_files(
+    name: str, container: str, model_dir: ModelDir, tmp_path: Path
+) -> None:
+    source, unnamed = random_weights(model_dir(name), copy=tmp_path / "unnamed", model_type=None)
+    written: list[tuple[str, dict[str, bytes]]] = []
+    for at, (directory, wrap) in enumerate(
+        [(source, "auto"), (source, "none"), (source, f"{container}.*.mlp"), (unnamed, "auto")]
+    ):
+        out = tmp_path / f"out-{at}"
+        origin = shardkit.preshard(directory, out, world_size=4, wrap=wrap).layout
+        files = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "shardkit.json"}
+        written.append((origin, files))
+        content = manifest.read(str(out))
+        assert content is not None
+        assert content["layout"]["origin"] == origin
+    assert [origin for origin, _ in written] == ["traced", "traced", "traced", "declared"]
+    assert {".metadata", "__3_0.distcp", "__3_0.chunks.json"} < written[0][1].keys()
+    for _, files in written[1:]:
+        assert files == written[0][1]
+    names = [chunk.fqn for chunk in chunk_list.read(str(tmp_path / "out-0"), "__1_0.distcp").chunks]
+    assert names == sorted(names, key=natural)
+    assert names.index(f"{container}.2.mlp.up_proj.weight") < names.index(
+        f"{container}.10.mlp.up_proj.weight"
+    )
 
 
 def test_tied_names_are_one_tensor(model_dir: ModelDir) -> None:
