@@ -7,6 +7,7 @@ himself needs nothing of this: `finalize` takes any wrapped model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,8 @@ _OTHER_AXES = ("pp", "cp", "ep", "efsdp", "sp")
 def bf16_mixed_precision() -> MixedPrecisionPolicy:
     """Return the policy of bf16 training: parameters are gathered as bf16, gradients reduced in fp32.
 
-    What is stored, and what the optimizer steps, keeps its own dtype.
+    What is stored, and what the optimizer steps, keeps its own dtype. It is a root's: `wrap` gives blocks the same with
+    `cast_forward_inputs=False`.
     """
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -67,7 +69,9 @@ def wrap(
             ("pkg.mod.Class"), a module path ("model.layers", "model.layers.*"), a set of these, or a function
             (name, module) -> bool.
         activation_checkpointing: True checkpoints every unit, a policy the modules that it matches.
-        mixed_precision: "bf16" is `bf16_mixed_precision()`; None computes in the parameters' dtype.
+        mixed_precision: "bf16" is `bf16_mixed_precision()` on the root. Blocks have the same without
+            `cast_forward_inputs`: what a model computes in fp32 between them stays so. A torch `MixedPrecisionPolicy`
+            is used as it is, on the root and on all units. None computes in the parameters' dtype.
         reshard_after_forward: of the units; None frees every unit after its forward but those of the last block, which
             backward wants at once. An int keeps the parts of so many ranks. The root, which backward begins with
             too, is never freed.
@@ -87,16 +91,16 @@ def wrap(
     _check_dims(model)
     data_mesh = _data_mesh(mesh)
     paths = choose_units(model, policy)
+    modules = dict(model.named_modules())
     precision = _precision(mixed_precision)
+    inner = {path: _inner_precision(path, modules[path], mixed_precision, precision) for path in paths}
     recomputed = _checkpointed_paths(model, paths, activation_checkpointing)
 
-    modules = dict(model.named_modules())
     units = {path: modules[path] for path in paths}
     units = _apply_checkpointing(model, units, [modules[path] for path in recomputed])
     shard: Callable[..., object] = partial(
         fully_shard,
         mesh=data_mesh,
-        mp_policy=precision,
         offload_policy=_offload(data_mesh) if cpu_offload else OffloadPolicy(),
         shard_placement_fn=shard_placement_fn,
     )
@@ -105,8 +109,8 @@ def wrap(
         reshard = reshard_after_forward
         if reshard is None:
             reshard = path != last and not path.startswith(f"{last}.")
-        shard(units[path], reshard_after_forward=reshard)
-    shard(model, reshard_after_forward=False)
+        shard(units[path], mp_policy=inner[path], reshard_after_forward=reshard)
+    shard(model, mp_policy=precision, reshard_after_forward=False)
     return model
 
 
@@ -176,6 +180,23 @@ def _precision(value: str | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy
     raise UsageError(
         f"mixed_precision cannot be {value!r}", hint='give "bf16", None or a torch MixedPrecisionPolicy'
     )
+
+
+def _inner_precision(
+    path: str, unit: nn.Module, asked: str | MixedPrecisionPolicy | None, precision: MixedPrecisionPolicy
+) -> MixedPrecisionPolicy:
+    """Return the policy of a unit. Where nobody said otherwise, a block takes its inputs as they come: a cast would
+    round what its neighbour hands on in fp32 (rotary tables, residuals)."""
+    if asked != "bf16":
+        return precision
+    is_block = any(part.isdecimal() for part in path.split("."))
+    has_masters = any(
+        parameter.is_floating_point() and parameter.dtype != precision.param_dtype
+        for parameter in unit.parameters()
+    )
+    # What stands around the blocks (embeddings, a tower) often gets its inputs in the dtype of its weights, which is
+    # the masters' as long as it is not gathered.
+    return replace(precision, cast_forward_inputs=has_masters and not is_block)
 
 
 def _offload(mesh: DeviceMesh) -> OffloadPolicy:

@@ -36,3 +36,8 @@ def wrap_world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture(scope="session")
 def save_world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return _run("save_world.py", tmp_path_factory.mktemp("save"))
+
+
+@pytest.fixture(scope="session")
+def precision_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return _run("precision_world.py", tmp_path_factory.mktemp("precision"))

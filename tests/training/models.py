@@ -14,7 +14,7 @@ VOCABULARY = 101
 Save = Callable[["str | os.PathLike[str]"], None]
 
 
-def _decoder(**changes: Any) -> dict[str, Any]:
+def decoder(**changes: Any) -> dict[str, Any]:
     return {
         "hidden_size": 24,
         "intermediate_size": 37,
@@ -36,14 +36,14 @@ def llama(**changes: Any) -> Any:
     """Return an untied Llama's config."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(**_decoder(**changes))
+    return LlamaConfig(**decoder(**changes))
 
 
 def qwen3(**changes: Any) -> Any:
     """Return a tied Qwen3's config: norms of queries and keys."""
     from transformers import Qwen3Config
 
-    return Qwen3Config(**_decoder(**{"tie_word_embeddings": True, **changes}))
+    return Qwen3Config(**decoder(**{"tie_word_embeddings": True, **changes}))
 
 
 def gpt2(**changes: Any) -> Any:
@@ -64,7 +64,7 @@ def bert(**changes: Any) -> Any:
 
 def _qwen_vl(vision: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """What the configs of all Qwen VLs have in common, around a vision tower's."""
-    text = _decoder(
+    text = decoder(
         rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 10000.0},
         vocab_size=VOCABULARY + 10,
     )
@@ -138,7 +138,7 @@ def qwen3_moe(**changes: Any) -> Any:
     from transformers import Qwen3MoeConfig
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    return Qwen3MoeConfig(**_decoder(**{"num_hidden_layers": 2, **experts, **changes}))
+    return Qwen3MoeConfig(**decoder(**{"num_hidden_layers": 2, **experts, **changes}))
 
 
 def mixtral(**changes: Any) -> Any:
@@ -147,7 +147,7 @@ def mixtral(**changes: Any) -> Any:
 
     # Grouped products of experts want rows that are multiples of 16 bytes.
     small = {"num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 32}
-    return MixtralConfig(**_decoder(**{**small, **changes}))
+    return MixtralConfig(**decoder(**{**small, **changes}))
 
 
 # (class, config) of each.
