@@ -175,6 +175,8 @@ class Fsdp1Unit(NamedTuple):
     num_shards: int
     registered: tuple[torch.Tensor, ...]
     """What modules may have as a parameter for it: itself, or views of it (use_orig_params)."""
+    shared: tuple[tuple[str, str], ...]
+    """(further name, first name) of the tied parameters in it, relative to the module."""
 
 
 def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
@@ -190,7 +192,14 @@ def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
     local = getattr(flat, "_local_shard", flat)
     numels = tuple(shape.numel() for shape in flat._shapes)
     views = (*(getattr(flat, "_params", None) or ()), *(getattr(flat, "_shared_params", None) or ()))
-    return Fsdp1Unit(tuple(flat._fqns), numels, local, handle.world_size, (flat, *views))
+    shared = tuple(
+        (
+            f"{tie.module_name}.{tie.param_name}".lstrip("."),
+            f"{tie.prim_module_name}.{tie.prim_param_name}".lstrip("."),
+        )
+        for tie in flat._shared_param_infos
+    )
+    return Fsdp1Unit(tuple(flat._fqns), numels, local, handle.world_size, (flat, *views), shared)
 
 
 def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -61,6 +61,11 @@ for use_orig_params in (False, True):
     assert unit.fqns == ("0.weight", "0.bias", "1.weight", "1.bias")
     assert unit.numels == (64, 8, 64, 8) and unit.num_shards == 4 and unit.local.numel() == 36
     assert {id(p) for p in wrapped.parameters()} <= set(map(id, unit.registered))
+    assert unit.shared == ()
+    tied = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    tied["b"].weight = tied["a"].weight
+    unit = fsdp1_unit(FullyShardedDataParallel(tied, device_id=torch.device("cpu"), use_orig_params=use_orig_params))
+    assert unit.shared == (("b.weight", "a.weight"),)
 """
 
 

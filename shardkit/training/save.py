@@ -8,7 +8,7 @@ is killed, changes nothing about what was there before.
     <name>/.metadata, __R_N.distcp    what stock `dcp.load` reads: {"model": ..., "optimizer": ..., "extra": ...}
     <name>/shardkit.json              world, mesh, units, ties, key rules, files
 
-Names of one parameter share one record.
+Names of one tensor share one record.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def save(
 
     Args:
         model: wrapped by FSDP2, FSDP1, tensor parallelism, DDP, or plain; with weights.
-        path: on a file system that all ranks share; what rank 0 says counts.
+        path: on a file system that all ranks share; what rank 0 says counts. Missing directories above it are made.
         optimizer: its state, or that of several, is saved too, under "optimizer", by names of parameters.
         extra: saved under "extra": numbers, text, tensors, objects with a state dict; each rank gives the same names.
         process_group: the ranks that save; None for all of them.
@@ -96,7 +96,9 @@ def save(
             _write(state, writer, process_group)
         told_rules = gather_json(recall(model), process_group, phase=_PHASE)
         rules = next((each for each in told_rules if each is not None), None)
-        _together(lambda: _describe(model, writer, rules, process_group) if leads else None, process_group)
+        _together(
+            lambda: _describe(model, writer, aliases, rules, process_group) if leads else None, process_group
+        )
         _together(lambda: _commit(staging, overwrite=overwrite) if staging else None, process_group)
     except BaseException:
         if staging is not None and not staging.is_committed:
@@ -146,6 +148,7 @@ def _start(
     def make() -> Staging | None:
         if not leads:
             return None
+        _make_parents(path)
         destination = check_destination(path, None, overwrite=overwrite)
         remove_abandoned(destination)
         return Staging.create(destination)
@@ -159,6 +162,24 @@ def _start(
             staging.discard()
         raise
     return staging, place
+
+
+def _make_parents(path: str) -> None:
+    """Make the directories above a destination, where they are missing, and bring their names to the disk."""
+    parent = os.path.dirname(os.path.abspath(path))
+    missing = []
+    above = parent
+    while not os.path.lexists(above):
+        missing.append(above)
+        above = os.path.dirname(above)
+    try:
+        storage.make_directories(parent)
+        for made in missing:
+            storage.sync_directory(os.path.dirname(made))
+    except OSError as error:
+        raise ResourceError(
+            f"{escape(parent)} cannot be made: {error.strerror}", hint="choose another destination"
+        ) from error
 
 
 def _commit(staging: Staging, *, overwrite: bool) -> None:
@@ -194,7 +215,11 @@ def _write(state: State, writer: Writer, group: dist.ProcessGroup | None) -> Non
 
 
 def _describe(
-    model: nn.Module, writer: Writer, rules: KeyRules | None, group: dist.ProcessGroup | None
+    model: nn.Module,
+    writer: Writer,
+    aliases: Mapping[str, str],
+    rules: KeyRules | None,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Look at what all ranks wrote, then write the manifest."""
     missing = [
@@ -209,6 +234,9 @@ def _describe(
             hint="save to a file system that all ranks share",
         )
     found = diagnose(model)
+    ties: dict[str, list[str]] = {}
+    for alias, kept in aliases.items():
+        ties.setdefault(kept, [kept]).append(alias)
     metadata = read_small(os.path.join(writer.path, METADATA), METADATA, manifest.MAX_BYTES)
     content = {
         "format": manifest.FORMAT,
@@ -218,7 +246,7 @@ def _describe(
         "world_size": dist.get_world_size(group) if dist.is_initialized() else 1,
         "meshes": sorted({unit.mesh for unit in found.units if unit.mesh}),
         "units": [{"path": unit.path, "class": unit.class_name} for unit in found.units],
-        "ties": [list(names) for names in found.ties],
+        "ties": list(ties.values()),
         **({} if rules is None else {"key_rules": rules}),
         "metadata": manifest.entry_of(METADATA, metadata, digest=True, sha256=False),
         "files": [

@@ -1,4 +1,4 @@
-"""What is saved, as torch's distributed checkpoint takes it; and its writer, which stores a tied parameter once."""
+"""What is saved, as torch's distributed checkpoint takes it; and its writer, which stores a tensor of several names once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from shardkit._torch import fsdp1_unit, non_persistent_buffers
 from shardkit.training.context import clean_name
 from shardkit.transfer import storage
 
@@ -36,7 +38,7 @@ def checkpoint_state(
     """Give what is to be saved; nothing of the model or its optimizers is another one afterwards.
 
     Args:
-        aliases: further names of tied parameters, which are left out.
+        aliases: further names of tensors, which are left out.
     """
     weights = get_model_state_dict(model)
     state: State = {
@@ -61,12 +63,7 @@ def _take_back_step(model: nn.Module, states: State, new: list[torch.optim.Optim
     names = list(states)
     if new is not None:
         stepped = {id(p) for each in new for group in each.param_groups for p in group["params"]}
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        names = [
-            clean_name(name)
-            for name, parameter in inner.named_parameters(remove_duplicate=False)
-            if id(parameter) in stepped
-        ]
+        names = [name for name, tensor in _state_names(model) if id(tensor) in stepped]
     for name in names:
         if "step" in (own := states.get(name, {})):
             own["step"] = own["step"] * 0
@@ -96,20 +93,54 @@ def _complete(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torc
 
 
 def find_aliases(model: nn.Module) -> dict[str, str]:
-    """Return every further name of a tied parameter with its first name, as state dicts have them."""
+    """Return every further name of a parameter or buffer with its first name, as state dicts have them."""
     first: dict[int, str] = {}
-    aliases = {}
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    for name, parameter in inner.named_parameters(remove_duplicate=False):
-        fqn = clean_name(name)
-        kept = first.setdefault(id(parameter), fqn)
+    aliases: dict[str, str] = {}
+    for fqn, tensor in _state_names(model):
+        kept = first.setdefault(id(tensor), fqn)
         if kept != fqn:
             aliases[fqn] = kept
+    return aliases | _flat_aliases(model)
+
+
+def _state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers under all of their names, as torch's state dicts of models have them."""
+    for path, module in _state_paths(model):
+        hidden = non_persistent_buffers(module)
+        own: list[tuple[str, torch.Tensor]] = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        yield from ((_joined(path, name), tensor) for name, tensor in own if name not in hidden)
+
+
+def _state_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules, under all of their paths, without what wrappers put in; DDP puts in `module`."""
+    inside: dict[str, str] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        holder, _, name = path.rpartition(".")
+        is_wrapped = path and isinstance(modules[holder], DistributedDataParallel)
+        inside[path] = inside[holder] if is_wrapped else _joined(inside.get(holder, ""), name)
+        yield clean_name(inside[path]), module
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _flat_aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of what lies in FSDP1's flat parameters, which modules may not have as parameters."""
+    aliases: dict[str, str] = {}
+    for path, module in _state_paths(model):
+        unit = fsdp1_unit(module) if isinstance(module, FullyShardedDataParallel) else None
+        for name, kept in unit.shared if unit else ():
+            aliases[clean_name(_joined(path, name))] = clean_name(_joined(path, kept))
     return aliases
 
 
 class Writer(FileSystemWriter):
-    """torch's writer of a directory, whose `.metadata` has the further names of tied parameters too.
+    """torch's writer of a directory, whose `.metadata` has the further names of tensors too.
 
     Args:
         path: the directory.

@@ -24,11 +24,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.errors import ShardkitError
+from shardkit.training.finalize import load_into
 from shardkit.training.save import save
 from shardkit.training.wrap import wrap
 from shardkit.transfer import staging, storage
@@ -83,6 +86,8 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
         return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}{key}.").items()}
     if isinstance(tree, list | tuple):
         return flat(dict(enumerate(tree)), prefix)
+    if hasattr(tree, "local_shards"):  # FSDP1 without a mesh has ShardedTensors
+        return flat([shard.tensor for shard in tree.local_shards()], prefix)
     return {prefix: tree.full_tensor() if isinstance(tree, DTensor) else tree}
 
 
@@ -124,10 +129,7 @@ def whole(out: Path) -> Found:
     """Save, load with stock torch, refuse, fail, and save again."""
     model, optimizer = start()
     step(model, optimizer)
-    place = out / "whole" / "last"
-    if dist.get_rank() == 0:
-        place.parent.mkdir()
-    dist.barrier()
+    place = out / "whole" / "last"  # its parent is missing
     trained = place.parent / "trained"
     result = save(
         model, trained, optimizer=optimizer, extra={"step": 5, "sampler": torch.Generator().get_state()}
@@ -148,7 +150,7 @@ def whole(out: Path) -> Found:
         "result": [result.path, result.num_files, result.file_bytes],
         "exists": told(lambda: save(model, place)),
         "foreign": told(lambda: save(model, out, overwrite=True)),
-        "orphan": told(lambda: save(model, out / "no" / "such")),
+        "orphan": told(lambda: save(model, out / "whole.store" / "last")),
         "state_dict": told(lambda: save(model, place.parent / "new", extra={"bad": FailsOnOne()})),
     }
     if dist.get_rank() == 1:  # its files may not grow beyond a few bytes: as a full disk, on one rank
@@ -181,6 +183,64 @@ def unused(out: Path) -> Found:
     step(model, optimizer)
     step(other, other_optimizer)
     return {**found, "same": same(model.state_dict(), other.state_dict())}
+
+
+class Several(Model):
+    """A block, a parameter and a buffer under two names each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.blocks[0]
+        self.register_buffer("scale_again", self.scale)
+
+
+class Holder(nn.Module):
+    """Holds a wrapped model, as a LightningModule does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def flat_fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=False, device_id=torch.device("cpu"))
+
+
+SEVERAL: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "fsdp2": lambda model: wrap(model, init_device_mesh("cpu", (SIZE,)), mixed_precision=None),
+    "ddp": DistributedDataParallel,
+    "held-ddp": lambda model: Holder(DistributedDataParallel(model)),
+    "fsdp1": flat_fsdp1,
+    "held-fsdp1": lambda model: Holder(flat_fsdp1(model)),
+}
+
+
+def several(out: Path) -> Found:
+    """Models with several names for one tensor: saved, and loaded with stock torch into the same model."""
+    found: Found = {}
+    for case, prepare in SEVERAL.items():
+        torch.manual_seed(0)
+        plain = Several()
+        model = prepare(plain)
+        expected = get_model_state_dict(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        place = out / "several" / case / "last"
+        save(model, place, optimizer=optimizer)
+        torch.manual_seed(1)
+        other = prepare(Several())
+        state = {"model": get_model_state_dict(other)}
+        dcp.load(state, checkpoint_id=place)
+        torch.manual_seed(2)
+        refilled = prepare(Several())
+        if "fsdp1" not in case:
+            load_into(refilled, place)
+        found[case] = {
+            "names": sorted(expected),
+            "stock": same(state["model"], expected),
+            "own": "fsdp1" in case or same(get_model_state_dict(refilled), expected),
+        }
+    return found
 
 
 class Kills:
@@ -257,6 +317,7 @@ def main() -> None:
     found: Found = {
         "whole": world(out, "whole", partial(whole, out)),
         "unused": world(out, "unused", partial(unused, out)),
+        "several": world(out, "several", partial(several, out)),
         "kills": [],
     }
     moments = [
