@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from shardkit.cli.inspect import short_dtype
-from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, more, table
+from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, links_option, more, table
 from shardkit.cli.progress import make_progress
 from shardkit.core.text import escape
 from shardkit.core.units import format_size
@@ -45,6 +45,7 @@ Examples:
 )
 @click.option("--max-memory", default="256MiB", show_default=True, metavar="SIZE", help="For all buffers.")
 @click.option("--quiet", "-q", is_flag=True, help="Print no result; the exit code tells.")
+@links_option
 @json_option
 @click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def command(*, a: str, b: str, quiet: bool, as_json: bool, no_progress: bool, **options: Any) -> None:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import click
 
-from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, limited, more, size_runs, table
+from shardkit.cli.output import (
+    MAX_LINES,
+    Output,
+    count,
+    facts,
+    json_option,
+    limited,
+    links_option,
+    more,
+    size_runs,
+    table,
+)
 from shardkit.core.text import escape
 from shardkit.core.units import format_size
 from shardkit.operations.inspection import inspect
@@ -25,13 +37,14 @@ Examples:
 )
 @click.argument("path")
 @click.option("--tensors", is_flag=True, help="List every tensor; otherwise layers and experts are folded.")
+@links_option
 @json_option
-def command(*, path: str, tensors: bool, as_json: bool) -> None:
+def command(*, path: str, as_json: bool, **options: Any) -> None:
     """Show what PATH holds: a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint.
 
     Headers and metadata are read, no tensor data. What is not as it should be is said on stderr.
     """
-    out, result = Output(as_json=as_json), inspect(path, tensors=tensors)
+    out, result = Output(as_json=as_json), inspect(path, **options)
     out.result(result, render, max_warnings=MAX_LINES)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option
+from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, links_option
 from shardkit.cli.progress import make_progress
 from shardkit.core.text import escape
 from shardkit.core.units import format_size
@@ -34,6 +34,7 @@ Examples:
     "--dry-run", "-n", is_flag=True, help="Check the structure, say what would be read, write nothing."
 )
 @click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
+@links_option
 @json_option
 @click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def command(*, path: str, output: str | None, as_json: bool, no_progress: bool, **options: Any) -> None:

@@ -26,6 +26,15 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def links_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--follow-links`, for commands that read checkpoints."""
+    return click.option(
+        "--follow-links",
+        is_flag=True,
+        help="Read links that lead out of the checkpoint's directory as the files that they lead to.",
+    )(command)
+
+
 class Result(Protocol):
     """What an operation returns, as far as every command prints it."""
 

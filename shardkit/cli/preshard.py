@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardkit.cli.output import Output, count, facts, json_option, limited, size_runs
+from shardkit.cli.output import Output, count, facts, json_option, limited, links_option, size_runs
 from shardkit.cli.progress import make_progress
 from shardkit.core.text import escape
 from shardkit.core.units import format_size
@@ -82,6 +82,7 @@ Examples:
 @click.option(
     "--trust-remote-code", is_flag=True, help="Let the model's own code run while its layout is traced."
 )
+@links_option
 @json_option
 @click.option("--no-progress", is_flag=True, help="Show no progress bars.")
 def command(*, source: str, output: str | None, as_json: bool, no_progress: bool, **options: Any) -> None:

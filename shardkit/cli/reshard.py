@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardkit.cli.output import Output, count, facts, json_option, limited, size_runs
+from shardkit.cli.output import Output, count, facts, json_option, limited, links_option, size_runs
 from shardkit.cli.progress import make_progress
 from shardkit.core.text import escape
 from shardkit.core.units import format_size
@@ -76,6 +76,7 @@ Examples:
     metavar="SIZE",
     help="For all buffers, e.g. 512MiB, 1GB.",
 )
+@links_option
 @json_option
 @click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def command(*, checkpoint: str, output: str, as_json: bool, no_progress: bool, **options: Any) -> None:

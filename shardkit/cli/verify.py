@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, more
+from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, links_option, more
 from shardkit.cli.progress import make_progress
 from shardkit.core.text import escape
 from shardkit.core.units import format_size
@@ -36,6 +36,7 @@ Examples:
 @click.option("--hub", metavar="REPO", help="Compare its files with a repo on the Hub, without a download.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of that repo.")
 @click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
+@links_option
 @json_option
 @click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def command(

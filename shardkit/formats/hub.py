@@ -13,7 +13,7 @@ from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import ResourceError, SourceError
 from shardkit.formats.hub_files import Kind, Weights, select_file, select_weights
-from shardkit.formats.inside import locate, read_inside
+from shardkit.formats.inside import link_notes, locate, locate_weights, read_inside
 from shardkit.formats.safetensors import SafetensorsHeader, read_header
 from shardkit.formats.strict import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
 from shardkit.formats.torch_bin import BinFile, read_bin
@@ -111,13 +111,13 @@ def open_weights(
         ResourceError: a file may not be read.
     """
     names, index = weight_files(directory, weights, chosen_by_hand=chosen_by_hand)
-    trusted = chosen_by_hand and index is None
-    paths = _locate_all(directory, names, trusted, weights.index, elsewhere)
+    paths = _locate_all(directory, names, weights.index, elsewhere)
     contents = dict(_read_all(paths, weights.kind, elsewhere))
     if index is not None and weights.index is not None:
         _check_index(index, contents, weights.index)
     catalog = _catalog(directory, weights.kind, contents, paths, index)
-    catalog.notes = (*weights.notes, *_notes(catalog, index, weights.index, contents))
+    linked = () if chosen_by_hand and index is None else link_notes(directory, paths)
+    catalog.notes = (*weights.notes, *linked, *_notes(catalog, index, weights.index, contents))
     stem = os.path.splitext(names[0])[0] if weights.single and names else ""
     return HubModel(
         catalog=catalog,
@@ -201,13 +201,15 @@ def _refuse_stray(weights: Weights, index: Index) -> None:
 def _locate_all(
     directory: str,
     names: tuple[str, ...],
-    trusted: bool,
     index_name: str | None,
     elsewhere: Elsewhere,
 ) -> dict[str, str]:
-    """Return the path of each file; a missing one is an error that lists all missing ones."""
+    """Return the path of each file; a missing one is an error that lists all missing ones.
+
+    They may be links to regular files anywhere; what is opened tells once more whether it is one.
+    """
     paths = {
-        name: os.path.join(directory, name) if name in elsewhere else locate(directory, name, trusted)
+        name: os.path.join(directory, name) if name in elsewhere else locate_weights(directory, name)
         for name in names
     }
     missing = [name for name, path in paths.items() if name not in elsewhere and not os.path.lexists(path)]

@@ -9,12 +9,14 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.transfer import storage
 
+FOLLOW = "pass --follow-links (follow_links=True) if you trust whoever made the links"
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
 # What opening a file says of the machine, or of its moment, and not of the file.
 _OF_THE_MACHINE = (
@@ -31,6 +33,9 @@ _OF_THE_MACHINE = (
 _MAX_DIGITS = 20
 _MAX_ANY_DIGITS = 1000  # of a config or a manifest, which may hold what no tensor has
 
+FOLLOWS_LINKS: ContextVar[bool] = ContextVar("follow_links", default=False)
+"""The person who runs the operation at hand allowed links that leave the checkpoint's directory."""
+
 
 @contextmanager
 def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple[int, int]]:
@@ -41,7 +46,8 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
     Args:
         path: where the file is.
         name: how to call it in messages.
-        follow: a symbolic link is opened too. What it was when somebody looked at it before says nothing.
+        follow: a symbolic link is opened too, as it is where `FOLLOWS_LINKS` says so. What it was when somebody
+            looked at it before says nothing.
 
     Raises:
         SourceError: there is no such file, or it is not a regular one.
@@ -50,7 +56,11 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
     try:
         # O_NONBLOCK: opening a FIFO for reading otherwise waits for a writer.
         fd = storage.open_fd(
-            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+            path,
+            os.O_RDONLY
+            | os.O_NONBLOCK
+            | os.O_CLOEXEC
+            | (0 if follow or FOLLOWS_LINKS.get() else os.O_NOFOLLOW),
         )
     except FileNotFoundError:
         raise SourceError(f"{escape(name)}: no such file", hint="download the missing file") from None
@@ -62,7 +72,7 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
         if not follow and getattr(error, "errno", None) == errno.ELOOP:
             raise SourceError(
                 f"{escape(name)} is a symbolic link: only regular files of the directory are read",
-                hint="copy the checkpoint with its links resolved (cp -rL)",
+                hint=f"copy the checkpoint with its links resolved (cp -rL), or {FOLLOW}",
             ) from None
         reason = getattr(error, "strerror", None) or str(error)
         refused = ResourceError if getattr(error, "errno", None) in _OF_THE_MACHINE else SourceError

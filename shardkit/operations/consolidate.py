@@ -12,6 +12,7 @@ from shardkit.core.text import count, escape
 from shardkit.core.units import MIB, parse_size
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.formats.dcp import remembered
+from shardkit.formats.inside import may_follow_links
 from shardkit.formats.sharded.detect import open_checkpoint
 from shardkit.operations.consolidate_base import find_base, open_base
 from shardkit.operations.consolidate_job import ConsolidateJob, JobOptions, build_job
@@ -28,6 +29,7 @@ from shardkit.transfer.progress import NoProgress, Progress
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".safetensors.index.json", ".bin.index.json")
 
 
+@may_follow_links
 def consolidate(
     checkpoint: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -62,6 +64,7 @@ def consolidate(
     push_to_hub: str | None = None,
     private: bool = False,
     branch: str | None = None,
+    follow_links: bool = False,
     progress: Progress | None = None,
 ) -> ConsolidateResult:
     """Write a sharded checkpoint as a Hub model: safetensors, config, tokenizer.
@@ -101,6 +104,8 @@ def consolidate(
         push_to_hub: a repo id; the finished directory is uploaded there.
         private: a repo that has to be made is private.
         branch: of the repo, made where it is absent.
+        follow_links: links that lead out of a checkpoint's directory are read and copied as the files that they lead
+            to. Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move.
 
     Raises:

@@ -151,6 +151,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
         notes.append(
             f"{len(refused)} files of {escape(label)} are links that leave it and were not copied: "
             + ", ".join(map(escape, refused))
+            + "; --follow-links copies what they lead to"
         )
     return Base(
         label=label,

@@ -14,6 +14,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.core.units import KIB, MIB, parse_size
 from shardkit.errors import UsageError
+from shardkit.formats.inside import may_follow_links
 from shardkit.operations.diff_read import tensor_bands
 from shardkit.operations.diff_result import DiffResult, Status, TensorDiff
 from shardkit.operations.diff_sides import Pair, Side, find_ties, open_sides, pairs
@@ -50,6 +51,7 @@ class DiffOptions:
         return max(min(_BAND_BYTES, self.max_memory_bytes // _BUFFERS) // itemsize, 1)
 
 
+@may_follow_links
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
@@ -62,6 +64,7 @@ def diff(
     all_tensors: bool = False,
     sort: Literal["name", "difference"] = "name",
     max_memory: str | int = 256 * MIB,
+    follow_links: bool = False,
     progress: Progress | None = None,
 ) -> DiffResult:
     """Compare two checkpoints, bit by bit or within a tolerance.
@@ -81,6 +84,8 @@ def diff(
         all_tensors: the optimizer's and all others too, under their stored names.
         sort: "name", or "difference": what differs most first, for which figures are taken.
         max_memory: bytes for all buffers, as a number or as "512MiB".
+        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
+            Weight files of a Hub model are read in any case.
         progress: told of the bytes of A as they are compared.
 
     Raises:

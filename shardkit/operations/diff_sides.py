@@ -12,6 +12,7 @@ from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats.dcp import remembered
+from shardkit.formats.inside import link_notes
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.detect import open_checkpoint
 from shardkit.keys import select_model
@@ -78,6 +79,13 @@ def open_sides(
         resolved = (resolve_checkpoint(a), resolve_checkpoint(b))
         opened = (open_checkpoint(resolved[0].path), open_checkpoint(resolved[1].path))
     notes = [f"passed over {escape(path)}: {reason}" for taken in resolved for path, reason in taken.skipped]
+    for each in opened:
+        paths = {os.path.relpath(file.path, each.catalog.directory): file.path for file in each.catalog.files}
+        notes += (
+            link_notes(each.catalog.directory, paths)
+            if each.layout == "hub" and os.path.isdir(each.path)
+            else ()
+        )
     names, said = _name_all(opened) if all_tensors else _name_model(opened)
     kept = tuple(_filter(each, include, exclude) for each in names)
     if not any(kept) and any(names):

@@ -10,6 +10,7 @@ from shardkit import manifest
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.formats.inside import may_follow_links
 from shardkit.operations.inspection_presharded import inspect_presharded
 from shardkit.operations.inspection_result import (
     NO_LAYOUT,
@@ -29,12 +30,17 @@ if TYPE_CHECKING:
 _METADATA, _SHARD_SUFFIX = ".metadata", ".distcp"
 
 
-def inspect(path: str | os.PathLike[str], *, tensors: bool = False) -> InspectResult:
+@may_follow_links
+def inspect(
+    path: str | os.PathLike[str], *, tensors: bool = False, follow_links: bool = False
+) -> InspectResult:
     """Return what a path holds, without reading tensor data and without torch (legacy `.bin` needs it).
 
     Args:
         path: a Hub model's directory or weight file, a pre-sharded directory, or any trainer's checkpoint.
         tensors: list every tensor; otherwise those whose names differ only in numbers are folded.
+        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
+            Weight files of a Hub model are read in any case.
 
     Raises:
         SourceError: nothing there, not a model or a checkpoint, or damaged.

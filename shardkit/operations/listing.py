@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.formats.inside import locate
+from shardkit.formats.strict import FOLLOWS_LINKS
 
 _LEFT_OUT = (".git", os.path.join(".cache", "huggingface"))
 """Directories of git and of `hf download`, which keep state of their own in a checkpoint's directory."""
@@ -30,7 +31,7 @@ def list_files(directory: str, *, follow: bool) -> Listing:
     Args:
         directory: of a checkpoint.
         follow: a link counts as the file that it leads to, unless it leaves the directory (and, in the Hub's cache,
-            the repo). Links to directories are never followed.
+            the repo). Where `FOLLOWS_LINKS` says so, every one does. Links to directories are never followed.
 
     Raises:
         ResourceError: a directory cannot be listed.
@@ -66,7 +67,7 @@ def file_size(directory: str, name: str, *, follow: bool) -> int | None:
     path = os.path.join(directory, name)
     try:
         status = os.lstat(path)
-        if stat.S_ISLNK(status.st_mode) and not follow:
+        if stat.S_ISLNK(status.st_mode) and not (follow or FOLLOWS_LINKS.get()):
             return None
         if stat.S_ISLNK(status.st_mode) or os.sep in name:  # a directory on the way may be a link
             locate(directory, name)

@@ -12,7 +12,7 @@ from typing import Any
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.units import KIB, MIB
 from shardkit.formats.hub import HubModel
-from shardkit.formats.inside import is_snapshot
+from shardkit.formats.inside import is_snapshot, may_follow_links
 from shardkit.formats.source import open_source
 from shardkit.operations.destination import check_destination, check_space, free_bytes
 from shardkit.operations.preshard_describe import Descriptions
@@ -78,6 +78,7 @@ class PreshardResult:
         return asdict(self)
 
 
+@may_follow_links
 def preshard(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -97,6 +98,7 @@ def preshard(
     jobs: int = 2,
     max_memory: str | int = 256 * MIB,
     trust_remote_code: bool = False,
+    follow_links: bool = False,
     progress: Progress | None = None,
 ) -> PreshardResult:
     """Write `source` as a DCP checkpoint with one file for each shard coordinate of a mesh.
@@ -121,6 +123,8 @@ def preshard(
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         trust_remote_code: the model's own code may run while its layout is traced.
+        follow_links: links that lead out of a checkpoint's directory are read and copied as the files that they lead
+            to. Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move.
 
     Raises:

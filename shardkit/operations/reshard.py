@@ -12,6 +12,7 @@ from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.text import escape
 from shardkit.core.units import KIB, MIB
 from shardkit.formats.dcp import remembered
+from shardkit.formats.inside import may_follow_links
 from shardkit.operations.destination import check_destination, check_space, free_bytes, is_sharded_checkpoint
 from shardkit.operations.reshard_describe import ReshardDescriptions
 from shardkit.operations.reshard_job import ReshardJob, build_job
@@ -69,6 +70,7 @@ class ReshardResult:
         return asdict(self)
 
 
+@may_follow_links
 def reshard(
     checkpoint: str | os.PathLike[str],
     output: str | os.PathLike[str],
@@ -85,6 +87,7 @@ def reshard(
     sha256: bool = False,
     jobs: int = 2,
     max_memory: str | int = 256 * MIB,
+    follow_links: bool = False,
     progress: Progress | None = None,
 ) -> ReshardResult:
     """Write a sharded checkpoint anew, for another mesh: model, optimizer and everything else.
@@ -104,6 +107,8 @@ def reshard(
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
+        follow_links: links that lead out of a checkpoint's directory are read and copied as the files that they lead
+            to. Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move.
 
     Raises:

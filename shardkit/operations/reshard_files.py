@@ -16,7 +16,7 @@ from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.formats.dcp import is_dcp
-from shardkit.formats.strict import open_regular, read_exactly, stamp_of
+from shardkit.formats.strict import FOLLOWS_LINKS, open_regular, read_exactly, stamp_of
 from shardkit.transfer import storage
 from shardkit.transfer.digest import crc32, crc32_combine, zeros
 
@@ -127,7 +127,8 @@ def _cannot_list(error: OSError) -> NoReturn:
 
 def _add(found: Survey, path: str, name: str) -> None:
     try:
-        status = os.lstat(path)
+        follows = FOLLOWS_LINKS.get() and os.path.exists(path)
+        status = os.stat(path) if follows else os.lstat(path)
     except OSError as error:
         raise ResourceError(f"{escape(name)}: {error.strerror}") from None
     if stat.S_ISLNK(status.st_mode):

@@ -9,6 +9,7 @@ from shardkit.core.text import count
 from shardkit.core.units import parse_size
 from shardkit.errors import UsageError
 from shardkit.formats.dcp import remembered
+from shardkit.formats.inside import may_follow_links
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.operations.file_bytes import FileBytes
 from shardkit.operations.in_threads import check_jobs, in_threads
@@ -18,6 +19,7 @@ from shardkit.operations.verify_structure import check_structure
 from shardkit.transfer.progress import NoProgress, Progress
 
 
+@may_follow_links
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -29,6 +31,7 @@ def verify(
     hub: str | None = None,
     revision: str | None = None,
     jobs: int = 2,
+    follow_links: bool = False,
     progress: Progress | None = None,
 ) -> VerifyResult:
     """Check a checkpoint of any layout; without torch, but for a legacy `.bin`.
@@ -48,6 +51,8 @@ def verify(
         hub: a repo id; every file has to be the repo's, by the ids that the Hub has of them. Nothing is downloaded.
         revision: branch, tag or commit of the repo.
         jobs: threads.
+        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
+            Weight files of a Hub model are read in any case.
         progress: is told about bytes that are read.
 
     Raises:

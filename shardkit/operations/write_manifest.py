@@ -14,7 +14,7 @@ from shardkit._version import __version__
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.formats.dcp import remembered
-from shardkit.formats.inside import is_snapshot
+from shardkit.formats.inside import is_snapshot, may_follow_links
 from shardkit.formats.sharded.detect import directory_of, layout_of
 from shardkit.operations.file_bytes import FileBytes, place_of
 from shardkit.operations.in_threads import check_jobs, in_threads
@@ -59,6 +59,7 @@ class ManifestResult:
         return asdict(self)
 
 
+@may_follow_links
 def write_manifest(
     path: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -68,6 +69,7 @@ def write_manifest(
     jobs: int = 2,
     overwrite: bool = False,
     dry_run: bool = False,
+    follow_links: bool = False,
     progress: Progress | None = None,
 ) -> ManifestResult:
     """Write down every file and every tensor of a checkpoint, with digests; everything is read once.
@@ -82,6 +84,8 @@ def write_manifest(
         jobs: threads.
         overwrite: replace an existing manifest.
         dry_run: check the structure, say what would be read, and write nothing.
+        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
+            Weight files of a Hub model are read in any case.
         progress: told of the bytes as they are read.
 
     Raises:

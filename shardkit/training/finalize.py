@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.regions import Region, intersect, relative_to
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
+from shardkit.formats.inside import may_follow_links
 from shardkit.training.agree import agree, agreed, gather_json, world
 from shardkit.training.broadcast import fill_broadcast
 from shardkit.training.buffers import compute_buffers
@@ -89,6 +90,7 @@ def finalize(
     return model
 
 
+@may_follow_links
 def load_into(
     model: nn.Module,
     source: str | os.PathLike[str],
@@ -96,6 +98,7 @@ def load_into(
     strategy: Strategy = "auto",
     source_rank: SourceRank = "global",
     device: torch.device | str | None = None,
+    follow_links: bool = False,
 ) -> nn.Module:
     """Fill a model that anybody has wrapped, or nobody, from any source; every rank calls it.
 
@@ -106,6 +109,8 @@ def load_into(
         strategy: as for `finalize`.
         source_rank: as for `finalize`.
         device: for parameters that are on meta; None is the device type of the mesh.
+        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
+            Weight files of a Hub model are read in any case.
 
     Returns:
         The model.

@@ -19,6 +19,7 @@ from shardkit._torch import non_persistent_buffers, times_written
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
 from shardkit.formats.hub import read_index
+from shardkit.formats.inside import may_follow_links
 from shardkit.training.agree import agree, gather_json
 from shardkit.training.buffers import InitBuffers
 from shardkit.training.build import BuildModel, build_model
@@ -70,6 +71,7 @@ class _Source:
     """It is not here; it may be elsewhere."""
 
 
+@may_follow_links
 def prepare(
     build_model: BuildModel,
     source: str | os.PathLike[str] | None,
@@ -83,6 +85,7 @@ def prepare(
     revision: str | None = None,
     variant: str | None = None,
     trust_remote_code: bool = False,
+    follow_links: bool = False,
 ) -> ModelInitializationContext:
     """Build a model without memory for its weights, and hold its source against it; each rank must call it.
 
@@ -101,6 +104,8 @@ def prepare(
         revision: branch, tag or commit, where the source is a repo id; of the model too where it is the same one.
         variant: "fp16" takes `model.fp16.safetensors`.
         trust_remote_code: the model's own code may run.
+        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
+            Weight files of a Hub model are read in any case.
 
     Returns:
         Context for `finalize`; its `model` is to be wrapped. A rank that has no source while others do says so in

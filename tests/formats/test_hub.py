@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import shardkit
 from shardkit.core.regions import Region
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.formats.hub import open_model
@@ -260,7 +261,13 @@ def test_links(sharded, tmp_path):
     outside = tmp_path / "outside"
     (sharded / A).rename(outside)
     (sharded / A).symlink_to(outside)
-    assert "leaves its directory" in refused(sharded)
+    model = open_model(str(sharded))
+    assert len(model.catalog.tensors) == 3
+    note = f"1 weight file is a link to files outside of {sharded}: {A} -> {outside}"
+    assert model.catalog.notes == (note,)
+    (linked,) = (file for file in model.catalog.files if file.name == A)
+    assert linked.stamp is not None
+    assert linked.stamp.inode == outside.stat().st_ino
     outside.rename(sharded / "inside")
     (sharded / A).unlink()
     (sharded / A).symlink_to("inside")
@@ -271,6 +278,40 @@ def test_links(sharded, tmp_path):
     (sharded / "loop").symlink_to(A)
     (sharded / A).symlink_to("loop")
     assert A in refused(sharded)
+
+
+@pytest.mark.parametrize("what", ["pipe", "directory", "device", "nothing", "text"])
+def test_a_link_of_weights_leads_to_a_weight_file(sharded, tmp_path, what):
+    outside = tmp_path / "outside"
+    make = {
+        "pipe": lambda: os.mkfifo(outside),
+        "directory": outside.mkdir,
+        "device": lambda: outside.symlink_to("/dev/zero"),
+        "nothing": lambda: None,
+        "text": lambda: outside.write_text("password"),
+    }
+    make[what]()
+    (sharded / A).unlink()
+    (sharded / A).symlink_to(outside)
+    text = refused(sharded)
+    assert A in text
+    assert "password" not in text
+
+
+@pytest.mark.parametrize("name", [INDEX, "config.json"])
+def test_other_links_are_followed_on_request(sharded, tmp_path, name):
+    (sharded / "config.json").write_text('{"a": 1}')
+    (sharded / name).rename(tmp_path / "outside")
+    (sharded / name).symlink_to(tmp_path / "outside")
+    text = refused(sharded)
+    assert "leaves its directory" in text
+    assert "--follow-links" in text
+    assert shardkit.inspect(sharded, follow_links=True).num_tensors == 3
+    assert "leaves its directory" in refused(sharded)  # what one call allows the next one does not
+    (tmp_path / "outside").unlink()
+    os.mkfifo(tmp_path / "outside")
+    with pytest.raises(SourceError, match="found a pipe"):
+        shardkit.inspect(sharded, follow_links=True)
 
 
 def test_cache_of_the_hub(sharded, tmp_path):
@@ -287,6 +328,9 @@ def test_cache_of_the_hub(sharded, tmp_path):
     assert (model.label, model.config, len(model.catalog.tensors)) == ("My-Model", {"a": 1}, 3)
     (snapshot / A).unlink()
     (snapshot / A).symlink_to("../../refs")
+    assert f"{A}: no such file" in refused(snapshot)
+    (snapshot / INDEX).unlink()
+    (snapshot / INDEX).symlink_to("../../refs")
     assert "leaves its directory" in refused(snapshot)
 
 

@@ -476,7 +476,38 @@ class TestBase:
         (base / "tokenizer.json").symlink_to(tmp_path / "secret")
         result = shardkit.consolidate(trained, base=str(base))
         assert not (Path(result.output) / "tokenizer.json").exists()
-        assert any("tokenizer.json" in note for note in result.notes)
+        assert any("tokenizer.json" in note and "--follow-links" in note for note in result.notes)
+        (base / "config.json").rename(tmp_path / "config")
+        (base / "config.json").symlink_to(tmp_path / "config")
+        with pytest.raises(SourceError, match=r"config\.json: a symbolic link that leaves") as caught:
+            shardkit.consolidate(trained, tmp_path / "out", base=str(base))
+        assert "--follow-links" in (caught.value.hint or "")
+        result = shardkit.consolidate(trained, tmp_path / "out", base=str(base), follow_links=True)
+        copied = tmp_path / "out" / "tokenizer.json"
+        assert (copied.read_text(), copied.is_symlink()) == ("s", False)
+        assert (tmp_path / "out" / "config.json").is_file()
+        assert not any("links that leave" in note for note in result.notes)
+
+    def test_weights_in_a_shared_store_are_read_and_named(self, tmp_path: Path) -> None:
+        """Everywhere; what is written holds their bytes, not links."""
+        model = hub(tmp_path / "model", weights())
+        (model / "model.safetensors").rename(tmp_path / "blob")
+        (model / "model.safetensors").symlink_to(tmp_path / "blob")
+        note = (
+            f"1 weight file is a link to files outside of {model}: model.safetensors -> {tmp_path / 'blob'}"
+        )
+        made = shardkit.consolidate(model, tmp_path / "out")
+        split = shardkit.preshard(model, tmp_path / "split", world_size=2, wrap="none")
+        for result in (made, split, shardkit.inspect(model), shardkit.verify(model, full=True)):
+            assert note in result.notes, result
+        assert not (tmp_path / "out" / "model.safetensors").is_symlink()
+        for other in ("out", "split"):
+            found = shardkit.diff(model, tmp_path / other)
+            assert found.is_equal
+            assert note in found.notes
+        (tmp_path / "blob").unlink()
+        with pytest.raises(SourceError, match=r"model\.safetensors: no such file"):
+            shardkit.consolidate(model, tmp_path / "again")
 
 
 def with_assets(monkeypatch: pytest.MonkeyPatch, *directories: str) -> None:

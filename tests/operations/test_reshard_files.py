@@ -71,6 +71,22 @@ def test_what_is_no_file_is_named(source: Path, tmp_path: Path, monkeypatch: pyt
     assert "not copied, for they are pipes, sockets or devices: pipe, sock" in result.notes
 
 
+def test_links_beside_are_copied_on_request(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("x")
+    (source / "away").symlink_to(tmp_path / "store")
+    (source / "folder").symlink_to("optimizer_0")
+    (source / "dangling").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    (source / "piped").symlink_to(tmp_path / "pipe")
+    result = shardkit.reshard(source, str(tmp_path / "out"), world_size=2, follow_links=True)
+    assert result.copied == ("away", "scheduler.pt")
+    assert "2 symbolic links are not copied: dangling, folder" in result.notes
+    assert "not copied, for they are pipes, sockets or devices: piped" in result.notes
+    copied = tmp_path / "out" / "away"
+    assert (copied.read_text(), copied.is_symlink()) == ("x", False)
+    assert shardkit.verify(tmp_path / "out", full=True).ok
+
+
 def test_dcp_directories_are_found_however_deep(tmp_path: Path) -> None:
     """NeMo-RL: step_3/policy/weights/model, policy/optimizer/optim."""
     path, weight = tmp_path / "step_3", torch.ones(6, 4)

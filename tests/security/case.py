@@ -27,6 +27,8 @@ class Case:
     """What most commands do."""
     but: Mapping[str, str] = field(default_factory=dict)
     """What some do instead."""
+    reads: str = ""
+    """What beside the checkpoint may be read: the store that its weight files are links to."""
     only: tuple[str, ...] = ()
     """The commands to run, where the others would do the same at some cost."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,22 @@ def _made(content: dict[str, bytes], *out: str) -> Callable[[Path], None]:
     return change
 
 
+def _to(target: str) -> Callable[[Path], None]:
+    """Put a link to something else in the place of a weight file."""
+
+    def change(d: Path) -> None:
+        (d / ONE).unlink()
+        (d / ONE).symlink_to(target)
+
+    return change
+
+
+def _to_a_pipe(d: Path) -> None:
+    (d.parent / "outside").mkdir()
+    os.mkfifo(d.parent / "outside" / "pipe")
+    _to("../outside/pipe")(d)
+
+
 def _within(d: Path) -> None:
     (d / "files").mkdir()
     (d / _RANK).rename(d / "files" / "0.pt")
@@ -58,10 +75,23 @@ def cases() -> Iterator[Case]:
     """Every case of this kind."""
 
     def case(
-        name: str, sample: str, change: Callable[[Path], None], *mention: str, expect: str = REFUSED
+        name: str,
+        sample: str,
+        change: Callable[[Path], None],
+        *mention: str,
+        expect: str = REFUSED,
+        reads: str = "",
     ) -> Case:
         but = {"diff": HARMLESS} if sample == "verl-less" else {}  # with which there is nothing to compare
-        return Case(id=f"link-{name}", sample=sample, change=change, mention=mention, expect=expect, but=but)
+        return Case(
+            id=f"link-{name}",
+            sample=sample,
+            change=change,
+            mention=mention,
+            expect=expect,
+            but=but,
+            reads=reads,
+        )
 
     yield case("rank-file", "verl", _out(_RANK), _RANK)
     yield case("rank-file-inside", "verl", _within, expect=ACCEPTED)
@@ -95,10 +125,15 @@ def cases() -> Iterator[Case]:
         "torch-checkpointing", "verl-less", _made({"metadata.pkl": b"\x80\x02}."}, "metadata.pkl"), "in"
     )
     yield case("megatron", "dcp", _made({"metadata.json": b"{}"}, "metadata.json"), expect=HARMLESS)
-    yield case("hub-shard", "hub", _out(ONE), ONE)
+    yield case("hub-shard", "hub", _out(ONE), expect=ACCEPTED, reads="outside")
+    yield case("hub-shard-to-another-file", "hub", _to("/etc/hostname"), ONE, reads="/etc/hostname")
+    yield case("hub-shard-to-a-device", "hub", _to("/dev/zero"), ONE)
+    yield case("hub-shard-to-memory", "hub", _to("/proc/self/mem"), ONE, reads="/proc")
+    yield case("hub-shard-to-a-directory", "hub", _to("/etc"), ONE)
+    yield case("hub-shard-to-a-pipe", "hub", _to_a_pipe, ONE)
     yield case("hub-index", "hub", _out(INDEX), INDEX)
     yield case("hub-config", "hub", _out("config.json"), "config.json", expect=HARMLESS)
-    yield case("bin", "bin", _out("pytorch_model.bin"), "pytorch_model.bin")
+    yield case("bin", "bin", _out("pytorch_model.bin"), expect=ACCEPTED, reads="outside")
     adapter = {"adapter_config.json": b"{}", "latest_checkpointed_iteration.txt": b"3"}
     yield case("adapter-and-tracker", "verl", _made(adapter, *adapter), expect=HARMLESS)
     yield case("shards-in-a-directory", "verl-less", _shards_behind_a_link, "in")

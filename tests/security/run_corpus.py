@@ -143,7 +143,8 @@ def work_on(case: Case, base: Path, watch: Watch) -> Iterator[dict[str, Any]]:
         if case.sample == "full":  # is a file
             given, other = source / "model.ckpt", other / "model.ckpt"
         args = arguments(command, given, output, other)
-        watch.allow(readable=[str(source), str(sample)], writable=[str(output.parent)])
+        stores = [str(room / case.reads)] if case.reads else []
+        watch.allow(readable=[str(source), str(sample), *stores], writable=[str(output.parent)])
         signal.alarm(_WALL_S)
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         before = resident_mib("VmRSS")

@@ -23,7 +23,8 @@ from shardkit.formats import chunk_list
 from shardkit.operations.preshard import preshard
 from shardkit.training.build import build_model
 from shardkit.training.context import Weights
-from shardkit.training.prepare import describe
+from shardkit.training.finalize import finalize, load_into
+from shardkit.training.prepare import describe, prepare
 from shardkit.training.weights import open_weights
 from shardkit.transfer.sources import SourceFiles
 from tests.training import models
@@ -414,3 +415,33 @@ def test_a_trained_adapter_finds_itself(tmp_path: Path) -> None:
     save_dcp({"model": state}, tmp_path / "step")
     weights = opened(build_model(adapted), tmp_path / "step")
     assert weights.names == {name: f"model.{name}" for name in state}
+
+
+def test_weights_in_a_shared_store_are_read(hub: Callable[[str], Path], tmp_path: Path) -> None:
+    """The links of everything else are followed on request; the same weights have the same identity."""
+    store, place = hub("llama"), tmp_path / "model"
+    place.mkdir()
+    for file in store.iterdir():
+        if file.suffix == ".safetensors":
+            (place / file.name).symlink_to(file)
+        else:
+            shutil.copy(file, place)
+    model = build_model(str(store))
+    weights, plain = opened(model, place), opened(model, store)
+    assert weights.identity == plain.identity
+    assert any(f"links to files outside of {place}" in note for note in weights.notes)
+    name = next(iter(weights.names.values()))
+    assert torch.equal(read(weights, name), read(plain, name))
+    (place / "config.json").unlink()
+    (place / "config.json").symlink_to(store / "config.json")
+    with pytest.raises(SourceError, match=r"config\.json: a symbolic link that leaves") as caught:
+        prepare(str(place), str(place))
+    assert "follow_links=True" in str(caught.value.hint)
+    context = prepare(str(place), str(place), follow_links=True)
+    assert torch.equal(
+        finalize(context.model, context).state_dict()[name],
+        load_into(build_model(str(store)), store).state_dict()[name],
+    )
+    with pytest.raises(SourceError, match="a symbolic link"):
+        load_into(build_model(str(store)), str(place))
+    load_into(build_model(str(store)), str(place), follow_links=True)
