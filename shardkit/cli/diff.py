@@ -51,8 +51,9 @@ Examples:
 def command(*, a: str, b: str, quiet: bool, as_json: bool, no_progress: bool, **options: Any) -> None:
     """Compare the weights of A and B: Hub models or sharded checkpoints, in any two formats.
 
-    Tensors are paired by what the Hub calls them: = equal, - only in A, + only in B, * differs. Bits are
-    compared, unless a tolerance is given. Exit code 0 means equal, 1 that something differs.
+    Tensors are paired by what the Hub calls them: = equal, ~ equal after rounding, - only in A, + only in B,
+    * differs. Bits are compared, unless a tolerance is given. Exit code 0 means equal, be it after rounding to
+    bf16 or fp16; 1 that something differs.
     """
     if quiet and as_json:
         raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
@@ -64,7 +65,7 @@ def command(*, a: str, b: str, quiet: bool, as_json: bool, no_progress: bool, **
         out.lines(render(result))
         for note in result.notes:
             out.say("note", note)
-    if not result.is_equal:
+    if not result.is_equal_after_rounding:
         sys.stdout.flush()  # whoever reads it may be gone, which is told where other errors are
         click.get_current_context().exit(_DIFFERS)
 
@@ -75,7 +76,7 @@ def render(result: DiffResult) -> list[str]:
     lines = table([_row(tensor) for tensor in differences[:MAX_LINES]], indent="")
     if len(differences) > MAX_LINES:
         lines.append(more(len(differences)))
-    return [*facts(_facts(result)), "", *_equal(result), *lines, "", _verdict(result)]
+    return [*facts(_facts(result)), "", *_equal(result), *_rounded(result), *lines, "", _verdict(result)]
 
 
 def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
@@ -101,6 +102,21 @@ def _equal(result: DiffResult) -> Iterator[str]:
         *([f"{result.count('tied')} tied, on one side only"] if result.count("tied") else []),
     ]
     yield f"=  {count(number, 'tensor')}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _rounded(result: DiffResult) -> Iterator[str]:
+    number = result.count("rounded")
+    if not number:
+        return
+    flushed = result.num_flushed
+    zeros = f"; {count(flushed, 'value')} became 0" if flushed else ""
+    yield f"~  {count(number, 'tensor')} ({_direction(result)}{zeros})"
+
+
+def _direction(result: DiffResult) -> str:
+    rounded, source = ("B", "A") if result.rounded_side == "b" else ("A", "B")
+    dtypes = sorted({short_dtype(tensor.rounded_to) for tensor in result.tensors if tensor.rounded_to})
+    return f"{rounded} is {source} rounded to {' or '.join(dtypes)}"
 
 
 def _row(tensor: TensorDiff) -> tuple[str, str, str, str, str]:
@@ -165,6 +181,8 @@ def _stats(stats: TensorStats) -> Iterator[str]:
 
 
 def _verdict(result: DiffResult) -> str:
+    if result.rounded_side is not None and result.is_equal_after_rounding:
+        return f"equal after rounding: {_direction(result)}"
     if result.is_equal:
         return "equal" if result.rtol is None else "equal within the tolerance"
     return f"{len(result.differences)} of {count(len(result.tensors), 'tensor')} differ"

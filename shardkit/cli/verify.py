@@ -33,6 +33,9 @@ Examples:
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of that choice.")
 @click.option("--manifest", metavar="FILE", help="Hold it against this manifest, which lies elsewhere.")
 @click.option("--against", metavar="OTHER", help="Compare its weights, bit by bit, with another checkpoint.")
+@click.option(
+    "--rounded", is_flag=True, help="They may be rounded to bf16 or fp16 even where dtypes are the same."
+)
 @click.option("--hub", metavar="REPO", help="Compare its files with a repo on the Hub, without a download.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of that repo.")
 @click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
@@ -95,7 +98,9 @@ def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
     for name in result.manifests:
         yield "held against", escape(name)
     if result.against is not None:
-        yield "compared with", f"{escape(result.against)}: {count(result.num_compared_tensors, 'tensor')}"
+        rounded = f", {result.num_rounded_tensors} after rounding" if result.num_rounded_tensors else ""
+        tensors = count(result.num_compared_tensors, "tensor")
+        yield "compared with", f"{escape(result.against)}: {tensors}{rounded}"
     if result.repo is not None:
         yield "compared with", f"{escape(result.repo)} at {escape(result.commit or '')}"
     if result.level != "structure" or result.repo is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardkit.core.regions import Shape
@@ -22,7 +22,7 @@ from shardkit.transfer.progress import NoProgress, Progress
 from shardkit.transfer.sources import Reader, SourceFiles
 
 if TYPE_CHECKING:
-    from shardkit.operations.diff_values import Measure, Tolerance
+    from shardkit.operations.diff_values import Measure, RoundedSide, Roundings, Tolerance
 
 SORTS = ("name", "difference")
 _MIN_MEMORY = 2 * MIB
@@ -97,7 +97,7 @@ def diff(
     begun, progress = time.monotonic(), progress or NoProgress()
     options = _options(rtol, atol, stats or sort == "difference", sort, max_memory)
     one, two, notes = open_sides(a, b, all_tensors=all_tensors, include=include, exclude=exclude)
-    found, read_bytes = _compare_all(one, two, options, progress)
+    found, rounded_side, read_bytes = _compare_all(one, two, options, progress)
     if sort == "difference":
         found.sort(key=lambda tensor: tensor.magnitude, reverse=True)
     return DiffResult(
@@ -107,7 +107,8 @@ def diff(
         resolved_b=two.resolved.path,
         layout_a=one.checkpoint.layout,
         layout_b=two.checkpoint.layout,
-        is_equal=not any(tensor.is_difference for tensor in found),
+        is_equal=all(tensor.symbol == "=" for tensor in found),
+        rounded_side=rounded_side,
         rtol=options.tolerance.rtol if options.tolerance else None,
         atol=options.tolerance.atol if options.tolerance else None,
         tensors=tuple(found),
@@ -135,8 +136,10 @@ def _options(
     return DiffOptions(tolerance=tolerance, stats=stats, max_memory_bytes=budget)
 
 
-def _compare_all(a: Side, b: Side, options: DiffOptions, progress: Progress) -> tuple[list[TensorDiff], int]:
-    """Return what was found of each name, and the bytes that were read for it."""
+def _compare_all(
+    a: Side, b: Side, options: DiffOptions, progress: Progress
+) -> tuple[list[TensorDiff], RoundedSide | None, int]:
+    """Return what was found of each name, the side that is rounded, and the bytes that were read for it."""
     every = pairs(a, b)
     total = sum(a.entry(pair.name).nbytes for pair in every if _is_read(a, b, pair))
     with ExitStack() as stack:
@@ -151,7 +154,45 @@ def _compare_all(a: Side, b: Side, options: DiffOptions, progress: Progress) -> 
             progress.finish()
         for each in files:
             each.check_unchanged()
-    return found, comparing.read_bytes
+    return *_rounded_one_way(found, comparing.roundings), comparing.read_bytes
+
+
+def _rounded_one_way(
+    found: list[TensorDiff], roundings: Mapping[str, Roundings]
+) -> tuple[list[TensorDiff], RoundedSide | None]:
+    """Name the tensors "rounded" that are so in one direction: that of most of them, or else of the stored dtypes.
+
+    Args:
+        found: of every name.
+        roundings: by name, of those that are equal after rounding.
+
+    Returns:
+        The same tensors in the same order, and the side whose values are rounded; None where no tensor's are.
+    """
+    from shardkit.operations.diff_values import ROUNDED_TO
+
+    if not roundings:
+        return found, None
+    tensors = {tensor.name: tensor for tensor in found}
+
+    def stored(name: str, side: RoundedSide) -> str | None:
+        return tensors[name].dtype_a if side == "a" else tensors[name].dtype_b
+
+    def votes(side: RoundedSide) -> tuple[int, int]:
+        holding = [(name, dtype) for name, each in roundings.items() for one, dtype in each if one == side]
+        told = sum(stored(name, side) == dtype.name for name, dtype in holding)
+        return len({name for name, _ in holding}), told
+
+    sides: tuple[RoundedSide, ...] = ("b", "a")
+    side = max(sides, key=votes)
+    for name, each in roundings.items():
+        holding = [dtype for dtype in ROUNDED_TO if (side, dtype) in each]
+        if holding:
+            dtype = max(holding, key=lambda dtype: dtype.name == stored(name, side))
+            tensors[name] = replace(
+                tensors[name], status="rounded", rounded_to=dtype.name, num_flushed=each[side, dtype]
+            )
+    return list(tensors.values()), side
 
 
 def _is_read(a: Side, b: Side, pair: Pair) -> bool:
@@ -167,6 +208,8 @@ class _Comparing:
         self._a, self._b, self._left, self._right = a, b, left, right
         self._options, self._progress = options, progress
         self.read_bytes = 0
+        self.roundings: dict[str, Roundings] = {}
+        """Of tensors that are equal after rounding, in the one direction or the other or both."""
 
     def pair(self, pair: Pair, ties: tuple[dict[str, str], dict[str, str]]) -> TensorDiff:
         """Compare what both sides have under a name."""
@@ -178,10 +221,12 @@ class _Comparing:
         if not _is_read(self._a, self._b, pair):
             return self._describe(pair, "shape")
         measure = self._measure(name)
-        entry = self._a.entry(name)
+        entry, status = self._a.entry(name), self._status(name, measure)
+        if status in ("dtype", "values") and self._is_rounded(name, measure):
+            self.roundings[name] = measure.roundings
         return self._describe(
             pair,
-            self._status(name, measure),
+            status,
             num_changed=measure.num_changed,
             num_outside=measure.num_outside if self._options.tolerance is not None else None,
             num_off_rounding=measure.num_off_rounding,
@@ -196,6 +241,17 @@ class _Comparing:
             return "equal"
         return "close" if self._options.tolerance is not None and not measure.num_outside else "values"
 
+    def _is_rounded(self, name: str, measure: Measure) -> bool:
+        """Tell whether one side is the other rounded; the equal elements that came first are looked at only now."""
+        left_over = measure.num_unchecked or 0
+        if left_over and measure.may_be_rounded:
+            for left, right in self._bands(name, measured=self._is_measured(name)):
+                measure.check_rounding(left, right)
+                left_over -= len(left) // self._a.entry(name).dtype.itemsize
+                if left_over <= 0 or not measure.may_be_rounded:
+                    break
+        return measure.may_be_rounded
+
     def _measure(self, name: str) -> Measure:
         """Compare two tensors of one shape; figures are taken in a second pass, of those that differ."""
         from shardkit.operations.diff_values import Measure
@@ -204,11 +260,15 @@ class _Comparing:
         if options.stats and one is two and not self._has_difference(name):
             return Measure(one, two, tolerance=None, stats=False)
         measure = Measure(one, two, tolerance=options.tolerance, stats=options.stats)
-        is_measured = options.stats or options.tolerance is not None or one is not two
-        for left, right in self._bands(name, measured=is_measured):
+        for left, right in self._bands(name, measured=self._is_measured(name)):
             measure.add(left, right)
             self._progress.advance(len(left))
         return measure
+
+    def _is_measured(self, name: str) -> bool:
+        """True where more than bytes are compared, in shorter bands."""
+        is_same = self._a.entry(name).dtype is self._b.entry(name).dtype
+        return self._options.stats or self._options.tolerance is not None or not is_same
 
     def _has_difference(self, name: str) -> bool:
         from shardkit.operations.diff_values import have_same_bytes

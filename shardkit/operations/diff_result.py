@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 from shardkit.core.regions import Shape
 
-Status = Literal["equal", "close", "tied", "only_a", "only_b", "shape", "dtype", "values"]
+Status = Literal["equal", "close", "tied", "rounded", "only_a", "only_b", "shape", "dtype", "values"]
 
 SYMBOLS: dict[Status, str] = {
     "equal": "=",
     "close": "=",
     "tied": "=",
+    "rounded": "~",
     "only_a": "-",
     "only_b": "+",
     "shape": "*",
@@ -49,7 +50,8 @@ class TensorDiff:
     name: str
     status: Status
     """"equal" (the same bytes), "close" (within the tolerance), "tied" (only on one side, where it equals a tensor
-    that both have), "only_a", "only_b", or what differs: "shape", "dtype", or else "values"."""
+    that both have), "rounded" (equal after rounding, in the direction of `DiffResult.rounded_side`), "only_a",
+    "only_b", or what differs: "shape", "dtype", or else "values"."""
     stored_a: str | None
     """Its name in A; None where A has none."""
     stored_b: str | None
@@ -63,7 +65,12 @@ class TensorDiff:
     num_outside: int | None = None
     """Elements beyond the tolerance; None where none was given."""
     num_off_rounding: int | None = None
-    """Where one floating dtype is shorter: elements that are not the other side's, rounded to it; else None."""
+    """Where one floating dtype is shorter: elements that are not the other side's, rounded to it; a finite number
+    that becomes infinite is none. Else None."""
+    rounded_to: str | None = None
+    """For "rounded": "bfloat16" or "float16", whatever dtype the values are stored as."""
+    num_flushed: int | None = None
+    """For "rounded": elements that are 0 on the rounded side and not on the other."""
     first_changed: Shape | None = None
     """Index of the first element that counts in `num_changed`."""
     tied_to: str | None = None
@@ -73,13 +80,20 @@ class TensorDiff:
 
     @property
     def symbol(self) -> str:
-        """ "=", "-" (only in A), "+" (only in B) or "*"."""
+        """ "=", "~" (equal after rounding), "-" (only in A), "+" (only in B) or "*"."""
         return SYMBOLS[self.status]
 
     @property
     def is_difference(self) -> bool:
-        """True where A and B are not the same here."""
-        return self.symbol != "="
+        """True where A and B are not the same here, not even after rounding."""
+        return self.symbol not in "=~"
+
+    @property
+    def is_said_by_dtypes(self) -> bool:
+        """True for "rounded" where the stored dtypes tell of it: they differ, and nothing else was lost."""
+        return self.dtype_a != self.dtype_b and (
+            not self.num_changed or self.rounded_to in (self.dtype_a, self.dtype_b)
+        )
 
     @property
     def num_elements(self) -> int:
@@ -127,7 +141,9 @@ class DiffResult:
     """As `shardkit.inspect` names it."""
     layout_b: str
     is_equal: bool
-    """No tensor differs."""
+    """No tensor differs, and none is equal only after rounding."""
+    rounded_side: Literal["a", "b"] | None
+    """The side whose "rounded" tensors hold the other's values rounded; None where no tensor is "rounded"."""
     rtol: float | None
     """The tolerance; None where bits are compared."""
     atol: float | None
@@ -147,12 +163,24 @@ class DiffResult:
         """The tensors that differ."""
         return tuple(tensor for tensor in self.tensors if tensor.is_difference)
 
+    @property
+    def is_equal_after_rounding(self) -> bool:
+        """True where no tensor differs, though some may be equal only after rounding."""
+        return not self.differences
+
+    @property
+    def num_flushed(self) -> int:
+        """Values that rounding made 0, of all "rounded" tensors."""
+        return sum(tensor.num_flushed or 0 for tensor in self.tensors)
+
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
         plain = {name: getattr(self, name) for name in self.__slots__ if name != "tensors"}
         counts = {f"num_{status}": self.count(status) for status in SYMBOLS}
         return {
             **plain,
+            "is_equal_after_rounding": self.is_equal_after_rounding,
+            "num_flushed": self.num_flushed,
             "num_tensors": len(self.tensors),
             **counts,
             "notes": list(self.notes),

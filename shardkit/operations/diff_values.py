@@ -1,14 +1,14 @@
 """Bytes of two tensors side by side: which elements differ, by how much, and whether that is within a tolerance.
 
 Bits are compared as integers of the elements' size, so NaN payloads and signs of zeros count. Values are compared
-as float64, which holds every shorter float exactly.
+as float64, which holds every shorter float exactly. Rounding starts there too, so nothing is rounded twice.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,13 @@ _NUMPY_FLOATS = {"float64": "<f8", "float32": "<f4", "float16": "<f2"}
 _PACKED = BY_NAME["float4_e2m1fn_x2"]
 _UNSIGNED_FLOAT = BY_NAME["float8_e8m0fnu"]
 _MAX_FLOAT = float(np.finfo(np.float64).max)
+_MANTISSA_BITS = 52  # of float64, as stored
+_ROUNDED_AT_ONCE = 16384  # values: a dozen float64s of each stay in the processor's cache
+
+RoundedSide = Literal["a", "b"]
+"""The side that may hold the other's values, rounded."""
+Roundings = dict[tuple[RoundedSide, DType], int]
+"""(the side, what it is rounded to) -> how many values other than 0 became 0."""
 
 
 class Tolerance(NamedTuple):
@@ -40,6 +47,65 @@ def has_values(dtype: DType) -> bool:
 def is_shorter(a: DType, b: DType) -> bool:
     """True where `a` is an ordinary float shorter than `b`, so that `b` can be rounded to it."""
     return a.is_convertible and b.is_convertible and a.itemsize < b.itemsize
+
+
+class _Form(NamedTuple):
+    """An IEEE-like binary format."""
+
+    mantissa_bits: int
+    """As stored."""
+    min_exponent: int
+    """Of the smallest normal number, 2 ** min_exponent."""
+    max_exponent: int
+    """Of the largest one."""
+
+
+# IEEE 754-2019, table 3.5 (binary16, binary32); bfloat16 is the upper half of binary32.
+_FORMS = {
+    BY_NAME["float16"]: _Form(10, -14, 15),
+    BY_NAME["bfloat16"]: _Form(7, -126, 127),
+    BY_NAME["float32"]: _Form(23, -126, 127),
+}
+ROUNDED_TO = (BY_NAME["bfloat16"], BY_NAME["float16"])
+"""What "equal after rounding" is about, in the order of preference."""
+
+
+def rounded(values: Array, dtype: DType) -> Array:
+    """Return float64 values rounded to the nearest of a shorter float's, ties to even; all NaNs become one.
+
+    Args:
+        values: float64.
+        dtype: float32, float16 or bfloat16.
+    """
+    form = _FORMS[dtype]
+    cut = np.uint64(_MANTISSA_BITS - form.mantissa_bits)
+    words = values.view(np.uint64)
+    below_half = (np.uint64(1) << (cut - np.uint64(1))) - np.uint64(1)
+    odd = (words >> cut) & np.uint64(1)
+    result = np.asarray(((words + below_half + odd) >> cut << cut).view(np.float64))
+    with np.errstate(all="ignore"):
+        size = np.abs(values)
+        # Below the normal numbers the spacing is fixed: float64's own at this number, whose addition rounds.
+        anchor = 2.0 ** (_MANTISSA_BITS + form.min_exponent - form.mantissa_bits)
+        small = size < 2.0**form.min_exponent
+        if small.any():
+            result = np.where(small, np.copysign((size + anchor) - anchor, values), result)
+        result = np.where(
+            np.abs(result) >= 2.0 ** (form.max_exponent + 1), np.copysign(np.inf, values), result
+        )
+        return np.where(np.isnan(values), np.nan, result)
+
+
+def _off_rounding(source: Array, other: Array, dtype: DType) -> tuple[Array, int]:
+    """Tell which values of one side are not the source's rounded, and count those that rounding made 0.
+
+    A finite number that becomes infinite is not taken for rounded.
+    """
+    wanted = rounded(source, dtype)
+    off = wanted.view(np.uint64) != other.view(np.uint64)
+    off &= ~(np.isnan(source) & np.isnan(other))
+    off |= np.isinf(wanted) & np.isfinite(source)
+    return off, int(np.count_nonzero((wanted == 0) & (source != 0)))
 
 
 class Measure:
@@ -62,6 +128,12 @@ class Measure:
         """Row-major."""
         self.num_outside = 0
         self.num_off_rounding: int | None = 0 if is_shorter(a, b) or is_shorter(b, a) else None
+        sides: tuple[RoundedSide, ...] = ("b", "a") if a.is_convertible and b.is_convertible else ()
+        self.roundings: Roundings = {(side, dtype): 0 for side in sides for dtype in ROUNDED_TO}
+        """Those that hold for all elements that were looked at."""
+        self.num_unchecked: int | None = None if a is b else 0
+        """Elements at the beginning, in equal bands, that `check_rounding` still has to see; None where all are equal."""
+        self._has_other_value = a is not b  # beside NaNs whose bits differ
         self._start = 0
 
     def add(self, left: memoryview, right: memoryview) -> None:
@@ -70,9 +142,43 @@ class Measure:
         is_same = self._a is self._b and have_same_bytes(left, right)
         if not is_same:
             self._add_different(left, right)
+        if not is_same and self.num_unchecked is None:
+            self.num_unchecked = self._start
+        if self.num_unchecked is not None:
+            self.check_rounding(left, right)
         if self._figures is not None:
             self._figures.add(left, right)
         self._start += num_elements
+
+    def check_rounding(self, left: memoryview, right: memoryview) -> None:
+        """Drop each of `roundings` that does not hold for these elements, and count what is off in those that do."""
+        counts_off = self.num_off_rounding is not None
+        shorter: RoundedSide = "a" if is_shorter(self._a, self._b) else "b"
+        to = {"a": self._a, "b": self._b}[shorter]
+        for start in range(0, len(left) // self._a.itemsize, _ROUNDED_AT_ONCE):
+            wanted = list(self.roundings)
+            if counts_off and (shorter, to) not in wanted:
+                wanted.append((shorter, to))
+            if not wanted:
+                return
+            stop = start + _ROUNDED_AT_ONCE
+            a = _values(left[start * self._a.itemsize : stop * self._a.itemsize], self._a)
+            b = _values(right[start * self._b.itemsize : stop * self._b.itemsize], self._b)
+            self._has_other_value = self._has_other_value or not bool(_are_same(a, b).all())
+            for side, dtype in wanted:
+                off, num_flushed = _off_rounding(*((a, b) if side == "b" else (b, a)), dtype)
+                num_off = int(np.count_nonzero(off))
+                if counts_off and (side, dtype) == (shorter, to):
+                    self.num_off_rounding = (self.num_off_rounding or 0) + num_off
+                if num_off:
+                    self.roundings.pop((side, dtype), None)
+                elif (side, dtype) in self.roundings:
+                    self.roundings[side, dtype] += num_flushed
+
+    @property
+    def may_be_rounded(self) -> bool:
+        """True where one side holds the other's values rounded, as far as `check_rounding` has seen them."""
+        return bool(self.roundings) and self.num_unchecked is not None and self._has_other_value
 
     def stats(self) -> TensorStats | None:
         """Return the figures, where they were taken."""
@@ -93,8 +199,6 @@ class Measure:
         if self._tolerance is not None:
             outside = changed if values is None else changed & ~_are_close(*values, self._tolerance)
             self.num_outside += int(np.count_nonzero(outside))
-        if self.num_off_rounding is not None:
-            self.num_off_rounding += _count_off_rounding(left, self._a, right, self._b)
 
 
 def have_same_bytes(left: memoryview, right: memoryview) -> bool:
@@ -177,20 +281,6 @@ def _are_close(a: Array, b: Array, tolerance: Tolerance) -> Array:
         if not close.all():
             close |= (a == b) | (_is_nan(a) & _is_nan(b))
     return close
-
-
-def _count_off_rounding(left: memoryview, a: DType, right: memoryview, b: DType) -> int:
-    """Count elements of the shorter side that are not the other side's, rounded as torch does."""
-    from shardkit.transfer.convert import Converter, one_thread_each
-
-    if is_shorter(b, a):
-        left, a, right, b = right, b, left, a
-    rounded = memoryview(bytearray(len(left)))
-    with one_thread_each(True):
-        Converter(b, a)(right, rounded)
-    same_bits = _words(rounded, a.itemsize) == _words(left, a.itemsize)
-    both_nan = np.isnan(_values(rounded, a)) & np.isnan(_values(left, a))
-    return int(np.count_nonzero(~(same_bits | both_nan)))
 
 
 class _Figures:

@@ -28,6 +28,7 @@ def verify(
     seed: int = 0,
     manifest: str | os.PathLike[str] | None = None,
     against: str | os.PathLike[str] | None = None,
+    rounded: bool = False,
     hub: str | None = None,
     revision: str | None = None,
     jobs: int = 2,
@@ -47,7 +48,9 @@ def verify(
             a number of bytes.
         seed: of that choice.
         manifest: one that lies elsewhere. By default the one inside, or else the one beside the checkpoint.
-        against: another checkpoint of any format, whose weights have to be the same, bit by bit.
+        against: another checkpoint of any format, whose weights have to be the same, bit by bit. Where dtypes differ,
+            the ones may be the others rounded to bf16 or fp16.
+        rounded: with `against`: they may also be rounded where the dtypes are the same.
         hub: a repo id; every file has to be the repo's, by the ids that the Hub has of them. Nothing is downloaded.
         revision: branch, tag or commit of the repo.
         jobs: threads.
@@ -67,6 +70,8 @@ def verify(
         raise UsageError("a full check reads everything: give either a full check or how much to read")
     if revision is not None and hub is None:
         raise UsageError("--revision is about --hub, which is not there")
+    if rounded and against is None:
+        raise UsageError("--rounded is about --against, which is not there")
     check_jobs(jobs)
     level: Level = "full" if full else "structure" if read is None else "sample"
     report = Report(progress=progress or NoProgress())
@@ -82,7 +87,7 @@ def verify(
     if against is not None:
         from shardkit.operations.verify_against import compare
 
-        compare(path, os.fspath(against), report)
+        compare(path, os.fspath(against), report, rounded=rounded)
     commit = None
     if hub is not None:
         from shardkit.operations.verify_repo import compare_with_repo
@@ -161,6 +166,7 @@ def _result(
         manifests=tuple(report.manifests),
         against=against,
         num_compared_tensors=report.num_compared_tensors,
+        num_rounded_tensors=report.num_rounded_tensors,
         repo=repo,
         commit=commit,
         seed=seed,

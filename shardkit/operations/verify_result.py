@@ -71,6 +71,8 @@ class VerifyResult:
     """The other checkpoint that its tensors were compared with, as it was given."""
     num_compared_tensors: int
     """Tensors that both have and whose values were compared."""
+    num_rounded_tensors: int
+    """Of these, tensors that are equal only after rounding one side to bf16 or fp16; a note says which side."""
     repo: str | None
     """The Hub's repo that its files were compared with."""
     commit: str | None
@@ -136,6 +138,7 @@ class Report:
     num_checked_chunks: int = 0
     num_checked_files: int = 0
     num_compared_tensors: int = 0
+    num_rounded_tensors: int = 0
     read_bytes: int = 0
 
     def problem(self, message: str, *, region: Region | None = None, **fields: Any) -> None:

@@ -24,12 +24,12 @@ DIFFERS = """\
   read  208 B in TIME s
 
 =  1 tensor
-*  embed.weight        fp32          [5, 3]            2 of 15 elements (13.3%), first at [1, 2]
-*  layers.0.up.weight  bf16 -> fp32  [4, 3]            dtypes differ, equal after conversion
-*  layers.1.up.weight  bf16          [4, 3] -> [3, 4]  shapes differ
-+  more                fp32          [2]               only in B
+~  1 tensor (A is B rounded to bf16)
+*  embed.weight        fp32  [5, 3]            2 of 15 elements (13.3%), first at [1, 2]
+*  layers.1.up.weight  bf16  [4, 3] -> [3, 4]  shapes differ
++  more                fp32  [2]               only in B
 
-4 of 5 tensors differ
+3 of 5 tensors differ
 """
 
 
@@ -85,13 +85,15 @@ def test_json_has_every_tensor(run, other):
     assert content["is_equal"] is False
     assert [(t["symbol"], t["status"]) for t in content["tensors"]] == [
         ("*", "values"),
-        ("*", "dtype"),
+        ("~", "rounded"),
         ("*", "shape"),
         ("+", "only_b"),
         ("=", "equal"),
     ]
     assert content["tensors"][0]["first_changed"] == [1, 2]
-    assert content["num_values"] == content["num_shape"] == content["num_dtype"] == content["num_only_b"] == 1
+    assert (
+        content["num_values"] == content["num_shape"] == content["num_rounded"] == content["num_only_b"] == 1
+    )
 
 
 def test_long_lists_are_cut_for_people(run, tiny):
@@ -105,6 +107,23 @@ def test_long_lists_are_cut_for_people(run, tiny):
     assert sum(line.startswith("*") for line in result.stdout.splitlines()) == 20
     assert "... 10 more, see --json\n\n30 of 30 tensors differ\n" in result.stdout
     assert len(json.loads(run("diff", "a", "b", "--json").stdout)["tensors"]) == 30
+
+
+def test_equal_after_rounding(run, tiny):
+    tensors = {"w": torch.tensor([1.1, 2.0, 1e-43]), "same": torch.ones(2)}
+    for name, state in (("a", tensors), ("b", {**tensors, "w": tensors["w"].bfloat16()})):
+        (tiny.parent / name).mkdir()
+        save_file(state, tiny.parent / name / "model.safetensors")
+    result = run("diff", "a", "b")
+    assert result.exit_code == 0
+    rounded = "B is A rounded to bf16"
+    expected = f"=  1 tensor\n~  1 tensor ({rounded}; 1 value became 0)\n\nequal after rounding: {rounded}\n"
+    assert result.stdout.endswith(expected)
+    assert "equal after rounding: A is B rounded to bf16\n" in run("diff", "b", "a").stdout
+    result = run("verify", "b", "--against", "a")
+    assert result.exit_code == 0
+    assert "compared with  a: 2 tensors, 1 after rounding\n" in result.stdout
+    assert "note: b holds 1 tensor of a rounded to bfloat16; 1 value became 0\n" in result.stderr
 
 
 def test_quiet(run, other):

@@ -136,6 +136,7 @@ SURFACE = {
         "--no-progress",
         "--read",
         "--revision",
+        "--rounded",
         "--seed",
         "PATH",
     ],

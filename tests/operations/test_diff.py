@@ -210,15 +210,19 @@ class TestDifferences:
         changed = weights()
         changed[Q] = changed[Q].bfloat16()
         sides = (model, hub(tmp_path / "b", changed))
-        tensor = only(diff(*(reversed(sides) if swap else sides), stats=True))
+        result = diff(*(reversed(sides) if swap else sides), stats=True)
+        assert (result.is_equal, result.is_equal_after_rounding) == (False, True)
+        assert result.rounded_side == ("a" if swap else "b")
+        (tensor,) = (tensor for tensor in result.tensors if tensor.symbol == "~")
         expected = (changed[Q].float() != weights()[Q]).sum().item()
-        assert (tensor.status, tensor.num_changed, tensor.num_off_rounding) == ("dtype", expected, 0)
+        assert (tensor.status, tensor.num_changed, tensor.num_off_rounding) == ("rounded", expected, 0)
         assert tensor.stats is not None
         assert tensor.stats.max_ulp is None
         assert tensor.stats.max_abs == (changed[Q].float() - weights()[Q]).abs().max().item()
         changed[Q][3, 3] += 1
         sides = (model, hub(tmp_path / "c", changed))
-        assert only(diff(*sides)).num_off_rounding == 1
+        tensor = only(diff(*sides))
+        assert (tensor.status, tensor.num_off_rounding) == ("dtype", 1)
 
     @pytest.mark.parametrize(
         ("stored", "untied"),
