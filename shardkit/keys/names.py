@@ -44,6 +44,11 @@ def clean(name: str) -> Segments:
     return tuple(segment for segment in segments if segment not in WRAPPERS) or segments
 
 
+def clean_name(path: str) -> str:
+    """Return the dotted name of a parameter or module without the segments of wrappers; a wrapped root's is empty."""
+    return join(segment for segment in split(path) if segment not in WRAPPERS)
+
+
 def natural(name: str) -> tuple[object, ...]:
     """Return a sort key that counts numbers: `layers.2` before `layers.10`."""
     parts: list[object] = list(_DIGITS.split(name))

@@ -1,32 +1,138 @@
-"""Names of modules that models tie: which tensors may be copies of which others."""
+"""Tied weights by name: the one table of what models tie, for where there is no model to ask.
+
+It says which modules may be one parameter, what each type of model calls its output layer, and whether a config ties
+the two. A test holds it against the installed transformers.
+
+Source: transformers 5.23, `_tied_weights_keys` of every model, `tie_word_embeddings` of every config.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from shardkit.core.regions import Shape
 
 _SHARED, _EMBEDDING, _HEAD = range(3)
 
-# The module that owns a weight, as transformers 5.23 names it in `_tied_weights_keys`: the source of a tie, and what
-# is tied to it. `shared` (T5, BART) is the source of the embeddings of encoder and decoder too.
+# The last part of a module that owns an embedding. `shared` (T5, BART) is the source of the embeddings of encoder and
+# decoder too.
 _SHARED_MODULES = frozenset({"shared"})
 _EMBEDDING_MODULES = frozenset(
-    {
-        "embed_tokens",
-        "wte",
-        "word_embeddings",
-        "embed_in",
-        "embeddings",
-        "tok_embeddings",
-        "embed",
-        "embedding",
-    }
+    "embed_tokens wte word_embeddings word_embedding embed_in embeddings tok_embeddings tokens_embed embed embedding".split()
 )
-_HEAD_MODULES = frozenset({"lm_head", "output", "embed_out", "output_layer", "output_projection"})
-_HEAD_PATHS = ("lm_head.decoder", "predictions.decoder", "lm_head.lm_head")
+_EMBEDDING_PATHS = frozenset({"transformer.w"})  # ctrl
+
+# What a type of model calls its output layer where that is not `lm_head`. A type is written with `_`.
+_HEADS = {
+    "cls.predictions.decoder": "bert big_bird deberta deberta_v2 ernie fnet layoutlm lxmert megatron_bert mobilebert mra"
+    " nomic_bert nystromformer roc_bert roformer squeezebert tapas visual_bert yoso",
+    "decoder": "modernbert modernbert_decoder",
+    "decoder.output_projection": "fsmt",
+    "embed_out": "gpt_neox_japanese",
+    "generator_lm_head": "convbert electra",
+    "head": "rwkv",
+    "head.decoder": "ultrabert",
+    "lm_head.decoder": "bert_generation camembert data2vec_text esm gte ibert jina_embeddings_v3 longformer mpnet roberta"
+    " roberta_prelayernorm xlm_roberta xlm_roberta_xl xmod",
+    "lm_head.out_proj": "t5gemma t5gemma2",
+    "lm_loss": "xlnet",
+    "mlm_score.decoder": "bridgetower vilt",
+    "output": "git",
+    "output_projection": "biogpt trocr",
+    "pred_layer.proj": "flaubert xlm",
+    "predictions.decoder": "albert",
+    "proj_out": "canary cohere_asr moonshine moonshine_streaming whisper",
+    "text_decoder.cls.predictions.decoder": "blip",
+    "text_decoder_postnet.lm_head": "speecht5",
+    "text_model.lm_head": "kosmos_2",
+    "vocab_projector": "distilbert",
+}
+_HEAD_OF = {model_type: path for path, types in _HEADS.items() for model_type in types.split()}
+_DEFAULT_HEAD = "lm_head"
+# `output` is torchtitan's and torchtune's too, `output_layer` Megatron's; old GPT-NeoX has `embed_out`.
+_HEAD_MODULES = frozenset(
+    {_DEFAULT_HEAD, "output_layer", *(path for path in _HEADS if "." not in path)} - {"decoder", "head"}
+)
+_HEAD_PATHS = tuple(f".{path}" for path in (*_HEADS, "lm_head.lm_head") if "." in path)
+_TOP_HEADS = frozenset({"decoder", "head"})  # any module may be called so; at the top it is the output layer
 # BERT and RoBERTa keep the bias of the head outside its decoder.
 _BIASES = (("predictions.bias", "predictions.decoder.bias"), ("lm_head.bias", "lm_head.decoder.bias"))
+
+# Types whose config ties where it says nothing of `tie_word_embeddings`.
+_TIED_BY_DEFAULT = frozenset(
+    "albert aya_vision bart bert bert_generation big_bird bigbird_pegasus biogpt blenderbot blenderbot_small blip"
+    " blip_text_model bloom camembert canary cohere cohere2 cohere2_moe cohere2_vision convbert cpmant ctrl data2vec_text"
+    " deberta deberta_v2 distilbert electra ernie ernie4_5 ernie4_5_moe ernie4_5_vl_moe esm falcon falcon_mamba flaubert"
+    " florence2 fnet funnel gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text got_ocr2 gpt2"
+    " gpt_bigcode gpt_neo gpt_neox_japanese granite_docling granite_speech gte ibert internvl janus jetmoe"
+    " jina_embeddings_v3 kosmos_2 layoutlm led lfm2 lfm2_moe lfm2_vl longformer lxmert m2m_100 mamba marian mbart"
+    " megatron_bert mistral3 mobilebert modernbert modernbert_decoder moonshine mpnet mpt mra mvp nllb_moe nomic_bert"
+    " nystromformer openai_gpt opt ovis2 paligemma pegasus pegasus_x plbart recurrent_gemma roberta roberta_prelayernorm"
+    " roc_bert roformer seamless_m4t seamless_m4t_v2 smollm3 speech_to_text speecht5 squeezebert starcoder2"
+    " switch_transformers t5gemma t5gemma2 tapas trocr vaultgemma visual_bert whisper xglm xlm xlm_roberta"
+    " xlm_roberta_xl xlnet xmod yoso youtu zamba zamba2"
+    # Rarer ones, and parts of others.
+    " cohere_compass_text deepseek_vl deepseek_vl_hybrid ernie4_5_vl_moe_text fun_asr_nano gemma4_assistant"
+    " gemma4_unified gemma4_unified_assistant gemma4_unified_text glmasr granite_docling_text granite_speech_plus"
+    " granite_swa hunyuan_vl hunyuan_vl_text hyperclovax_vision_v2 kimi_k25 kosmos_2.5 kosmos_2_5_text_model"
+    " kosmos_2_text_model lfm3 lfm3_vl lighton_ocr luke mimi minicpm3 minicpm_ocr moss_transcribe_diarize neomme"
+    " paddleocr_vl paddleocr_vl_text pp_chart2table prophetnet qwen2_5_omni_text qwen3_asr qwen3_vl_moe_text"
+    " t5_gemma_module t5gemma2_decoder t5gemma2_encoder t5gemma2_text voxtral_realtime zaya".split()
+)
+# Types that tie whatever their config says: to T5, `tie_word_embeddings: false` is about scales.
+_ALWAYS_TIED = frozenset("longt5 mt5 pop2piano t5 udop umt5 vilt".split())
+# Types that tie where their own config or that of their text part says so.
+_TEXT_MAY_TIE = frozenset(
+    "fast_vlm glm4v glm4v_moe glm_ocr hunyuan_vl llava llava_next_video llava_onevision minimax_m3_vl paddleocr_vl"
+    " perception_lm qwen2_5_vl qwen2_vl shieldgemma2 video_llama_3".split()
+)
+# Types whose output layer lies in a part with a config of its own, which decides.
+_PART_TIES = frozenset("blip_2 encoder_decoder instructblip instructblipvideo vision_encoder_decoder".split())
+_PARTS = ("text_config", "llm_config", "language_config", "decoder")
+_TIE = "tie_word_embeddings"
+
+_LANGUAGE_MODELS = (
+    *("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining"),
+    "DoubleHeadsModel",
+)
+
+
+def model_type_of(config: Mapping[str, object] | None) -> str:
+    """Return a config's type of model as the table writes it; empty where it has none."""
+    said = config.get("model_type") if config else None
+    return said.replace("-", "_") if isinstance(said, str) else ""
+
+
+def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
+    """Return whether a model with this config ties its embeddings to its output; None where nobody says.
+
+    Args:
+        config: config.json, or None.
+    """
+    model_type, said = model_type_of(config), _said(config)
+    part = next((part for key in _PARTS if (part := _part(config, key)) is not None), None)
+    if model_type in _ALWAYS_TIED:
+        return True
+    if model_type in _PART_TIES and part is not None:
+        return ties_embeddings(part)
+    if said is None and model_type in _TIED_BY_DEFAULT:
+        return True
+    return bool(said or ties_embeddings(part)) if model_type in _TEXT_MAY_TIE else said
+
+
+def may_be_untied(config: Mapping[str, object] | None) -> bool:
+    """True where a config can say that embeddings are not tied, and says nothing else by that."""
+    return model_type_of(config) not in _ALWAYS_TIED
+
+
+def _said(config: Mapping[str, object] | None) -> bool | None:
+    value = config.get(_TIE) if config else None
+    return value if isinstance(value, bool) else None
+
+
+def _part(config: Mapping[str, object] | None, key: str) -> Mapping[str, object] | None:
+    value = config.get(key) if config else None
+    return value if isinstance(value, dict) else None
 
 
 def tied_names(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, tuple[str, ...], bool]]:
@@ -35,7 +141,7 @@ def tied_names(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, tuple[str, ..
     Args:
         shapes: by name in the model.
     """
-    roles = {name: role for name in shapes if (role := role_of(name)) is not None}
+    roles = {name: role for name in shapes if (role := _role_of(name)) is not None}
     for name, role in roles.items():
         keepers = [
             (other_role, other)
@@ -48,14 +154,81 @@ def tied_names(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, tuple[str, ..
                 tuple(other for _, other in sorted(keepers, key=lambda keeper: keeper[0])),
                 role == _HEAD,
             )
+    for other, kept in _tied_biases(shapes):
+        yield other, (kept,), False
+
+
+def _tied_biases(names: Collection[str]) -> Iterator[tuple[str, str]]:
     for kept_end, other_end in _BIASES:
-        for name in shapes:
+        for name in names:
             kept = name.removesuffix(other_end) + kept_end
-            if name.endswith(f".{other_end}") and kept in shapes:
-                yield name, (kept,), False
+            if f".{name}".endswith(f".{other_end}") and kept in names:
+                yield name, kept
 
 
-def role_of(name: str) -> int | None:
+def tie_groups(names: Collection[str]) -> list[tuple[str, ...]]:
+    """Return the groups of names that a model with tied embeddings may have as one parameter.
+
+    Args:
+        names: of one model, under whatever names it is known.
+    """
+    groups = [tuple(name for name in names if _role_of(name) is not None)]
+    return [*groups, *((kept, other) for other, kept in _tied_biases(names))]
+
+
+def stored_ties(
+    shapes: Mapping[str, Shape], config: Mapping[str, object] | None
+) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of names that are one parameter in the model of some files, those that it stores first.
+
+    Names that the files lack are among them: a live model's state dict has them.
+
+    Args:
+        shapes: by name in the files.
+        config: config.json, or None: then nothing tells of a tie.
+    """
+    names = config.get("architectures") if config else None
+    first = names[0] if isinstance(names, list) and names else ""
+    kept = _kept_embedding(shapes)
+    if not isinstance(first, str) or kept is None:
+        return ()
+    group, biases = [kept, *_tower_embeddings(kept, shapes)], list[tuple[str, ...]]()
+    has_output, tied = first.endswith(_LANGUAGE_MODELS), ties_embeddings(config)
+    if has_output:
+        head = _HEAD_OF.get(model_type_of(config), _DEFAULT_HEAD)
+        group.append(f"{head}.weight")
+        biases = [
+            (one, other) for other, one in _tied_biases({**dict.fromkeys(shapes), f"{head}.bias": None})
+        ]
+        # Where nobody says, a file without the output shows it.
+        tied = f"{head}.weight" not in shapes if tied is None else tied
+    fitting = tuple(name for name in group if name not in shapes or shapes[name] == shapes[kept])
+    return tuple(each for each in (fitting, *biases) if len(each) > 1) if tied else ()
+
+
+def _kept_embedding(shapes: Mapping[str, Shape]) -> str | None:
+    """Return the source of the ties: a shared embedding, else the one that lies least deep."""
+    for role in (_SHARED, _EMBEDDING):
+        found = [name for name in shapes if _role_of(name) == role]
+        if found:
+            return min(found, key=lambda name: (name.count("."), name))
+    return None
+
+
+def _tower_embeddings(shared: str, shapes: Mapping[str, Shape]) -> list[str]:
+    if _role_of(shared) != _SHARED:
+        return []
+    before = shared.removesuffix("shared.weight")
+    towers = (t for t in ("encoder", "decoder") if any(name.startswith(f"{before}{t}.") for name in shapes))
+    return [f"{before}{tower}.embed_tokens.weight" for tower in towers]
+
+
+def is_output(name: str) -> bool:
+    """True for the weight of an output layer."""
+    return _role_of(name) == _HEAD
+
+
+def _role_of(name: str) -> int | None:
     """Tell a shared embedding, an embedding and an output layer from any other weight (None)."""
     path, _, leaf = name.rpartition(".")
     segments = path.split(".")
@@ -63,8 +236,9 @@ def role_of(name: str) -> int | None:
         return None
     if segments[-1] in _SHARED_MODULES:
         return _SHARED
-    if segments[-1] in _EMBEDDING_MODULES:
+    if segments[-1] in _EMBEDDING_MODULES or path in _EMBEDDING_PATHS:
         return _EMBEDDING
     if any(segment.isdigit() for segment in segments):  # part of a layer, whatever it is called
         return None
-    return _HEAD if segments[-1] in _HEAD_MODULES or path.endswith(_HEAD_PATHS) else None
+    is_head = segments[-1] in _HEAD_MODULES or f".{path}".endswith(_HEAD_PATHS) or path in _TOP_HEADS
+    return _HEAD if is_head else None

@@ -14,6 +14,7 @@ from shardkit.core.catalog import TensorEntry
 from shardkit.core.mesh import REPLICATE, Mesh, Placement, Placements
 from shardkit.core.text import escape
 from shardkit.errors import PolicyError
+from shardkit.keys.ties import stored_ties
 from shardkit.layout.layout import Layout, TensorLayout, Unit
 from shardkit.layout.wrap_policy import (
     WrapPolicy,
@@ -32,21 +33,6 @@ _BUFFERS = frozenset(
         " relative_position_index masked_bias cos_cached sin_cached e_score_correction_bias"
     ).split()
 )
-
-# Where language models of transformers keep the input embedding, and the output that is tied to it.
-_EMBEDDINGS = (
-    "model.embed_tokens.weight",
-    "transformer.wte.weight",
-    "model.decoder.embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-    "language_model.model.embed_tokens.weight",
-    "gpt_neox.embed_in.weight",
-    "transformer.word_embeddings.weight",
-    "model.shared.weight",
-    "shared.weight",
-)
-_HEAD = "lm_head.weight"
-_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def declare(
@@ -73,7 +59,7 @@ def declare(
     Raises:
         PolicyError: a policy that needs the model, or that matches no module path.
     """
-    ties = _ties(tensors, config or {})
+    ties = stored_ties({fqn: entry.shape for fqn, entry in tensors.items()}, config)
     aliases = {name for group in ties for name in group[1:]}
     kept = [entry for fqn, entry in tensors.items() if fqn not in aliases]
     paths = _unit_paths(parse_policy(wrap), tensors, reason)
@@ -209,29 +195,3 @@ def _needs_model(message: str, reason: str) -> PolicyError:
         f"{message}, and {reason or 'no model is at hand'}",
         hint="--wrap auto, none and module paths (model.layers) work without a model",
     )
-
-
-def _ties(tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """The input embedding and the output head, where the config ties them."""
-    embedding = next((fqn for fqn in _EMBEDDINGS if fqn in tensors), None)
-    if embedding is None or not _is_language_model(config):
-        return ()
-    head = tensors.get(_HEAD)
-    if head is not None and head.shape != tensors[embedding].shape:
-        return ()
-    said = _says_tied(config)
-    # Where the config says nothing, transformers 4 tied; a file without a head agrees with that.
-    return ((embedding, _HEAD),) if said or (said is None and head is None) else ()
-
-
-def _is_language_model(config: Mapping[str, Any]) -> bool:
-    names = config.get("architectures")
-    first = names[0] if isinstance(names, list) and names else ""
-    return isinstance(first, str) and first.endswith(_LANGUAGE_MODELS)
-
-
-def _says_tied(config: Mapping[str, Any]) -> bool | None:
-    text = config.get("text_config")
-    parts = (config, text if isinstance(text, dict) else {})
-    said = [value for part in parts if isinstance(value := part.get("tie_word_embeddings"), bool)]
-    return any(said) if said else None

@@ -27,13 +27,11 @@ from shardkit._torch import init_fake_world
 from shardkit.core.mesh import REPLICATE, Axis, Mesh, Placement, Placements
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError
+from shardkit.keys.names import clean_name
 from shardkit.layout import meta_model
 from shardkit.layout.traced import CannotBuildError
 from shardkit.layout.units import class_counts, describe, find_units, import_name, tie_error
 from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy
-
-# The state dict hooks of activation checkpointing take this part out of names; named_modules() has it.
-_CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
 
 
 def main() -> None:
@@ -178,7 +176,7 @@ def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int,
             for name, tensor in kept.items()
         ],
         "ties": ties,
-        "absent_buffers": [name for name in map(_clean, buffers) if name not in after.tensors],
+        "absent_buffers": [name for name in map(clean_name, buffers) if name not in after.tensors],
         "ignored_patterns": meta_model.ignored_patterns(model),
         "keep_fp32": meta_model.keep_fp32_names(model, list(after.tensors)),
         "notes": [f"left out, not a tensor: {escape(name)}" for name in after.others],
@@ -189,10 +187,6 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter | DTensor)
 
 
-def _clean(name: str) -> str:
-    return name.replace(_CHECKPOINT_WRAPPER, "")
-
-
 def _units(model: nn.Module, classes: dict[int, str]) -> list[tuple[str, str]]:
     """(path, class) of the root and of every module that `fully_shard` was called on, in module order."""
     found = [("", classes[id(model)])]
@@ -200,7 +194,7 @@ def _units(model: nn.Module, classes: dict[int, str]) -> list[tuple[str, str]]:
         if path and isinstance(module, FSDPModule):
             # fully_shard makes a subclass of FSDPModule and of the module's own class.
             plain = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
-            found.append((_clean(f"{path}.").rstrip("."), plain.__name__))
+            found.append((clean_name(path), plain.__name__))
     return found
 
 

@@ -23,13 +23,14 @@ from shardkit.formats.hub_assets import CONFIG
 from shardkit.formats.safetensors_images import OutputTensor, SafetensorsImages
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.keys import Selection, select_model
+from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.operations.consolidate_adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate_adapter import Chosen, choose_tensors
 from shardkit.operations.consolidate_assets import Asset, adapter_assets, main_dtype, model_assets
 from shardkit.operations.consolidate_base import SAVED_ROOT, Base, saved_key_rules
 from shardkit.operations.consolidate_dtypes import check_choice, choose_dtypes
 from shardkit.operations.consolidate_fit import Fit, check_fit, name_merged
-from shardkit.operations.consolidate_ties import Ties, declared_tie, resolve_ties, tie_groups
+from shardkit.operations.consolidate_ties import Ties, resolve_ties, tie_groups
 from shardkit.transfer.plan import TransferPlan, build_plan
 
 DIGESTS = ("crc32", "none")
@@ -231,7 +232,7 @@ def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:
 
 def _fit(chosen: Chosen, base: Base | None, options: JobOptions) -> tuple[Ties, Fit]:
     """Decide on ties, and hold names and shapes against the base's."""
-    declared = declared_tie(base.config) if base else None
+    declared = ties_embeddings(base.config) if base else None
     base_tensors = base.tensors if base else None
     ties = resolve_ties(chosen.catalog, chosen.names, declared=declared, base_names=base_tensors)
     shapes = {
@@ -253,7 +254,8 @@ def _assets(
 ) -> tuple[list[Asset], list[str]]:
     if chosen.kind == "adapter":
         return adapter_assets(base, chosen.adapter_config), []
-    untie = ties.untied and declared_tie(base.config if base else None) is not False
+    config = base.config if base else None
+    untie = ties.untied and ties_embeddings(config) is not False and may_be_untied(config)
     return model_assets(base, main_dtype(tensors), untie=untie)
 
 
@@ -297,7 +299,8 @@ def _select(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> S
 
 
 def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
-    said = " and the written config says tie_word_embeddings: false" if base and base.config else ""
+    says = base is not None and base.config is not None and may_be_untied(base.config)
+    said = " and the written config says tie_word_embeddings: false" if says else ""
     return [
         f"{escape(kept)} and {escape(other)} are tied in the base, but training has made them differ: both are "
         f"kept{said}"

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardkit.core.catalog import Catalog
-from shardkit.keys.ties import role_of, tied_names
+from shardkit.keys import ties
+from shardkit.keys.ties import tied_names
 from shardkit.operations.same_bytes import same_bytes
 
 
@@ -35,12 +36,15 @@ def resolve_ties(
 ) -> Ties:
     """Decide which of the tensors that may be tied are left out.
 
+    Equal values alone do not make a tie: the config must say so, or a base that lacks the name, or the checkpoint,
+    which has one record for both. A name that the base stores is never left out, nor is any where the config says
+    that nothing is tied: `from_pretrained` would initialise it.
+
     Args:
         catalog: raw extents, by stored name.
         names: stored name -> name in the output.
-        declared: what the config says of `tie_word_embeddings`; None where it does not say.
-        base_names: names that the base stores; None where that is not known. A name that it stores is never
-            left out.
+        declared: whether the config ties embeddings; None where it does not say.
+        base_names: names that the base stores; None where that is not known.
     """
     stored = {name: source for source, name in names.items()}
     dropped, diverged, untied = dict[str, str](), [], False
@@ -48,41 +52,56 @@ def resolve_ties(
         base_has = other in base_names if base_names is not None else None
         equal = next((kept for kept in keepers if same_bytes(catalog, stored[kept], stored[other])), None)
         if equal is not None:
-            if not base_has and not (is_head and declared is False):
+            is_one = base_has is False or place_of(catalog, stored[equal]) == place_of(catalog, stored[other])
+            if declared is not False and not base_has and (declared or is_one):
                 dropped[other] = equal
         elif is_head:
             untied = True
             if declared or (declared is None and base_has is False):
                 diverged.append((keepers[0], other))
-    return Ties(dropped=dropped, diverged=tuple(diverged), untied=untied)
+    return Ties(
+        dropped={**dropped, **_one_record(catalog, stored, dropped, base_names)},
+        diverged=tuple(diverged),
+        untied=untied,
+    )
 
 
-def tie_groups(ties: Ties, names: Collection[str], *, declared: bool | None) -> list[tuple[str, ...]]:
+def _one_record(
+    catalog: Catalog, stored: Mapping[str, str], dropped: Collection[str], base_names: Collection[str] | None
+) -> dict[str, str]:
+    """Return names that the base lacks of tensors that it has, where the checkpoint has one record for both."""
+    if base_names is None:
+        return {}
+    kept: dict[object, str] = {}
+    for name, source in stored.items():
+        if name in base_names and (place := place_of(catalog, source)) is not None:
+            kept.setdefault(place, name)
+    lone = (
+        (name, source) for name, source in stored.items() if name not in base_names and name not in dropped
+    )
+    return {name: kept[place] for name, source in lone if (place := place_of(catalog, source)) in kept}
+
+
+def place_of(catalog: Catalog, stored: str) -> tuple[object, ...] | None:
+    """Return where a tensor's bytes lie; None where there are none, or they exist only after decoding."""
+    entry, chunks = catalog.tensors[stored], catalog.chunks
+    rows = entry.chunk_ids
+    if not entry.nbytes or any(catalog.files[chunks.file[row]].decode for row in rows):
+        return None
+    extents = tuple((chunks.file[row], chunks.start[row]) for row in rows)
+    return entry.dtype.name, entry.shape, extents, tuple(chunks.regions(rows))
+
+
+def tie_groups(found: Ties, names: Collection[str], *, declared: bool | None) -> list[tuple[str, ...]]:
     """Return groups of names that are one parameter, of which one side may store only some.
 
     Args:
-        ties: what was decided.
+        found: what was decided.
         names: of both sides.
-        declared: what the config says of `tie_word_embeddings`.
+        declared: whether the config ties embeddings.
     """
-    groups: list[tuple[str, ...]] = [*ties.diverged, *((kept, name) for name, kept in ties.dropped.items())]
-    if declared:
-        groups.append(tuple(name for name in names if role_of(name) is not None))
-    return groups
-
-
-def declared_tie(config: Mapping[str, object] | None) -> bool | None:
-    """Return what a config says of tied embeddings; of a model of several parts, what its text part says."""
-    for part in (config, *(_part(config, key) for key in ("text_config", "llm_config", "language_config"))):
-        value = part.get("tie_word_embeddings") if part else None
-        if isinstance(value, bool):
-            return value
-    return None
-
-
-def _part(config: Mapping[str, object] | None, key: str) -> Mapping[str, object] | None:
-    value = config.get(key) if config else None
-    return value if isinstance(value, dict) else None
+    groups: list[tuple[str, ...]] = [*found.diverged, *((kept, name) for name, kept in found.dropped.items())]
+    return [*groups, *(ties.tie_groups(names) if declared else ())]
 
 
 def tie_candidates(

@@ -17,7 +17,7 @@ from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.detect import open_checkpoint
 from shardkit.keys import select_model
 from shardkit.keys.names import natural
-from shardkit.operations.consolidate_ties import tie_candidates
+from shardkit.operations.consolidate_ties import place_of, tie_candidates
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 from shardkit.operations.same_bytes import same_bytes
 
@@ -143,19 +143,13 @@ def _same_places(side: Side, other: Side, lone: Collection[str]) -> dict[str, st
     common = {
         place: name
         for name in side.names
-        if name in other.names and (place := _place(side, name)) is not None
+        if name in other.names and (place := place_of(side.catalog, side.names[name])) is not None
     }
-    return {name: common[place] for name in lone if (place := _place(side, name)) in common and place}
-
-
-def _place(side: Side, name: str) -> tuple[object, ...] | None:
-    """Return where a tensor's bytes lie; None where there are none, or they exist only after decoding."""
-    entry, chunks = side.entry(name), side.catalog.chunks
-    rows = entry.chunk_ids
-    if not entry.nbytes or any(side.catalog.files[chunks.file[row]].decode for row in rows):
-        return None
-    extents = tuple((chunks.file[row], chunks.start[row]) for row in rows)
-    return entry.dtype.name, entry.shape, extents, tuple(chunks.regions(rows))
+    return {
+        name: common[place]
+        for name in lone
+        if (place := place_of(side.catalog, side.names[name])) in common and place
+    }
 
 
 def _may_be_tied(side: Side) -> Iterator[tuple[str, str]]:

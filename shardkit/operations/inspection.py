@@ -11,6 +11,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.formats.inside import may_follow_links
+from shardkit.keys.ties import ties_embeddings
 from shardkit.operations.inspection_presharded import inspect_presharded
 from shardkit.operations.inspection_result import (
     NO_LAYOUT,
@@ -93,7 +94,7 @@ def _inspect_hub(path: str, *, unfold: bool) -> InspectResult:
         file = catalog.files[catalog.chunks.file[catalog.tensors[fqn].first_chunk]].name
         held[file] += catalog.tensors[fqn].nbytes
     notes = catalog.notes
-    if config.get("tie_word_embeddings") is True:
+    if ties_embeddings(config):
         notes += ("config.json ties the word embeddings: input and output are one parameter",)
     return InspectResult(
         path=path,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,17 +10,10 @@ from torch import nn
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Region, full_region
-
-# Parts that wrappers put into module paths: activation checkpointing, torch.compile, FSDP1.
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+from shardkit.keys.names import clean_name as clean_name
 
 KeyRules = tuple[tuple[str, str], ...]
 """(prefix of a model's names, the Hub's in its place), as `keys.renaming.KeyRule` spells them."""
-
-
-def clean_name(name: str) -> str:
-    """Return a parameter's or module's FQN without the parts that wrappers put into it."""
-    return _WRAPPERS.sub("", name + ".").removesuffix(".")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -250,17 +250,21 @@ class TestTies:
         base = None if config is None else str(hub(tmp_path / "base", None, config))
         return shardkit.consolidate(source, base=base, **options)
 
-    @pytest.mark.parametrize("config", [None, TIED, {k: v for k, v in CONFIG.items() if "tie" not in k}])
-    def test_equal_copies_are_written_once(self, config: dict[str, Any] | None, tmp_path: Path) -> None:
-        result = self.consolidated(tmp_path, weights(tied=True), config)
+    def test_equal_copies_are_written_once(self, tmp_path: Path) -> None:
+        result = self.consolidated(tmp_path, weights(tied=True), TIED)
         assert result.ties == ((EMBED, HEAD),)
         expected = weights(tied=True)
         del expected[HEAD]
         assert_bit_equal(load(result.output), expected)
 
-    def test_equal_copies_that_are_not_tied_are_both_written(self, tmp_path: Path) -> None:
-        result = self.consolidated(tmp_path, weights(tied=True), CONFIG)
+    @pytest.mark.parametrize("config", [None, CONFIG, {k: v for k, v in CONFIG.items() if "tie" not in k}])
+    def test_equal_copies_are_both_written_where_nothing_ties_them(
+        self, config: dict[str, Any] | None, tmp_path: Path
+    ) -> None:
+        """Without a word in it, a Llama's config does not tie: `from_pretrained` would initialise the output."""
+        result = self.consolidated(tmp_path, weights(tied=True), config)
         assert_bit_equal(load(result.output), weights(tied=True))
+        assert result.ties == ()
 
     def test_copies_that_differ_are_both_written_and_the_config_says_so(self, tmp_path: Path) -> None:
         config = {**TIED, "text_config": {"tie_word_embeddings": True}}
@@ -295,8 +299,22 @@ class TestTies:
     def test_a_shared_embedding_of_encoder_and_decoder(self, tmp_path: Path) -> None:
         shared = torch.randn(9, 4)
         names = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)
-        result = shardkit.consolidate(save({n: shared.clone() for n in names}, tmp_path / "c"), root="")
-        assert list(load(result.output)) == ["shared.weight"]
+        source = save({n: shared.clone() for n in names}, tmp_path / "c")
+        base = hub(
+            tmp_path / "base", None, {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}
+        )
+        assert list(load(shardkit.consolidate(source, base=base, root="").output)) == ["shared.weight"]
+        assert load(shardkit.consolidate(source, tmp_path / "alone", root="").output).keys() == set(names)
+
+    def test_a_t5_with_an_output_of_its_own_keeps_its_scales(self, tmp_path: Path) -> None:
+        """There tie_word_embeddings: false says how outputs are scaled; values that differ are loaded as they are."""
+        state = {"shared.weight": torch.randn(9, 4), HEAD: torch.randn(9, 4)}
+        base = hub(
+            tmp_path / "base", None, {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}
+        )
+        result = shardkit.consolidate(save(state, tmp_path / "c"), base=base, root="")
+        assert_bit_equal(load(result.output), state)
+        assert "tie_word_embeddings" not in config_of(result.output)
 
     def test_copies_cut_in_different_ways_are_compared(self, tmp_path: Path) -> None:
         """By their values, however many chunks each has."""

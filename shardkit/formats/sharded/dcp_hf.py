@@ -23,6 +23,7 @@ from shardkit.formats.sharded.hub_directory import is_hub_directory, open_hub_di
 from shardkit.formats.sharded.nearby import asset_directories, inner, listing
 from shardkit.formats.strict import open_regular, parse_object, read_exactly
 from shardkit.formats.subset import subset
+from shardkit.keys.ties import is_output, ties_embeddings
 
 _SHARDED = "sharded"
 _HF_METADATA = ".hf_metadata"
@@ -31,7 +32,6 @@ _INDEX = "model.safetensors.index.json"
 _MAX_JSON = 256 << 20
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _NORMS = ("norm.weight", "ln_f.weight", "norm_f.weight", "final_layernorm.weight", "final_layer_norm.weight")
-_HEAD = "lm_head.weight"
 _COPY = "copy all shard-*.safetensors files of the save; each rank wrote some"
 
 
@@ -111,10 +111,10 @@ def _open_sharded(path: str, directory: str) -> Catalog:
 
 def _absent(path: str, directory: str, catalog: Catalog) -> Iterator[str]:
     """Yield each tensor that a list of names beside the shards has and the shards have not."""
-    is_tied = _config(path, directory).get("tie_word_embeddings") is True
+    is_tied = ties_embeddings(_config(path, directory))
     for name, fqns in _lists_of_names(path, directory):
         for fqn in fqns:
-            if fqn not in catalog.tensors and not (is_tied and fqn.endswith(_HEAD)):
+            if fqn not in catalog.tensors and not (is_tied and is_output(fqn)):
                 yield f"{escape(fqn)}: listed in {name}, in no shard"
 
 
