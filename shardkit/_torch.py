@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _checkpoint
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -48,6 +49,19 @@ def shard_of(placement: object) -> tuple[int, int] | None:
     if isinstance(placement, _StridedShard):  # before Shard, whose subclass it is in torch 2.6
         return placement.dim, int(placement.split_factor)
     return (placement.dim, 1) if isinstance(placement, Shard) else None
+
+
+def describe_as_before(metadata: Metadata) -> None:
+    """Let a `.metadata` be pickled as torch up to 2.14 does, and reads it: without `strides`, which nothing reads.
+
+    Source: torch 2.15, torch/distributed/checkpoint/metadata.py, TensorProperties.__getstate__; __setstate__ of 2.6 to
+    2.14 unpacks five fields, that of 2.15 takes five or six.
+    """
+    for entry in metadata.state_dict_metadata.values():
+        properties: Any = getattr(entry, "properties", None)
+        if hasattr(properties, "strides"):
+            five = properties.__getstate__()[:5]
+            properties.__getstate__ = lambda five=five: five
 
 
 class FSDPShard(NamedTuple):
@@ -127,6 +141,10 @@ class Fsdp2Unit(NamedTuple):
     reshard_after_forward: bool | int
     """An int is the number of ranks that hold a part after forward."""
     mixed_precision: MixedPrecisionPolicy
+    """What was given to `fully_shard`."""
+    compute_dtypes: tuple[torch.dtype | None, ...]
+    """Of its parameters, each once, in their order; None computes in its own. More than one with torch 2.15's
+    `param_dtype_override_fn`."""
     cpu_offload: bool
     parameters: dict[tuple[int, str], nn.Parameter]
     """(id of a module, attribute) -> sharded parameter, whatever is registered on the module just now; every place
@@ -140,7 +158,7 @@ def fsdp2_units(module: FSDPModule, *, is_root: bool) -> Iterator[Fsdp2Unit]:
     Args:
         is_root: no FSDP module is around it.
 
-    Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _fsdp_param_group.py, _fsdp_param.py.
+    Source: torch 2.6 to 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _fsdp_param_group.py, _fsdp_param.py.
     """
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -160,7 +178,16 @@ def fsdp2_units(module: FSDPModule, *, is_root: bool) -> Iterator[Fsdp2Unit]:
             for holder, name in zip(places.shared_modules, places.shared_param_names, strict=True):
                 parameters[id(holder), name] = sharded.sharded_param
         offload = isinstance(group.offload_policy, CPUOffloadPolicy)
-        yield Fsdp2Unit(group.mesh_info.mesh, reshard, group.mp_policy, offload, parameters)
+        # In torch 2.15 the group has no policy of its own, and each parameter one that is resolved for it.
+        policies = [getattr(sharded, "mp_policy", state._mp_policy) for sharded in group.fsdp_params]
+        yield Fsdp2Unit(
+            mesh=group.mesh_info.mesh,
+            reshard_after_forward=reshard,
+            mixed_precision=state._mp_policy,
+            compute_dtypes=tuple(dict.fromkeys(policy.param_dtype for policy in policies)),
+            cpu_offload=offload,
+            parameters=parameters,
+        )
 
 
 class Fsdp1Unit(NamedTuple):

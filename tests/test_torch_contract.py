@@ -45,6 +45,7 @@ precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=CPUOffloadPolicy(pin_memory=False))
 (unit,) = fsdp2_units(model, is_root=True)
 assert (unit.mesh, unit.mixed_precision, unit.cpu_offload) == (mesh, precision, True)
+assert unit.compute_dtypes == (torch.bfloat16,)
 assert unit.reshard_after_forward is False, "nothing was said, and it is the root"
 (unit,) = fsdp2_units(model, is_root=False)
 assert unit.reshard_after_forward is True
@@ -53,6 +54,11 @@ assert len(named) == 4 and named["0.bias"] is named["1.bias"] and named["0.weigh
 for asked in (True, False, 2):
     (unit,) = fsdp2_units(fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=asked), is_root=True)
     assert unit.reshard_after_forward == asked and type(unit.reshard_after_forward) is type(asked)
+
+if hasattr(precision, "param_dtype_override_fn"):  # torch 2.15
+    each = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda p: p.dtype if p.ndim == 1 else None)
+    (unit,) = fsdp2_units(fully_shard(nn.Linear(8, 8), mesh=mesh, mp_policy=each), is_root=True)
+    assert unit.compute_dtypes == (torch.bfloat16, torch.float32)
 
 for use_orig_params in (False, True):
     plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -145,6 +151,32 @@ assert shard_of(Replicate()) is None and shard_of(Shard(1)) == (1, 1)
 
 def test_fsdp_tells_the_memory_of_its_shards_and_keeps_what_it_is_given() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", SHARDS_WORLD], check=True, timeout=120)
+
+
+def test_metadata_is_pickled_with_the_five_fields_that_every_torch_reads() -> None:
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    from shardkit._torch import describe_as_before
+
+    properties = TensorProperties.create_from_tensor(torch.ones(2, 3, dtype=torch.bfloat16).t())
+    metadata = Metadata(
+        {"a": TensorStorageMetadata(properties, torch.Size([3, 2]), []), "b": BytesStorageMetadata()}
+    )
+    describe_as_before(metadata)
+    described = properties.__reduce_ex__(4)
+    assert described[0].__name__ == "__newobj__"
+    assert len(described[2]) == 5
+    read = pickle.loads(pickle.dumps(metadata))
+    assert read.state_dict_metadata["a"].properties.dtype == torch.bfloat16
+    assert getattr(read.state_dict_metadata["a"].properties, "strides", None) is None
 
 
 def test_buffers_outside_of_the_state_dict() -> None:

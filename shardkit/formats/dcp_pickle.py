@@ -3,7 +3,7 @@
 Chunks go into columns as soon as their tensor is complete, and storage entries as soon as they are read,
 so that a million of them are never alive as objects at once.
 
-Source: torch 2.2 to 2.13, torch/distributed/checkpoint/{metadata,filesystem,planner}.py; Megatron-Core
+Source: torch 2.2 to 2.15, torch/distributed/checkpoint/{metadata,filesystem,planner}.py; Megatron-Core
 0.16, which adds fields of its own to `Metadata`.
 """
 
@@ -38,6 +38,7 @@ MAX_BYTES = 1 << 30  # a million chunks take 138 MB
 _MAX_DIMS = 64  # torch's own limit
 _MAX_INT = (1 << 63) - 1
 _MAX_TRANSFORMS = 16
+_PROPERTIES_LENGTHS = (5, 6)  # fields of TensorProperties
 _MIN_CHUNK_BYTES = 8  # a chunk's storage entry takes more than this many bytes of pickle
 
 _TENSOR_FIELDS = frozenset({"properties", "size", "chunks"})
@@ -115,16 +116,26 @@ class StorageInfo(Record):
 
 
 class Properties(Record):
-    """`TensorProperties`: of its five fields only the dtype matters."""
+    """`TensorProperties`: of its five fields, and of the sixth that torch 2.15 adds, only the dtype matters.
+
+    `strides` are those of the tensor that the first rank had in its hands: for a sharded tensor, of its part. torch
+    reads them nowhere. How the bytes of a chunk lie is told by its record.
+    """
 
     __slots__ = ("dtype",)
     dtype: DType
 
     def build(self, state: object) -> None:
-        if type(state) is not tuple or len(state) != 5 or type(state[0]) is not DType:
+        if type(state) is not tuple or not state or type(state[0]) is not DType:
             raise Refusal("TensorProperties does not begin with a dtype")
+        if len(state) not in _PROPERTIES_LENGTHS:
+            raise Refusal(
+                f"TensorProperties has {len(state)} fields; known are the 5 up to torch 2.14 and the 6 of 2.15"
+            )
         if state[1] is not _STRIDED:
             raise Refusal("a tensor that is not strided")
+        if len(state) > 5 and not _are_strides(state[5]):
+            raise Refusal("TensorProperties.strides is not None or a tuple of at most 64 integers")
         self.dtype = state[0]
 
 
@@ -286,6 +297,17 @@ def _make_size(args: tuple[Any, ...]) -> Size:
         if type(size) is not int or not 0 <= size <= _MAX_INT:
             raise Refusal("torch.Size holds something that is not an integer from 0 to 2^63 - 1")
     return Size(sizes)
+
+
+def _are_strides(value: object) -> bool:
+    """True for None, and for what `Tensor.stride` gives."""
+    if value is None:
+        return True
+    return (
+        isinstance(value, tuple)
+        and len(value) <= _MAX_DIMS
+        and all(type(stride) is int and 0 <= stride <= _MAX_INT for stride in value)
+    )
 
 
 _STRIDED = object()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -125,8 +125,11 @@ def _unit(
 ) -> DiagnosedUnit:
     own = [stored[key] for key in {id(p) for p in group.parameters.values()}] if group else []
     policy = group.mixed_precision if group else None
-    names = {"compute": "param_dtype", "reduce": "reduce_dtype", "output": "output_dtype"}
-    precision = {text: getattr(policy, name, None) for text, name in names.items()}
+    precision = {
+        "compute": group.compute_dtypes if group else (),
+        "reduce": (getattr(policy, "reduce_dtype", None),),
+        "output": (getattr(policy, "output_dtype", None),),
+    }
     return DiagnosedUnit(
         path=path,
         is_root=is_root,
@@ -147,8 +150,11 @@ def _mesh(mesh: Any) -> str:
     return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
 
 
-def _precision(dtypes: Mapping[str, torch.dtype | None]) -> str:
-    return ", ".join(f"{name} {str(d).removeprefix('torch.')}" for name, d in dtypes.items() if d is not None)
+def _precision(dtypes: Mapping[str, Sequence[torch.dtype | None]]) -> str:
+    named = {
+        name: [str(d).removeprefix("torch.") for d in each if d is not None] for name, each in dtypes.items()
+    }
+    return ", ".join(f"{name} {' and '.join(each)}" for name, each in named.items() if each)
 
 
 def read_fsdp1(model: nn.Module) -> tuple[list[StoredParameter], list[DiagnosedUnit]]:
@@ -191,7 +197,7 @@ def read_fsdp1(model: nn.Module) -> tuple[list[StoredParameter], list[DiagnosedU
                 placements=("flat",) if unit else (),
                 reshard_after_forward=module.sharding_strategy.name,
                 mixed_precision=_precision(
-                    {text: getattr(precision, name, None) for text, name in names.items()}
+                    {text: (getattr(precision, name, None),) for text, name in names.items()}
                 ),
                 cpu_offload=bool(module.cpu_offload.offload_params),
                 dtypes=(str(unit.local.dtype).removeprefix("torch."),) if unit else (),

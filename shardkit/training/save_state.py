@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shardkit._torch import fsdp1_unit, non_persistent_buffers
+from shardkit._torch import describe_as_before, fsdp1_unit, non_persistent_buffers
 from shardkit.training.context import clean_name
 from shardkit.transfer import storage
 
@@ -159,7 +159,9 @@ class Writer(FileSystemWriter):
             stop = written.storage_data.offset + written.storage_data.length
             name = written.storage_data.relative_path
             self.files[name] = max(stop, self.files.get(name, 0))
-        super().finish(metadata, [*results, self._copies(metadata, results)])
+        copies = self._copies(metadata, results)
+        describe_as_before(metadata)
+        super().finish(metadata, [*results, copies])
         # torch 2.13, FileSystemWriter.finish, syncs it while its bytes are still in Python's buffer.
         storage.sync_file(os.path.join(self.path, _METADATA))
 

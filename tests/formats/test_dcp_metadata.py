@@ -204,6 +204,33 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Metadata], None], str]] = {
 }
 
 
+def with_fields(*more: object) -> bytes:
+    """A tensor that another torch described: with further fields."""
+    metadata = example()
+    properties: Any = metadata.state_dict_metadata["m.w"].properties
+    state = (*properties.__getstate__()[:5], *more)
+    properties.__getstate__ = lambda: state
+    return pickle.dumps(metadata, 4)
+
+
+@pytest.mark.parametrize("strides", [None, (4, 1), (1, 5), (0, 0), (), torch.Size([4, 1])], ids=repr)
+def test_strides_of_torch_2_15_are_passed_over(strides: object) -> None:
+    check(with_fields(strides))
+
+
+@pytest.mark.parametrize(
+    "strides", [7, [4, 1], ("a",), (1.0,), (True,), (-1,), (1 << 63,), (1,) * 65], ids=repr
+)
+def test_strides_that_no_tensor_has(strides: object) -> None:
+    with pytest.raises(SourceError, match=r"TensorProperties\.strides|torch\.Size|opcode"):
+        parse_metadata(with_fields(strides))
+
+
+def test_further_fields_of_a_tensor_are_refused_by_name() -> None:
+    with pytest.raises(SourceError, match=r"TensorProperties has 7 fields; known are .* 2\.15"):
+        parse_metadata(with_fields((4, 1), "something new"))
+
+
 @pytest.mark.parametrize(("alter", "message"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
 def test_contradictions_are_named(alter: Callable[[Metadata], None], message: str) -> None:
     metadata = example()
