@@ -204,6 +204,12 @@ class Fsdp1Unit(NamedTuple):
     """What modules may have as a parameter for it: itself, or views of it (use_orig_params)."""
     shared: tuple[tuple[str, str], ...]
     """(further name, first name) of the tied parameters in it, relative to the module."""
+    group: dist.ProcessGroup | None
+    """The ranks that hold the other parts; None where every rank holds it whole."""
+    device: torch.device
+    """Where it is computed; it may be stored elsewhere."""
+    has_dtensors: bool
+    """Parts of DTensors were made flat: tensor parallelism has cut them before."""
 
 
 def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
@@ -226,7 +232,25 @@ def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
         )
         for tie in flat._shared_param_infos
     )
-    return Fsdp1Unit(tuple(flat._fqns), numels, local, handle.world_size, (flat, *views), shared)
+    return Fsdp1Unit(
+        fqns=tuple(flat._fqns),
+        numels=numels,
+        local=local,
+        num_shards=handle.world_size,
+        registered=(flat, *views),
+        shared=shared,
+        group=handle.process_group if handle.uses_sharded_strategy else None,
+        device=handle.device,
+        has_dtensors=any(each is not None for each in flat._param_extensions),
+    )
+
+
+def is_fsdp1_part(tensor: torch.Tensor) -> bool:
+    """True for what FSDP1 registers as a parameter: a flat parameter, or a view of one.
+
+    Source: torch 2.13, torch/distributed/fsdp/_common_utils.py, _is_fsdp_flattened.
+    """
+    return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from shardkit._torch import fsdp1_unit, fsdp2_units, init_fake_world
+from shardkit._torch import fsdp1_unit, fsdp2_units, init_fake_world, is_fsdp1_part
 
 init_fake_world(4)
 mesh = init_device_mesh("cpu", (4,))
@@ -67,6 +67,8 @@ for use_orig_params in (False, True):
     assert unit.fqns == ("0.weight", "0.bias", "1.weight", "1.bias")
     assert unit.numels == (64, 8, 64, 8) and unit.num_shards == 4 and unit.local.numel() == 36
     assert {id(p) for p in wrapped.parameters()} <= set(map(id, unit.registered))
+    assert all(map(is_fsdp1_part, wrapped.parameters())) and not any(map(is_fsdp1_part, model.parameters()))
+    assert unit.group.size() == 4 and unit.device == torch.device("cpu") and not unit.has_dtensors
     assert unit.shared == ()
     tied = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
     tied["b"].weight = tied["a"].weight

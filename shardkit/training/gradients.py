@@ -1,23 +1,23 @@
 """The gradient norm of a model that is in parts, and clipping by it.
 
-A rank's own parts give a part of the norm. Each parameter's is summed over exactly those axes of its mesh that cut it:
-parameters on different meshes (tensor parallel ones among others), replicated and plain ones add up right.
+A rank's own parts give a part of the norm. Each parameter's is summed over exactly those axes of its mesh that cut it,
+or over the ranks that share an FSDP1 unit: parameters on different meshes (tensor parallel ones among others),
+replicated and plain ones add up right, whatever holds them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import foreach_norms, foreach_scale_
+from shardkit._torch import Fsdp1Unit, foreach_norms, foreach_scale_, fsdp1_unit, is_fsdp1_part
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.training.local import reshard
 
@@ -26,11 +26,12 @@ Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class _Share:
-    """Gradients that are cut by the same axes of one mesh."""
+    """Gradients that are cut over the same ranks."""
 
-    mesh: DeviceMesh | None
-    axes: tuple[int, ...]
-    """Axes of the mesh that cut them; none for what every rank has whole."""
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    """What to sum over, one after the other; none for what every rank has whole."""
+    device: torch.device | str = "cpu"
+    """Where `groups` communicate: offloaded gradients lie elsewhere."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """This rank's parts, empty ones left out."""
 
@@ -43,16 +44,18 @@ def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> torch.Tensor:
     only some ranks have them. Gradients in half precision are accumulated in fp32.
 
     Args:
-        parameters: a model, or parameters: DTensors on any meshes, and plain ones, whose gradients all ranks have.
+        parameters: a model, which may hold roots of FSDP2, FSDP1 and DDP at any depth; or parameters: DTensors on any
+            meshes, and plain ones, whose gradients all ranks have.
         norm_type: 2.0, any other positive order, or `inf`.
 
     Returns:
         A plain tensor without dims, fp32 (fp64 if there are such gradients), the same on every rank.
 
     Raises:
-        UsageError: a model that FSDP1 wrapped, or an order that is not positive.
+        UsageError: parameters of FSDP1 without the model that they belong to, FSDP1 over tensor parallelism, gradients
+            of FSDP1 that are not reduced yet, or an order that is not positive.
     """
-    return _norm(_parameters(parameters), norm_type)
+    return _norm(*_parameters(parameters), norm_type)
 
 
 @torch.no_grad()
@@ -62,19 +65,17 @@ def clip_grad_norm_(
     """Scale all gradients in place so that their norm is at most `max_norm`; return what it was.
 
     Args:
-        parameters: as `grad_norm` takes them; a model that FSDP1 wrapped is passed on to FSDP1.
+        parameters: as `grad_norm` takes them.
         max_norm: of the whole model, not of a rank's part.
         norm_type: as `grad_norm` takes it.
         error_if_nonfinite: raise where the norm is infinite or not a number; else gradients become so too.
 
     Raises:
-        UsageError: an order that is not positive.
+        UsageError: as for `grad_norm`.
         ShardkitError: the norm is not finite; no gradient was changed.
     """
-    if isinstance(parameters, FullyShardedDataParallel):
-        return parameters.clip_grad_norm_(max_norm, norm_type)
-    found = _parameters(parameters)
-    norm = _norm(found, norm_type)
+    found, units = _parameters(parameters)
+    norm = _norm(found, units, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise ShardkitError(
             f"the gradient norm of order {norm_type} is {norm.item()}",
@@ -92,22 +93,42 @@ def clip_grad_norm_(
     return norm
 
 
-def _parameters(parameters: Parameters) -> list[torch.Tensor]:
-    """Every parameter once: a tied one must not count twice."""
-    if isinstance(parameters, FullyShardedDataParallel):
-        raise UsageError(
-            "FSDP1 keeps gradients in flat parameters, whose parts only it can tell apart",
-            hint="clip_grad_norm_ takes the wrapped model itself, and returns the norm",
-        )
+def _parameters(parameters: Parameters) -> tuple[list[torch.Tensor], Mapping[int, Fsdp1Unit]]:
+    """Return every parameter once, as a tied one must not count twice; and the FSDP1 unit of each that has one, by id."""
+    units: dict[int, Fsdp1Unit] = {}
     if isinstance(parameters, nn.Module):
         reshard(parameters)  # gathered copies have no gradients
+        for module in parameters.modules():
+            unit = fsdp1_unit(module) if isinstance(module, FullyShardedDataParallel) else None
+            units |= {id(part): unit for part in unit.registered} if unit else {}
         parameters = parameters.parameters()
     if isinstance(parameters, torch.Tensor):
         parameters = (parameters,)
-    return list({id(parameter): parameter for parameter in parameters}.values())
+    found = list({id(parameter): parameter for parameter in parameters}.values())
+    _refuse_fsdp1(found, units)
+    return found, units
 
 
-def _norm(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _refuse_fsdp1(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]) -> None:
+    """Refuse what cannot be summed right; on every rank, before any of them communicates."""
+    if any(is_fsdp1_part(parameter) and id(parameter) not in units for parameter in parameters):
+        raise UsageError(
+            "parameters of FSDP1 do not say which ranks hold their other parts",
+            hint="give the model instead of its parameters",
+        )
+    if any(unit.has_dtensors for unit in units.values()):
+        raise UsageError(
+            "FSDP1 has made flat parameters of tensor-parallel ones, which cannot be told apart",
+            hint="use fully_shard (FSDP2) together with tensor parallelism",
+        )
+    if any(p.grad is not None and p.grad.shape != p.shape for p in parameters if id(p) in units):
+        raise UsageError(
+            "gradients of FSDP1 are not reduced yet: backward ran inside of no_sync()",
+            hint="run the last backward before a step outside of no_sync()",
+        )
+
+
+def _norm(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit], norm_type: float) -> torch.Tensor:
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise UsageError(f"norm_type cannot be {norm_type}", hint="give 2.0, another positive number, or inf")
@@ -115,24 +136,18 @@ def _norm(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     is_double = any(gradient.dtype == torch.float64 for gradient in gradients)
     dtype = torch.float64 if is_double else torch.float32
     device = gradients[0].device if gradients else torch.device("cpu")
-    powers = [_reduced(share, norm_type, dtype).to(device) for share in _shares(parameters)]
+    powers = [_reduced(share, norm_type, dtype).to(device) for share in _shares(parameters, units)]
     if not powers:
         return torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack(powers)
     return stacked.amax() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 
 
-def _shares(parameters: list[torch.Tensor]) -> list[_Share]:
+def _shares(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]) -> list[_Share]:
     """Parameters, not gradients, decide which collectives there are: a rank that lacks a gradient must not miss one."""
-    shares: dict[tuple[DeviceMesh | None, tuple[int, ...]], _Share] = {}
+    shares: dict[object, _Share] = {}
     for parameter in parameters:
-        mesh, axes = None, tuple[int, ...]()
-        if isinstance(parameter, DTensor):
-            axes = tuple(
-                at for at, placement in enumerate(parameter.placements) if not placement.is_replicate()
-            )
-            mesh = parameter.device_mesh if axes else None
-        share = shares.setdefault((mesh, axes), _Share(mesh=mesh, axes=axes))
+        share = _share_of(parameter, units.get(id(parameter)), shares)
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             # Tensor parallelism may leave sums that have not been made yet.
@@ -141,6 +156,21 @@ def _shares(parameters: list[torch.Tensor]) -> list[_Share]:
         if gradient is not None and (local := _local(gradient)).numel():
             share.tensors.append(local)
     return list(shares.values())
+
+
+def _share_of(parameter: torch.Tensor, unit: Fsdp1Unit | None, shares: dict[object, _Share]) -> _Share:
+    """Return the share that a parameter belongs to; a new one is added."""
+    if unit is not None and unit.group is not None:
+        return shares.setdefault(unit.group, _Share(groups=(unit.group,), device=unit.device))
+    if isinstance(parameter, DTensor):
+        placements, mesh = parameter.placements, parameter.device_mesh
+        axes = tuple(at for at, placement in enumerate(placements) if not placement.is_replicate())
+        if axes and (mesh, axes) not in shares:
+            groups = tuple(map(mesh.get_group, axes))
+            shares[mesh, axes] = _Share(groups=groups, device=mesh.device_type)
+        if axes:
+            return shares[mesh, axes]
+    return shares.setdefault(None, _Share())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,9 +189,8 @@ def _reduced(share: _Share, norm_type: float, dtype: torch.dtype) -> torch.Tenso
         part = norms.amax() if is_max else (norms**norm_type).sum()
         total = total.to(part.device)
         total = torch.maximum(total, part) if is_max else total + part
-    if share.mesh is None:
-        return total
-    total = total.to(share.mesh.device_type)  # offloaded gradients lie elsewhere than their mesh communicates
-    for axis in share.axes:
-        dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, share.mesh.get_group(axis))
+    if share.groups:
+        total = total.to(share.device)
+    for group in share.groups:
+        dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
     return total

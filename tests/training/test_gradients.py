@@ -36,7 +36,28 @@ def test_plain_empty_half_and_missing_gradients(wrap_world: World) -> None:
         assert "is nan" in found["nonfinite"]
 
 
-def test_fsdp1_is_left_to_itself(wrap_world: World) -> None:
-    found = wrap_world.found("two")[0]["others"]
-    assert found["clip-False"] == found["clip-True"] == pytest.approx(found["norm"], rel=1e-5)
-    assert found["refused"]["error"] == "UsageError"
+def test_fsdp1_alone(wrap_world: World) -> None:
+    for each in wrap_world.found("two"):
+        found = each["others"]
+        for use_orig in (False, True):
+            assert found[f"norm-{use_orig}"] == pytest.approx(found["norm"], rel=1e-5)
+            assert found[f"clip-{use_orig}"] == found[f"norm-{use_orig}"]
+
+
+def test_roots_of_every_kind_may_be_held_at_any_depth(wrap_world: World) -> None:
+    for each in wrap_world.found("two"):
+        found = each["held"]
+        for ours, expected in found["pairs"]:
+            assert ours == pytest.approx(expected, rel=1e-5)
+        assert found["pairs"] == wrap_world.found("two")[0]["held"]["pairs"]  # the same on every rank
+        assert found["returned"] == found["pairs"][-4][0]
+        assert found["after"] == pytest.approx(0.01, rel=1e-4)
+
+
+def test_gradients_of_fsdp1_that_cannot_be_summed_are_refused(wrap_world: World) -> None:
+    for each in wrap_world.found("two"):
+        refused = each["held"]["refused"]
+        assert {error["error"] for error in refused.values()} == {"UsageError"}
+        for kind in ("fsdp1", "fsdp1-orig"):
+            assert "do not say which ranks hold" in refused[f"{kind}-loose"]["message"]
+            assert "are not reduced yet" in refused[f"{kind}-early"]["message"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,12 @@ import transformers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -145,6 +150,61 @@ def edge_gradients(mesh: DeviceMesh) -> Found:
         clip_grad_norm_(everything, 1.0, error_if_nonfinite=True)
     except ShardkitError as error:
         found["nonfinite"] = error.message
+    return found
+
+
+class Holder(nn.Module):
+    """Holds what others wrapped, as a LightningModule does."""
+
+    def __init__(self, **held: nn.Module) -> None:
+        super().__init__()
+        for name, module in held.items():
+            self.add_module(name, module)
+
+
+def flat(module: nn.Module, use_orig: bool, strategy: ShardingStrategy | None = None) -> nn.Module:
+    return FullyShardedDataParallel(
+        module, sharding_strategy=strategy, use_orig_params=use_orig, device_id=torch.device("cpu")
+    )
+
+
+def held_gradients(mesh: DeviceMesh) -> Found:
+    """Norms and clipped gradients of roots of every kind, alone and together, two modules deep."""
+    torch.manual_seed(0)
+    plain = {
+        kind: nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5))
+        for kind in ("fsdp1", "fsdp1-orig", "fsdp1-whole", "ddp", "fsdp2", "plain")
+    }
+    batch = torch.randn(3, 5)
+    model = copy.deepcopy(plain)
+    wrapped = {
+        "fsdp1": flat(model["fsdp1"], False),
+        "fsdp1-orig": flat(model["fsdp1-orig"], True),
+        "fsdp1-whole": flat(model["fsdp1-whole"], True, ShardingStrategy.NO_SHARD),
+        "ddp": DistributedDataParallel(model["ddp"]),
+        "fsdp2": fully_shard(model["fsdp2"], mesh=mesh),
+        "plain": model["plain"],
+    }
+    for modules in (plain, wrapped):
+        torch.stack([module(batch).pow(2).sum() for module in modules.values()]).sum().backward()
+
+    def expected(kinds: Iterable[str], order: float) -> float:
+        gradients = [parameter.grad for kind in kinds for parameter in plain[kind].parameters()]
+        return torch.nn.utils.get_total_norm(gradients, order).item()
+
+    found: Found = {"pairs": [], "refused": {}}
+    for kinds in [*([kind] for kind in plain), ["fsdp1", "fsdp1-orig"], list(plain)]:
+        holder = Holder(inner=Holder(**{kind: wrapped[kind] for kind in kinds}))
+        found["pairs"] += [[grad_norm(holder, order).item(), expected(kinds, order)] for order in NORMS]
+    found["returned"] = clip_grad_norm_(holder, 0.01).item()
+    found["after"] = grad_norm(holder).item()
+    for kind in ("fsdp1", "fsdp1-orig"):
+        module = wrapped[kind]
+        found["refused"][f"{kind}-loose"] = told(lambda module=module: grad_norm(module.parameters()))
+        module.zero_grad()
+        with module.no_sync():
+            module(batch).sum().backward()
+        found["refused"][f"{kind}-early"] = told(lambda module=module: clip_grad_norm_(Holder(it=module), 1))
     return found
 
 
@@ -303,9 +363,9 @@ def others(out: Path, mesh: DeviceMesh) -> Found:
             device_id=torch.device("cpu"),
         )
         found[f"fsdp1-{use_orig}"] = diagnose(model).to_json()
-        found["refused"] = told(lambda model=model: grad_norm(model))
         save(model, out / f"saved-fsdp1-{use_orig}")
         run_loss("llama-tied", model).backward()
+        found[f"norm-{use_orig}"] = grad_norm(model).item()
         found[f"clip-{use_orig}"] = clip_grad_norm_(model, 0.1).item()
         found["text"] = str(diagnose(model))
     found["wrapped"] = told(lambda: wrap(model, mesh))
@@ -400,6 +460,7 @@ def world_two(out: Path) -> Found:
     found["meta"] = on_meta(mesh)
     found["gradients"] = gradients("llama-tied", fp32)
     found["edges"] = edge_gradients(mesh)
+    found["held"] = held_gradients(mesh)
     found["others"] = others(out, mesh)
     found["rebound"] = rebound(mesh)
     found["saved"] = {
