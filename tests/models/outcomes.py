@@ -1,0 +1,177 @@
+"""What is known not to pass, and why: everything that does not stand here passes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tests.models.experts import STORED_ONE_BY_ONE
+from tests.models.zoo import ZOO
+
+STEPS = {
+    "reference": "transformers' own forward in bf16, in one process",
+    "preshard": "`shardkit preshard` for 2 ranks",
+    "direct": "three phases from the Hub directory, each rank reads; every tensor's name, dtype and bits",
+    "broadcast": "the same, one rank reads",
+    "presharded": "three phases from the pre-sharded directory",
+    "stock": "stock `dcp.load` of it",
+    "logits": "the answer of the wrapped model",
+    "save": "`shardkit.save`",
+    "consolidate": "`shardkit consolidate --base` of that; every byte of the weights",
+    "dcp_save": "stock `dcp.save`",
+    "dcp_consolidate": "`shardkit consolidate --base` of that",
+}
+"""In the order in which they are done."""
+
+NEEDS = {
+    **dict.fromkeys(("presharded", "stock"), ("preshard",)),
+    **dict.fromkeys(("broadcast", "save", "dcp_save"), ("direct",)),
+    "logits": ("reference", "direct"),
+    **{"consolidate": ("save",), "dcp_consolidate": ("dcp_save",)},
+}
+"""Step -> those that make what it takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why something does not pass."""
+
+    text: str
+    """For people who look their model up."""
+    said: str
+    """Regular expression: what is found in the words of the step."""
+    stops: bool = True
+    """The step leaves nothing to go on with."""
+    cases: Mapping[str, tuple[str, ...]]
+    """Step, or several with blanks between -> the models."""
+
+
+_EXPERTS = (
+    *(each.name for each in STORED_ONE_BY_ONE),
+    "jamba",
+    "nemotron_h",
+    "kimi_linear",
+    "ernie4_5_vl_moe",
+)
+_RENAMED = (
+    *("audio-spectrogram-transformer", "beit", "deit", "dinov2", "esm", "gemma3", "gpt_neox", "granitemoe"),
+    *("granitemoehybrid", "granitemoeshared", "internvl", "llava", "llava+tied", "llava_next"),
+    *("llava_onevision", "mistral3", "mllama", "paligemma", "qwen2_5_vl", "qwen2_vl", "swin", "vit"),
+)
+
+_RENAMED_WITHIN = (
+    *("audio-spectrogram-transformer", "beit", "deit", "dinov2", "esm", "granitemoe", "granitemoehybrid"),
+    *("granitemoeshared", "swin", "vit"),
+)
+_TIED = (
+    *("albert", "distilbert", "electra", "modernbert", "modernbert-decoder", "mpnet", "roberta", "whisper"),
+    "xlm-roberta",
+)
+_ROUNDED = (
+    *("ernie4_5", "falcon_mamba", "flex_olmo+fused", "mamba", "mamba2", "mpt", "olmo", "olmo2", "olmo3"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe", "rwkv"),
+)
+_FP32 = "direct broadcast presharded consolidate dcp_consolidate"
+
+REASONS = {
+    "experts": Reason(
+        text="The file has one tensor for each expert, the model one for all experts of a layer. The file of a model"
+        " that was saved under the names of the model in memory (`save_original_format=False`) passes.",
+        said=r"refused: the file stores experts one by one|refused: the model's module names differ",
+        cases={"preshard direct": _EXPERTS},
+    ),
+    "converted": Reason(
+        text="The model holds tensors that are several in the file, or the other way round.",
+        said=r"refused: the model holds tensors in another form|refused: the model's module names differ|do not fit each other",
+        cases={"preshard direct": ("olmo_hybrid", "nomic_bert", "gte", "dinov2+swiglu")},
+    ),
+    "renamed": Reason(
+        text="Names in the file differ from those in the model. `prepare` follows them, `preshard` does not yet.",
+        said=r"refused: the model's module names differ|do not fit each other|does not fit --base",
+        cases={"preshard": _RENAMED, "dcp_consolidate": _RENAMED_WITHIN},
+    ),
+    "computed": Reason(
+        text="The model computes a parameter that no file has.",
+        said=r"tensors in the model but not in the files: 2|missing: model.encoder.embed_positions",
+        cases={"preshard direct": ("marian",)},
+    ),
+    "scalar": Reason(
+        text="It has a parameter without a dim, which torch's `fully_shard` refuses.",
+        said=r"scalar parameters|without a dim cannot be sharded",
+        cases={"preshard direct": ("clip",)},
+    ),
+}
+
+REASONS |= {
+    "ties": Reason(
+        text="`consolidate --base` does not know its names of one parameter.",
+        said=r"refused: the checkpoint does not fit --base .*: 1 difference\nunexpected",
+        cases={"consolidate dcp_consolidate": _TIED},
+    ),
+    "wide": Reason(
+        text="Its class makes parameters fp32 whatever the model's dtype is; shardkit makes them bf16.",
+        said=r"wrong: .*: torch.bfloat16 instead of torch.float32",
+        stops=False,
+        cases={_FP32: ("deberta", "hunyuan_v1_moe+fused")},
+    ),
+    "wide units": Reason(
+        text="fp32 parameters lie in one unit with bf16 ones, where torch's FSDP fails in the first forward.",
+        said=r"FSDP expects uniform original parameter dtype",
+        cases={"logits": ("ernie4_5_moe+fused",)},
+    ),
+    "rounded": Reason(
+        text="The mixed precision that `wrap` sets by default rounds fp32 activations between blocks to bf16;"
+        " `mixed_precision=None` gives the same bits.",
+        said=r"wrong: \.(logits: off by|state\.2: torch.bfloat16 instead)",
+        cases={"logits": (*_ROUNDED, "hunyuan_v1_moe+fused")},
+    ),
+    "own": Reason(
+        text="transformers' own model fails in its forward in bf16.",
+        said=r"expected m1 and m2 to have the same dtype",
+        cases={"reference": ("deberta",)},
+    ),
+}
+
+
+def expected(name: str) -> dict[str, str]:
+    """Return step -> the name of the reason why it does not pass, "" where it does; steps that are not reached lack."""
+    failing = {
+        step: reason
+        for reason, each in REASONS.items()
+        for steps, names in each.cases.items()
+        if name in names
+        for step in steps.split()
+    }
+    found: dict[str, str] = {}
+    for step in STEPS:
+        if all(_left_something(needed, found) for needed in NEEDS.get(step, ())):
+            found[step] = failing.get(step, "")
+    return found
+
+
+def _left_something(step: str, found: Mapping[str, str]) -> bool:
+    """True where a step passed, or made something that is not right."""
+    return step in found and (not found[step] or not REASONS[found[step]].stops)
+
+
+def named(said: Mapping[str, str], name: str) -> dict[str, str]:
+    """Return what a model's steps said, each that is wrong for its known reason as the reason's name."""
+    known = expected(name)
+    return {
+        step: known[step] if known.get(step) and re.search(REASONS[known[step]].said, text) else text
+        for step, text in said.items()
+    }
+
+
+def check_table() -> None:
+    """Refuse a table that speaks of models or steps that are not there, or twice of one."""
+    seen: dict[tuple[str, str], str] = {}
+    for reason, each in REASONS.items():
+        for steps, names in each.cases.items():
+            for step in steps.split():
+                assert step in STEPS, step
+                for name in names:
+                    assert name in ZOO, name
+                    assert (name, step) not in seen, (name, step, reason)
+                    seen[name, step] = reason

@@ -1,0 +1,62 @@
+"""docs/models.md, written from the table of outcomes."""
+
+from __future__ import annotations
+
+from tests.models.outcomes import REASONS, expected
+from tests.models.zoo import ZOO
+
+COLUMNS = {
+    "preshard": ("preshard",),
+    "three phases": ("direct", "broadcast", "presharded"),
+    "stock `dcp.load`": ("stock",),
+    "save, consolidate": ("save", "consolidate", "dcp_save", "dcp_consolidate"),
+    "logits": ("reference", "logits"),
+}
+"""Column -> the steps that it sums up."""
+
+_HEAD = """\
+# Models
+
+{count} tiny models of {types} architectures of transformers {version} go through everything that shardkit does, on 2 ranks in bf16. Their weights are random, and no two tensors are alike.
+
+- **preshard**: `shardkit preshard` for 2 ranks.
+- **three phases**: `prepare`, `wrap`, `finalize`, from the Hub directory (each rank reads, and one rank sends) and from the pre-sharded one. Every parameter and every buffer has the name, the dtype and
+  the bits that `from_pretrained` gives it.
+- **stock `dcp.load`**: torch alone loads the pre-sharded directory, with the same bits.
+- **save, consolidate**: `shardkit.save`, and stock `dcp.save` of the same model; `shardkit consolidate --base` of both gives the original's safetensors, each tensor with its name, dtype and bytes.
+- **logits**: what the wrapped model answers equals, bit for bit, what the model of `from_pretrained` answers in one process.
+
+`make test` holds all of it against this table: a model that begins to pass fails there as one that ceases to. `make zoo` runs the models alone.
+A number stands for a reason, which is [written below](#what-does-not-pass); a dash for what was not reached. What is refused is refused before anything is written.
+"""
+
+
+def render(version: str) -> str:
+    """Return the text of docs/models.md.
+
+    Args:
+        version: of transformers.
+    """
+    numbers = {reason: at for at, reason in enumerate(REASONS, 1)}
+    parts = [
+        _HEAD.format(count=len(ZOO), types=len({each.model_type for each in ZOO.values()}), version=version)
+    ]
+    for kind in dict.fromkeys(each.kind for each in ZOO.values()):
+        parts += [f"\n## {kind.capitalize()}\n", f"| model | class | {' | '.join(COLUMNS)} |"]
+        parts.append("|" + "---|" * (2 + len(COLUMNS)))
+        for name, each in ZOO.items():
+            if each.kind == kind:
+                parts.append(f"| {name} | {each.model_class} | {' | '.join(_cells(name, numbers))} |")
+    parts.append("\n## What does not pass\n")
+    parts += [f"{numbers[reason]}. {each.text}" for reason, each in REASONS.items()]
+    return "\n".join(parts) + "\n"
+
+
+def _cells(name: str, numbers: dict[str, int]) -> list[str]:
+    found = expected(name)
+    cells = []
+    for steps in COLUMNS.values():
+        reasons = sorted({numbers[found[step]] for step in steps if found.get(step)})
+        reached = any(step in found for step in steps if step != "reference")
+        cells.append(", ".join(map(str, reasons)) or ("yes" if reached else "-"))
+    return cells

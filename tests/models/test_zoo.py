@@ -1,0 +1,49 @@
+"""Real architectures through everything, and the table that says which do not pass."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from tests.distributed.processes import ROOT
+from tests.models import __main__ as zoo
+from tests.models.outcomes import check_table, expected, named
+from tests.models.table import render
+from tests.models.zoo import ZOO
+
+EVERY_STEP = "test_every_step_ends_as_expected"
+
+
+def document() -> str:
+    """Return docs/models.md as it should be."""
+    return render(transformers.__version__)
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, str]]:
+    """What the steps said, of the models that were selected (`-k llama`)."""
+    selected = {item.callspec.params["name"] for item in request.session.items if _is_of_a_model(item)}
+    names = [name for name in ZOO if name in selected]
+    return zoo.run(names, tmp_path_factory.mktemp("zoo"), timeout_s=1200)
+
+
+def _is_of_a_model(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and item.originalname == EVERY_STEP
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ZOO)
+def test_every_step_ends_as_expected(results: dict[str, dict[str, str]], name: str) -> None:
+    assert named(results[name], name) == expected(name)
+
+
+def test_the_table_is_of_the_zoo() -> None:
+    check_table()
+    assert len(ZOO) >= 60
+
+
+def test_the_documentation_is_written_from_it() -> None:
+    """`python -m tests.models --docs` writes it."""
+    assert (ROOT / "docs/models.md").read_text() == document()

@@ -1,0 +1,91 @@
+"""All architectures of the zoo, and how they are made: every tensor random, no two alike."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.models.architecture import Architecture
+from tests.models.experts import EXPERTS
+from tests.models.multimodal import VISION_LANGUAGE
+from tests.models.recurrent import RECURRENT
+from tests.models.senses import SENSES
+from tests.models.text import DECODERS, ENCODER_DECODERS, ENCODERS
+
+ZOO: dict[str, Architecture] = {
+    each.name: each
+    for each in (
+        *DECODERS,
+        *EXPERTS,
+        *RECURRENT,
+        *ENCODERS,
+        *ENCODER_DECODERS,
+        *VISION_LANGUAGE,
+        *SENSES,
+    )
+}
+"""Name -> architecture."""
+
+# Shorter tensors may be alike by chance.
+_DISTINCT_BYTES = 16
+
+
+def make_hub(architecture: Architecture, directory: Path) -> None:
+    """Save a model of bf16 as a Hub directory; what its class keeps in fp32 is fp32, with values that bf16 cannot hold."""
+    model_class = getattr(transformers, architecture.model_class)
+    config = transformers.AutoConfig.for_model(architecture.model_type, **architecture.config)
+    model = model_class._from_config(config, dtype=torch.bfloat16)
+    fill(model)
+    save = partial(
+        model_class.save_pretrained,
+        save_directory=directory,
+        save_original_format=architecture.names == "hub",
+    )
+    save(model)
+    if getattr(model, "_keep_in_fp32_modules_strict", None):  # from_pretrained alone makes them fp32
+        model = from_pretrained(architecture, directory)
+        fill(model)
+        save(model)
+    check_distinct(directory)
+
+
+def from_pretrained(architecture: Architecture, directory: Path) -> Any:
+    """Return the model that transformers itself loads in bf16."""
+    model_class = getattr(transformers, architecture.model_class)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model_class.from_pretrained(directory, dtype=torch.bfloat16).eval()
+
+
+def fill(model: torch.nn.Module) -> None:
+    """Give every floating tensor of a model's state dict values that its name decides."""
+    done: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in done or not tensor.is_floating_point():
+            continue
+        done.add(id(tensor))
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(tensor.shape, generator=generator) * 0.1
+        tensor.data.copy_(values if tensor.ndim > 1 else 1 + values)
+
+
+def check_distinct(directory: Path) -> None:
+    """Refuse a file in which two tensors are equal, or one is constant: a mistake about them would show nowhere."""
+    seen: dict[bytes, str] = {}
+    for name, tensor in itertools.chain(
+        *(load_file(path).items() for path in directory.glob("*.safetensors"))
+    ):
+        if not tensor.is_floating_point() or tensor.nbytes < _DISTINCT_BYTES:
+            continue
+        data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        twin = seen.setdefault(data, name)
+        assert twin == name, f"{name} equals {twin}"
+        assert tensor.unique().numel() > 1, f"{name} is constant"
