@@ -68,10 +68,6 @@ _TIED = (
     *("albert", "distilbert", "electra", "modernbert", "modernbert-decoder", "mpnet", "roberta", "whisper"),
     "xlm-roberta",
 )
-_ROUNDED = (
-    *("ernie4_5", "falcon_mamba", "flex_olmo+fused", "mamba", "mamba2", "mpt", "olmo", "olmo2", "olmo3"),
-    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe", "rwkv"),
-)
 _FP32 = "direct broadcast presharded consolidate dcp_consolidate"
 
 REASONS = {
@@ -111,20 +107,14 @@ REASONS |= {
     ),
     "wide": Reason(
         text="Its class makes parameters fp32 whatever the model's dtype is; shardkit makes them bf16.",
-        said=r"wrong: .*: torch.bfloat16 instead of torch.float32",
+        said=r"wrong: .*: torch.bfloat16 instead of torch.float32|wrong: .logits: off by",
         stops=False,
-        cases={_FP32: ("deberta", "hunyuan_v1_moe+fused")},
+        cases={_FP32: ("deberta", "hunyuan_v1_moe+fused"), "logits": ("hunyuan_v1_moe+fused",)},
     ),
     "wide units": Reason(
         text="fp32 parameters lie in one unit with bf16 ones, where torch's FSDP fails in the first forward.",
         said=r"FSDP expects uniform original parameter dtype",
         cases={"logits": ("ernie4_5_moe+fused",)},
-    ),
-    "rounded": Reason(
-        text="The mixed precision that `wrap` sets by default rounds fp32 activations between blocks to bf16;"
-        " `mixed_precision=None` gives the same bits.",
-        said=r"wrong: \.(logits: off by|state\.2: torch.bfloat16 instead)",
-        cases={"logits": (*_ROUNDED, "hunyuan_v1_moe+fused")},
     ),
     "own": Reason(
         text="transformers' own model fails in its forward in bf16.",
