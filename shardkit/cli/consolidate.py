@@ -71,6 +71,7 @@ Examples:
 @click.option("--private", is_flag=True, help="A repo that has to be made is private.")
 @click.option("--branch", metavar="NAME", help="Branch of that repo, made where it is absent.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing Hub model, whole and in one step.")
+@click.option("--strict", is_flag=True, help="Refuse a run whose newest checkpoint cannot be taken.")
 @click.option(
     "--dry-run", "-n", is_flag=True, help="Check everything, say what would be done, write nothing."
 )
@@ -117,7 +118,8 @@ def command(*, checkpoint: str, output: str | None, as_json: bool, no_progress: 
         _silence_hub(options)
     from shardkit.operations.consolidate import consolidate
 
-    result = consolidate(checkpoint, output, progress=make_progress(enabled=show_bars), **options)
+    progress = make_progress(enabled=show_bars)
+    result = consolidate(checkpoint, output, progress=progress, on_warning=out.warn, **options)
     out.result(result, render)
 
 

@@ -36,6 +36,7 @@ Examples:
 @click.option(
     "--all", "all_tensors", is_flag=True, help="The optimizer's and all others too, under their stored names."
 )
+@click.option("--strict", is_flag=True, help="Refuse a run whose newest checkpoint cannot be taken.")
 @click.option(
     "--sort",
     type=click.Choice(SORTS),
@@ -59,6 +60,8 @@ def command(*, a: str, b: str, quiet: bool, as_json: bool, no_progress: bool, **
         raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
     out, show_bar = Output(as_json=as_json), not (as_json or no_progress or quiet)
     result = diff(a, b, progress=make_progress(enabled=show_bar), **options)
+    for warning in result.warnings:
+        out.warn(warning)
     if as_json:
         out.document(result.to_json())
     elif not quiet:

@@ -65,6 +65,13 @@ class Output:
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
+        self._warned = set[str]()
+
+    def warn(self, text: str) -> None:
+        """Print a warning, each once: what it is about may not have been done yet, and the result has it again."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.say("warning", text)
 
     def result(
         self, result: R, render: Callable[[R], Iterable[str]], *, max_warnings: int | None = None
@@ -83,7 +90,7 @@ class Output:
             for note in result.notes:
                 self.say("note", note)
         for warning in result.warnings[:max_warnings]:
-            self.say("warning", warning)
+            self.warn(warning)
         if max_warnings is not None and len(result.warnings) > max_warnings:
             self.say("warning", more(len(result.warnings)))
 

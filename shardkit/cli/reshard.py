@@ -46,6 +46,7 @@ Examples:
     help="Convert the optimizer's floating tensors; scalars such as step stay.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint, whole and in one step.")
+@click.option("--strict", is_flag=True, help="Refuse a run whose newest checkpoint cannot be taken.")
 @click.option(
     "--dry-run", "-n", is_flag=True, help="Check everything, say what would be done, write nothing."
 )
@@ -88,9 +89,8 @@ def command(*, checkpoint: str, output: str, as_json: bool, no_progress: bool, *
     from shardkit.operations.reshard import reshard
 
     out = Output(as_json=as_json)
-    result = reshard(
-        checkpoint, output, progress=make_progress(enabled=not (as_json or no_progress)), **options
-    )
+    progress = make_progress(enabled=not (as_json or no_progress))
+    result = reshard(checkpoint, output, progress=progress, on_warning=out.warn, **options)
     out.result(result, render)
 
 

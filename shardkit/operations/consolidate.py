@@ -21,7 +21,7 @@ from shardkit.operations.consolidate_run import Descriptions
 from shardkit.operations.destination import check_destination, check_space, free_bytes, is_hub_model
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 from shardkit.operations.resolve_order import EXPORT_ENDING
-from shardkit.operations.run import check_resume_from, execute_options, run_job
+from shardkit.operations.run import OnWarning, check_resume_from, execute_options, run_job, warn_all
 from shardkit.operations.sidecar import check_sidecar, write_sidecar
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
@@ -55,6 +55,7 @@ def consolidate(
     manifest_file: str | os.PathLike[str] | None = None,
     sha256: bool = False,
     overwrite: bool = False,
+    strict: bool = False,
     dry_run: bool = False,
     resume: bool = True,
     resume_from: str | os.PathLike[str] | None = None,
@@ -66,6 +67,7 @@ def consolidate(
     branch: str | None = None,
     follow_links: bool = False,
     progress: Progress | None = None,
+    on_warning: OnWarning | None = None,
 ) -> ConsolidateResult:
     """Write a sharded checkpoint as a Hub model: safetensors, config, tokenizer.
 
@@ -95,6 +97,7 @@ def consolidate(
         manifest_file: write the same there, once the output is complete; for `verify(..., manifest=...)`.
         sha256: take the sha256 of every file too, for the manifest.
         overwrite: replace an existing Hub model, whole and in one step.
+        strict: refuse a run directory in which a newer checkpoint had to be passed over.
         dry_run: decide and check everything, and write nothing.
         resume: go on with an interrupted run of the same plan, where its process is known to be dead.
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), of another host's run, say.
@@ -107,6 +110,7 @@ def consolidate(
         follow_links: links that lead out of a checkpoint's directory are read and copied as the files that they lead
             to. Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move.
+        on_warning: told each warning before anything is written; the result has them all.
 
     Raises:
         UsageError: options that cannot be carried out, or an existing destination.
@@ -145,7 +149,8 @@ def consolidate(
     output = None if output is None else os.fspath(output)
     base = None if base is None else os.fspath(base)
     with remembered():  # resolving opens it too
-        resolved = resolve_checkpoint(given)
+        resolved = resolve_checkpoint(given, strict=strict)
+        warn_all(on_warning, resolved.warnings)
         path = check_destination(
             output or default_output(resolved.path), resolved.path, overwrite=overwrite, why_not=is_hub_model
         )
@@ -157,6 +162,7 @@ def consolidate(
         opened = open_checkpoint(resolved.path)
     found = open_base(base, revision=base_revision) if base is not None else find_base(opened)
     job = build_job(opened, found, options)
+    warn_all(on_warning, job.warnings)
     if check:
         job = _checked(job)
     result = _describe(
@@ -315,8 +321,8 @@ def _describe(
         resumed_files=0,
         pushed_to=None,
         elapsed_s=0.0,
-        notes=(*_passed_over(resolved), *job.notes),
-        warnings=job.warnings,
+        notes=(*resolved.notes, *job.notes),
+        warnings=(*resolved.warnings, *job.warnings),
     )
 
 
@@ -324,7 +330,3 @@ def _model_class(job: ConsolidateJob) -> str | None:
     named = job.base.config.get("architectures") if job.base and job.base.config else None
     name = named[0] if isinstance(named, list) and named else None
     return name if isinstance(name, str) and name.isidentifier() else None
-
-
-def _passed_over(resolved: ResolvedCheckpoint) -> list[str]:
-    return [f"passed over {escape(path)}: {reason}" for path, reason in resolved.skipped]

@@ -62,6 +62,7 @@ def diff(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     all_tensors: bool = False,
+    strict: bool = False,
     sort: Literal["name", "difference"] = "name",
     max_memory: str | int = 256 * MIB,
     follow_links: bool = False,
@@ -82,6 +83,7 @@ def diff(
         include: globs; only these tensors.
         exclude: globs; not these tensors.
         all_tensors: the optimizer's and all others too, under their stored names.
+        strict: refuse a run directory in which a newer checkpoint had to be passed over.
         sort: "name", or "difference": what differs most first, for which figures are taken.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
@@ -96,7 +98,9 @@ def diff(
     """
     begun, progress = time.monotonic(), progress or NoProgress()
     options = _options(rtol, atol, stats or sort == "difference", sort, max_memory)
-    one, two, notes = open_sides(a, b, all_tensors=all_tensors, include=include, exclude=exclude)
+    one, two, notes = open_sides(
+        a, b, all_tensors=all_tensors, include=include, exclude=exclude, strict=strict
+    )
     found, rounded_side, read_bytes = _compare_all(one, two, options, progress)
     if sort == "difference":
         found.sort(key=lambda tensor: tensor.magnitude, reverse=True)
@@ -115,6 +119,7 @@ def diff(
         read_bytes=read_bytes,
         elapsed_s=round(time.monotonic() - begun, 3),
         notes=tuple(notes),
+        warnings=(*one.resolved.warnings, *two.resolved.warnings),
     )
 
 

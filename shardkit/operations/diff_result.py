@@ -153,6 +153,8 @@ class DiffResult:
     """Of both sides."""
     elapsed_s: float
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    """What was passed over in a run directory though it is newer, or may be."""
 
     def count(self, *statuses: Status) -> int:
         """Return how many tensors have one of these statuses."""
@@ -184,5 +186,6 @@ class DiffResult:
             "num_tensors": len(self.tensors),
             **counts,
             "notes": list(self.notes),
+            "warnings": list(self.warnings),
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
-from shardkit.core.text import count, escape
+from shardkit.core.text import count
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats.dcp import remembered
 from shardkit.formats.inside import link_notes
@@ -58,6 +58,7 @@ def open_sides(
     all_tensors: bool,
     include: Sequence[str],
     exclude: Sequence[str],
+    strict: bool,
 ) -> tuple[Side, Side, list[str]]:
     """Open both checkpoints, and only the tensors of them that are compared.
 
@@ -67,6 +68,7 @@ def open_sides(
         all_tensors: everything under its stored name, not the model's weights under theirs.
         include: globs over names in the model or stored names; only these.
         exclude: globs; not these.
+        strict: of a run directory, nothing newer may have been passed over.
 
     Returns:
         Both sides, and what a person should know.
@@ -76,9 +78,9 @@ def open_sides(
         SourceError, ResourceError: one of them cannot be opened.
     """
     with remembered():
-        resolved = (resolve_checkpoint(a), resolve_checkpoint(b))
+        resolved = (resolve_checkpoint(a, strict=strict), resolve_checkpoint(b, strict=strict))
         opened = (open_checkpoint(resolved[0].path), open_checkpoint(resolved[1].path))
-    notes = [f"passed over {escape(path)}: {reason}" for taken in resolved for path, reason in taken.skipped]
+    notes = [line for taken in resolved for line in taken.notes]
     for each in opened:
         paths = {os.path.relpath(file.path, each.catalog.directory): file.path for file in each.catalog.files}
         notes += (

@@ -18,7 +18,7 @@ from shardkit.operations.reshard_describe import ReshardDescriptions
 from shardkit.operations.reshard_job import ReshardJob, build_job
 from shardkit.operations.reshard_parts import take_apart
 from shardkit.operations.resolve import resolve_checkpoint
-from shardkit.operations.run import check_resume_from, execute_options, run_job
+from shardkit.operations.run import OnWarning, check_resume_from, execute_options, run_job, warn_all
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
 
@@ -80,6 +80,7 @@ def reshard(
     dtype: str = "keep",
     optimizer_dtype: str = "keep",
     overwrite: bool = False,
+    strict: bool = False,
     dry_run: bool = False,
     resume: bool = True,
     resume_from: str | os.PathLike[str] | None = None,
@@ -89,6 +90,7 @@ def reshard(
     max_memory: str | int = 256 * MIB,
     follow_links: bool = False,
     progress: Progress | None = None,
+    on_warning: OnWarning | None = None,
 ) -> ReshardResult:
     """Write a sharded checkpoint anew, for another mesh: model, optimizer and everything else.
 
@@ -100,6 +102,7 @@ def reshard(
         dtype: "keep", "bf16", "fp16" or "fp32" for floating tensors outside the optimizer; scalars stay.
         optimizer_dtype: the same for the optimizer's state.
         overwrite: replace an existing checkpoint, whole and in one step.
+        strict: refuse a run directory in which a newer checkpoint had to be passed over.
         dry_run: decide and check everything, and write nothing.
         resume: go on with an interrupted run of the same plan, where its process is known to be dead.
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), of another host's run, say.
@@ -110,6 +113,7 @@ def reshard(
         follow_links: links that lead out of a checkpoint's directory are read and copied as the files that they lead
             to. Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move.
+        on_warning: told each warning before anything is written; the result has them all.
 
     Raises:
         UsageError: options that cannot be carried out, or an existing destination.
@@ -121,11 +125,13 @@ def reshard(
     parsed = parse_mesh(mesh, world_size)
     options = execute_options(jobs, max_memory, digests=digest != "none")
     with remembered():
-        resolved = resolve_checkpoint(source)
+        resolved = resolve_checkpoint(source, strict=strict)
+        warn_all(on_warning, resolved.warnings)
         path = check_destination(
             os.fspath(output), resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint
         )
         parts = take_apart(resolved.path)
+    warn_all(on_warning, parts.warnings)
     job = build_job(parts, parsed, dtype=dtype, optimizer_dtype=optimizer_dtype, digest=digest)
     taken = (
         [f"{escape(resolved.path)}: {resolved.reason}"]
@@ -133,7 +139,11 @@ def reshard(
         else []
     )
     result = _describe(job, source, resolved.path, path, parsed, options, dry_run=dry_run)
-    result = replace(result, notes=(*taken, *result.notes))
+    result = replace(
+        result,
+        notes=(*taken, *resolved.notes, *result.notes),
+        warnings=(*resolved.warnings, *result.warnings),
+    )
     chunks = sum(len(part.output.catalog.chunks) for part in job.folders.values())
     copied = sum(file.stamp.size for file in parts.files)
     if resume_from is not None:

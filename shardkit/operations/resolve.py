@@ -2,7 +2,7 @@
 
 A directory is looked at newest first: what a tracker file names, what Lightning saved on a failure or as the
 last one, the highest step, the highest epoch. The first that opens is taken; everything that was passed over
-on the way is named, with the reason.
+on the way is named, with the reason, and with `strict` is refused.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ class ResolvedCheckpoint:
     reason: str
     """Why it was taken, for people."""
     skipped: tuple[tuple[str, str], ...] = ()
-    """(path, reason) of what is newer, but incomplete or damaged."""
+    """(path, reason) of what comes before it in that order, or may do so, but is incomplete or damaged."""
+    warnings: tuple[str, ...] = ()
+    """A line for each of these that is newer, or may be."""
+    notes: tuple[str, ...] = ()
+    """A line for each whose step is lower."""
 
     def __fspath__(self) -> str:
         return self.path
@@ -72,18 +76,21 @@ class ResolvedCheckpoint:
         return asdict(self)
 
 
-def resolve_checkpoint(path: str | os.PathLike[str]) -> ResolvedCheckpoint:
+def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) -> ResolvedCheckpoint:
     """Return the newest complete checkpoint at or below a path.
 
     A path that is a checkpoint is taken as it is. Otherwise three levels of directories are searched, and
     links that lead out of the path are not followed. A training script that wants to go on from where it
-    stopped, and `shardkit consolidate`, take the same one.
+    stopped, and `shardkit consolidate`, take the same one. Where a newer one was passed over, the result's
+    `warnings` name it and say why.
 
     Args:
         path: a checkpoint, a file of one (`.metadata`, `meta.pt`), a run's directory, or a directory of runs.
+        strict: refuse to take one where a newer one was passed over.
 
     Raises:
-        SourceError: no complete checkpoint; lists what was passed over and why.
+        SourceError: no complete checkpoint, or with `strict` none that nothing newer stands beside; lists what was
+            passed over and why.
         ResourceError: something may not be read.
     """
     given = os.fspath(path)
@@ -100,6 +107,18 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> ResolvedCheckpoint:
         open_checkpoint(given)  # says why it is none
     found = found or search.below(given, _MAX_DEPTH)
     if found is not None:
+        said = list(_passed_over(found, given))
+        found = replace(
+            found,
+            warnings=tuple(line for line, is_older in said if not is_older),
+            notes=tuple(line for line, is_older in said if is_older),
+        )
+        if strict and found.warnings:
+            raise SourceError(
+                f"{escape(given)}: the newest checkpoint in it cannot be taken",
+                problems=found.warnings,
+                hint=f"repair or remove it, or name the one to take: {escape(found.path)}",
+            )
         return found
     if not search.skipped and layout_of(given) is None:
         open_checkpoint(given)  # says what the directory looks like: a save that did not finish, ...
@@ -108,6 +127,27 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> ResolvedCheckpoint:
         problems=[f"{escape(name)}: {reason}" for name, reason in search.skipped] or search.looked_for(),
         hint="give the directory that the trainer's save made, or its parent",
     )
+
+
+def _passed_over(found: ResolvedCheckpoint, home: str) -> Iterator[tuple[str, bool]]:
+    """Yield (a line, is it older) for each that was skipped."""
+    taken = os.path.relpath(found.path, home)
+    for path, reason in found.skipped:
+        parent, name = os.path.split(path)
+        beside = taken if not parent else taken.removeprefix(parent + os.sep)
+        is_beside = not parent or beside != taken
+        is_older = is_beside and _is_older(name, beside.split(os.sep)[0])
+        is_newer = is_beside and _is_older(beside.split(os.sep)[0], name)
+        age = "may be newer"
+        if is_older or is_newer:
+            age = f"is {'older' if is_older else 'newer'} than {escape(taken)}"
+        yield f"passed over {escape(path)}, which {age}: {reason}", is_older
+
+
+def _is_older(name: str, other: str) -> bool:
+    """True where both names tell a step, and the first one's is lower."""
+    step, limit = step_of(name), step_of(other)
+    return step is not None and limit is not None and step < limit
 
 
 class _Search:
@@ -138,6 +178,8 @@ class _Search:
             if reason is not None:
                 self._skip(os.path.join(self.home, tracked[1]), reason)
                 return None
+            order = ordered(self._children(self.home), tracked[1])
+            self._mention(self.home, [name for place, name in order if place.rule == BEYOND], tracked[0])
             return self._take(
                 self.home, layout, step_of(tracked[1]), f"{tracked[0]} names {escape(tracked[1])}"
             )
@@ -222,13 +264,22 @@ class _Search:
     ) -> ResolvedCheckpoint:
         """Put the choice that was made in one directory before those that were made below it."""
         name = os.path.relpath(found.path, directory).split(os.sep)[0]
+        is_best_of_rest = self._has_skipped_beside(directory, name)
         why = RULES[rule].format(tracker=tracked[0] if tracked else "")
         if num_found > 1:
             why = "it has the highest step of runs that are not numbered alike"
         elif num_names == 1 and rule in (STEP, EPOCH, OTHER):
-            why = "it is the only one"
+            why = "it is the only complete one" if is_best_of_rest else "it is the only one"
+        if is_best_of_rest and (num_names > 1 or num_found > 1) and rule in (STEP, EPOCH, OTHER):
+            why += ", of those that are complete"
         reason = "; ".join(part for part in (f"{escape(name)}: {why}", found.reason) if part)
         return replace(found, reason=reason, skipped=tuple(self.skipped))
+
+    def _has_skipped_beside(self, directory: str, name: str) -> bool:
+        """True where something else than `name` was passed over in a directory, unless its step is lower."""
+        inside = [os.path.relpath(os.path.join(self.home, path), directory) for path, _ in self.skipped]
+        others = {path.split(os.sep)[0] for path in inside} - {name, os.pardir}
+        return not all(_is_older(other, name) for other in others)
 
     def _damage(self, path: str) -> str | None:
         """Return why a checkpoint cannot be taken, None where it opens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -22,6 +22,17 @@ from shardkit.transfer.progress import Progress
 from shardkit.transfer.staging import Staging, abandoned, journal_of, named, remove_abandoned
 
 _MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB
+
+
+OnWarning = Callable[[str], object]
+"""Is told a warning."""
+
+
+def warn_all(on_warning: OnWarning | None, warnings: Iterable[str]) -> None:
+    """Tell warnings as soon as they are known: a person may want to stop before anything is written."""
+    if on_warning is not None:
+        for warning in warnings:
+            on_warning(warning)
 
 
 class Describer(Protocol):

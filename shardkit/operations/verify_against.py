@@ -35,6 +35,7 @@ def compare(path: str, other: str, report: Report, *, rounded: bool) -> None:
         return
     labels = {"A: ": f"{escape(path)}: ", "B: ": f"{escape(other)}: "}
     report.add_notes(labels.get(note[:3], note[:3]) + note[3:] for note in result.notes)
+    report.warnings += result.warnings
     if result.resolved_b.rstrip("/") != other.rstrip("/"):
         report.add_notes([f"{escape(other)}: took {escape(result.resolved_b)}"])
     report.num_compared_tensors += result.count("equal", "close", "rounded", "dtype", "values")

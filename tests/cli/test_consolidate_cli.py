@@ -160,10 +160,11 @@ def test_options_reach_the_library(run, monkeypatch):
         "--base org/m --base-revision r --dtype base --max-shard-size 1GB --single-file --weights ema --root a.b "
         "--strip-prefix p --strip-prefix q --add-prefix z --rename a=b --rename c=d --include i* --exclude e* "
         "--allow-missing --allow-unexpected --merge-lora --adapter-config f --check --manifest --push-to-hub me/m "
-        "--private --branch dev --overwrite -n --no-resume --digest none --jobs 3 --max-memory 1GB --json"
+        "--private --branch dev --overwrite --strict --follow-links -n --no-resume --digest none --jobs 3 --max-memory 1GB --json"
     )
     assert run("consolidate", "last.ckpt", "out", *flags.split()).exit_code == 0
     assert type(seen.pop("progress")).__name__ == "NoProgress"
+    assert callable(seen.pop("on_warning"))
     assert seen == {
         "args": ("last.ckpt", "out"),
         "base": "org/m",
@@ -191,6 +192,8 @@ def test_options_reach_the_library(run, monkeypatch):
         "branch": "dev",
         "overwrite": True,
         "dry_run": True,
+        "strict": True,
+        "follow_links": True,
         "resume": False,
         "resume_from": None,
         "digest": "none",
@@ -232,3 +235,28 @@ def test_torch_is_imported_for_a_cast_alone(start, checkpoint):
     """numpy comes with the engine."""
     assert imported(start, "consolidate", "last.ckpt", "--json") <= {"numpy"}
     assert imported(start, "consolidate", "last.ckpt", "out", "--dtype", "fp16") >= {"torch"}
+
+
+def test_a_newer_checkpoint_that_was_passed_over(run, tiny):
+    """Said first and once; refused with --strict before anything is written."""
+    (tiny.parent / "run").mkdir()
+    for step in (1, 2):
+        assert (
+            run("preshard", "tiny", f"run/step-{step}", "--world-size", "2", "--wrap", "none").exit_code == 0
+        )
+    (tiny.parent / "run" / "step-2" / "__1_0.distcp").unlink()
+    result = run("consolidate", "run", "out")
+    assert result.exit_code == 0
+    first, *others = result.stderr.splitlines()
+    assert first.startswith("warning: passed over step-2, which is newer than step-1: ")
+    assert "__1_0.distcp" in first
+    assert not any("passed over" in line for line in others)
+    assert (
+        "  took     run/step-1: step-1: it has the highest step, of those that are complete\n"
+        in result.stdout
+    )
+    result = run("consolidate", "run", "strict", "--strict")
+    assert result.exit_code == 3
+    assert "step-2, which is newer" in result.stderr
+    assert "name the one to take: run/step-1" in result.stderr
+    assert not (tiny.parent / "strict").exists()

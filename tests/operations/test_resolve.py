@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,12 @@ from safetensors.torch import save_file
 
 from shardkit.errors import SourceError
 from shardkit.operations import resolve
+from shardkit.operations.consolidate import consolidate
+from shardkit.operations.diff import diff
+from shardkit.operations.reshard import reshard
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 from shardkit.operations.resolve_order import is_left_out, is_temporary, step_of
+from shardkit.operations.verify import verify
 
 
 @pytest.fixture
@@ -97,6 +102,7 @@ def test_the_newest_is_taken(tmp_path: Path, names: list[str], expected: str, st
 def test_a_checkpoint_is_taken_as_it_is(tmp_path: Path) -> None:
     make(tmp_path, "step_7!", "step_7/step_9")
     found = resolve_checkpoint(tmp_path / "step_7")
+    assert not found.warnings
     assert found == ResolvedCheckpoint(
         path=str(tmp_path / "step_7"), layout="stand-in", step=7, reason="it is a checkpoint itself"
     )
@@ -293,6 +299,56 @@ def test_real_checkpoints(tmp_path: Path) -> None:
     assert "__0_0.distcp" in found.skipped[1][1]
 
 
+def test_what_is_newer_is_a_warning_before_anything_is_written(tmp_path: Path) -> None:
+    """One rank file of the newest is missing: said at once, and refused on request, by all that take a run."""
+    run = tmp_path / "run"
+    for step in (5, 10, 20):
+        save(run / f"step-{step}", weight=step)
+    (run / "step-20/__0_0.distcp").unlink()
+    (run / "step-5.tmp").mkdir()
+    told: list[tuple[str, list[str]]] = []
+
+    def on_warning(text: str) -> None:
+        told.append((text, sorted(path.name for path in tmp_path.iterdir())))
+
+    found = resolve_checkpoint(run)
+    assert found.step == 10
+    assert found.reason == "step-10: it has the highest step, of those that are complete"
+    (warning,) = found.warnings
+    assert warning.startswith("passed over step-20, which is newer than step-10: ")
+    assert "__0_0.distcp" in warning
+    assert [note.partition(": ")[0] for note in found.notes] == [
+        "passed over step-5.tmp, which is older than step-10"
+    ]
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file({"weight": torch.zeros(4)}, base / "model.safetensors")
+    (base / "config.json").write_text("{}")
+    exported = consolidate(run, tmp_path / "out", base=base, on_warning=on_warning)
+    assert exported.warnings[0] == warning
+    assert exported.reason == found.reason
+    assert told[0] == (warning, ["base", "run"])
+    told.clear()
+    resharded = reshard(run, tmp_path / "anew", world_size=2, on_warning=on_warning)
+    assert resharded.warnings[0] == warning
+    assert told[0] == (warning, ["base", "out", "run"])
+    assert diff(run, tmp_path / "out").warnings == (warning,)
+    assert warning in verify(tmp_path / "out", against=run).warnings
+    for refused in (
+        lambda: resolve_checkpoint(run, strict=True),
+        lambda: consolidate(run, tmp_path / "strict", strict=True),
+        lambda: reshard(run, tmp_path / "strict", world_size=2, strict=True),
+        lambda: diff(run, tmp_path / "out", strict=True),
+    ):
+        with pytest.raises(SourceError, match="the newest checkpoint in it cannot be taken") as caught:
+            refused()
+        assert caught.value.problems == (warning,)
+        assert str(run / "step-10") in (caught.value.hint or "")
+    assert not (tmp_path / "strict").exists()
+    (run / "step-20").rename(tmp_path / "step-20")
+    assert resolve_checkpoint(run, strict=True).reason == "step-10: it has the highest step"
+
+
 def test_a_file_stands_for_its_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "step-9", weight=9)
     for name in (".metadata", "__0_0.distcp"):
@@ -364,6 +420,10 @@ def test_a_deepspeed_run(tmp_path: Path) -> None:
     found = resolve_checkpoint(tmp_path)
     assert (found.path, found.layout, found.step) == (str(tmp_path), "deepspeed", 10)
     assert found.reason == "latest names global_step10"
+    shutil.copytree(tmp_path / "global_step10", tmp_path / "global_step11")
+    (warning,) = resolve_checkpoint(tmp_path).warnings
+    assert warning.startswith("passed over global_step11, which may be newer: newer than what latest names")
+    shutil.rmtree(tmp_path / "global_step11")
     os.truncate(tmp_path / "global_step10/mp_rank_00_model_states.pt", 200)
     found = resolve_checkpoint(tmp_path)
     assert (os.path.basename(found), found.layout, found.step) == ("global_step9", "deepspeed", 9)
