@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from shardkit.training.context import ModelInitializationContext
     from shardkit.training.diagnose import Diagnosis, diagnose
     from shardkit.training.finalize import finalize, load_into
+    from shardkit.training.from_rank import from_rank
     from shardkit.training.gradients import clip_grad_norm_, grad_norm
     from shardkit.training.hf_environment import hf_ram_efficient_loading
     from shardkit.training.lightning import FSDPDiagnosticsCallback
@@ -89,6 +90,7 @@ _HOMES = {
             "clip_grad_norm_",
             "diagnose",
             "finalize",
+            "from_rank",
             "grad_norm",
             "hf_ram_efficient_loading",
             "layer_policy",
@@ -138,6 +140,7 @@ __all__ = [
     "diff",
     "environment",
     "finalize",
+    "from_rank",
     "grad_norm",
     "hf_ram_efficient_loading",
     "inspect",

@@ -8,6 +8,7 @@ Importing this package imports torch; `import shardkit` does not import this pac
 from shardkit.training.context import ModelInitializationContext
 from shardkit.training.diagnose import Diagnosis, diagnose
 from shardkit.training.finalize import finalize, load_into
+from shardkit.training.from_rank import from_rank
 from shardkit.training.gradients import clip_grad_norm_, grad_norm
 from shardkit.training.hf_environment import hf_ram_efficient_loading
 from shardkit.training.lightning import FSDPDiagnosticsCallback
@@ -30,6 +31,7 @@ __all__ = [
     "clip_grad_norm_",
     "diagnose",
     "finalize",
+    "from_rank",
     "grad_norm",
     "hf_ram_efficient_loading",
     "layer_policy",

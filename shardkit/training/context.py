@@ -86,8 +86,8 @@ class ModelInitializationContext:
 
     model: nn.Module
     """Parameters on meta, buffers real on the CPU."""
-    source: str | None
-    """As it was given; None initialises from scratch."""
+    source: object
+    """As it was given: a path, a repo id, or what `from_rank` returned; None initialises from scratch."""
     weights: Weights | None
     """None without a source, or where this rank cannot open it; `unavailable` says why."""
     unavailable: str | None = None

@@ -21,6 +21,7 @@ from shardkit.training.buffers import compute_buffers
 from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights
 from shardkit.training.direct import fill_direct
 from shardkit.training.fit import check_fit, check_ties
+from shardkit.training.from_rank import RankSource, check_sources
 from shardkit.training.hub_names import remember
 from shardkit.training.initialise import initialise, new_rows
 from shardkit.training.local import LocalShard, local_shards, materialise, refuse_fsdp1, reshard
@@ -93,7 +94,7 @@ def finalize(
 @may_follow_links
 def load_into(
     model: nn.Module,
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | RankSource,
     *,
     strategy: Strategy = "auto",
     source_rank: SourceRank = "global",
@@ -105,7 +106,7 @@ def load_into(
     Args:
         model: on meta, or with values, which are overwritten in place. Buffers that are in no checkpoint must have
             their values.
-        source: Hub directory or id, pre-sharded directory, or any sharded checkpoint.
+        source: Hub directory or id, pre-sharded directory, or any sharded checkpoint; or `from_rank(...)`.
         strategy: as for `finalize`.
         source_rank: as for `finalize`.
         device: for parameters that are on meta; None is the device type of the mesh.
@@ -134,7 +135,7 @@ def load_into(
 
 
 def _open(
-    model: nn.Module, shards: Sequence[LocalShard], source: str | os.PathLike[str]
+    model: nn.Module, shards: Sequence[LocalShard], source: str | os.PathLike[str] | RankSource
 ) -> tuple[Weights | None, str | None]:
     """Open a source for a live model and hold it against that; where only some ranks cannot, the reason is returned."""
     expected = {
@@ -146,11 +147,16 @@ def _open(
     ties = [shard.names for shard in shards if len(shard.names) > 1]
     weights: Weights | None = None
     error: BaseException | None = None
+    check_sources(source)
     try:
+        if isinstance(source, RankSource) and not source.is_here:
+            raise source.elsewhere()
         weights = open_weights(source, expected, ties, model=model)
     except BaseException as caught:  # the others must not wait
         error = caught
     is_absent = isinstance(error, (SourceError, ResourceError))
+    if isinstance(source, RankSource) and source.is_here:
+        is_absent = False
     agree(None if is_absent else error, phase="opening the source")
     able = gather_json(weights is not None, phase="opening the source")
     if not any(able):

@@ -25,6 +25,7 @@ from shardkit.training.buffers import InitBuffers
 from shardkit.training.build import BuildModel, build_model
 from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights, clean_name
 from shardkit.training.fit import Fit, Missing, check_fit, check_ties
+from shardkit.training.from_rank import RankSource, check_sources
 from shardkit.training.initialise import not_repeated
 from shardkit.training.vocabulary import MULTIPLE, align_vocab
 from shardkit.training.weights import open_weights
@@ -74,7 +75,7 @@ class _Source:
 @may_follow_links
 def prepare(
     build_model: BuildModel,
-    source: str | os.PathLike[str] | None,
+    source: str | os.PathLike[str] | RankSource | None,
     *,
     dtype: torch.dtype | str | None = None,
     tokenizer: Sized | int | None = None,
@@ -91,8 +92,8 @@ def prepare(
 
     Args:
         build_model: a function that returns the model, a directory with config.json or a repo id, or a model on meta.
-        source: a Hub directory or repo id, a pre-sharded directory, or any sharded checkpoint; None initialises
-            every tensor, whole, the same in any world.
+        source: a Hub directory or repo id, a pre-sharded directory, or any sharded checkpoint; `from_rank(...)` for
+            a state dict in the memory of one rank; None initialises every tensor, whole, the same in any world.
         dtype: of floating parameters; None keeps the model's own. Values are converted as they are read.
         tokenizer: embeddings become as long as it needs; or the number of its tokens.
         align_vocab: False leaves embeddings alone; a number rounds their rows up to a multiple of it, True and None
@@ -130,7 +131,8 @@ def prepare(
         ),
         "building the model",
     )
-    source = _together(lambda: None if source is None else os.fspath(source), "opening the source")
+    source = _together(lambda: _given(source, revision, variant), "opening the source")
+    check_sources(source)
     found = _open_together(plain, source, missing, seed, revision, variant)
     fit = found.fit
     assert fit is not None
@@ -157,6 +159,16 @@ def prepare(
         buffers=buffers,
         notes=notes,
     )
+
+
+def _given(
+    source: str | os.PathLike[str] | RankSource | None, revision: str | None, variant: str | None
+) -> str | RankSource | None:
+    if isinstance(source, RankSource):
+        if revision is not None or variant is not None:
+            raise UsageError("revision and variant are of files: a state dict has none")
+        return source
+    return None if source is None else os.fspath(source)
 
 
 def _together(work: Callable[[], _T], phase: str) -> _T:
@@ -227,7 +239,7 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _open_together(
     plain: _Plain,
-    source: str | None,
+    source: str | RankSource | None,
     missing: Missing,
     seed: int,
     revision: str | None,
@@ -276,17 +288,23 @@ def _caught(work: Callable[[], object]) -> BaseException | None:
 
 
 def _open(
-    plain: _Plain, source: str | None, missing: Missing, revision: str | None, variant: str | None
+    plain: _Plain,
+    source: str | RankSource | None,
+    missing: Missing,
+    revision: str | None,
+    variant: str | None,
 ) -> _Source:
     if source is None:
         every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
         return _Source(fit=Fit(initialised=every, notes=("no source: every tensor is initialised",)))
+    if isinstance(source, RankSource) and not source.is_here:
+        return _Source(absent=source.elsewhere())
     try:
         weights = open_weights(
             source, plain.expected, plain.ties, model=plain.model, revision=revision, variant=variant
         )
     except ShardkitError as error:
-        if isinstance(error, ResourceError) or _is_absent(source):
+        if not isinstance(source, RankSource) and (isinstance(error, ResourceError) or _is_absent(source)):
             return _Source(absent=error)
         raise
     fit = check_fit(plain.expected, plain.ties, weights, missing=missing, grown=plain.grown)

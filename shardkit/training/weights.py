@@ -25,6 +25,7 @@ from shardkit.keys.renaming import KeyRule, apply_key_rules
 from shardkit.keys.select import select_model
 from shardkit.operations.consolidate_base import saved_key_rules
 from shardkit.training.context import ExpectedTensor, KeyRules, Weights
+from shardkit.training.from_rank import RankSource
 from shardkit.training.hub_names import key_rules
 from shardkit.training.naming import match_names
 from shardkit.training.presharded import METADATA, open_presharded
@@ -52,6 +53,8 @@ class _Opened:
     """Plain data that tells these weights from others, given the catalog of those that are wanted."""
     hub_names: Mapping[str, str] | None = None
     """Stored name -> the Hub's; None where that is not known."""
+    may_have_own_names: bool = False
+    """Names may also be the model's own: those that differ from these are the Hub's."""
     quantised: str | None = None
     presharded: str | None = None
     notes: tuple[str, ...] = ()
@@ -59,7 +62,7 @@ class _Opened:
 
 
 def open_weights(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | RankSource,
     names: Mapping[str, ExpectedTensor],
     ties: Iterable[Collection[str]] = (),
     *,
@@ -72,7 +75,8 @@ def open_weights(
     Whether they fit is for `check_fit` to say.
 
     Args:
-        source: a Hub directory, file or repo id, a pre-sharded directory, or a checkpoint of any trainer.
+        source: a Hub directory, file or repo id, a pre-sharded directory, a checkpoint of any trainer, or what
+            `from_rank` returned on the rank that holds the state dict.
         names: the model's parameters and buffers; those in no state dict are not looked for.
         ties: groups of names that are one parameter; the source may have any of them.
         model: where it is transformers', wrapped or not, its own renamings are known.
@@ -87,7 +91,10 @@ def open_weights(
     wanted = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
     for group in ties:
         wanted.update(dict.fromkeys(group if any(name in wanted for name in group) else ()))
-    opened = _open(os.fspath(source), list(wanted), revision, variant)
+    if isinstance(source, RankSource):
+        opened = _open_rank(source, list(wanted))
+    else:
+        opened = _open(os.fspath(source), list(wanted), revision, variant)
     found = match_names(
         opened.names,
         wanted,
@@ -123,8 +130,7 @@ def _key_rules(opened: _Opened, names: Mapping[str, str]) -> KeyRules | None:
     if hub is None:
         return None
     rules = key_rules({fqn: hub[stored] for fqn, stored in names.items()})
-    # `reshard` writes what preshard does, under a model's names: names that differ from those are the Hub's.
-    return rules if rules or opened.presharded is None else None
+    return rules if rules or not opened.may_have_own_names else None
 
 
 def _open(source: str, wanted: list[str], revision: str | None, variant: str | None) -> _Opened:
@@ -140,6 +146,7 @@ def _open(source: str, wanted: list[str], revision: str | None, variant: str | N
                 catalog=catalog,
                 names=names,
                 hub_names=_renamed(names, presharded.key_rules or ()),
+                may_have_own_names=True,  # `reshard` writes what preshard does, under a model's names
                 select=lambda names: subset(catalog, names),
                 identity=lambda _: {"manifest": digest},
                 presharded=source,
@@ -148,6 +155,21 @@ def _open(source: str, wanted: list[str], revision: str | None, variant: str | N
     if layout_of(source) == "hub":
         return _open_hub(source, None, None)
     return _open_checkpoint(open_checkpoint(source), wanted)
+
+
+def _open_rank(source: RankSource, wanted: list[str]) -> _Opened:
+    catalog = source.open()
+    names, notes = _select(catalog, wanted, None)
+    return _Opened(
+        path=source.label,
+        catalog=catalog,
+        names=names,
+        hub_names=names,
+        may_have_own_names=True,
+        select=lambda names: subset(catalog, names),
+        identity=lambda _: [source.label],
+        notes=(*catalog.notes, *notes),
+    )
 
 
 def _open_hub(source: str, revision: str | None, variant: str | None) -> _Opened:

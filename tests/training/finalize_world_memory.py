@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -137,8 +137,16 @@ def measure(
     with torch.device("meta"):
         model = Model(dtype)
     wrap(model)
+    given: Any = out / source
+    if source == "memory":  # of the last rank; the others may not even have touched as much before
+        last, state = dist.get_world_size() - 1, None
+        if dist.get_rank() == last:
+            state = {
+                name: value.clone() for name, value in load_file(out / "model/model.safetensors").items()
+            }
+        given = shardkit.from_rank(state, rank=last)
     with Watch() as watch:
-        load_into(model, out / source, strategy=strategy, source_rank=source_rank)
+        load_into(model, given, strategy=strategy, source_rank=source_rank)
     shards = local_shards(model)
     with safe_open(out / "model/model.safetensors", "pt") as file:
         for each in shards:
@@ -159,6 +167,8 @@ MEASURES: dict[int, dict[str, tuple[Any, ...]]] = {
         "direct-cast": ("model", one_axis, "direct", torch.float32),
         "broadcast": ("model", one_axis, "broadcast"),
         "broadcast-cast": ("model", one_axis, "broadcast", torch.float32),
+        "from-rank": ("memory", one_axis, "auto"),
+        "from-rank-cast": ("memory", one_axis, "auto", torch.float32),
     },
     4: {
         "direct-replicas": ("model", hybrid, "direct"),
