@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -26,6 +26,7 @@ from shardkit.training.hub_names import remember
 from shardkit.training.initialise import initialise, new_rows
 from shardkit.training.local import LocalShard, local_shards, materialise, refuse_fsdp1, reshard
 from shardkit.training.match import match
+from shardkit.training.optimizer import rebind_optimizer
 from shardkit.training.proof import prove_filled, prove_model
 from shardkit.training.reading import Filled, window
 from shardkit.training.restore import equalise_buffers, named_buffers, restore_buffers, retie
@@ -44,6 +45,7 @@ def finalize(
     strategy: Strategy = "auto",
     source_rank: SourceRank = "global",
     device: torch.device | str | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
 ) -> nn.Module:
     """Give a prepared and wrapped model its weights; every rank calls it.
 
@@ -55,12 +57,15 @@ def finalize(
         source_rank: who reads for whom with broadcast: "global", one for all; "node", one for the ranks of its host;
             "replica", one for each replica of an HSDP mesh.
         device: for parameters and buffers; None is the device type of the mesh.
+        optimizer: one that was made before the model was wrapped, or several: pointed at the parameters that the model
+            has now, as by `rebind_optimizer`. It steps each of them once afterwards, or is refused.
 
     Returns:
         The model: every parameter filled once, nothing on meta, ties one object, buffers equal on all ranks.
 
     Raises:
-        UsageError: an unknown strategy, or a model that is wrapped by FSDP1.
+        UsageError: an unknown strategy, a model that is wrapped by FSDP1, or an optimizer that has one parameter several
+            times or another model's, and no names that would tell which ones are meant.
         LayoutError, IntegrityError: the wrapped model is not what was prepared, or the source does not fit it.
         SourceError, ResourceError: the source cannot be read. All on all ranks, and naming those where it happened.
     """
@@ -72,6 +77,8 @@ def finalize(
         restore_buffers(model, ctx.buffers, place)
         retie(model, ctx.ties)
         materialise(model, None if device is None else place)
+        for each in (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
+            rebind_optimizer(model, each)
         shards = local_shards(model)
     filled = Filled()
     if ctx.source is not None:

@@ -1,7 +1,8 @@
 """An optimizer that was made before the model was wrapped.
 
 `fully_shard` puts new parameters in the place of the old ones, and an optimizer keeps stepping the old ones: the loss
-stays where it is, and nothing says so.
+stays where it is, and nothing says so. accelerate finds the new ones by the address of the old ones' memory. That is
+0 for everything on meta, so its optimizer has one parameter in every place.
 
     names = parameter_names(model, optimizer)      # before
     wrap(model, mesh)
@@ -12,7 +13,8 @@ Names that torch recorded itself (`AdamW(model.named_parameters())`) need no fir
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -55,26 +57,28 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names
 def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: Names | None = None) -> None:
     """Point an optimizer that was made before wrapping at the parameters that the model has now.
 
-    Groups, their order and their options stay as they are; learning rate schedules go on working.
+    Groups, their order and their options stay as they are; learning rate schedules go on working. One that steps the
+    model's parameters, each once, is left alone.
 
     Args:
-        model: wrapped.
-        optimizer: has not stepped yet.
+        model: wrapped, by `wrap`, `fully_shard` or `accelerator.prepare`.
+        optimizer: has not stepped yet; accelerate's too.
         names: what `parameter_names` returned before wrapping; None takes the names that torch recorded, where the
-            optimizer was made from `model.named_parameters()` (torch 2.6).
+            optimizer was made from `model.named_parameters()` (torch 2.6). Neither is needed for one group of all
+            parameters: they are put in the model's order.
 
     Raises:
         UsageError: the optimizer has state or keeps parameters elsewhere; names are not known, not in the model,
             not of the same shape, or stand for one parameter twice.
     """
     reshard(model)  # gathered copies are stepped by nobody
+    optimizer = _inner(optimizer)
     current = dict(model.named_parameters(remove_duplicate=False))
-    present = {id(parameter) for parameter in current.values()}
-    if all(id(parameter) in present for group in optimizer.param_groups for parameter in group["params"]):
-        return  # nothing was replaced
-    _check_unused(optimizer)
     by_name = {clean_name(name): parameter for name, parameter in current.items()}
-    known = _recorded(optimizer) if names is None else names
+    if _is_bound(optimizer, names, by_name):
+        return
+    _check_unused(optimizer)
+    known = names if names is not None else _recorded(optimizer, model)
     shape = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group) for group in known] != shape:
         raise UsageError(
@@ -90,6 +94,30 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
         )
     for group, group_names in zip(optimizer.param_groups, known, strict=True):
         group["params"] = [by_name[clean_name(name)] for name in group_names]
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that does the work: accelerate's holds it as `optimizer`."""
+    held = getattr(optimizer, "optimizer", None)
+    return _inner(held) if isinstance(held, torch.optim.Optimizer) else optimizer
+
+
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return an optimizer's parameters, group after group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_bound(
+    optimizer: torch.optim.Optimizer, names: Names | None, by_name: Mapping[str, nn.Parameter]
+) -> bool:
+    """True where every parameter is the model's, stands there once, and is the one that `names` say."""
+    stepped = [id(parameter) for parameter in stepped_by(optimizer)]
+    if len(set(stepped)) < len(stepped) or not {id(p) for p in by_name.values()}.issuperset(stepped):
+        return False
+    if names is None:
+        return True
+    wanted = [[id(by_name.get(clean_name(name))) for name in group] for group in names]
+    return wanted == [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _check_unused(optimizer: torch.optim.Optimizer) -> None:
@@ -110,26 +138,40 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _recorded(optimizer: torch.optim.Optimizer) -> Names:
-    if not all("param_names" in group for group in optimizer.param_groups):
-        raise UsageError(
-            "it is not known what the model calls the optimizer's parameters",
-            hint="names = parameter_names(model, optimizer) before wrapping, and give them to rebind_optimizer; "
-            "or make the optimizer from model.named_parameters()",
-        )
-    return [group["param_names"] for group in optimizer.param_groups]
+def _recorded(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
+    """Return the names that torch recorded, or those of all parameters where one group can have no others."""
+    if all("param_names" in group for group in optimizer.param_groups):
+        return [group["param_names"] for group in optimizer.param_groups]
+    stepped, own = stepped_by(optimizer), [clean_name(name) for name, _ in model.named_parameters()]
+    present = {id(parameter) for parameter in model.parameters()}
+    if (
+        len(optimizer.param_groups) == 1
+        and len(stepped) == len(own)
+        and present.issuperset(map(id, stepped))  # else they may be another model's
+    ):
+        return [own]
+    copies = len(stepped) - len(set(map(id, stepped)))
+    raise UsageError(
+        "it is not known what the model calls the optimizer's parameters"
+        + (f", and it has the same ones {copies} times more" if copies else ""),
+        hint="make the optimizer from model.named_parameters(), or names = parameter_names(model, optimizer) before "
+        "wrapping (and before accelerator.prepare), and rebind_optimizer(model, optimizer, names) after it",
+    )
 
 
 def _mismatches(
-    optimizer: torch.optim.Optimizer, names: Names, by_name: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer, names: Names, by_name: Mapping[str, nn.Parameter]
 ) -> Iterator[str]:
+    places = Counter(map(id, stepped_by(optimizer)))
     taken: dict[int, str] = {}
     for group, group_names in zip(optimizer.param_groups, names, strict=True):
         for name, old in zip(group_names, group["params"], strict=True):
             new = by_name.get(clean_name(name))
             if new is None:
                 yield f"{escape(name)}: the model has none of that name{suggestion(name, by_name)}"
-            elif new.shape != old.shape:
+            elif (
+                new.shape != old.shape and places[id(old)] == 1
+            ):  # what stands in several places says nothing
                 yield f"{escape(name)}: {tuple(old.shape)} in the optimizer, {tuple(new.shape)} in the model"
             elif id(new) in taken:
                 yield f"{escape(name)}: the same parameter as {escape(taken[id(new)])}"

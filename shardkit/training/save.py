@@ -36,6 +36,7 @@ from shardkit.training.agree import agree, gather_json, lost
 from shardkit.training.context import KeyRules, clean_name
 from shardkit.training.diagnose import diagnose
 from shardkit.training.hub_names import recall
+from shardkit.training.optimizer import stepped_by
 from shardkit.training.save_state import State, Writer, checkpoint_state, find_aliases
 from shardkit.transfer import storage
 from shardkit.transfer.staging import Staging, remove_abandoned
@@ -118,13 +119,19 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
             hint="finalize or load_into gives it weights",
         )
     own = {id(parameter) for parameter in model.parameters()}
-    stepped = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    stepped = [parameter for each in optimizers for parameter in stepped_by(each)]
     foreign = sum(id(parameter) not in own for parameter in stepped)
     if foreign:
         raise LayoutError(
             f"{foreign} of {count(len(stepped), 'parameter')} that the optimizer steps are not the model's:"
             " their state has no name",
             hint="make the optimizer after the model is wrapped, or give it the new parameters: rebind_optimizer",
+        )
+    copies = [len(ids) - len(set(ids)) for ids in ([id(p) for p in stepped_by(each)] for each in optimizers)]
+    if any(copies):
+        raise LayoutError(
+            f"the optimizer has the same parameters {sum(copies)} times more: it does not step all that it was made for",
+            hint="point it at all of them before the first step: rebind_optimizer, or finalize(..., optimizer=)",
         )
 
 

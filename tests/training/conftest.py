@@ -19,7 +19,8 @@ class World(NamedTuple):
     """A world's name -> what each rank that was not killed said, in order."""
 
 
-def _run(name: str, out: Path) -> World:
+def run_world(name: str, out: Path) -> World:
+    """Run a script of worlds, and return what they left in `out`."""
     run_script(str(ROOT / "tests/training" / name), str(out), timeout_s=300)
 
     def found(world: str) -> list[dict[str, Any]]:
@@ -30,14 +31,14 @@ def _run(name: str, out: Path) -> World:
 
 @pytest.fixture(scope="session")
 def wrap_world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return _run("wrap_world.py", tmp_path_factory.mktemp("wrap"))
+    return run_world("wrap_world.py", tmp_path_factory.mktemp("wrap"))
 
 
 @pytest.fixture(scope="session")
 def save_world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return _run("save_world.py", tmp_path_factory.mktemp("save"))
+    return run_world("save_world.py", tmp_path_factory.mktemp("save"))
 
 
 @pytest.fixture(scope="session")
 def precision_world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return _run("precision_world.py", tmp_path_factory.mktemp("precision"))
+    return run_world("precision_world.py", tmp_path_factory.mktemp("precision"))

@@ -1,12 +1,14 @@
 """Optimizers that were made before wrapping."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch import nn
 
 from shardkit.errors import UsageError
 from shardkit.training.optimizer import parameter_names, rebind_optimizer
-from tests.training.conftest import World
+from tests.training.conftest import World, run_world
 
 
 @pytest.mark.dist
@@ -55,3 +57,70 @@ def test_another_shape_is_refused() -> None:
         "bias: (2,) in the optimizer, (4,) in the model",
     )
     assert optimizer.param_groups[0]["params"][0] is model.weight
+
+
+def test_what_stands_in_several_places_is_repaired() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    (weight, bias), others = list(model[0].parameters()), list(model[1].parameters())
+    optimizer = torch.optim.SGD([{"params": [weight, bias], "lr": 0.2}, {"params": others}], lr=0.1)
+    names = parameter_names(model, optimizer)
+    for group in optimizer.param_groups:
+        group["params"] = [bias, bias]
+    with pytest.raises(UsageError, match="it has the same ones 3 times more"):
+        rebind_optimizer(model, optimizer)
+    rebind_optimizer(model, optimizer, names)
+    assert [list(map(id, group["params"])) for group in optimizer.param_groups] == [
+        [id(weight), id(bias)],
+        list(map(id, others)),
+    ]
+    rebind_optimizer(model, optimizer, [names[1], names[0]])  # names count, also where nothing stands twice
+    assert optimizer.param_groups[0]["params"][0] is others[0]
+    rebind_optimizer(model, optimizer)  # and without them such an optimizer is left as it is
+    assert optimizer.param_groups[0]["params"][0] is others[0]
+
+
+def test_one_group_of_all_parameters_needs_no_names() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["params"] = [model.bias, model.bias]
+    rebind_optimizer(model, optimizer)
+    assert list(map(id, optimizer.param_groups[0]["params"])) == [id(model.weight), id(model.bias)]
+    optimizer = torch.optim.SGD([model.bias], lr=0.1)
+    optimizer.param_groups[0]["params"] *= 3  # more than the model has
+    with pytest.raises(UsageError):
+        rebind_optimizer(model, optimizer)
+
+
+@pytest.fixture(scope="module")
+def accelerate_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    if find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    return run_world("accelerate_world.py", tmp_path_factory.mktemp("accelerate"))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("case", "num_parameters"), [("recorded", 30), ("given", 30), ("all", 30), ("tied", 29)]
+)
+def test_accelerate_trains_every_parameter(accelerate_world: World, case: str, num_parameters: int) -> None:
+    ranks = accelerate_world.found("accelerate")
+    assert len(ranks) == 2
+    for each in ranks:
+        found = each[case]
+        assert found["places"] == [
+            num_parameters,
+            1,
+        ]  # what accelerate makes of an optimizer of a model on meta
+        assert found["parameters"] == found["state"] == num_parameters
+        assert found["decay"] == ([0.01] if case == "all" else [0.1, 0.0])
+        assert found["moved"]
+        assert found["same"]  # as one process, bit for bit
+
+
+@pytest.mark.dist
+def test_finalize_refuses_an_optimizer_that_cannot_be_repaired(accelerate_world: World) -> None:
+    for each in accelerate_world.found("accelerate"):
+        error = each["unknown"]
+        assert error["error"] == "UsageError"
+        assert "it has the same ones 29 times more" in error["message"]
+        assert "model.named_parameters()" in error["hint"]

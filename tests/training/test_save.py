@@ -182,6 +182,16 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_an_optimizer_that_has_one_parameter_several_times_is_refused(tmp_path: Any) -> None:
+    """As accelerate leaves it for a model on meta."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0]["params"] = [model.bias, model.bias]
+    with pytest.raises(shardkit.LayoutError, match="the same parameters 1 times more"):
+        shardkit.save(model, tmp_path / "last", optimizer=optimizer)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_somebody_puts_there_meanwhile_is_not_replaced(tmp_path: Any) -> None:
     place = tmp_path / "last"
