@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardkit.cli.output import Output, count, facts, json_option, limited, links_option, size_runs
+from shardkit.cli.output import (
+    Output,
+    check_facts,
+    check_source_option,
+    count,
+    facts,
+    json_option,
+    limited,
+    links_option,
+    size_runs,
+)
 from shardkit.cli.progress import make_progress
 from shardkit.core.text import escape
 from shardkit.core.units import format_size
@@ -65,6 +75,7 @@ Examples:
     "--adapter-config", metavar="FILE", help="An adapter's settings, where base and checkpoint have none."
 )
 @click.option("--check", is_flag=True, help="First compare the checkpoint with the checksums in it.")
+@check_source_option
 @click.option("--manifest", is_flag=True, help="Put shardkit.json, with sizes and digests, into the output.")
 @click.option("--manifest-file", metavar="FILE", help="Write the same there, outside the output.")
 @click.option("--push-to-hub", metavar="REPO", help="Upload the finished directory to this repo.")
@@ -151,7 +162,7 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     yield from limited("untied", [f"{escape(a)} and {escape(b)} differ: both kept" for a, b in result.untied])
     yield from limited("skipped", [_skipped(part) for part in result.skipped])
     if result.checked:
-        yield "checked", "all that was read is what the checksums beside it say"
+        yield "checked", "before a byte moved: all that is read is what the checksums beside it say"
     yield f"{would}read", f"{count(result.num_tensors, 'tensor')}, {format_size(result.read_bytes)}"
     yield f"{would}write", _written(result)
     for dtype in result.dtypes:
@@ -163,6 +174,7 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
         return
     if result.resumed_files:
         yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
+    yield from check_facts(result)
     if result.pushed_to is not None:
         yield "pushed", escape(result.pushed_to)
     yield "time", _time(result)

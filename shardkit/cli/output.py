@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TextIO, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import click
 
 from shardkit.core.text import count as count
 from shardkit.core.units import format_size
+
+if TYPE_CHECKING:
+    from shardkit.transfer.source_check import Unchecked
 
 MAX_LINES = 20
 """Most lines of one list for people; --json has all."""
@@ -33,6 +36,49 @@ def links_option(command: Callable[..., Any]) -> Callable[..., Any]:
         is_flag=True,
         help="Read links that lead out of the checkpoint's directory as the files that they lead to.",
     )(command)
+
+
+def check_source_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--check-source`, which whatever moves a source's bytes has."""
+    return click.option(
+        "--check-source",
+        type=click.Choice(["on", "off"]),
+        default="on",
+        show_default=True,
+        callback=lambda _context, _option, value: value == "on",
+        help="Compare what is read with the checksums in the source; off lets damage through.",
+    )(command)
+
+
+class Checked(Protocol):
+    """A result that says how much of its source was compared with the checksums in it."""
+
+    @property
+    def checked_bytes(self) -> int:
+        """Compared."""
+        ...
+
+    @property
+    def unchecked(self) -> Sequence[Unchecked]:
+        """What could not be."""
+        ...
+
+
+def check_facts(result: Checked) -> Iterator[tuple[str, str]]:
+    """Yield what was compared, and what could not be and why."""
+    if result.checked_bytes:
+        yield (
+            "checked",
+            f"{format_size(result.checked_bytes)} against the CRC-32s in the source, as they moved",
+        )
+    yield from limited(
+        "unchecked",
+        [
+            f"{count(part.num_entries, 'tensor or storage', 'tensors or storages')}, "
+            f"{format_size(part.entry_bytes)}: {part.reason}"
+            for part in result.unchecked
+        ],
+    )
 
 
 class Result(Protocol):

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardkit.cli.output import Output, count, facts, json_option, limited, links_option, size_runs
+from shardkit.cli.output import (
+    Output,
+    check_facts,
+    check_source_option,
+    count,
+    facts,
+    json_option,
+    limited,
+    links_option,
+    size_runs,
+)
 from shardkit.cli.progress import make_progress
 from shardkit.core.text import escape
 from shardkit.core.units import format_size
@@ -71,6 +81,7 @@ Examples:
     help="Checksum of every tensor and file.",
 )
 @click.option("--sha256", is_flag=True, help="Take the sha256 of every file too.")
+@check_source_option
 @click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
 @click.option(
     "--max-memory",
@@ -153,6 +164,7 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     else:
         if result.resumed_files:
             yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
+        yield from check_facts(result)
         yield "time", _time(result)
 
 

@@ -7,7 +7,7 @@ ranks has 600,000 of them.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -30,6 +30,52 @@ class FileStamp(NamedTuple):
     device: int
 
 
+class Checksums:
+    """Stretches of a file that something gives a CRC-32 for, as a zip's directory does: columns, by first byte.
+
+    They do not overlap. A CRC-32 of 0 means that none was recorded.
+    """
+
+    __slots__ = ("crcs", "starts", "stops")
+
+    def __init__(self, starts: array[int], stops: array[int], crcs: array[int]) -> None:
+        self.starts, self.stops, self.crcs = starts, stops, crcs
+
+    @classmethod
+    def of(cls, stretches: Iterable[tuple[int, int, int | None]]) -> Checksums:
+        """Return those of some stretches, in any order: (first byte, bytes, CRC-32 or None).
+
+        Equal ones are taken once; empty ones are left out.
+        """
+        rows = sorted({(start, nbytes, crc or 0) for start, nbytes, crc in stretches if nbytes})
+        return cls(
+            array("q", [start for start, _, _ in rows]),
+            array("q", [start + nbytes for start, nbytes, _ in rows]),
+            array("q", [crc for _, _, crc in rows]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __or__(self, other: Checksums) -> Checksums:
+        """Return those of both, which are about one file."""
+        if self is other:
+            return self
+        return Checksums.of((*self._rows(), *other._rows()))
+
+    def _rows(self) -> Iterator[tuple[int, int, int]]:
+        for start, stop, crc in zip(self.starts, self.stops, self.crcs, strict=True):
+            yield start, stop - start, crc
+
+
+OnRead = Callable[[str, int, memoryview], None]
+"""Told what was read for decoding: path of the file, first byte, the bytes as they lie there."""
+
+
+def ignore_read(path: str, start: int, data: memoryview) -> None:
+    """Take note of nothing; an `OnRead`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
     """A file that chunks point into."""
@@ -40,9 +86,13 @@ class SourceFile:
     """Where to open it; where `decode` is given, the file that the bytes are decoded from."""
     size: int
     """Bytes."""
-    decode: Callable[[], memoryview] | None = None
+    decode: Callable[[OnRead], memoryview] | None = None
     """For bytes that exist only after decoding (legacy `.bin`): gives them, row-major and contiguous.
     Such a file holds a single tensor."""
+    checksums: Checksums | None = None
+    """What the bytes of the file at `path` can be compared with; None where nothing is recorded."""
+    is_proved: bool = False
+    """Decoding compares a checksum, or the bytes come from what was compared when the file was opened."""
     stamp: FileStamp | None = None
     """Taken from the descriptor that the description was read from; None where nobody has looked."""
 

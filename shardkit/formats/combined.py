@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardkit.core.catalog import Catalog, SourceFile
 
@@ -39,4 +40,8 @@ def _number(whole: Catalog, known: dict[object, int], file: SourceFile) -> int:
     if key not in known:
         whole.files.append(file)
         known[key] = len(whole.files) - 1
+    elif file.checksums is not None:
+        held = whole.files[known[key]]
+        both = file.checksums if held.checksums is None else held.checksums | file.checksums
+        whole.files[known[key]] = replace(held, checksums=both)
     return known[key]

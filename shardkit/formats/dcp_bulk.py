@@ -43,7 +43,7 @@ class BulkPointer:
         self._spellings: list[Spelling | None] = [None] * len(self._kinds)
         self._unknown = {number: kind for kind, number in self._kinds.items()}
         self._is_known = np.zeros(len(self._kinds), dtype=bool)
-        self._shifts, self._sizes, self._data = np.zeros((3, len(self._kinds)), dtype=np.int64)
+        self._shifts, self._sizes, self._data_at, self._data = np.zeros((4, len(self._kinds)), dtype=np.int64)
 
     def _number_kinds(self, catalog: Catalog, dtype: DType, rows: range) -> None:
         """Give each chunk of a tensor the number of its dtype, sizes and length."""
@@ -64,8 +64,10 @@ class BulkPointer:
             kind = (dtype, tuple(sizes), length)
             self._kind_of[rows.start + first : rows.start + stop] = kinds.setdefault(kind, len(kinds))
 
-    def point(self, fd: int, rows: list[int]) -> tuple[list[int], int]:
-        """Point chunks of an open file at their bytes; return those left over, and how many have no CRC-32.
+    def point(self, fd: int, rows: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Point chunks of an open file at their bytes; return those left over, and where the data of the others lies.
+
+        That is (first byte, bytes, CRC-32) of each, 0 where none is recorded.
 
         Args:
             fd: the file.
@@ -77,9 +79,9 @@ class BulkPointer:
         every = np.array(rows, dtype=np.int64)
         is_left = ~self._is_known[self._kind_of[every]]
         chosen = np.flatnonzero(~is_left)
-        num_unrecorded = 0
+        stored = list[tuple[int, int, int]]()
         if len(chosen) < _MIN_ROWS:
-            return rows, 0
+            return rows, stored
         for first in range(0, len(chosen), _MOST_AT_ONCE):
             part = chosen[first : first + _MOST_AT_ONCE]
             these = every[part]
@@ -88,10 +90,11 @@ class BulkPointer:
             found = self._bulk.compare(fd, spellings, offsets, self._nbytes[these])
             is_left[part] = ~found.is_alike
             these, kinds, crcs = these[found.is_alike], kinds[found.is_alike], found.crcs[found.is_alike]
+            places = self._starts[these] + self._data_at[kinds]
+            stored += zip(places.tolist(), self._data[kinds].tolist(), crcs.tolist(), strict=True)
             self._starts[these] += self._shifts[kinds]
             self._nbytes[these] = self._sizes[kinds]
-            num_unrecorded += int(((crcs == 0) & (self._data[kinds] > 0)).sum())
-        return every[is_left].tolist(), num_unrecorded
+        return every[is_left].tolist(), stored
 
     def _look_up(self) -> None:
         """Take up the kinds that the scanner has read since, where they are what `.metadata` says."""
@@ -104,4 +107,4 @@ class BulkPointer:
             if record.dtype is dtype and record.shape == sizes and record.is_contiguous:
                 self._spellings[number], self._is_known[number] = spelling, True
                 self._shifts[number], self._sizes[number] = record.start, record.nbytes
-                self._data[number] = record.data_nbytes
+                self._data_at[number], self._data[number] = record.data_start, record.data_nbytes

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from shardkit.core.catalog import SourceFile, TensorEntry
+from shardkit.core.catalog import OnRead, SourceFile, TensorEntry
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
@@ -68,10 +69,11 @@ def check_transforms(chunks: Mapping[int, Packed]) -> None:
 def strided_file(source: SourceFile, entry: TensorEntry, record: TensorRecord) -> SourceFile:
     """Return a file that is one chunk, put in row-major order when it is decoded."""
 
-    def decode() -> memoryview:
+    def decode(on_read: OnRead) -> memoryview:
         with open_regular(source.path, source.name, follow=False) as (fd, _):
-            data = read_exactly(fd, record.data_start, record.data_nbytes, source.name)
-        return gather(memoryview(data), record)
+            data = memoryview(read_exactly(fd, record.data_start, record.data_nbytes, source.name))
+        on_read(source.path, record.data_start, data)
+        return gather(data, record)
 
     return _decoded_file(source, entry, record.nbytes, decode)
 
@@ -80,7 +82,7 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
     """Return a file that is one chunk, decompressed and checked (CRC-32 too) when it is decoded."""
     nbytes = chunk.region.num_elements * chunk.entry.dtype.itemsize
 
-    def decode() -> memoryview:
+    def decode(_: OnRead) -> memoryview:
         where = escape(source.name)
         try:
             data = _decompress(source, chunk.start, chunk.nbytes, nbytes + _MAX_OVERHEAD)
@@ -99,7 +101,7 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
             return data[record.start : record.start + record.nbytes]
         return gather(data[record.data_start : record.data_start + record.data_nbytes], record)
 
-    return _decoded_file(source, chunk.entry, nbytes, decode)
+    return replace(_decoded_file(source, chunk.entry, nbytes, decode), is_proved=True)
 
 
 def decode_object(source: SourceFile, fqn: str, place: Place, limit: int) -> memoryview:
@@ -150,7 +152,7 @@ def gather(storage: memoryview, record: TensorRecord) -> memoryview:
 
 
 def _decoded_file(
-    source: SourceFile, entry: TensorEntry, nbytes: int, decode: Callable[[], memoryview]
+    source: SourceFile, entry: TensorEntry, nbytes: int, decode: Callable[[OnRead], memoryview]
 ) -> SourceFile:
     name = f"{source.name}:{entry.fqn}"
     return SourceFile(name=name, path=source.path, size=nbytes, decode=decode, stamp=source.stamp)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from shardkit.core.catalog import Catalog, SourceFile, TensorEntry
+from shardkit.core.catalog import Catalog, Checksums, SourceFile, TensorEntry, ignore_read
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.formats.dcp_bulk import MIN_BULK, BulkPointer
@@ -52,15 +52,16 @@ def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str])
     scan = _Scan(chosen, skip=packed)
     num_unrecorded = 0
     pointer = BulkPointer(chosen, scan.scanner) if len(chosen.chunks) >= MIN_BULK else None
-    for fd, source, rows in scan.files():
-        left = rows
+    for number, fd, source, rows in scan.files():
+        left, stored = rows, list[tuple[int, int, int]]()
         if pointer is not None:
             _ask_for_ends(fd, chosen, rows)
-            left, num_more = pointer.point(fd, rows)
-            num_unrecorded += num_more
+            left, stored = pointer.point(fd, rows)
         for row, record in scan.records_of_file(fd, source, left):
             _point(chosen, scan.tensor_of[row], row, record)
-            num_unrecorded += record.crc32 is None
+            stored.append((record.data_start, record.data_nbytes, record.crc32 or 0))
+        num_unrecorded += sum(1 for _, nbytes, crc in stored if nbytes and not crc)
+        chosen.files[number] = replace(source, checksums=Checksums.of(stored))
     scan.raise_problems()
     for row, chunk in packed.items():
         _attach(chosen, row, packed_file(scan.stamped(chosen.chunks.file[row]), chunk))
@@ -79,7 +80,7 @@ def check_records(catalog: Catalog, transforms: Transforms, names: Collection[st
     packed = _packed_chunks(catalog, transforms, chosen)
     check_transforms(packed)
     scan = _Scan(chosen, skip=packed)
-    for fd, source, rows in scan.files():
+    for _, fd, source, rows in scan.files():
         for row, record in scan.records_of_file(fd, source, rows):
             if record.crc32 is None:
                 continue
@@ -95,7 +96,7 @@ def check_records(catalog: Catalog, transforms: Transforms, names: Collection[st
         decode = packed_file(chosen.files[chosen.chunks.file[row]], chunk).decode
         assert decode is not None
         try:
-            decode()
+            decode(ignore_read)
         except IntegrityError as error:
             yield error.message
 
@@ -135,15 +136,15 @@ class _Scan:
         self._damaged: list[str] = []
         self._different: list[str] = []
 
-    def files(self) -> Iterator[tuple[int, SourceFile, list[int]]]:
-        """Yield (descriptor, file, its chunks in the order of their bytes); one file is open at a time."""
+    def files(self) -> Iterator[tuple[int, int, SourceFile, list[int]]]:
+        """Yield (number, descriptor, file, its chunks in the order of their bytes); one file is open at a time."""
         catalog = self._catalog
         for file, group in groupby(self._rows, key=catalog.chunks.file.__getitem__):
             source = catalog.files[file]
             with open_regular(source.path, source.name, follow=False) as (fd, _):
                 source = catalog.files[file] = replace(source, stamp=stamp_of(fd))
                 self.scanner.open(fd)
-                yield fd, source, list(group)
+                yield file, fd, source, list(group)
 
     def records_of_file(
         self, fd: int, source: SourceFile, rows: Sequence[int]

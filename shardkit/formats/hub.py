@@ -288,7 +288,13 @@ def _catalog(
     catalog = Catalog(format=kind, directory=directory)
     places = {}
     for name, content in contents.items():
-        whole = SourceFile(name=name, path=paths[name], size=content.size, stamp=content.stamp)
+        whole = SourceFile(
+            name=name,
+            path=paths[name],
+            size=content.size,
+            stamp=content.stamp,
+            checksums=content.checksums if isinstance(content, BinFile) else None,
+        )
         number = len(catalog.files)
         catalog.files.append(whole)
         if isinstance(content, SafetensorsHeader):

@@ -6,9 +6,9 @@ Trainers that save model and optimizer apart leave two DCP directories. Names ge
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.catalog import Catalog
 from shardkit.formats.dcp_images import DcpImage, DcpImages
 from shardkit.transfer.images import Hole, Piece, TensorHoles
 
@@ -26,16 +26,7 @@ def join_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
     joined = Catalog(format="dcp", directory="")
     for folder, catalog in catalogs.items():
         first, table = len(joined.files), catalog.chunks
-        joined.files += [
-            SourceFile(
-                name=join_name(folder, file.name),
-                path=file.path,
-                size=file.size,
-                decode=file.decode,
-                stamp=file.stamp,
-            )
-            for file in catalog.files
-        ]
+        joined.files += [replace(file, name=join_name(folder, file.name)) for file in catalog.files]
         for fqn, entry in catalog.tensors.items():
             rows = slice(entry.chunk_ids.start, entry.chunk_ids.stop)
             joined.add_tensor_columns(

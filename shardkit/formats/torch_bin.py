@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
-from shardkit.core.catalog import FileStamp
+from shardkit.core.catalog import Checksums, FileStamp, OnRead
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
@@ -48,7 +48,7 @@ class BinTensor(NamedTuple):
     shape: Shape
     start: int | None
     """First byte in the file, None where the bytes do not lie there as they are."""
-    decode: Callable[[], memoryview] | None
+    decode: Callable[[OnRead], memoryview] | None
     """Without a start, gives the bytes: read-only, row-major, contiguous, little-endian."""
 
 
@@ -68,6 +68,8 @@ class BinFile:
     """What a person should be told."""
     stamp: FileStamp
     """The file's, before torch read it."""
+    checksums: Checksums | None
+    """Of the storages; None where it is no zip."""
 
 
 def read_bin(path: str, name: str) -> BinFile:
@@ -88,11 +90,12 @@ def read_bin(path: str, name: str) -> BinFile:
         is_zip = read_exactly(fd, 0, min(size, 4), name) == _ZIP_MAGIC
         checksum = 0 if is_zip else _crc_of_file(fd, size, name)
         stamp = stamp_of(fd)
+    checksums = None
     if is_zip:
         checksum = _crc_of_records(path, name)
-        _screen(path, name)
+        checksums = _screen(path, name)
     entries = _load(path, name, is_zip)
-    tensors, objects = _split(entries, name, _mappings(stamp) if is_zip else [])
+    tensors, objects = _split(entries, name, path, _mappings(stamp) if is_zip else [])
     note = f"{escape(name)} has the format of before torch 1.6: it is held in memory as a whole"
     return BinFile(
         tensors=tensors,
@@ -101,6 +104,7 @@ def read_bin(path: str, name: str) -> BinFile:
         crc32=checksum,
         notes=() if is_zip else (note,),
         stamp=stamp,
+        checksums=checksums,
     )
 
 
@@ -121,8 +125,11 @@ def _crc_of_records(path: str, name: str) -> int:
     return crc32(json.dumps(rows).encode())
 
 
-def _screen(path: str, name: str) -> None:
-    """Refuse a pickle that would have torch hash without end or fill memory; what it names torch itself refuses."""
+def _screen(path: str, name: str) -> Checksums:
+    """Refuse a pickle that would have torch hash without end or fill memory; what it names torch itself refuses.
+
+    Return what the zip's directory says of the storages.
+    """
     where = escape(name)
     with open_regular(path, name) as (fd, size):
         reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), 0, size, where)
@@ -130,7 +137,9 @@ def _screen(path: str, name: str) -> None:
         if "data.pkl" not in entries:
             reader.refuse("a zip without data.pkl, none of torch.save")
         data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
-    screen(data, {key[5:]: entry for key, entry in entries.items() if key.startswith("data/")}, where)
+    storages = {key[5:]: entry for key, entry in entries.items() if key.startswith("data/")}
+    screen(data, storages, where)
+    return Checksums.of((entry.start, entry.nbytes, entry.crc) for entry in storages.values())
 
 
 def _load(path: str, name: str, is_zip: bool) -> Mapping[object, object]:
@@ -180,7 +189,7 @@ def _mappings(stamp: FileStamp) -> _Mappings:
 
 
 def _split(
-    entries: Mapping[object, object], name: str, mappings: _Mappings
+    entries: Mapping[object, object], name: str, path: str, mappings: _Mappings
 ) -> tuple[tuple[BinTensor, ...], tuple[str, ...]]:
     """Return the tensors, and the names of everything else."""
     import torch
@@ -193,7 +202,7 @@ def _split(
             objects.append(str(key))
             continue
         try:
-            tensors.append(_describe(key, value, mappings))
+            tensors.append(_describe(key, value, path, mappings))
         except ValueError as error:
             problems.append(f"{escape(key)}: {error}")
     if problems:
@@ -211,7 +220,7 @@ def _split(
     return tuple(tensors), tuple(objects)
 
 
-def _describe(fqn: str, tensor: torch.Tensor, mappings: _Mappings) -> BinTensor:
+def _describe(fqn: str, tensor: torch.Tensor, path: str, mappings: _Mappings) -> BinTensor:
     import torch
 
     dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
@@ -220,7 +229,7 @@ def _describe(fqn: str, tensor: torch.Tensor, mappings: _Mappings) -> BinTensor:
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise ValueError(f"layout {tensor.layout} on device {tensor.device.type}")
     start = _place(tensor, mappings)
-    decode = partial(_row_major_bytes, tensor) if start is None else None
+    decode = partial(_row_major_bytes, tensor, path, mappings) if start is None else None
     return BinTensor(fqn, dtype, tuple(tensor.shape), start, decode)
 
 
@@ -228,19 +237,30 @@ def _place(tensor: torch.Tensor, mappings: _Mappings) -> int | None:
     """Return the first byte of a tensor in the file, None where its bytes do not lie there in order."""
     if tensor.numel() == 0 or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
-    address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    return _in_file(tensor.data_ptr(), tensor.numel() * tensor.element_size(), mappings)
+
+
+def _in_file(address: int, nbytes: int, mappings: _Mappings) -> int | None:
+    """Return the first byte in the file of what is mapped at an address; None where it is not mapped."""
     for start, stop, offset in mappings:
         if start <= address and address + nbytes <= stop:
             return address - start + offset
     return None
 
 
-def _row_major_bytes(tensor: torch.Tensor) -> memoryview:
+def _row_major_bytes(
+    tensor: torch.Tensor, path: str, mappings: _Mappings, on_read: OnRead = lambda *_: None
+) -> memoryview:
     """Return a tensor's bytes, copied only where it does not lie row-major already."""
     import torch
 
     if tensor.numel() == 0:
         return memoryview(b"")
+    held = tensor.untyped_storage()
+    start = _in_file(held.data_ptr(), held.nbytes(), mappings)
+    if start is not None:
+        stored = torch.empty(0, dtype=torch.uint8).set_(held)
+        on_read(path, start, stored.numpy().data)
     # The conjugate and negative bits are marks on a view, the stored bytes do not have them.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data.toreadonly()

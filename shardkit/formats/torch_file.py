@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardkit.core.catalog import FileStamp, SourceFile
+from shardkit.core.catalog import Checksums, FileStamp, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.formats.inert import Opaque
@@ -66,7 +66,14 @@ class TorchFile:
     @property
     def source(self) -> SourceFile:
         """The file, for a catalog."""
-        return SourceFile(name=self.name, path=self.path, size=self.stamp.size, stamp=self.stamp)
+        entries = self.storages.values()
+        return SourceFile(
+            name=self.name,
+            path=self.path,
+            size=self.stamp.size,
+            stamp=self.stamp,
+            checksums=Checksums.of((entry.start, entry.nbytes, entry.crc) for entry in entries),
+        )
 
 
 class Leaf(NamedTuple):

@@ -21,7 +21,14 @@ from shardkit.operations.consolidate_run import Descriptions
 from shardkit.operations.destination import check_destination, check_space, free_bytes, is_hub_model
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 from shardkit.operations.resolve_order import EXPORT_ENDING
-from shardkit.operations.run import OnWarning, check_resume_from, execute_options, run_job, warn_all
+from shardkit.operations.run import (
+    OnWarning,
+    check_resume_from,
+    check_warnings,
+    execute_options,
+    run_job,
+    warn_all,
+)
 from shardkit.operations.sidecar import check_sidecar, write_sidecar
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
@@ -51,6 +58,7 @@ def consolidate(
     merge_lora: bool = False,
     adapter_config: str | None = None,
     check: bool = False,
+    check_source: bool = True,
     manifest: bool = False,
     manifest_file: str | os.PathLike[str] | None = None,
     sha256: bool = False,
@@ -92,7 +100,9 @@ def consolidate(
         allow_unexpected: tensors may be there that the base does not have.
         merge_lora: add an adapter to the weights that it was trained on; otherwise the adapter is written.
         adapter_config: an `adapter_config.json` or its directory; by default from the base or the checkpoint.
-        check: compare the checkpoint's bytes with the checksums in it first.
+        check: compare the checkpoint's bytes with the checksums in it first, before any is moved.
+        check_source: compare the checkpoint, as its bytes move, with the CRC-32s that its files record; a difference is
+            refused before the output appears.
         manifest: put `shardkit.json` with sizes and digests into the output.
         manifest_file: write the same there, once the output is complete; for `verify(..., manifest=...)`.
         sha256: take the sha256 of every file too, for the manifest.
@@ -115,6 +125,7 @@ def consolidate(
     Raises:
         UsageError: options that cannot be carried out, or an existing destination.
         SourceError: the checkpoint is damaged or incomplete, or its names do not fit.
+        IntegrityError: its bytes are not what its checksums say.
         ResourceError: disk, permission or network.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
@@ -136,7 +147,7 @@ def consolidate(
         adapter_config=adapter_config,
         manifest=manifest,
     )
-    moving = execute_options(jobs, max_memory, digests=digest != "none")
+    moving = execute_options(jobs, max_memory, digests=digest != "none", check_source=check_source)
     if base_revision is not None and base is None:
         raise UsageError("--base-revision is about --base, which is not there")
     if sha256 and not manifest and manifest_file is None:
@@ -162,7 +173,7 @@ def consolidate(
         opened = open_checkpoint(resolved.path)
     found = open_base(base, revision=base_revision) if base is not None else find_base(opened)
     job = build_job(opened, found, options)
-    warn_all(on_warning, job.warnings)
+    warn_all(on_warning, (*job.warnings, *check_warnings(moving)))
     if check:
         job = _checked(job)
     result = _describe(
@@ -174,7 +185,7 @@ def consolidate(
     check_space(path, needed, resume_from=resume_from)
     written: list[bytes] = []
     if not dry_run:
-        resumed = run_job(
+        ran = run_job(
             job,
             path,
             moving,
@@ -191,7 +202,12 @@ def consolidate(
             resume_from=resume_from,
             why_not=is_hub_model,
         )
-        result = replace(result, resumed_files=resumed)
+        result = replace(
+            result,
+            resumed_files=ran.resumed_files,
+            checked_bytes=ran.source.checked_bytes,
+            unchecked=ran.source.unchecked,
+        )
         if sidecar is not None:
             write_sidecar(sidecar, written[-1], overwrite=overwrite)
         if push_to_hub is not None:
@@ -316,13 +332,15 @@ def _describe(
         read_bytes=job.plan.read_bytes,
         written_bytes=job.plan.written_bytes,
         checked=checked,
+        checked_bytes=0,
+        unchecked=(),
         peak_memory_bytes=moving.peak_bytes,
         free_bytes=free_bytes(path),
         resumed_files=0,
         pushed_to=None,
         elapsed_s=0.0,
         notes=(*resolved.notes, *job.notes),
-        warnings=(*resolved.warnings, *job.warnings),
+        warnings=(*resolved.warnings, *job.warnings, *check_warnings(moving)),
     )
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardkit.core.catalog import Catalog, SourceFile, TensorEntry
+from shardkit.core.catalog import Catalog, OnRead, SourceFile, TensorEntry
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
@@ -229,19 +229,19 @@ def merged_catalog(catalog: Catalog, plan: MergePlan) -> Catalog:
     return merged
 
 
-def compute_merge(catalog: Catalog, merge: LoraMerge) -> memoryview:
+def compute_merge(catalog: Catalog, merge: LoraMerge, on_read: OnRead = lambda *_: None) -> memoryview:
     """Return the bytes of a merged tensor, row-major, in the dtype of its base.
 
     In float32 and rounded once at the end. Beside the tensor and the adapter's, memory is needed for one
     block of rows.
     """
-    base, b = _read(catalog, merge.base), _read(catalog, merge.b).float()
+    base, b = _read(catalog, merge.base, on_read), _read(catalog, merge.b, on_read).float()
     if merge.kind == "bias":
         base.copy_(base.float() + b * merge.scale)
         return _bytes(base)
     assert merge.a is not None
-    a = _read(catalog, merge.a).float()
-    magnitude = _read(catalog, merge.magnitude).float().reshape(-1) if merge.magnitude else None
+    a = _read(catalog, merge.a, on_read).float()
+    magnitude = _read(catalog, merge.magnitude, on_read).float().reshape(-1) if merge.magnitude else None
     is_transposed = merge.kind == "transposed"
     # DoRA's norm goes over the inputs: those of a transposed matrix lie in different rows.
     step = max(_BLOCK_BYTES // (4 * max(base.shape[1], 1)), 1)
@@ -264,7 +264,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def _read(catalog: Catalog, name: str) -> torch.Tensor:
+def _read(catalog: Catalog, name: str, on_read: OnRead) -> torch.Tensor:
     """Return a tensor of a catalog of raw extents, put together from its chunks."""
     import numpy as np
     import torch
@@ -272,7 +272,7 @@ def _read(catalog: Catalog, name: str) -> torch.Tensor:
     entry, table = catalog.tensors[name], catalog.chunks
     itemsize = entry.dtype.itemsize
     whole = np.empty((*entry.shape, itemsize), np.uint8)
-    with SourceFiles(catalog.files) as files, files.reader() as reader:
+    with SourceFiles(catalog.files, on_read=on_read) as files, files.reader() as reader:
         for row in entry.chunk_ids:
             region = table.region(row)
             chunk = np.empty((*region.sizes, itemsize), np.uint8)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardkit.transfer.source_check import Unchecked
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DTypeCount:
@@ -89,7 +91,11 @@ class ConsolidateResult:
     written_bytes: int
     """Size of all weight files."""
     checked: bool
-    """The bytes of the checkpoint were compared with the checksums in it."""
+    """The bytes of the checkpoint were compared with the checksums in it before any was moved."""
+    checked_bytes: int
+    """Of the source: compared, as they moved, with the CRC-32 recorded for them."""
+    unchecked: tuple[Unchecked, ...]
+    """What could not be compared, by reason."""
     peak_memory_bytes: int
     """Bound on the buffers, beside the interpreter and the plan."""
     free_bytes: int

@@ -17,10 +17,11 @@ from shardkit.formats.source import open_source
 from shardkit.operations.destination import check_destination, check_space, free_bytes
 from shardkit.operations.preshard_describe import Descriptions
 from shardkit.operations.preshard_job import PreshardJob, build_job
-from shardkit.operations.run import check_resume_from, execute_options, run_job
+from shardkit.operations.run import check_resume_from, check_warnings, execute_options, run_job
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
 from shardkit.transfer.reflink import BLOCK, can_share_extents, nearest_existing
+from shardkit.transfer.source_check import Unchecked
 
 # What a chunk adds beside the shard files: its entries in `.metadata` and in a chunk list. Measured: 110
 # and 130 bytes for a 2-D weight; names of tied tensors and long paths add some.
@@ -66,6 +67,10 @@ class PreshardResult:
     """On the destination's file system, before writing."""
     resumed_files: int
     """Files that an interrupted run had finished."""
+    checked_bytes: int
+    """Of the source: compared, as they moved, with the CRC-32 recorded for them."""
+    unchecked: tuple[Unchecked, ...]
+    """What could not be compared, by reason."""
     elapsed_s: float
     ties: tuple[tuple[str, ...], ...]
     omitted: tuple[tuple[str, str], ...]
@@ -95,6 +100,7 @@ def preshard(
     resume_from: str | os.PathLike[str] | None = None,
     digest: str = "crc32",
     sha256: bool = False,
+    check_source: bool = True,
     jobs: int = 2,
     max_memory: str | int = 256 * MIB,
     trust_remote_code: bool = False,
@@ -120,6 +126,8 @@ def preshard(
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), of another host's run, say.
         digest: "crc32" or "none".
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
+        check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
+            refused before the output appears.
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         trust_remote_code: the model's own code may run while its layout is traced.
@@ -130,6 +138,7 @@ def preshard(
     Raises:
         UsageError: options that cannot be carried out, or an existing destination.
         SourceError: the source is damaged or does not fit the model.
+        IntegrityError: its bytes are not what its checksums say.
         ResourceError: disk, permission or network.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
@@ -137,7 +146,7 @@ def preshard(
     output = None if output is None else os.fspath(output)
     parsed, options = (
         parse_mesh(mesh, world_size),
-        execute_options(jobs, max_memory, digests=digest != "none"),
+        execute_options(jobs, max_memory, digests=digest != "none", check_source=check_source),
     )
     local = source if os.path.exists(source) else None
     if output is not None:  # before anything is downloaded
@@ -154,7 +163,7 @@ def preshard(
         resume_from = check_resume_from(os.fspath(resume_from), path, job.plan_hash, resume=resume)
     _check_room(job, path, shared_bytes=shared if shares else 0, resume_from=resume_from)
     if not dry_run:
-        resumed = run_job(
+        ran = run_job(
             job,
             path,
             options,
@@ -165,7 +174,12 @@ def preshard(
             resume=resume,
             resume_from=resume_from,
         )
-        result = replace(result, resumed_files=resumed)
+        result = replace(
+            result,
+            resumed_files=ran.resumed_files,
+            checked_bytes=ran.source.checked_bytes,
+            unchecked=ran.source.unchecked,
+        )
     return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
 
 
@@ -239,11 +253,13 @@ def _describe(
         download_bytes=job.model.download_bytes,
         free_bytes=free_bytes(path),
         resumed_files=0,
+        checked_bytes=0,
+        unchecked=(),
         elapsed_s=0.0,
         ties=tuple((name, *others) for name, others in job.aliases.items()),
         omitted=layout.omitted,
         notes=job.notes,
-        warnings=job.warnings,
+        warnings=(*job.warnings, *check_warnings(options)),
     )
 
 

@@ -18,9 +18,17 @@ from shardkit.operations.reshard_describe import ReshardDescriptions
 from shardkit.operations.reshard_job import ReshardJob, build_job
 from shardkit.operations.reshard_parts import take_apart
 from shardkit.operations.resolve import resolve_checkpoint
-from shardkit.operations.run import OnWarning, check_resume_from, execute_options, run_job, warn_all
+from shardkit.operations.run import (
+    OnWarning,
+    check_resume_from,
+    check_warnings,
+    execute_options,
+    run_job,
+    warn_all,
+)
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
+from shardkit.transfer.source_check import Unchecked
 
 _DESCRIPTION_BYTES = 1 * KIB  # for each chunk, beside the shard files
 
@@ -61,6 +69,10 @@ class ReshardResult:
     """On the destination's file system, before writing."""
     resumed_files: int
     """Files that an interrupted run had finished."""
+    checked_bytes: int
+    """Of the source: compared, as they moved, with the CRC-32 recorded for them."""
+    unchecked: tuple[Unchecked, ...]
+    """What could not be compared, by reason."""
     elapsed_s: float
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -86,6 +98,7 @@ def reshard(
     resume_from: str | os.PathLike[str] | None = None,
     digest: str = "crc32",
     sha256: bool = False,
+    check_source: bool = True,
     jobs: int = 2,
     max_memory: str | int = 256 * MIB,
     follow_links: bool = False,
@@ -108,6 +121,8 @@ def reshard(
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), of another host's run, say.
         digest: "crc32" or "none".
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
+        check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
+            refused before the output appears.
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         follow_links: links that lead out of a checkpoint's directory are read and copied as the files that they lead
@@ -118,12 +133,13 @@ def reshard(
     Raises:
         UsageError: options that cannot be carried out, or an existing destination.
         SourceError: the checkpoint is damaged, incomplete or not understood.
+        IntegrityError: its bytes are not what its checksums say.
         ResourceError: disk or permission.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
     begun, progress, source = time.monotonic(), progress or NoProgress(), os.fspath(checkpoint)
     parsed = parse_mesh(mesh, world_size)
-    options = execute_options(jobs, max_memory, digests=digest != "none")
+    options = execute_options(jobs, max_memory, digests=digest != "none", check_source=check_source)
     with remembered():
         resolved = resolve_checkpoint(source, strict=strict)
         warn_all(on_warning, resolved.warnings)
@@ -131,7 +147,7 @@ def reshard(
             os.fspath(output), resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint
         )
         parts = take_apart(resolved.path)
-    warn_all(on_warning, parts.warnings)
+    warn_all(on_warning, (*parts.warnings, *check_warnings(options)))
     job = build_job(parts, parsed, dtype=dtype, optimizer_dtype=optimizer_dtype, digest=digest)
     taken = (
         [f"{escape(resolved.path)}: {resolved.reason}"]
@@ -151,7 +167,7 @@ def reshard(
     needed = job.plan.written_bytes + chunks * _DESCRIPTION_BYTES + copied
     check_space(path, needed, resume_from=resume_from)
     if not dry_run:
-        resumed = run_job(
+        ran = run_job(
             job,
             path,
             options,
@@ -162,7 +178,12 @@ def reshard(
             resume=resume,
             resume_from=resume_from,
         )
-        result = replace(result, resumed_files=resumed)
+        result = replace(
+            result,
+            resumed_files=ran.resumed_files,
+            checked_bytes=ran.source.checked_bytes,
+            unchecked=ran.source.unchecked,
+        )
     return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
 
 
@@ -199,7 +220,9 @@ def _describe(
         peak_memory_bytes=options.peak_bytes,
         free_bytes=free_bytes(path),
         resumed_files=0,
+        checked_bytes=0,
+        unchecked=(),
         elapsed_s=0.0,
         notes=job.notes,
-        warnings=job.parts.warnings,
+        warnings=(*job.parts.warnings, *check_warnings(options)),
     )

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from shardkit.core.text import escape
@@ -19,6 +20,7 @@ from shardkit.transfer.images import ImageSet
 from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
 from shardkit.transfer.plan import TransferPlan
 from shardkit.transfer.progress import Progress
+from shardkit.transfer.source_check import OFF, CheckedSource, Run, SourceCheck
 from shardkit.transfer.staging import Staging, abandoned, journal_of, named, remove_abandoned
 
 _MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB
@@ -33,6 +35,16 @@ def warn_all(on_warning: OnWarning | None, warnings: Iterable[str]) -> None:
     if on_warning is not None:
         for warning in warnings:
             on_warning(warning)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What came of a run."""
+
+    resumed_files: int
+    """Files that an interrupted run had finished."""
+    source: CheckedSource
+    """How much of the source was compared with what it records."""
 
 
 class Describer(Protocol):
@@ -84,13 +96,14 @@ Describe = Callable[[str], AbstractContextManager[Describer]]
 """Returns what writes the rest of the files into a directory."""
 
 
-def execute_options(jobs: int, max_memory: str | int, *, digests: bool) -> ExecuteOptions:
+def execute_options(jobs: int, max_memory: str | int, *, digests: bool, check_source: bool) -> ExecuteOptions:
     """Return how to move bytes, from what a person asked for.
 
     Args:
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         digests: take CRC-32s on the way.
+        check_source: compare what is read with what the source records.
 
     Raises:
         UsageError: too few threads, or too little memory for them.
@@ -105,7 +118,12 @@ def execute_options(jobs: int, max_memory: str | int, *, digests: bool) -> Execu
             f"--max-memory {max_memory} is too little for --jobs {jobs}: each takes 512KiB at least",
             hint="a few threads are as fast as many: --jobs 2 is the default",
         )
-    return ExecuteOptions(jobs=jobs, max_memory_bytes=budget, digests=digests)
+    return ExecuteOptions(jobs=jobs, max_memory_bytes=budget, digests=digests, check_source=check_source)
+
+
+def check_warnings(options: ExecuteOptions) -> tuple[str, ...]:
+    """Return what a person is warned of where the source is not compared with what it records."""
+    return () if options.check_source else (OFF,)
 
 
 def run_job(
@@ -120,8 +138,8 @@ def run_job(
     resume: bool,
     resume_from: str | None = None,
     why_not: Replaceable = is_sharded_checkpoint,
-) -> int:
-    """Write a job's output to `path`; return how many files an interrupted run had finished.
+) -> Ran:
+    """Write a job's output to `path`.
 
     On Ctrl-C or SIGTERM the staging directory stays for the next run; on any error it is removed.
 
@@ -138,6 +156,7 @@ def run_job(
         UsageError: something else is at `path` by now, or `resume_from` is not what can be resumed.
     """
     plan_hash, staging, num_finished = job.plan_hash, None, 0
+    check = SourceCheck(job.plan.catalog) if options.check_source else None
     try:
         if resume_from is not None:
             staging = _taken_over(path, check_resume_from(resume_from, path, plan_hash))
@@ -145,9 +164,9 @@ def run_job(
             staging = (_adopted(path, plan_hash) if resume else None) or Staging.create(path)
         remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
         progress.start(job.plan.hole_bytes, label)
-        finished = _finished(job, staging, progress)
+        finished = _finished(job, staging, progress, check)
         num_finished = len(finished)
-        _write(job, staging, plan_hash, options, progress, finished, describe)
+        _write(job, staging, plan_hash, options, progress, finished, describe, check)
         if overwrite and os.path.lexists(path):
             check_replaceable(path, escape(path), overwrite=True, why_not=why_not)
         staging.commit(overwrite=overwrite)
@@ -170,7 +189,14 @@ def run_job(
         raise
     finally:
         progress.finish()
-    return num_finished
+    return Ran(resumed_files=num_finished, source=_summary(check, job.plan, options))
+
+
+def _summary(check: SourceCheck | None, plan: TransferPlan, options: ExecuteOptions) -> CheckedSource:
+    if check is None:
+        return CheckedSource()
+    names = dict.fromkeys(holes.source for holes in plan.images.tensors())
+    return check.summary(names, looks_for_unread=options.share_extents and not options.digests)
 
 
 def check_resume_from(resume_from: str, path: str, plan_hash: str, *, resume: bool = True) -> str:
@@ -215,13 +241,16 @@ def _adopted(path: str, plan_hash: str) -> Staging | None:
     return None
 
 
-def _finished(job: Job, staging: Staging, progress: Progress) -> dict[str, FileDigest]:
+def _finished(
+    job: Job, staging: Staging, progress: Progress, check: SourceCheck | None
+) -> dict[str, FileDigest]:
     """Return what an interrupted run had finished, and remove all else that lies there.
 
     Half-written files and descriptions are made again; and a run that was killed between exchanging
     directories and removing the old one left the whole old output.
     """
-    finished = read_finished(staging.journal, staging.data, {image.name: image.size for image in job.output})
+    sizes = {image.name: image.size for image in job.output}
+    finished = read_finished(staging.journal, staging.data, sizes, check)
     for number, image in enumerate(job.output):
         if image.name in finished:
             progress.advance(job.output.data_nbytes[number])
@@ -256,6 +285,7 @@ def _write(
     progress: Progress,
     finished: Mapping[str, FileDigest],
     describe: Describe,
+    check: SourceCheck | None,
 ) -> None:
     """Move the bytes, and describe them beside."""
     with (
@@ -264,12 +294,18 @@ def _write(
         describe(staging.data) as descriptions,
     ):
 
-        def on_finished(digest: FileDigest) -> None:
-            journal.add(digest)
+        def on_finished(digest: FileDigest, runs: Sequence[Run]) -> None:
+            journal.add(digest, None if check is None else check.dump(runs))
             descriptions.add_file(digest)
 
         execution = Execution(
-            job.plan, staging.data, options, finished=finished, on_finished=on_finished, progress=progress
+            job.plan,
+            staging.data,
+            options,
+            finished=finished,
+            on_finished=on_finished,
+            progress=progress,
+            check=check,
         )
         descriptions.finish(*execution.run())
 

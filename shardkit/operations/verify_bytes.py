@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from shardkit.core.catalog import SourceFile
+from shardkit.core.catalog import SourceFile, ignore_read
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.formats.strict import named_failures, open_regular, stamp_of
@@ -232,7 +232,7 @@ def _is_zip(fd: int, archive: Archive) -> bool:
 def _decode(file: FileBytes, stretch: Stretch, packed: SourceFile, report: Report) -> None:
     assert packed.decode is not None
     try:
-        packed.decode()
+        packed.decode(ignore_read)
     except ResourceError:
         raise
     except SourceError as error:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.catalog import Catalog, OnRead, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed
@@ -188,8 +188,8 @@ def _refused(value: object) -> str | None:
     return None
 
 
-def _decoder(tensor: torch.Tensor, name: str) -> Callable[[], memoryview]:
-    def decode() -> memoryview:
+def _decoder(tensor: torch.Tensor, name: str) -> Callable[[OnRead], memoryview]:
+    def decode(_: OnRead) -> memoryview:
         if not _has_memory(tensor):
             raise IntegrityError(
                 f"{escape(name)} of the state dict has no memory any more",

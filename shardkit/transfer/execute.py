@@ -25,6 +25,7 @@ from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan
 from shardkit.transfer.progress import Progress
 from shardkit.transfer.scatter import Scatter
+from shardkit.transfer.source_check import Run, SourceCheck
 from shardkit.transfer.sources import SourceFiles
 
 _BUFFER_BYTES = MIB  # the processor's cache keeps it; 8 MiB is slower on every file system tried
@@ -34,6 +35,7 @@ _RECENT_BYTES = 16 * MIB
 # Threads that wait for the disk. Syncs that wait together share one commit of the file system's log, and
 # the threads that move bytes go on meanwhile.
 SYNC_THREADS = 8
+_DAMAGED = "use another copy of the checkpoint; --check-source off takes the damaged bytes as they are"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,8 @@ class ExecuteOptions:
     """Take CRC-32s on the way."""
     share_extents: bool = False
     """Clone blocks instead of copying them where a range allows it."""
+    check_source: bool = True
+    """Compare what is read with the CRC-32s that the source records."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -103,8 +107,9 @@ class Execution:
         plan: what to move.
         directory: where the images go; it exists.
         finished: files that an earlier run finished, by name; they are not touched.
-        on_finished: told of each file once it is on disk, from any thread.
+        on_finished: told of each file once it is on disk, from any thread, and of what was read for it.
         progress: told of the bytes.
+        check: compares what is read with what the source records; it knows what was read for the finished files.
     """
 
     def __init__(
@@ -114,13 +119,14 @@ class Execution:
         options: ExecuteOptions,
         *,
         finished: Mapping[str, FileDigest],
-        on_finished: Callable[[FileDigest], None],
+        on_finished: Callable[[FileDigest, Sequence[Run]], None],
         progress: Progress,
+        check: SourceCheck | None = None,
     ) -> None:
         self._plan, self._directory, self._options = plan, directory, options
         self._digests = dict(finished)
         self._skipped = frozenset(finished)
-        self._on_finished, self._progress = on_finished, progress
+        self._on_finished, self._progress, self._source_check = on_finished, progress, check
         self._stop, self._is_over, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._states: dict[int, _ImageState] = {}
         self._thread = threading.local()
@@ -136,12 +142,16 @@ class Execution:
             The digest of every file by its name, and of every scattered tensor by its source name.
 
         Raises:
-            IntegrityError: a source is not what it was.
+            IntegrityError: a source is not what it was, or not what it records.
             ResourceError: the system cannot read or write.
             KeyboardInterrupt: once no thread writes any more.
         """
         files, cloning = self._plan.catalog.files, self._cloner or contextlib.nullcontext()
-        with one_thread_each(self._plan.converts), SourceFiles(files, self._options.recent_bytes) as sources:
+        check = self._source_check
+        with (
+            one_thread_each(self._plan.converts),
+            SourceFiles(files, self._options.recent_bytes, check=check) as sources,
+        ):
             with cloning:
                 try:
                     self._create_files(sources)
@@ -157,7 +167,11 @@ class Execution:
                         self._sync_pool.shutdown()  # whole files are worth keeping for the next run
                     finally:
                         self._is_over.set()  # on a second Ctrl-C threads may still be there
+            if check is not None:
+                check.read_rest(sources)
             sources.check_unchanged()
+            if check is not None:
+                check.raise_differences(hint=_DAMAGED)
         return self._digests, self._tensor_crcs
 
     def _create_files(self, sources: SourceFiles) -> None:
@@ -230,7 +244,7 @@ class Execution:
     def _finish(self, image: Image, state: _ImageState, sources: SourceFiles) -> None:
         """Bring a whole file to the disk and hand it over."""
         stretches = [state.stretches[start] for start in sorted(state.stretches)]
-        with self._opened(image) as fd, sources.reader() as reader:
+        with self._opened(image) as fd, sources.reader(compares=False) as reader:
             for stretch in stretches:
                 if self._cloner is not None and stretch.clones is not None:
                     for piece in self._cloner.wait(stretch.clones):
@@ -247,7 +261,7 @@ class Execution:
         )
         if self._is_over.is_set():  # what was read since may have come from files that were closed
             raise CancelledError
-        self._on_finished(digest)
+        self._on_finished(digest, [run for stretch in stretches for run in stretch.runs])
         with self._lock:
             self._digests[image.name] = digest
 

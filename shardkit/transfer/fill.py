@@ -9,11 +9,12 @@ from shardkit.core.dtypes import DType
 from shardkit.core.units import MIB
 from shardkit.transfer.cloner import Cloner, CloneRange, clone
 from shardkit.transfer.convert import Converter
-from shardkit.transfer.digest import combine, crc32, zeros
+from shardkit.transfer.digest import combine, crc32, crc32_combine, zeros
 from shardkit.transfer.gather import bands
 from shardkit.transfer.images import Hole, Image, Piece
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
 from shardkit.transfer.reflink import BLOCK, shared_part
+from shardkit.transfer.source_check import Run
 from shardkit.transfer.sources import Reader, SourceFiles
 from shardkit.transfer.stream import Stream, read_back, write_all
 from shardkit.transfer.windows import Window, segments_of
@@ -31,6 +32,8 @@ class Stretch:
     """CRC-32 of each hole's bytes, in file order."""
     clones: int | None = None
     """The cloner's ticket for what was left to it."""
+    runs: list[Run] = field(default_factory=list)
+    """What was read for it and is to be compared with its source's checksums."""
 
 
 class Filler:
@@ -94,6 +97,7 @@ class Filler:
             if self._cloner is not None and self._clones:
                 self._reader.release()  # so that none is given back while the others are looked up
                 stretch.clones = self._cloner.submit(fd, tuple(self._clones), self._reader.descriptor)
+            stretch.runs = self._reader.take_runs()
         return stretch
 
     def _new_window(self, image: Image) -> Window:
@@ -160,9 +164,9 @@ class Filler:
         while done < nbytes:
             self._check()
             part = stream.room(nbytes - done)
-            self._reader.read_into(file, part, start + done, stream.fqn)
+            found = self._reader.read_into(file, part, start + done, stream.fqn)
             if self._digests:
-                crc = crc32(part, crc)
+                crc = _go_on(crc, part, found)
             done += len(part)
         return crc
 
@@ -227,10 +231,15 @@ class Filler:
         while done < nbytes:
             self._check()
             part = view[: nbytes - done]
-            self._reader.read_into(file, part, start + done, fqn)
-            crc = crc32(part, crc)
+            found = self._reader.read_into(file, part, start + done, fqn)
+            crc = _go_on(crc, part, found)
             done += len(part)
         return crc
+
+
+def _go_on(crc: int, part: memoryview, found: int | None) -> int:
+    """Go on with a CRC-32, given that of the next part where reading took it already."""
+    return crc32(part, crc) if found is None else crc32_combine(crc, found, len(part))
 
 
 def copy_range(reader: Reader, fd: int, name: str, piece: CloneRange, check: Callable[[], None]) -> None:

@@ -11,9 +11,10 @@ from dataclasses import asdict
 from shardkit.errors import ShardkitError
 from shardkit.transfer import storage
 from shardkit.transfer.execute import FileDigest
+from shardkit.transfer.source_check import SourceCheck
 from shardkit.transfer.stream import read_back
 
-_FORMAT = 2
+_FORMAT = 3
 _CHECK_BUFFER = 1 << 20
 
 
@@ -36,9 +37,14 @@ class Journal:
         # A run that was killed in the middle of a line left half of it; that line is ignored.
         self._write({"format": _FORMAT, "plan": plan_hash, "directory": number} if is_new else {})
 
-    def add(self, digest: FileDigest) -> None:
-        """Record a finished file; may be called from any thread."""
-        line = {"file": asdict(digest)}
+    def add(self, digest: FileDigest, source: Mapping[str, object] | None) -> None:
+        """Record a finished file; may be called from any thread.
+
+        Args:
+            digest: what it is.
+            source: what was read for it, from `SourceCheck.dump`; None where nothing was compared.
+        """
+        line = {"file": asdict(digest), "source": source}
         with self._lock:
             self._write(line)
 
@@ -67,13 +73,16 @@ def _header(path: str) -> Mapping[str, object]:
     return lines[0] if lines and lines[0].get("format") == _FORMAT else {}
 
 
-def read_finished(path: str, directory: str, sizes: Mapping[str, int]) -> dict[str, FileDigest]:
+def read_finished(
+    path: str, directory: str, sizes: Mapping[str, int], check: SourceCheck | None = None
+) -> dict[str, FileDigest]:
     """Return the files that a journal lists and that are still what it says.
 
     Args:
         path: of the journal.
         directory: where the files are.
         sizes: bytes of each file in the present plan, by name.
+        check: gets what was read for them; a file of a run that compared nothing is then not finished.
     """
     finished: dict[str, FileDigest] = {}
     if _directory_number(path) != os.stat(directory).st_ino:
@@ -81,7 +90,9 @@ def read_finished(path: str, directory: str, sizes: Mapping[str, int]) -> dict[s
     for line in _lines(path):
         entry = line.get("file")
         digest = _parse(entry) if isinstance(entry, dict) else None
-        if digest and sizes.get(digest.name) == digest.size and _is_intact(digest, directory):
+        if not digest or sizes.get(digest.name) != digest.size or not _is_intact(digest, directory):
+            continue
+        if check is None or check.load(line.get("source")):
             finished[digest.name] = digest
     return finished
 

@@ -52,9 +52,10 @@ class Scatter:
         """Fill the given holes of a tensor; return the CRC-32 of the whole tensor as `target`.
 
         The digest is that of the logical bytes where the source holds the tensor as one chunk, and 0
-        without `with_digest`. With no hole left to fill (a resumed run) only the digest is taken.
+        without `with_digest`. With no hole left to fill (a resumed run) the tensor is only read, for the digest and
+        to compare it with what its source records.
         """
-        if not (holes or with_digest):
+        if not (holes or with_digest or self._sources.check):
             return 0
         entry = self._catalog.tensors[fqn]
         converter = Converter(entry.dtype, target) if target is not entry.dtype else None

@@ -6,12 +6,14 @@ import os
 import resource
 import threading
 from collections.abc import Sequence
+from functools import partial
 
-from shardkit.core.catalog import FileStamp, SourceFile
+from shardkit.core.catalog import FileStamp, OnRead, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.transfer import storage
 from shardkit.transfer.reflink import BLOCK
+from shardkit.transfer.source_check import Run, Runs, SourceCheck
 
 MAX_BORROWED = 64  # by one reader
 _MIN_OPEN, _MAX_OPEN = 32, 4096
@@ -54,9 +56,19 @@ class SourceFiles:
     Args:
         files: the catalog's.
         recent_bytes: most bytes kept of what small reads read.
+        check: told of all that is read.
+        on_read: told of what is read of each file as it lies on disk.
     """
 
-    def __init__(self, files: Sequence[SourceFile], recent_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        recent_bytes: int = 0,
+        *,
+        check: SourceCheck | None = None,
+        on_read: OnRead | None = None,
+    ) -> None:
+        self.check, self.on_read = check, on_read
         self.recent = _RecentBlocks(recent_bytes)
         self._files = files
         self._lock = threading.Lock()
@@ -81,9 +93,17 @@ class SourceFiles:
         """True for bytes that lie in no file as they are."""
         return self._files[file].decode is not None
 
-    def reader(self) -> Reader:
-        """Return a reader for one thread; `release` it when the thread's stretch is done."""
-        return Reader(self)
+    def reader(self, *, compares: bool = True) -> Reader:
+        """Return a reader for one thread; `release` it when the thread's stretch is done.
+
+        Args:
+            compares: what it reads is told to `check`.
+        """
+        return Reader(self, self.check.runs() if self.check is not None and compares else None)
+
+    def path(self, file: int) -> str:
+        """Return where a file lies."""
+        return self._files[file].path
 
     def name(self, file: int) -> str:
         """Return a file's name, safe to print."""
@@ -128,7 +148,7 @@ class SourceFiles:
             raise _changed([source.name])
         return fd
 
-    def decoded(self, file: int) -> memoryview:
+    def decoded(self, file: int, on_read: OnRead) -> memoryview:
         """Return the bytes of a file that has to be decoded."""
         with self._lock:
             content = self._decoded.get(file)
@@ -138,7 +158,7 @@ class SourceFiles:
                 if file in self._stamps and _stamp_now(self._files[file].path) != self._stamps[file]:
                     raise _changed([self._files[file].name])
                 self._decoded.clear()  # one tensor at a time: decoding may have had to copy it
-                content = self._decoded[file] = decode()
+                content = self._decoded[file] = decode(on_read)
             return content
 
     def check_unchanged(self) -> None:
@@ -165,10 +185,15 @@ def _stamp_now(path: str) -> FileStamp | None:
 
 
 class Reader:
-    """Reads source files for one thread, keeping what it reads from open in between."""
+    """Reads source files for one thread, keeping what it reads from open in between.
 
-    def __init__(self, sources: SourceFiles) -> None:
-        self._sources, self._recent = sources, sources.recent
+    Args:
+        sources: the files.
+        runs: told of what is read, to be compared.
+    """
+
+    def __init__(self, sources: SourceFiles, runs: Runs | None = None) -> None:
+        self._sources, self._recent, self._runs = sources, sources.recent, runs
         self._borrowed: dict[int, int] = {}
 
     def __enter__(self) -> Reader:
@@ -176,6 +201,21 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+        self.take_runs()
+
+    def take_runs(self) -> list[Run]:
+        """Hand over what was read to be compared, and return it."""
+        return [] if self._runs is None else self._runs.take()
+
+    def tell(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
+        """Tell that bytes of a file on disk were read for a tensor.
+
+        Returns:
+            Their CRC-32, where it was taken.
+        """
+        if self._sources.on_read is not None:
+            self._sources.on_read(self._sources.path(file), start, memoryview(data))
+        return None if self._runs is None else self._runs.add(file, start, data, fqn)
 
     def release(self) -> None:
         """Let others have the descriptors."""
@@ -212,6 +252,7 @@ class Reader:
             view = memoryview(bytearray(nbytes))
             self.read_into(file, view, start, fqn)
             return bytes(view)
+        self.tell(file, start, data, fqn)
         return data
 
     def _read_block(self, file: int, number: int) -> bytes:
@@ -225,8 +266,11 @@ class Reader:
             self._recent.add((file, number), block)
         return block
 
-    def read_into(self, file: int, buffer: memoryview, start: int, fqn: str) -> None:
+    def read_into(self, file: int, buffer: memoryview, start: int, fqn: str) -> int | None:
         """Fill `buffer` from byte `start` of a file, for tensor `fqn`.
+
+        Returns:
+            CRC-32 of the bytes, where it was taken to compare them.
 
         Raises:
             IntegrityError: the file ends before that, or is not the one that was looked at.
@@ -235,8 +279,8 @@ class Reader:
         fd, done, size = self._borrowed.get(file), 0, len(buffer)
         if fd is None:
             if self._sources.is_decoded(file):
-                buffer[:] = self._sources.decoded(file)[start : start + size]
-                return
+                buffer[:] = self._sources.decoded(file, partial(self._decoding, fqn))[start : start + size]
+                return None
             fd = self.descriptor(file)
         while done < size:
             try:
@@ -251,6 +295,13 @@ class Reader:
                     hint="the file changed during the run; start again once it is complete",
                 )
             done += count
+        return self.tell(file, start, buffer, fqn)
+
+    def _decoding(self, fqn: str, path: str, start: int, data: memoryview) -> None:
+        if self._sources.on_read is not None:
+            self._sources.on_read(path, start, data)
+        if self._runs is not None:
+            self._runs.read(path, start, data, fqn)
 
 
 def _changed(names: Sequence[str]) -> IntegrityError:

@@ -157,6 +157,7 @@ class Window:
         is_new = (file[1:] != file[:-1]) | (gap < 0) | (gap > _MAX_GAP)
         firsts = [0, *((is_new.nonzero()[0] + 1).tolist()), len(file)]
         files, places, ends, gaps = file.tolist(), place.tolist(), stop.tolist(), [0, *gap.tolist()]
+        owners = owner.tolist()
         view, junk = self._view, self._junk
         parts = [view[a:b] for a, b in zip(at.tolist(), (at + nbytes).tolist(), strict=True)]
         for first, last in pairwise(firsts):
@@ -169,9 +170,12 @@ class Window:
                         buffers.append(junk[: gaps[index]])
                     buffers.append(parts[index])
                 wanted = ends[end - 1] - places[begin]
-                if not self._read_at_once(files[begin], buffers, places[begin], wanted):
-                    for index in range(begin, end):
-                        fqn = self._parts[int(owner[index])].piece.fqn
+                is_read = self._read_at_once(files[begin], buffers, places[begin], wanted)
+                for index in range(begin, end):
+                    fqn = self._parts[owners[index]].piece.fqn
+                    if is_read:
+                        self._reader.tell(files[index], places[index], parts[index], fqn)
+                    else:
                         self._reader.read_into(files[index], parts[index], places[index], fqn)
 
     def _read_at_once(self, file: int, buffers: list[memoryview], start: int, wanted: int) -> bool:

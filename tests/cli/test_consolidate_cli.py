@@ -51,6 +51,8 @@ RESULT = ConsolidateResult(
     peak_memory_bytes=128 << 20,
     free_bytes=100 << 30,
     resumed_files=0,
+    checked_bytes=0,
+    unchecked=(),
     pushed_to="https://huggingface.co/me/model",
     elapsed_s=4.0,
     notes=("a note",),
@@ -72,7 +74,7 @@ wrote /run/step-10-hf
   untied    wte.weight and head.weight differ: both kept
   skipped   optimizer: app.optim: 60 tensors, 2 other
             extra.pt: random states
-  checked   all that was read is what the checksums beside it say
+  checked   before a byte moved: all that is read is what the checksums beside it say
   read      20 tensors, 16.0 GiB
   write     2 weight files, 8.0 GiB, 4,294,967,296 parameters
   dtypes    bfloat16: 20, 8.0 GiB
@@ -196,6 +198,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "follow_links": True,
         "resume": False,
         "resume_from": None,
+        "check_source": True,
         "digest": "none",
         "jobs": 3,
         "max_memory": "1GB",
@@ -215,7 +218,7 @@ def test_real_run(run, checkpoint):
     written = json.loads(run("consolidate", "last.ckpt/", "--json").stdout)
     assert written["output"] == str(checkpoint.parent / "last-hf")
     assert written["file_bytes"] == [os.path.getsize("last-hf/model.safetensors")]
-    changing = {"dry_run": 0, "elapsed_s": 0, "free_bytes": 0}
+    changing = {"dry_run": 0, "elapsed_s": 0, "free_bytes": 0, "checked_bytes": 0, "unchecked": 0}
     assert planned | changing == written | changing
 
 

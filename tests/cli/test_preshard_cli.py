@@ -41,6 +41,8 @@ RESULT = PreshardResult(
     download_bytes=0,
     free_bytes=100 << 30,
     resumed_files=0,
+    checked_bytes=0,
+    unchecked=(),
     elapsed_s=4.0,
     ties=(("embed.weight", "lm_head.weight"),),
     omitted=(("ids", "a buffer"),),
@@ -122,6 +124,8 @@ def test_options_reach_the_library(run, monkeypatch):
         "resume": False,
         "resume_from": None,
         "sha256": False,
+        "check_source": True,
+        "follow_links": False,
         "digest": "none",
         "jobs": 3,
         "max_memory": "1GB",
@@ -135,7 +139,7 @@ def test_real_run(run, tiny):
     written = json.loads(run(*ARGS, "--json").stdout)
     assert written["output"] == str(tiny.parent / "tiny-dp_shard4")
     assert written["file_bytes"] == [os.path.getsize(f"tiny-dp_shard4/__{n}_0.distcp") for n in range(4)]
-    changing = {"dry_run": 0, "elapsed_s": 0, "free_bytes": 0}
+    changing = {"dry_run": 0, "elapsed_s": 0, "free_bytes": 0, "checked_bytes": 0, "unchecked": 0}
     assert planned | changing == written | changing
 
 

@@ -17,6 +17,7 @@ SURFACE = {
         "--base-revision",
         "--branch",
         "--check",
+        "--check-source",
         "--digest",
         "--dry-run",
         "--dtype",
@@ -83,6 +84,7 @@ SURFACE = {
         "PATH",
     ],
     "preshard": [
+        "--check-source",
         "--digest",
         "--dry-run",
         "--dtype",
@@ -107,6 +109,7 @@ SURFACE = {
         "SOURCE",
     ],
     "reshard": [
+        "--check-source",
         "--digest",
         "--dry-run",
         "--dtype",

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.regions import relative_to, runs
 
 
@@ -37,7 +37,7 @@ def read_tensor(catalog: Catalog, fqn: str) -> bytes:
         source, region = catalog.files[table.file[row]], table.region(row)
         assert table.nbytes[row] == region.num_elements * itemsize
         if source.decode:
-            data = bytes(source.decode())
+            data = bytes(source.decode(ignore_read))
         else:
             with open(source.path, "rb") as file:
                 file.seek(table.start[row])

@@ -41,7 +41,7 @@ def write(images: SafetensorsImages, catalog: Catalog, out: Path, *, jobs: int =
         str(out),
         ExecuteOptions(jobs=jobs),
         finished={},
-        on_finished=lambda digest: None,
+        on_finished=lambda digest, _: None,
         progress=NoProgress(),
     ).run()
     index = images.index()

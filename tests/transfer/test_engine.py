@@ -72,7 +72,7 @@ def run(plan: TransferPlan, directory: Path, **options: int) -> dict[str, FileDi
         str(directory),
         ExecuteOptions(**options),  # type: ignore[arg-type]
         finished={},
-        on_finished=finished.append,
+        on_finished=lambda digest, _: finished.append(digest),
         progress=NoProgress(),
     )
     digests, _ = execution.run()
@@ -194,7 +194,7 @@ def test_a_source_that_changes_while_read_is_noticed(tmp_path: Path) -> None:
         str(directory),
         ExecuteOptions(),
         finished={},
-        on_finished=lambda digest: None,
+        on_finished=lambda digest, _: None,
         progress=Meddler(),
     )
     with pytest.raises(IntegrityError, match="changed while being read"):
@@ -217,7 +217,7 @@ def test_no_thread_outlives_a_run_that_was_given_up(tmp_path: Path, monkeypatch:
         str(tmp_path / "out"),
         ExecuteOptions(),
         finished={},
-        on_finished=lambda digest: finished.append(digest.name),
+        on_finished=lambda digest, _: finished.append(digest.name),
         progress=NoProgress(),
     )
     before = signal.signal(signal.SIGALRM, interrupt)

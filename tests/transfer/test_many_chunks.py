@@ -40,7 +40,7 @@ def chunked(
         if decoded:
             catalog.files.append(
                 SourceFile(
-                    name=f"d{number}", path="", size=len(part), decode=lambda part=part: memoryview(part)
+                    name=f"d{number}", path="", size=len(part), decode=lambda _, part=part: memoryview(part)
                 )
             )
             chunks.append((number, 0, len(part), box))

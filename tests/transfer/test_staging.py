@@ -302,7 +302,7 @@ class TestJournal:
         digest = FileDigest(name="a", size=7, crc32=crc32(b"content"), data_crcs=(1, 2))
         path = str(tmp_path / "journal")
         journal = Journal(path, "plan", str(tmp_path))
-        journal.add(digest)
+        journal.add(digest, None)
         journal.close()
         return path, digest
 
@@ -324,7 +324,7 @@ class TestJournal:
         journal = Journal(path, "plan", str(tmp_path))
         (tmp_path / "c").write_bytes(b"")
         empty = FileDigest(name="c", size=0, crc32=0, data_crcs=())
-        journal.add(empty)
+        journal.add(empty, None)
         journal.close()
         assert read_finished(path, str(tmp_path), {"a": 7, "c": 0}) == {"a": digest, "c": empty}
 

@@ -80,7 +80,7 @@ def sharded(
                 part = cut(data[name], dtype, shape, region)
                 number, start = len(catalog.files), 0
                 catalog.files.append(
-                    SourceFile(name="d", path="", size=nbytes, decode=lambda part=part: memoryview(part))
+                    SourceFile(name="d", path="", size=nbytes, decode=lambda _, part=part: memoryview(part))
                 )
             chunks.append((number, start, nbytes, region))
         catalog.add_tensor(name, dtype, shape, iter(chunks))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, SourceError
 from shardkit.formats.dcp_shards import open_shards, shard_names
@@ -232,6 +232,6 @@ def _bytes_of(catalog: Catalog, fqn: str) -> bytes:
     row, table = catalog.tensors[fqn].first_chunk, catalog.chunks
     source = catalog.files[table.file[row]]
     if source.decode is not None:
-        return bytes(source.decode())
+        return bytes(source.decode(ignore_read))
     with open_regular(source.path, source.name) as (fd, _):
         return read_exactly(fd, table.start[row], table.nbytes[row], source.name)

@@ -192,8 +192,9 @@ class StateWriter:
                 name=f"{self._source.name}:{path_name(path)}",
                 path=self._source.path,
                 size=len(data),
-                decode=lambda: memoryview(data),
+                decode=lambda _: memoryview(data),
                 stamp=self._source.stamp,
+                is_proved=True,
             )
             self._catalog.files.append(made)
             file = self._files[data] = len(self._catalog.files) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.regions import relative_to, runs
 from shardkit.formats.sharded.checkpoint import Checkpoint
 
@@ -31,7 +31,7 @@ def read_tensor(catalog: Catalog, name: str) -> bytes:
         assert nbytes == region.num_elements * itemsize
         if source.decode:
             assert nbytes == source.size
-            data = bytes(source.decode())[start : start + nbytes]
+            data = bytes(source.decode(ignore_read))[start : start + nbytes]
         else:
             with open(source.path, "rb") as file:
                 file.seek(start)

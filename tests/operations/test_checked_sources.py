@@ -1,0 +1,256 @@
+"""A source is compared with the CRC-32s in it as its bytes move; damage is refused before an output appears."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.serialization import get_crc32_options, set_crc32_options
+
+import shardkit
+from shardkit.errors import IntegrityError
+from shardkit.operations.consolidate_result import ConsolidateResult
+from tests.corruption.outputs import columns
+from tests.formats.sharded.test_deepspeed import deepspeed_classes as deepspeed_classes
+from tests.formats.sharded.test_deepspeed import write_joined, write_partitioned
+
+TENSORS = {f"layers.{n}.weight": torch.arange(n, n + 6000.0).reshape(60, 100) for n in range(3)}
+NAME = "layers.1.weight"
+
+
+def save_dcp(directory: Path, state: dict[str, torch.Tensor] = TENSORS) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it saves in a single process, as asked
+        dcp.save(state, checkpoint_id=directory, no_dist=True)
+    return directory
+
+
+def flip(path: Path, around: torch.Tensor, at: int = 777) -> None:
+    """Change one bit of a tensor in a file that holds it."""
+    content = bytearray(path.read_bytes())
+    start = content.index(around.contiguous().view(torch.uint8).numpy().tobytes())
+    content[start + at] ^= 4
+    path.write_bytes(content)
+
+
+def unchecked(result: ConsolidateResult) -> dict[str, tuple[int, int]]:
+    return {part.reason: (part.num_entries, part.entry_bytes) for part in result.unchecked}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "bf16"},
+        {"jobs": 1, "max_memory": "2MiB"},
+        {"digest": "none"},
+        {"max_shard_size": "20KB"},
+    ],
+)
+def test_consolidate(tmp_path: Path, options: dict[str, object]) -> None:
+    saved, out = save_dcp(tmp_path / "c"), tmp_path / "out"
+    result = shardkit.consolidate(saved, out, **options)
+    assert (result.checked_bytes, result.unchecked) == (3 * 24_000, ())
+    flip(saved / "__0_0.distcp", TENSORS[NAME])
+    with pytest.raises(IntegrityError) as caught:
+        shardkit.consolidate(saved, tmp_path / "other", **options)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{NAME}: __0_0.distcp: bytes ")
+    assert "--check-source off" in str(caught.value.hint)
+    assert sorted(os.listdir(tmp_path)) == ["c", "out"]
+    result = shardkit.consolidate(saved, out, overwrite=True, check_source=False, **options)
+    assert (result.checked_bytes, result.unchecked) == (0, ())
+    assert any("--check-source off" in warning for warning in result.warnings)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"jobs": 1}])
+def test_reshard(tmp_path: Path, options: dict[str, object]) -> None:
+    saved = save_dcp(tmp_path / "c")
+    first = shardkit.reshard(saved, tmp_path / "first", world_size=4, **options)
+    assert (first.checked_bytes, first.unchecked) == (3 * 24_000, ())
+    back = shardkit.reshard(tmp_path / "first", tmp_path / "back", world_size=3)
+    assert (back.checked_bytes, back.unchecked) == (
+        first.checked_bytes // (2 if "dtype" in options else 1),
+        (),
+    )
+    flip(saved / "__0_0.distcp", TENSORS[NAME])
+    with pytest.raises(IntegrityError, match="1 stretch does not have the CRC-32"):
+        shardkit.reshard(saved, tmp_path / "out", world_size=4, **options)
+    assert shardkit.reshard(saved, tmp_path / "out", world_size=4, check_source=False, **options).warnings
+    assert sorted(os.listdir(tmp_path)) == ["back", "c", "first", "out"]
+
+
+def test_columns_are_put_together_and_cut_again(tmp_path: Path) -> None:
+    """Gathered and scattered: the ways of tensors that are cut along a later dim."""
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    save_file(TENSORS, hub / "model.safetensors", metadata={"format": "pt"})
+    with columns():
+        shardkit.preshard(hub, tmp_path / "cut", world_size=3, wrap="none")
+    result = shardkit.consolidate(tmp_path / "cut", tmp_path / "out")
+    assert (result.checked_bytes, result.unchecked) == (3 * 24_000, ())
+    flip(tmp_path / "cut" / "__1_0.distcp", TENSORS[NAME][:, 34:68], 5000)
+    with pytest.raises(IntegrityError) as caught:
+        shardkit.consolidate(tmp_path / "cut", tmp_path / "other")
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{NAME}: __1_0.distcp: ")
+    torch.save(TENSORS, tmp_path / "pytorch_model.bin")
+    with columns():
+        assert (
+            shardkit.preshard(tmp_path / "pytorch_model.bin", tmp_path / "p", world_size=3).checked_bytes
+            == 72_000
+        )
+    flip(tmp_path / "pytorch_model.bin", TENSORS[NAME])
+    with columns(), pytest.raises(IntegrityError, match=NAME):
+        shardkit.preshard(tmp_path / "pytorch_model.bin", tmp_path / "q", world_size=3)
+
+
+def test_a_legacy_model(tmp_path: Path) -> None:
+    state = {**TENSORS, "turned": torch.arange(9.0, 6009.0).reshape(60, 100).T}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    for digest in ("crc32", "none"):
+        result = shardkit.preshard(tmp_path, tmp_path.parent / f"p-{digest}", world_size=2, digest=digest)
+        assert (result.checked_bytes, result.unchecked) == (4 * 24_000, ())
+    for name in (NAME, "turned"):
+        torch.save(state, tmp_path / "pytorch_model.bin")
+        flip(tmp_path / "pytorch_model.bin", state[name] if name == NAME else state[name].T)
+        with pytest.raises(IntegrityError) as caught:
+            shardkit.preshard(tmp_path, tmp_path.parent / "out", world_size=2)
+        assert caught.value.problems[0].startswith(f"{name}: pytorch_model.bin: ")
+
+
+def test_without_recorded_checksums(tmp_path: Path) -> None:
+    assert get_crc32_options()
+    set_crc32_options(False)
+    try:
+        save_dcp(tmp_path / "c")
+    finally:
+        set_crc32_options(True)
+    result = shardkit.consolidate(tmp_path / "c", tmp_path / "out")
+    assert result.checked_bytes == 0
+    assert unchecked(result) == {"no CRC-32 is recorded": (3, 72_000)}
+    result = shardkit.consolidate(tmp_path / "out", tmp_path / "again")  # safetensors
+    assert unchecked(result) == {"no CRC-32 is recorded": (3, 72_000)}
+
+
+def test_views_of_one_storage(tmp_path: Path) -> None:
+    """An entry is a storage: what only one view reaches is checked with the other's."""
+    whole = torch.arange(100_000.0)
+    parts = whole[:50_000], whole[50_000:99_000], whole[10_000:30_000].view(400, 50).T
+    model = dict(zip(("a.weight", "b.weight", "c.weight"), parts, strict=True))
+    torch.save(model, tmp_path / "model.pt")
+    result = shardkit.consolidate(tmp_path / "model.pt", tmp_path / "out", max_shard_size="200KB")
+    assert (result.checked_bytes, result.unchecked) == (400_000, ())
+    assert torch.equal(load_file(tmp_path / "out" / result.file_names[1])["b.weight"], model["b.weight"])
+    result = shardkit.consolidate(tmp_path / "model.pt", tmp_path / "part", include=["b.*"])
+    assert unchecked(result) == {"only a part was needed": (1, 196_000)}
+    for at, named in ((100, "a.weight, b.weight"), (399_000, "b.weight")):
+        flip(tmp_path / "model.pt", whole, at)
+        with pytest.raises(IntegrityError) as caught:
+            shardkit.consolidate(tmp_path / "model.pt", tmp_path / "other")
+        (problem,) = caught.value.problems
+        assert all(name in problem for name in named.split(", "))
+        torch.save(model, tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("write", [write_joined, write_partitioned])
+def test_flats_of_deepspeed(
+    tmp_path: Path,
+    write: object,
+    deepspeed_classes: object,
+) -> None:
+    """Many parameters and padding in one storage."""
+    run = write(tmp_path / "run", 3, deepspeed_classes)  # type: ignore[operator]
+    result = shardkit.consolidate(run, tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    stored.pop("head.weight", None)  # the same bytes as the embedding
+    assert not result.unchecked
+    assert result.checked_bytes >= sum(tensor.nbytes for tensor in stored.values())
+
+
+_KILLED = """
+import os, signal, sys
+import shardkit
+from shardkit.transfer.progress import NoProgress
+
+class Kill(NoProgress):
+    done = 0
+    def advance(self, num_bytes):
+        Kill.done += num_bytes
+        if Kill.done > 60_000:
+            import glob
+            (journal,) = glob.glob(sys.argv[2] + "/.out.shardkit-*/journal.jsonl")
+            while open(journal).read().count('"file"') < 2:
+                os.sched_yield()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+shardkit.consolidate(sys.argv[1], sys.argv[2] + "/out", max_shard_size="20KB", jobs=1, progress=Kill())
+"""
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_an_interrupted_run_read_is_still_compared(tmp_path: Path, damaged: bool) -> None:
+    """The damage lies in a file that the killed run had finished, and the next one does not touch."""
+    whole = torch.arange(20_000.0)
+    model = {
+        f"t{n}.weight": whole[n * 5000 : (n + 1) * 5000] for n in range(4)
+    }  # of one storage: partial CRCs
+    torch.save(model, tmp_path / "model.pt")
+    if damaged:
+        flip(tmp_path / "model.pt", whole)
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(tmp_path / "model.pt"), str(tmp_path)], check=False, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL
+    if damaged:
+        with pytest.raises(IntegrityError, match=r"t0.weight, t1.weight, t2.weight and 1 more: model.pt"):
+            shardkit.consolidate(tmp_path / "model.pt", tmp_path / "out", max_shard_size="20KB")
+    else:
+        result = shardkit.consolidate(tmp_path / "model.pt", tmp_path / "out", max_shard_size="20KB")
+        assert result.resumed_files >= 2
+        assert (result.checked_bytes, result.unchecked) == (80_000, ())
+
+
+def test_a_run_that_did_not_compare_is_not_gone_on_with(tmp_path: Path) -> None:
+    script = _KILLED.replace("jobs=1,", "jobs=1, check_source=False,")
+    saved = save_dcp(tmp_path / "c", {f"t{n}.weight": torch.arange(5000.0) + n for n in range(4)})
+    subprocess.run([sys.executable, "-c", script, str(saved), str(tmp_path)], check=False, timeout=120)
+    assert any(name.startswith(".out.shardkit-") for name in os.listdir(tmp_path))
+    result = shardkit.consolidate(saved, tmp_path / "out", max_shard_size="20KB")
+    assert (result.resumed_files, result.checked_bytes, result.unchecked) == (0, 80_000, ())
+
+
+def test_the_command(tmp_path: Path) -> None:
+    saved = save_dcp(tmp_path / "c")
+    flip(saved / "__0_0.distcp", TENSORS[NAME])
+
+    def shardkit_cli(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "shardkit",
+            "consolidate",
+            str(saved),
+            str(tmp_path / "out"),
+            *options,
+        ]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+    refused = shardkit_cli()
+    assert refused.returncode == 3
+    assert f"{NAME}: __0_0.distcp: bytes " in refused.stderr
+    assert "--check-source off" in refused.stderr
+    answer = json.loads(shardkit_cli("--check-source", "off", "--json").stdout)
+    assert (answer["checked_bytes"], answer["unchecked"]) == (0, [])
+    save_dcp(saved)
+    passed = shardkit_cli("--overwrite")
+    assert "70.3 KiB against the CRC-32s in the source, as they moved" in passed.stdout, passed.stdout

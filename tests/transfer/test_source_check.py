@@ -1,0 +1,244 @@
+"""Runs of bytes, whoever read them and in whatever order, tell whether an entry is what was recorded."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.core.catalog import Catalog, Checksums, SourceFile
+from shardkit.core.dtypes import BY_NAME
+from shardkit.core.regions import Region
+from shardkit.errors import IntegrityError
+from shardkit.transfer import source_check
+from shardkit.transfer.source_check import IN_PART, NOT_READ, NOT_RECORDED, SHORT_RUNS, SourceCheck
+from shardkit.transfer.sources import SourceFiles
+
+UINT8 = BY_NAME["uint8"]
+HINT = "-"
+
+
+@pytest.fixture(autouse=True)
+def no_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of the size of a checkpoint's are 5 % of what is read, and not of a few hundred bytes."""
+    monkeypatch.setattr(source_check, "_FREE_NBYTES", 0)
+
+
+def source(
+    directory: Path, sizes: list[int], *, unrecorded: int = -1, damaged: tuple[int, ...] = ()
+) -> tuple[Catalog, bytes]:
+    """One file: entries of some sizes with 10 bytes between them, each a tensor; damage after the CRC-32 was taken."""
+    content, stretches = bytearray(), []
+    catalog = Catalog(format="", directory=str(directory))
+    for number, size in enumerate(sizes):
+        content += bytes(10)
+        start = len(content)
+        content += random.Random(number).randbytes(size)
+        recorded = None if number == unrecorded else crc32(content[start:])
+        stretches.append((start, size, recorded))
+        catalog.add_tensor(f"t{number}", UINT8, (size,), iter([(0, start, size, Region((0,), (size,)))]))
+    for at in damaged:
+        content[at] ^= 1
+    path = directory / "source.bin"
+    path.write_bytes(content)
+    file = SourceFile(
+        name="source.bin", path=str(path), size=len(content), checksums=Checksums.of(stretches[::-1])
+    )
+    catalog.files.append(file)
+    return catalog, bytes(content)
+
+
+def places(catalog: Catalog) -> list[tuple[int, int]]:
+    table = catalog.chunks
+    return [(table.start[row], table.start[row] + table.nbytes[row]) for row in range(len(table))]
+
+
+def read(check: SourceCheck, content: bytes, runs: list[tuple[int, int]]) -> None:
+    told = check.runs()
+    for start, stop in runs:
+        told.add(0, start, content[start:stop], "t")
+    told.take()
+
+
+def finish(check: SourceCheck, catalog: Catalog) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Read what is missing, compare, and return the bytes that were compared and those that were not, by reason."""
+    with SourceFiles(catalog.files, check=check) as files:
+        check.read_rest(files)
+    check.raise_differences(hint=HINT)
+    found = check.summary(catalog.tensors)
+    return found.checked_bytes, {
+        part.reason: (part.num_entries, part.entry_bytes) for part in found.unchecked
+    }
+
+
+def cut(start: int, stop: int, pick: random.Random) -> list[tuple[int, int]]:
+    marks = sorted({start, stop, *(pick.randint(start, stop) for _ in range(pick.randint(0, 6)))})
+    return list(pairwise(marks))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=5),
+    seed=st.integers(0, 1 << 30),
+    threads=st.integers(1, 4),
+    flip=st.booleans(),
+)
+def test_any_runs_in_any_order_by_any_threads(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int, threads: int, flip: bool
+) -> None:
+    pick = random.Random(seed)
+    directory = tmp_path_factory.mktemp("source")
+    catalog, _ = source(directory, sizes)
+    entry = pick.randrange(len(sizes))
+    damaged = pick.randrange(*places(catalog)[entry])
+    catalog, content = source(directory, sizes, damaged=(damaged,) if flip else ())
+    runs = [run for start, stop in places(catalog) for run in cut(start, stop, pick)]
+    replicas = pick.sample(runs, pick.randint(0, len(runs)))
+    runs += replicas
+    pick.shuffle(runs)
+    check = SourceCheck(catalog)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda number: read(check, content, runs[number::threads]), range(threads)))
+    unchecked: dict[str, tuple[int, int]] = {}
+    try:
+        checked, unchecked = finish(check, catalog)
+    except IntegrityError as error:
+        assert flip
+        (problem,) = error.problems
+    else:
+        # Of runs that overlap others in part nothing can be said without reading more; that is counted.
+        assert checked + sum(nbytes for _, nbytes in unchecked.values()) == sum(sizes)
+        assert replicas or not (flip or unchecked)
+        assert not flip or unchecked
+        return
+    start, stop = places(catalog)[entry]
+    assert problem.startswith(f"t{entry}: source.bin: bytes {start} to {stop} have CRC-32 ")
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [(960, (1000, {})), (900, (0, {IN_PART: (1, 900)}))])
+def test_a_small_rest_is_read_and_a_large_one_is_not(
+    tmp_path: Path, wanted: int, expected: tuple[int, dict[str, tuple[int, int]]]
+) -> None:
+    catalog, content = source(tmp_path, [1000])
+    ((start, stop),) = places(catalog)
+    check = SourceCheck(catalog)
+    read(check, content, [(start, start + 500), (stop - wanted + 500, stop)])
+    assert finish(check, catalog) == expected
+
+
+def test_damage_in_what_nobody_wanted_is_damage_of_the_entry(tmp_path: Path) -> None:
+    catalog, content = source(tmp_path, [1000], damaged=(1005,))
+    ((start, stop),) = places(catalog)
+    check = SourceCheck(catalog)
+    read(check, content, [(start, stop - 30)])
+    with pytest.raises(IntegrityError, match="the source is damaged: 1 stretch does not have"):
+        finish(check, catalog)
+
+
+def test_small_rests_come_before_large_ones(tmp_path: Path) -> None:
+    """5 % of all that is read: one entry's whole rest may be that, and another's not."""
+    catalog, content = source(tmp_path, [1000, 100, 60])
+    (a, _), (b, _), (c, c_stop) = places(catalog)
+    check = SourceCheck(catalog)
+    read(check, content, [(a, a + 1000), (b, b + 10), (c, c_stop - 20)])
+    assert finish(check, catalog) == (1060, {IN_PART: (1, 10)})
+
+
+def test_views_that_overlap(tmp_path: Path) -> None:
+    catalog, content = source(tmp_path, [1000])
+    ((start, stop),) = places(catalog)
+    check = SourceCheck(catalog)
+    read(check, content, [(start, start + 990)])
+    read(check, content, [(start + 10, stop)])
+    assert finish(check, catalog) == (1000, {})
+
+
+def test_what_has_no_crc_is_counted(tmp_path: Path) -> None:
+    catalog, content = source(tmp_path, [100, 200, 300], unrecorded=1)
+    check = SourceCheck(catalog)
+    read(check, content, places(catalog)[:2])
+    assert finish(check, catalog) == (100, {NOT_RECORDED: (1, 200)})
+
+
+def test_a_part_of_what_has_no_crc_is_not_completed(tmp_path: Path) -> None:
+    catalog, content = source(tmp_path, [1000], unrecorded=0)
+    ((start, stop),) = places(catalog)
+    check = SourceCheck(catalog)
+    read(check, content, [(start, stop - 1)])
+    assert finish(check, catalog) == (0, {NOT_RECORDED: (1, 999)})
+
+
+def test_files_without_checksums_are_counted_by_tensors(tmp_path: Path) -> None:
+    catalog, content = source(tmp_path, [100, 200])
+    catalog.files = [SourceFile(name="a", path=catalog.files[0].path, size=len(content))]
+    check = SourceCheck(catalog)
+    read(check, content, places(catalog))
+    assert finish(check, catalog) == (0, {NOT_RECORDED: (2, 300)})
+
+
+def test_what_was_never_read_is_told(tmp_path: Path) -> None:
+    catalog, content = source(tmp_path, [100, 200])
+    check = SourceCheck(catalog)
+    read(check, content, places(catalog)[:1])
+    (part,) = check.summary(catalog.tensors, looks_for_unread=True).unchecked
+    assert (part.reason, part.num_entries, part.entry_bytes) == (NOT_READ, 1, 200)
+
+
+def test_very_many_short_runs_are_given_up(tmp_path: Path) -> None:
+    catalog, content = source(tmp_path, [40_000, 7])
+    (start, stop), last = places(catalog)
+    check = SourceCheck(catalog)
+    read(check, content, [*((at, at + 3) for at in range(start, stop, 5)), last])
+    assert finish(check, catalog) == (7, {SHORT_RUNS: (1, 0)})
+
+
+def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_check, "_MAX_KEPT", 4)
+    catalog, content = source(tmp_path, [1000])
+    ((start, stop),) = places(catalog)
+    check = SourceCheck(catalog)
+    read(check, content, [(at, at + 50) for at in range(start, stop, 100)])
+    assert finish(check, catalog) == (0, {SHORT_RUNS: (1, 200)})
+
+
+@pytest.mark.parametrize("damaged", [(), (30,)])
+def test_an_interrupted_run_tells_the_next_one(tmp_path: Path, damaged: tuple[int, ...]) -> None:
+    catalog, content = source(tmp_path, [100, 200, 300], damaged=damaged, unrecorded=2)
+    first, second, third = places(catalog)
+    before = SourceCheck(catalog)
+    told = before.runs()
+    for start, stop in (first, (second[0], second[0] + 80), third):
+        told.add(0, start, content[start:stop], "t")
+    journal = json.loads(json.dumps(before.dump(told.take())))
+    after = SourceCheck(catalog)
+    assert after.load(journal)
+    read(after, content, [(second[0] + 80, second[1])])
+    if damaged:
+        with pytest.raises(IntegrityError) as caught:
+            finish(after, catalog)
+        assert caught.value.problems[0].startswith("t0: ")
+    else:
+        assert finish(after, catalog) == (300, {NOT_RECORDED: (1, 300)})
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        {},
+        {"whole": [0]},
+        {"whole": [3], "parts": []},
+        {"whole": [], "parts": [1]},
+        {"whole": "0", "parts": []},
+    ],
+)
+def test_what_a_run_without_checks_left_is_not_taken(tmp_path: Path, told: object) -> None:
+    catalog, _ = source(tmp_path, [100])
+    assert not SourceCheck(catalog).load(told)
