@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,3 +68,23 @@ CASTS: dict[str, DType] = {
     "fp32": BY_NAME["float32"],
 }
 """What `--dtype` may ask for, besides `keep`."""
+
+
+def wide_among_half(dtypes: Mapping[str, DType]) -> frozenset[str] | None:
+    """Return the names of what is wider in a model that is mostly half precision; None where it is not."""
+    counted = Counter(dtype for dtype in dtypes.values() if dtype.is_convertible)
+    if not counted or counted.most_common(1)[0][0].itemsize > 2:
+        return None
+    return frozenset(name for name, dtype in dtypes.items() if dtype.is_convertible and dtype.itemsize > 2)
+
+
+def narrower(dtypes: Mapping[str, DType], others: Mapping[str, DType]) -> list[str]:
+    """Return the names of floating tensors that are narrower than their namesakes among others."""
+    return [
+        name
+        for name, dtype in dtypes.items()
+        if (other := others.get(name)) is not None
+        and dtype.is_convertible
+        and other.is_convertible
+        and dtype.itemsize < other.itemsize
+    ]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import LayoutError
@@ -40,13 +41,16 @@ class Model(Protocol):
         """Where config.json lies."""
 
 
-def make_layout(model: Model, mesh: Mesh, wrap: str, *, trust_remote_code: bool = False) -> Layout:
+def make_layout(
+    model: Model, mesh: Mesh, wrap: str, *, dtype: DType | None = None, trust_remote_code: bool = False
+) -> Layout:
     """Return the layout of a model's tensors: traced where the model can be built, else declared.
 
     Args:
         model: the source.
         mesh: the device mesh that training will use.
         wrap: see `wrap_policy`.
+        dtype: what floating tensors are to become; None keeps the stored ones.
         trust_remote_code: may the model's own code run, in the tracing child.
 
     Returns:
@@ -62,7 +66,7 @@ def make_layout(model: Model, mesh: Mesh, wrap: str, *, trust_remote_code: bool 
     reason = _why_not_traced(model.config)
     if reason is None:
         try:
-            found = trace_model(model.directory, mesh, wrap, trust_remote_code=trust_remote_code)
+            found = trace_model(model.directory, mesh, wrap, dtype=dtype, trust_remote_code=trust_remote_code)
         except CannotBuildError as error:
             reason = f"{error.message} ({error.hint})" if error.hint else error.message
         else:

@@ -59,7 +59,8 @@ class Layout:
     omitted: tuple[tuple[str, str], ...] = ()
     """(name, reason) of source tensors that the live model does not load."""
     keep_fp32: frozenset[str] | None = None
-    """Names that the model keeps in fp32 whatever `--dtype` says; None where it is not known."""
+    """Names that the model's class has in fp32 under the half precision that `--dtype` asks for; None where that is not
+    known."""
     policy: str = "auto"
     """The wrap policy as it was asked for."""
     notes: tuple[str, ...] = ()

@@ -5,11 +5,8 @@ Importing it imports torch and transformers.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,17 +14,19 @@ import transformers
 from torch import nn
 
 from shardkit.core.text import escape
+from shardkit.layout.dtypes import safe_creation
 from shardkit.layout.traced import CannotBuildError
 from shardkit.layout.units import collect
 
 _TRUST = "--trust-remote-code lets the model's own code run; read it first"
 
 
-def build_model(directory: str, *, trust_remote_code: bool) -> nn.Module:
+def build_model(directory: str, *, trust_remote_code: bool, dtype: torch.dtype | None = None) -> nn.Module:
     """Build the model that `from_pretrained` would, without weights, on the meta device.
 
     Args:
         directory: holds config.json.
+        dtype: the wanted one; None is the config's.
         trust_remote_code: may code in the directory be imported.
 
     Raises:
@@ -37,7 +36,8 @@ def build_model(directory: str, *, trust_remote_code: bool) -> nn.Module:
     try:
         with torch.device("meta"), safe_creation():
             # The attention's implementation owns no parameters; the fast ones need packages.
-            model = model_class._from_config(config, attn_implementation="eager")
+            options = {} if dtype is None else {"dtype": dtype}
+            model = model_class._from_config(config, attn_implementation="eager", **options)
     except ImportError as error:
         raise CannotBuildError(
             f"{model_class.__name__} needs a package that is not here: {escape(str(error))}"
@@ -107,18 +107,6 @@ def _remote_reference(auto_map: object, name: str) -> str | None:
     return next((value for value in references if value.rpartition(".")[2] == name), None)
 
 
-@contextlib.contextmanager
-def safe_creation() -> Iterator[None]:
-    """Do as `from_pretrained` does: code that reads a `torch.linspace` while it builds gets real numbers."""
-    try:
-        from transformers.initialization import meta_device_safe_creation_ops
-    except ImportError:  # transformers 5.0 has no such thing
-        yield
-        return
-    with meta_device_safe_creation_ops():
-        yield
-
-
 def ignored_patterns(model: nn.Module) -> tuple[str, ...]:
     """Return the patterns of source names that `from_pretrained` leaves out in silence.
 
@@ -132,20 +120,3 @@ def ignored_patterns(model: nn.Module) -> tuple[str, ...]:
     if any(name.endswith("position_ids") for name in buffers):
         patterns.append(r"(^|\.)position_ids$")
     return tuple(patterns)
-
-
-def keep_fp32_names(model: nn.Module, names: list[str]) -> list[str]:
-    """Return the names that the model wants in fp32, under fp16 or under any half precision.
-
-    Source: transformers 5.23, core_model_loading: patterns are regular expressions searched anywhere in
-    the name, `*` stands for anything.
-    """
-    patterns = {
-        pattern.replace("*", ".*")
-        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        for pattern in collect(model, attribute)
-    }
-    if not patterns:
-        return []
-    wanted = re.compile("|".join(f"(?:{pattern})" for pattern in sorted(patterns)))
-    return [name for name in names if wanted.search(name)]

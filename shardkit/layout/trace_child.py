@@ -1,6 +1,7 @@
 """The child process of a trace: build the model, wrap it, read the placements, answer with JSON.
 
-    request (stdin)    {"directory", "axes": [[name, size, role]], "wrap", "trust_remote_code", "answer"}
+    request (stdin)    {"directory", "axes": [[name, size, role]], "wrap", "dtype", "trust_remote_code",
+                       "answer"}
     answer (a file)    {"status": "ok", ...} as `_read_model` lists it, or an error: {"status":
                        "cannot_build" | "policy" | "layout", "message", "problems", "hint", "show_output"}
 
@@ -29,6 +30,7 @@ from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError
 from shardkit.keys.names import clean_name
 from shardkit.layout import meta_model
+from shardkit.layout.dtypes import built_dtypes
 from shardkit.layout.traced import CannotBuildError
 from shardkit.layout.units import class_counts, describe, find_units, import_name, tie_error
 from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy
@@ -70,13 +72,27 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
 def _trace(request: dict[str, Any]) -> dict[str, Any]:
     mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]))
     policy = parse_policy(request["wrap"])
-    model = meta_model.build_model(request["directory"], trust_remote_code=request["trust_remote_code"])
+    wanted: torch.dtype | None = getattr(torch, request["dtype"]) if request.get("dtype") else None
+    model = meta_model.build_model(
+        request["directory"], trust_remote_code=request["trust_remote_code"], dtype=wanted
+    )
+    keep_fp32 = _keep_fp32(model, wanted)
     before = _State.of(model)
     classes = {id(module): type(module).__name__ for module in model.modules()}
     init_fake_world(mesh.size)
     device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names)
     wrap_model(model, device_mesh, policy)
-    return {"model_class": classes[id(model)], **_read_model(model, mesh, before, classes)}
+    found = _read_model(model, mesh, before, classes)
+    return {"model_class": classes[id(model)], "keep_fp32": keep_fp32, **found}
+
+
+def _keep_fp32(model: nn.Module, wanted: torch.dtype | None) -> list[str]:
+    """Names of the state dict that the model's class has in fp32 under a wanted half precision."""
+    if wanted is None or wanted.itemsize > 2:
+        return []
+    found = built_dtypes(model, wanted)
+    state = model.state_dict(keep_vars=True)
+    return [name for name, x in state.items() if x.is_floating_point() and found.of(name) is torch.float32]
 
 
 def wrap_model(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> None:
@@ -178,7 +194,6 @@ def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int,
         "ties": ties,
         "absent_buffers": [name for name in map(clean_name, buffers) if name not in after.tensors],
         "ignored_patterns": meta_model.ignored_patterns(model),
-        "keep_fp32": meta_model.keep_fp32_names(model, list(after.tensors)),
         "notes": [f"left out, not a tensor: {escape(name)}" for name in after.others],
     }
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh, Placement
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError
@@ -71,6 +72,7 @@ def trace_model(
     mesh: Mesh,
     wrap: str,
     *,
+    dtype: DType | None = None,
     trust_remote_code: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Trace:
@@ -80,6 +82,7 @@ def trace_model(
         directory: holds config.json, and the model's own code where it has such.
         mesh: of any size; one process stands for all ranks.
         wrap: see `wrap_policy`.
+        dtype: what floating tensors are to become; None keeps the stored ones.
         trust_remote_code: may the model's own code run.
         timeout_s: seconds for the whole child.
 
@@ -97,6 +100,7 @@ def trace_model(
         "directory": os.path.abspath(directory),
         "axes": [[axis.name, axis.size, axis.role] for axis in mesh.axes],
         "wrap": wrap,
+        "dtype": None if dtype is None else dtype.name,
         "trust_remote_code": trust_remote_code,
     }
     return read_answer(_run_child(request, timeout_s), mesh, wrap)

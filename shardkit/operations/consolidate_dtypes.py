@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from shardkit import manifest
 from shardkit.core.catalog import Catalog
-from shardkit.core.dtypes import BY_NAME, CASTS, DType
+from shardkit.core.dtypes import BY_NAME, CASTS, DType, narrower, wide_among_half
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import UsageError
 from shardkit.operations.consolidate_base import Base
@@ -33,10 +33,21 @@ def check_choice(dtype: str, base: Base | None) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtypes:
+    """What each tensor is stored as."""
+
+    chosen: Mapping[str, DType]
+    """By name in the output."""
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    """What has to be said about it."""
+
+
 def choose_dtypes(
     catalog: Catalog, names: Mapping[str, str], dtype: str, base: Base | None, directory: str
-) -> tuple[dict[str, DType], list[str]]:
-    """Return what each tensor is stored as, by name in the output, and what has to be said about it.
+) -> Dtypes:
+    """Return what each tensor is stored as, and what has to be said about it.
 
     Only floating tensors whose values stand for themselves are converted: no integer, and no fp8 or fp4.
 
@@ -48,6 +59,13 @@ def choose_dtypes(
         directory: the checkpoint's, where a manifest may lie.
     """
     held = {name: catalog.tensors[source].dtype for source, name in names.items()}
+    chosen, notes = _choose(held, names, dtype, base, directory)
+    return Dtypes(chosen=chosen, notes=tuple(notes), warnings=tuple(_narrowed(held, chosen, base)))
+
+
+def _choose(
+    held: dict[str, DType], names: Mapping[str, str], dtype: str, base: Base | None, directory: str
+) -> tuple[dict[str, DType], list[str]]:
     if dtype == KEEP:
         return held, []
     if dtype == BASE:
@@ -56,11 +74,48 @@ def choose_dtypes(
     keep, notes = frozenset[str](), list[str]()
     if target is not _FP32:
         wide = [name for name, found in held.items() if found.is_convertible and found.itemsize > 2]
-        keep, notes = _keep_fp32(wide, names, base, directory)
+        keep, notes = _keep_fp32(wide, names, base, directory, target)
     chosen = {
         name: target if found.is_convertible and name not in keep else found for name, found in held.items()
     }
     return chosen, [*notes, *_quantised(held)]
+
+
+def _narrowed(held: Mapping[str, DType], chosen: Mapping[str, DType], base: Base | None) -> Iterator[str]:
+    """Yield what is narrower than it was, where nobody asked for just that."""
+    if base is not None and base.tensors is not None:
+        theirs = {name: tensor.dtype for name, tensor in base.tensors.items()}
+        # What is narrowed here was asked for with --dtype.
+        lost = [name for name in narrower(chosen, theirs) if chosen[name].itemsize >= held[name].itemsize]
+        if lost:
+            yield (
+                f"{count(len(lost), 'tensor')} narrower than in {escape(base.label)}, as training left "
+                f"{'it' if len(lost) == 1 else 'them'}: {_changes(lost, theirs, chosen)}"
+            )
+    yield from rounded_wide(held, chosen)
+
+
+def rounded_wide(held: Mapping[str, DType], chosen: Mapping[str, DType]) -> Iterator[str]:
+    """Yield a warning where tensors are rounded that a source in half precision holds in a wider dtype on purpose.
+
+    Args:
+        held: dtypes in the source, by name.
+        chosen: dtypes in the output.
+    """
+    lost = sorted((wide_among_half(held) or frozenset()).intersection(narrower(chosen, held)))
+    if lost:
+        yield (
+            f"{count(len(lost), 'tensor')} rounded that the source, mostly in half precision, holds in a wider dtype: "
+            f"{_changes(lost, held, chosen)}"
+        )
+
+
+def _changes(lost: list[str], before: Mapping[str, DType], after: Mapping[str, DType]) -> str:
+    """Return the names by dtypes: "float32 -> bfloat16: a, b"."""
+    kinds: dict[str, list[str]] = {}
+    for name in lost:
+        kinds.setdefault(f"{before[name].name} -> {after[name].name}", []).append(name)
+    return "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items())
 
 
 def _as_base(held: Mapping[str, DType], base: Base | None) -> tuple[dict[str, DType], list[str]]:
@@ -82,7 +137,7 @@ def _as_base(held: Mapping[str, DType], base: Base | None) -> tuple[dict[str, DT
 
 
 def _keep_fp32(
-    wide: list[str], names: Mapping[str, str], base: Base | None, directory: str
+    wide: list[str], names: Mapping[str, str], base: Base | None, directory: str, target: DType
 ) -> tuple[frozenset[str], list[str]]:
     """Return which of the tensors in fp32 stay so when the others become half precision, and what to say.
 
@@ -95,7 +150,7 @@ def _keep_fp32(
     if known is None:
         known, origin = _from_manifest(wide, names, directory), "the manifest of the checkpoint says so"
     if known is None:
-        known, origin = _from_transformers(wide, base), "the model's class asks for it"
+        known, origin = _from_transformers(wide, base, target), "the model's class asks for it"
     if known is None:
         lacking = (
             "its class cannot be built here" if base and base.config else "there is no base and no config"
@@ -111,7 +166,7 @@ def _keep_fp32(
 def _from_base(wide: list[str], base: Base | None) -> frozenset[str] | None:
     if base is None or base.tensors is None:
         return None
-    return _wide_among_narrow({name: tensor.dtype for name, tensor in base.tensors.items()}, wide)
+    return _still_wide({name: tensor.dtype for name, tensor in base.tensors.items()}, wide)
 
 
 def _from_manifest(wide: list[str], names: Mapping[str, str], directory: str) -> frozenset[str] | None:
@@ -124,29 +179,31 @@ def _from_manifest(wide: list[str], names: Mapping[str, str], directory: str) ->
         for fqn, entry in tensors.items()
         if fqn in names and isinstance(entry, dict) and entry.get("dtype") in BY_NAME
     }
-    return _wide_among_narrow(dtypes, wide)
+    return _still_wide(dtypes, wide)
 
 
-def _wide_among_narrow(dtypes: Mapping[str, DType], wide: list[str]) -> frozenset[str] | None:
-    """Return which of `wide` are fp32 in a model that is mostly half precision; None where it is not."""
-    counted = Counter(dtype for dtype in dtypes.values() if dtype.is_convertible)
-    if not counted or counted.most_common(1)[0][0].itemsize > 2:
-        return None
-    return frozenset(name for name in wide if dtypes.get(name) is _FP32)
+def _still_wide(dtypes: Mapping[str, DType], wide: list[str]) -> frozenset[str] | None:
+    found = wide_among_half(dtypes)
+    return None if found is None else found.intersection(wide)
 
 
-def _from_transformers(wide: list[str], base: Base | None) -> frozenset[str] | None:
+def _from_transformers(wide: list[str], base: Base | None, target: DType) -> frozenset[str] | None:
     if base is None or base.config is None:
         return None
     try:
-        from shardkit.layout import meta_model
+        import torch
 
-        model = meta_model.build_model(base.directory, trust_remote_code=False)
+        from shardkit.layout import meta_model
+        from shardkit.layout.dtypes import built_dtypes
+
+        wanted = getattr(torch, target.name)
+        model = meta_model.build_model(base.directory, trust_remote_code=False, dtype=wanted)
     except (
         Exception
     ):  # no transformers, no such class, or whatever a model's constructor raises: then nobody knows
         return None
-    return frozenset(meta_model.keep_fp32_names(model, wide))
+    found = built_dtypes(model, wanted)
+    return frozenset(name for name in wide if found.of_stored(name) is torch.float32)
 
 
 def _quantised(held: Mapping[str, DType]) -> list[str]:

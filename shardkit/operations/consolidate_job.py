@@ -174,9 +174,9 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
     is_adapter, catalog = chosen.kind == "adapter", chosen.catalog
     ties, fit = (_NO_TIES, Fit()) if is_adapter else _fit(chosen, base, options)
     names = {source: name for source, name in chosen.names.items() if name not in ties.dropped}
-    dtypes, said = choose_dtypes(catalog, names, options.dtype, base, checkpoint.path)
+    dtypes = choose_dtypes(catalog, names, options.dtype, base, checkpoint.path)
     tensors = tuple(
-        OutputTensor(name, source, dtypes[name], catalog.tensors[source].shape)
+        OutputTensor(name, source, dtypes.chosen[name], catalog.tensors[source].shape)
         for source, name in names.items()
     )
     output = (
@@ -203,13 +203,14 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
             *chosen.notes,
             *(base.notes if base else ()),
             *fit.notes,
-            *said,
+            *dtypes.notes,
             *changed,
         ),
         warnings=(
             *selection.warnings,
             *chosen.warnings,
             *fit.warnings,
+            *dtypes.warnings,
             *_tie_warnings(ties, base),
             *([] if is_adapter else _base_warnings(base)),
         ),

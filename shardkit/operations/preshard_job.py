@@ -16,12 +16,13 @@ from typing import Any
 from shardkit._version import __version__
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
-from shardkit.core.text import count, escape
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import UsageError
 from shardkit.formats.dcp_images import DcpImages, Phase
 from shardkit.formats.hub import HubModel
 from shardkit.layout.choose import make_layout
 from shardkit.layout.layout import Layout
+from shardkit.operations.consolidate_dtypes import rounded_wide
 from shardkit.operations.same_bytes import same_bytes
 from shardkit.transfer.plan import TransferPlan, build_plan
 
@@ -125,10 +126,11 @@ def build_job(
         raise UsageError(f"--dtype {escape(dtype)!r} is not one of keep, {', '.join(CASTS)}")
     if digest not in ("crc32", "none"):
         raise UsageError(f"--digest {escape(digest)!r} is not one of crc32, none")
-    layout = make_layout(model, mesh, wrap, trust_remote_code=trust_remote_code)
+    layout = make_layout(model, mesh, wrap, dtype=CASTS.get(dtype), trust_remote_code=trust_remote_code)
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: _source_name(model, fqn, aliases) for fqn in layout.tensors}
     dtypes, notes = _choose_dtypes(model, layout, sources, dtype)
+    held = {fqn: model.catalog.tensors[source].dtype for fqn, source in sources.items()}
     output = DcpImages(layout, dtypes, sources, _phase(model, dtypes, sources))
     return PreshardJob(
         model=model,
@@ -141,7 +143,7 @@ def build_job(
         output=output,
         plan=build_plan(output, model.catalog),
         notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),
-        warnings=warnings,
+        warnings=(*warnings, *rounded_wide(held, dtypes)),
     )
 
 
@@ -200,20 +202,19 @@ def _choose_dtypes(
     for fqn in layout.tensors:
         held = model.catalog.tensors[sources[fqn]].dtype
         chosen[fqn] = held
-        if target is None or not held.is_floating or held is target:
+        if target is None or not held.is_floating:
             continue
         if not held.is_convertible:
             quantised.append(fqn)
         elif target.name != "float32" and fqn in (layout.keep_fp32 or ()):
+            chosen[fqn] = CASTS["fp32"]
             kept.append(fqn)
         else:
             chosen[fqn] = target
     notes = []
     if kept:
-        held_as = ", ".join(sorted({chosen[fqn].name for fqn in kept}))
         notes.append(
-            f"the model wants no half precision for {len(kept)} of its tensors: they stay {held_as}, as in the "
-            f"source (the first is {escape(kept[0])})"
+            f"float32, as in from_pretrained, because the model wants it so: {count(len(kept), 'tensor')}: {listed(kept)}"
         )
     if quantised:
         notes.append(

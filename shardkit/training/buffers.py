@@ -16,6 +16,7 @@ from torch import nn
 from shardkit._torch import non_persistent_buffers, shares_memory
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError
+from shardkit.layout.dtypes import is_transformers
 from shardkit.training.bits import FILLS, filled, same_bits
 from shardkit.training.context import clean_name
 
@@ -117,11 +118,6 @@ def _run_transformers(model: nn.Module, paths: list[str]) -> None:
         holder = next((h for h in map(modules.get, _around(path)) if is_transformers(h)), None)
         if holder is not None:
             holder._init_weights(modules[path])
-
-
-def is_transformers(module: object) -> bool:
-    """True for a model of transformers; without importing transformers for any other."""
-    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
 def _ends(path: str) -> list[int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardkit.core.dtypes import BY_NAME, CASTS
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, SourceError, UsageError
-from shardkit.training.buffers import InitBuffers, compute_buffers, is_transformers
+from shardkit.layout.dtypes import ClassDtypes, built_dtypes, class_dtypes, safe_creation
+from shardkit.training.buffers import InitBuffers, compute_buffers
 from shardkit.training.context import clean_name
 
 BuildModel = Callable[[], nn.Module] | str | os.PathLike[str] | nn.Module
@@ -46,7 +46,8 @@ def build_model(
         what: a function that returns the model, whatever it does on the way; a directory with a config.json or a repo
             id, whose model transformers builds; or a model on meta, whose buffers are computed anew.
         dtype: of floating parameters, "bf16", "fp16", "fp32" or a torch dtype; None keeps the model's own. What the
-            model's class wants in fp32 is fp32 under half precision. Buffers keep what the model gave them.
+            model's class makes fp32, or lists to be, is fp32 under half precision, as `from_pretrained` has it.
+            Buffers keep what the model gave them.
         init_buffers: computes the buffers of a model on meta; None takes transformers' own initialisation.
         revision: branch, tag or commit of a repo id.
         trust_remote_code: the model's own code, in the directory or repo, may run.
@@ -65,7 +66,7 @@ def build_model(
         if isinstance(what, nn.Module):
             model = what
         elif isinstance(what, (str, os.PathLike)):
-            directory = _find_config(os.fspath(what), revision)
+            directory = find_config(os.fspath(what), revision)
             model = _from_config(directory, wanted, init_buffers, trust_remote_code)
             wanted = wanted or _own_dtype(model)
         elif callable(what):
@@ -80,7 +81,9 @@ def build_model(
     compute_buffers(model, init_buffers)
     _buffers_to_cpu(model)
     if wanted is not None:
-        _set_dtypes(model, wanted)
+        # One that transformers built from its config was built in that dtype already.
+        is_built = isinstance(what, (str, os.PathLike))
+        _set_dtypes(model, built_dtypes(model, wanted) if is_built else class_dtypes(model, wanted))
     return model
 
 
@@ -150,8 +153,16 @@ def _call(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def _find_config(what: str, revision: str | None) -> str:
-    """Return the directory with a model's config and code."""
+def find_config(what: str, revision: str | None) -> str:
+    """Return the directory with a model's config and code.
+
+    Args:
+        what: a directory, a file in it, or a repo id.
+        revision: of a repo id.
+
+    Raises:
+        SourceError, ResourceError: there is none, or it cannot be brought here.
+    """
     from shardkit.formats.hub_repo import fetch_files, looks_like_repo_id
 
     if os.path.isdir(what):
@@ -175,7 +186,7 @@ def _from_config(
     may be larger than the machine.
     """
     try:
-        from shardkit.layout.meta_model import find_class, safe_creation
+        from shardkit.layout.meta_model import find_class
     except ImportError as error:
         raise UsageError(
             "building a model from its config needs transformers",
@@ -280,33 +291,13 @@ def _buffers_to_cpu(model: nn.Module) -> None:
                 setattr(module, name, buffer.cpu())
 
 
-def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give floating parameters a dtype, but for those that the model's class wants in fp32."""
-    wide = _wanted_in_fp32(model, dtype)
+def _set_dtypes(model: nn.Module, found: ClassDtypes) -> None:
+    """Give floating parameters their dtypes, and buffers fp32 that the model's class wants so."""
     for name, param in model.named_parameters():
         if _is_convertible(param.dtype):
-            param.data = param.data.to(torch.float32 if wide(name) else dtype)
+            param.data = param.data.to(found.of(clean_name(name)))
     for module_name, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if wide(f"{module_name}.{name}") and _is_convertible(buffer.dtype):
+            is_kept = found.kept is not None and found.kept.search(clean_name(f"{module_name}.{name}"))
+            if is_kept and _is_convertible(buffer.dtype):
                 setattr(module, name, buffer.to(torch.float32))
-
-
-def _wanted_in_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Return what tells names that a transformers class keeps in fp32 under a dtype.
-
-    Source: transformers 5.23, PreTrainedModel._get_dtype_plan and core_model_loading.build_glob_alternation:
-    `_keep_in_fp32_modules` is about fp16 alone, the strict ones about bf16 too; patterns are searched anywhere.
-    """
-    from shardkit.layout.units import collect
-
-    attributes = {
-        torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
-        torch.bfloat16: ("_keep_in_fp32_modules_strict",),
-    }.get(dtype, ())
-    is_known = any(map(is_transformers, model.modules()))
-    patterns = sorted({p for attribute in attributes if is_known for p in collect(model, attribute)})
-    if not patterns:
-        return lambda _: False
-    wanted = re.compile("|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in patterns))
-    return lambda name: wanted.search(clean_name(name)) is not None

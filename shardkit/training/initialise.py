@@ -20,8 +20,8 @@ from shardkit._torch import times_written
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
 from shardkit.keys.peft import base_name
+from shardkit.layout.dtypes import is_transformers
 from shardkit.training.bits import FILLS, filled, same_bits
-from shardkit.training.buffers import is_transformers
 from shardkit.training.context import ModelInitializationContext, clean_name
 
 _RESETS = ("reset_parameters", "_reset_parameters")

@@ -16,7 +16,7 @@ from shardkit.errors import SourceError
 from shardkit.keys.base import match_prefix
 from shardkit.keys.names import clean, join, split
 from shardkit.keys.peft import base_name
-from shardkit.training.buffers import is_transformers
+from shardkit.layout.dtypes import is_transformers
 from shardkit.training.context import clean_name
 
 

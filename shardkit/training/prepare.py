@@ -18,17 +18,17 @@ from torch import nn
 from shardkit._torch import non_persistent_buffers, times_written
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
-from shardkit.formats.hub import read_index
+from shardkit.formats.hub import read_config, read_index
 from shardkit.formats.inside import may_follow_links
 from shardkit.training.agree import agree, gather_json
 from shardkit.training.buffers import InitBuffers
-from shardkit.training.build import BuildModel, build_model
+from shardkit.training.build import BuildModel, build_model, find_config
 from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights, clean_name
 from shardkit.training.fit import Fit, Missing, check_fit, check_ties
 from shardkit.training.from_rank import RankSource, check_sources
 from shardkit.training.initialise import not_repeated
 from shardkit.training.vocabulary import MULTIPLE, align_vocab
-from shardkit.training.weights import open_weights
+from shardkit.training.weights import first_dtype, open_weights
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".metadata", ".json")
 _T = TypeVar("_T")
@@ -94,7 +94,8 @@ def prepare(
         build_model: a function that returns the model, a directory with config.json or a repo id, or a model on meta.
         source: a Hub directory or repo id, a pre-sharded directory, or any sharded checkpoint; `from_rank(...)` for
             a state dict in the memory of one rank; None initialises every tensor, whole, the same in any world.
-        dtype: of floating parameters; None keeps the model's own. Values are converted as they are read.
+        dtype: of floating parameters; None keeps the model's own: what its config says, else what is stored. What its
+            class makes fp32 stays so, as in `from_pretrained`. Values are converted as they are read.
         tokenizer: embeddings become as long as it needs; or the number of its tokens.
         align_vocab: False leaves embeddings alone; a number rounds their rows up to a multiple of it, True and None
             to one of 8.
@@ -118,6 +119,8 @@ def prepare(
         UsageError: options that contradict each other.
         All on all ranks, and naming those that failed.
     """
+    if dtype is None and isinstance(build_model, (str, os.PathLike)):
+        dtype = _stored_dtype(build_model, source, revision, variant)
     plain = _together(
         lambda: _build(
             build_model,
@@ -169,6 +172,32 @@ def _given(
             raise UsageError("revision and variant are of files: a state dict has none")
         return source
     return None if source is None else os.fspath(source)
+
+
+def _stored_dtype(
+    model: str | os.PathLike[str],
+    source: str | os.PathLike[str] | RankSource | None,
+    revision: str | None,
+    variant: str | None,
+) -> str | None:
+    """Return the dtype of stored weights, for a model whose config says none: its own, or else the source's."""
+
+    def look() -> str | None:
+        try:
+            directory = find_config(os.fspath(model), revision if model == source else None)
+            config = read_config(directory) or {}
+        except ShardkitError:  # building the model says so
+            return None
+        if any(config.get(key) is not None for key in ("dtype", "torch_dtype")):
+            return None
+        own = first_dtype(directory, variant=variant) if os.path.exists(model) else None
+        if own is not None or not isinstance(source, (str, os.PathLike, RankSource)):
+            return own
+        is_here = not isinstance(source, RankSource) or source.is_here
+        return first_dtype(source, revision=revision, variant=variant) if is_here else None
+
+    found = gather_json(_together(look, "reading the config"), phase="reading the config")
+    return next((each for each in found if each is not None), None)  # a rank may not see the source
 
 
 def _together(work: Callable[[], _T], phase: str) -> _T:

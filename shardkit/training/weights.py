@@ -14,7 +14,7 @@ from torch import nn
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import ResourceError
+from shardkit.errors import ResourceError, ShardkitError
 from shardkit.formats.hub import read_config
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.detect import layout_of, open_checkpoint
@@ -57,6 +57,7 @@ class _Opened:
     """Names may also be the model's own: those that differ from these are the Hub's."""
     quantised: str | None = None
     presharded: str | None = None
+    is_hub: bool = False
     notes: tuple[str, ...] = ()
     open_chunks: Callable[[Mapping[str, Sequence[Region]]], Catalog] | None = None
 
@@ -125,6 +126,38 @@ def open_weights(
     )
 
 
+def first_dtype(
+    source: str | os.PathLike[str] | RankSource, *, revision: str | None = None, variant: str | None = None
+) -> str | None:
+    """Return the dtype that `from_pretrained` takes where a config says none: of the first floating tensor by name, in
+    the first file; None where there is none, or nothing that can be opened here.
+
+    Args:
+        source: as for `open_weights`.
+        revision: as there.
+        variant: as there.
+
+    Source: transformers 5.23, modeling_utils, _get_dtype and get_state_dict_dtype.
+    """
+    try:
+        if isinstance(source, RankSource):
+            opened = _open_rank(source, [])
+        else:
+            opened = _open(os.fspath(source), [], revision, variant)
+    except ShardkitError:  # whoever opens it in earnest says so
+        return None
+    tensors, chunks = opened.catalog.tensors, opened.catalog.chunks
+
+    def place(name: str) -> tuple[str, str]:
+        entry = tensors[name]
+        file = opened.catalog.files[chunks.file[entry.first_chunk]].name if entry.num_chunks else ""
+        return file if opened.is_hub else "", name
+
+    floating = (name for name in opened.names if tensors[name].dtype.is_convertible)
+    first = min(floating, key=place, default=None)
+    return None if first is None else tensors[first].dtype.name
+
+
 def _key_rules(opened: _Opened, names: Mapping[str, str]) -> KeyRules | None:
     hub = opened.hub_names
     if hub is None:
@@ -183,6 +216,7 @@ def _open_hub(source: str, revision: str | None, variant: str | None) -> _Opened
         # Not the repo and its commit: a copy in a directory is the same weights.
         identity=lambda _: model.identity["files"],
         quantised=_quantisation(model.config),
+        is_hub=True,
         notes=model.catalog.notes,
     )
 

@@ -14,7 +14,7 @@ import transformers
 import shardkit
 from shardkit import manifest
 from shardkit.core.catalog import Catalog, TensorEntry
-from shardkit.core.dtypes import BY_NAME
+from shardkit.core.dtypes import BY_NAME, CASTS
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.errors import LayoutError, PolicyError, ResourceError
 from shardkit.formats import chunk_list
@@ -130,13 +130,16 @@ def test_tied_names_are_one_tensor(model_dir: ModelDir) -> None:
 
 
 def test_a_tie_of_four_names_and_modules_kept_in_fp32(model_dir: ModelDir) -> None:
-    layout = trace(model_dir("t5"), MESH, "auto")
+    directory = model_dir("t5")
+    layout = trace(directory, MESH, "auto", dtype=CASTS["fp16"])
     assert layout.ties == (
         ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
     )
     assert layout.keep_fp32
     assert "decoder.block.0.layer.2.DenseReluDense.wo.weight" in layout.keep_fp32
     assert "decoder.block.0.layer.2.DenseReluDense.wi.weight" not in layout.keep_fp32
+    for dtype in (None, CASTS["bf16"]):  # transformers: only about fp16
+        assert trace(directory, MESH, "none", dtype=dtype).keep_fp32 == frozenset()
     source = source_of(layout, without=("shared.weight",), more={"decoder.embed_tokens.weight": (101, 12)})
     found = Trace(layout=layout, model_class="X", absent_buffers=frozenset(), ignored_patterns=())
     assert fit(found, source).ties[0][:2] == ("decoder.embed_tokens.weight", "shared.weight")

@@ -226,6 +226,30 @@ class TestDtypes:
         assert [str(t.dtype) for t in load(result.output).values()].count("torch.float32") == 1
         assert load(result.output)[next(iter(state))].dtype is torch.float32
 
+    def test_what_is_narrower_than_in_the_base_is_named(self, trained: Path, tmp_path: Path) -> None:
+        """A job that rounded a router, or the norms, told nobody."""
+        mixed = {name: value if "norm" in name else value.bfloat16() for name, value in weights().items()}
+        base = str(hub(tmp_path / "base", mixed))
+        rounded = save(weights(torch.bfloat16), tmp_path / "rounded")
+        for dtype in ("keep", "bf16"):
+            result = shardkit.consolidate(rounded, tmp_path / dtype, base=base, dtype=dtype)
+            (warning,) = (text for text in result.warnings if "narrower" in text)
+            assert warning.startswith("5 tensors narrower than in ")
+            assert "float32 -> bfloat16: model.layers.0.input_layernorm.weight, " in warning
+        for source, dtype in ((rounded, "base"), (trained, "keep"), (trained, "bf16")):
+            result = shardkit.consolidate(source, base=base, dtype=dtype, overwrite=True)
+            assert not any("narrower" in text for text in result.warnings)
+
+    def test_what_is_asked_for_is_no_loss(self, trained: Path, tmp_path: Path) -> None:
+        result = shardkit.consolidate(trained, base=str(hub(tmp_path / "base", weights())), dtype="bf16")
+        assert not any("narrower" in text or "rounded" in text for text in result.warnings)
+        mixed = {name: value if "norm" in name else value.bfloat16() for name, value in weights().items()}
+        result = shardkit.consolidate(save(mixed, tmp_path / "mixed"), dtype="bf16")
+        (warning,) = (text for text in result.warnings if "rounded" in text)
+        assert warning.startswith(
+            "5 tensors rounded that the source, mostly in half precision, holds in a wider"
+        )
+
     def test_it_says_where_nobody_knows(self, trained: Path) -> None:
         result = shardkit.consolidate(trained, dtype="bf16")
         assert any("is not known, there is no base and no config" in note for note in result.notes)

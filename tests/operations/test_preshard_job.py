@@ -25,7 +25,7 @@ def chosen(held: str, dtype: str) -> tuple[str, list[str]]:
     [
         ("float32", "bf16", "float32"),
         ("float32", "fp16", "float32"),
-        ("bfloat16", "fp16", "bfloat16"),
+        ("bfloat16", "fp16", "float32"),  # as from_pretrained has it
         ("bfloat16", "fp32", "float32"),
         ("float64", "fp32", "float32"),
         ("float32", "keep", "float32"),

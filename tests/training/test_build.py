@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,45 @@ def test_modules_that_a_class_keeps_in_fp32_stay_so(tmp_path: Path) -> None:
     strict = build_model(lambda: Strict(models.llama()), dtype="bf16")
     wide = {name for name, p in strict.named_parameters() if p.dtype == torch.float32}
     assert wide == {name for name, _ in strict.named_parameters() if "norm" in name}
+
+
+def test_what_a_class_makes_fp32_stays_so(tmp_path: Path) -> None:
+    """A router, biases: of each tensor the dtype that `from_pretrained` gives it, however the model is built."""
+    import transformers
+
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    router = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 2, "moe_topk": 1, "vocab_size": 50}
+    configs = {
+        "HunYuanMoEV1ForCausalLM": transformers.HunYuanMoEV1Config(**small, **router),
+        "DebertaForMaskedLM": transformers.DebertaConfig(**small, vocab_size=50),
+    }
+    for name, config in configs.items():
+        kind = getattr(transformers, name)
+        config.architectures = [name]
+        kind(config).save_pretrained(tmp_path / name)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            right = {
+                n: p.dtype for n, p in kind.from_pretrained(tmp_path / name, dtype=dtype).named_parameters()
+            }
+            assert {torch.float32, dtype} == set(right.values())
+            for what in (str(tmp_path / name), partial(kind, config), meta(partial(kind, config))):
+                found = build_model(what, dtype=dtype)
+                assert {n: p.dtype for n, p in found.named_parameters()} == right
+
+
+def test_a_class_that_takes_more_than_a_config_is_asked_for_its_list_alone() -> None:
+    from transformers import LlamaForCausalLM
+
+    class Own(LlamaForCausalLM):
+        _keep_in_fp32_modules_strict = ("norm",)
+
+        def __init__(self, config: Any, more: int) -> None:
+            super().__init__(config)
+
+    found = build_model(lambda: Own(models.llama(), 1), dtype="bf16")
+    assert {n for n, p in found.named_parameters() if p.dtype == torch.float32} == {
+        n for n, _ in found.named_parameters() if "norm" in n
+    }
 
 
 def test_an_own_dtype_of_the_config_is_kept(tmp_path: Path) -> None:

@@ -56,6 +56,29 @@ def same(told: Told, scenario: str) -> dict[str, Any]:
     return found
 
 
+def test_a_config_without_a_dtype_takes_the_files(tmp_path: Path) -> None:
+    """As `from_pretrained` does; a file beside the config comes before another source."""
+    models.save("llama", tmp_path / "half", dtype=torch.bfloat16, max_shard_size="20KB")
+    models.save("llama", tmp_path / "whole")
+    for name in ("half", "whole"):
+        path = tmp_path / name / "config.json"
+        config = json.loads(path.read_text())
+        assert config.pop("dtype") == {"half": "bfloat16", "whole": "float32"}[name]
+        path.write_text(json.dumps(config))
+    (tmp_path / "config").mkdir()
+    shutil.copy(tmp_path / "half/config.json", tmp_path / "config")
+
+    def dtypes(model: str, source: str | None) -> set[torch.dtype]:
+        context = prepare(str(tmp_path / model), source and str(tmp_path / source))
+        return {p.dtype for p in context.model.parameters()}
+
+    right = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert dtypes("half", "half") == {p.dtype for p in right.parameters()} == {torch.bfloat16}
+    assert dtypes("half", "whole") == {torch.bfloat16}
+    assert dtypes("config", "half") == {torch.bfloat16}
+    assert dtypes("whole", "whole") == dtypes("config", None) == {torch.float32}
+
+
 def test_a_context_says_what_is_read(hub: str) -> None:
     ctx = prepare(hub, hub, dtype="bf16")
     state = models.reference("llama").state_dict()
