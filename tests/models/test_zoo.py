@@ -9,7 +9,7 @@ from tests.distributed.processes import ROOT
 from tests.models import __main__ as zoo
 from tests.models.outcomes import check_table, expected, named
 from tests.models.table import render
-from tests.models.zoo import ZOO
+from tests.models.zoo import LEFT_TO_MAKE_ZOO, ZOO
 
 EVERY_STEP = "test_every_step_ends_as_expected"
 
@@ -34,14 +34,15 @@ def _is_of_a_model(item: pytest.Item) -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in LEFT_TO_MAKE_ZOO])
 def test_every_step_ends_as_expected(results: dict[str, dict[str, str]], name: str) -> None:
     assert named(results[name], name) == expected(name)
 
 
 def test_the_table_is_of_the_zoo() -> None:
     check_table()
-    assert len(ZOO) >= 60
+    assert ZOO.keys() >= LEFT_TO_MAKE_ZOO
+    assert len({each.model_type for each in ZOO.values()}) >= 60
 
 
 def test_the_documentation_is_written_from_it() -> None:

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.models.architecture import Architecture
-from tests.models.experts import EXPERTS
+from tests.models.experts import EXPERTS, STORED_ONE_BY_ONE
 from tests.models.multimodal import VISION_LANGUAGE
 from tests.models.recurrent import RECURRENT
 from tests.models.senses import SENSES
@@ -33,6 +33,44 @@ ZOO: dict[str, Architecture] = {
     )
 }
 """Name -> architecture."""
+
+LEFT_TO_MAKE_ZOO = frozenset(
+    (
+        *(each.name for each in STORED_ONE_BY_ONE),
+        *(
+            "llama+base",
+            "llama+classifier",
+            "ministral",
+            "olmo",
+            "phi",
+            "granite",
+            "cohere",
+            "starcoder2",
+            "smollm3",
+        ),
+        *(
+            "hunyuan_v1_dense",
+            "nemotron",
+            "exaone4",
+            "seed_oss",
+            "gptj",
+            "gpt_bigcode",
+            "olmo2",
+            "gemma",
+            "glm4",
+        ),
+        *("glm4_moe+fused", "glm4_moe_lite+fused", "deepseek_v2+fused", "deepseek_v3+fused", "olmoe+fused"),
+        *("phimoe+fused", "minimax_m2+fused", "qwen2_moe+fused", "dots1+fused", "qwen3_5_moe_text+fused"),
+        *("granitemoeshared", "falcon_mamba", "bamba", "granitemoehybrid", "nemotron_h", "kimi_linear"),
+        *("bert+classifier", "roberta", "deberta-v2", "mpnet", "gte", "t5+gated", "mt5", "mbart", "pegasus"),
+        *("llava_next", "llava_onevision", "qwen2_5_vl", "idefics3", "mistral3", "siglip"),
+        *("deit", "beit", "convnext", "hubert", "audio-spectrogram-transformer", "speech_to_text"),
+    )
+) - {"mixtral", "qwen3_moe", "ernie4_5_moe", "hunyuan_v1_moe"}
+"""What `make test` does not run: close relatives of what it does."""
+
+BROADCAST = frozenset(tuple(ZOO)[::3])
+"""Of which one rank reads for both: that way knows nothing of names, and a third of the models is enough."""
 
 # Shorter tensors may be alike by chance.
 _DISTINCT_BYTES = 16
