@@ -26,7 +26,7 @@ def results(
     """What the steps said, of the models that were selected (`-k llama`)."""
     selected = {item.callspec.params["name"] for item in request.session.items if _is_of_a_model(item)}
     names = [name for name in ZOO if name in selected]
-    return zoo.run(names, tmp_path_factory.mktemp("zoo"), timeout_s=1200)
+    return zoo.run(names, tmp_path_factory.mktemp("zoo"), timeout_s=1800)
 
 
 def _is_of_a_model(item: pytest.Item) -> bool:
