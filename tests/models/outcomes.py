@@ -68,7 +68,6 @@ _TIED = (
     *("albert", "distilbert", "electra", "modernbert", "modernbert-decoder", "mpnet", "roberta", "whisper"),
     "xlm-roberta",
 )
-_FP32 = "direct broadcast presharded consolidate dcp_consolidate"
 
 REASONS = {
     "experts": Reason(
@@ -105,16 +104,10 @@ REASONS |= {
         said=r"refused: the checkpoint does not fit --base .*: 1 difference\nunexpected",
         cases={"consolidate dcp_consolidate": _TIED},
     ),
-    "wide": Reason(
-        text="Its class makes parameters fp32 whatever the model's dtype is; shardkit makes them bf16.",
-        said=r"wrong: .*: torch.bfloat16 instead of torch.float32|wrong: .logits: off by",
-        stops=False,
-        cases={_FP32: ("deberta", "hunyuan_v1_moe+fused"), "logits": ("hunyuan_v1_moe+fused",)},
-    ),
     "wide units": Reason(
         text="fp32 parameters lie in one unit with bf16 ones, where torch's FSDP fails in the first forward.",
         said=r"FSDP expects uniform original parameter dtype",
-        cases={"logits": ("ernie4_5_moe+fused",)},
+        cases={"logits": ("ernie4_5_moe+fused", "hunyuan_v1_moe+fused")},
     ),
     "own": Reason(
         text="transformers' own model fails in its forward in bf16.",
