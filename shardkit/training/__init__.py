@@ -9,6 +9,7 @@ from shardkit.training.context import ModelInitializationContext
 from shardkit.training.diagnose import Diagnosis, diagnose
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.from_rank import from_rank
+from shardkit.training.fsdp1 import param_init_fn
 from shardkit.training.gradients import clip_grad_norm_, grad_norm
 from shardkit.training.hf_environment import hf_ram_efficient_loading
 from shardkit.training.lightning import FSDPDiagnosticsCallback
@@ -36,6 +37,7 @@ __all__ = [
     "hf_ram_efficient_loading",
     "layer_policy",
     "load_into",
+    "param_init_fn",
     "parameter_names",
     "prepare",
     "rebind_optimizer",

@@ -71,7 +71,7 @@ def finalize(
     """
     with agreed("looking at the wrapped model"):
         refuse_fsdp1(model)
-        _check_options(strategy, source_rank)
+        check_options(strategy, source_rank)
         reshard(model)
         place = _device(model, device)
         restore_buffers(model, ctx.buffers, place)
@@ -82,7 +82,7 @@ def finalize(
         shards = local_shards(model)
     filled = Filled()
     if ctx.source is not None:
-        filled = _fill(
+        filled = fill(
             shards,
             ctx.weights,
             ctx.unavailable,
@@ -92,7 +92,7 @@ def finalize(
             grown=ctx.grown,
         )
     with agreed("initialising parameters"):
-        _initialise(shards, ctx, filled)
+        fill_initialised(shards, ctx, filled)
     _prove(model, shards, filled, ctx)
     remember(model, ctx.weights)
     return model
@@ -128,14 +128,14 @@ def load_into(
     """
     with agreed("looking at the model"):
         refuse_fsdp1(model)
-        _check_options(strategy, source_rank)
+        check_options(strategy, source_rank)
         reshard(model)
         place = _device(model, device)
         _give_buffers(model, place)
         materialise(model, None if device is None else place)
         shards = local_shards(model)
     weights, unavailable = _open(model, shards, source)
-    filled = _fill(shards, weights, unavailable, strategy, source_rank)
+    filled = fill(shards, weights, unavailable, strategy, source_rank)
     _prove(model, shards, filled, None)
     remember(model, weights)
     return model
@@ -176,7 +176,7 @@ def _open(
     return weights, None if error is None else str(error)
 
 
-def _check_options(strategy: str, source_rank: str) -> None:
+def check_options(strategy: str, source_rank: str) -> None:
     for name, value, known in (
         ("strategy", strategy, get_args(Strategy)),
         ("source_rank", source_rank, get_args(SourceRank)),
@@ -212,7 +212,7 @@ def _give_buffers(model: nn.Module, device: torch.device) -> None:
     restore_buffers(model, memory, device)
 
 
-def _fill(
+def fill(
     shards: Sequence[LocalShard],
     weights: Weights | None,
     unavailable: str | None,
@@ -221,8 +221,23 @@ def _fill(
     *,
     initialised: Collection[str] = (),
     grown: Mapping[str, int] | None = None,
+    direct: bool | None = None,
 ) -> Filled:
-    if _is_direct(weights, unavailable, strategy, source_rank):
+    """Fill shards from a source, one way or the other; every rank calls it.
+
+    Args:
+        shards: of this rank, materialised.
+        weights: opened by this rank, or None; `unavailable` says why.
+        unavailable: the reason.
+        strategy: as for `finalize`.
+        source_rank: as for `finalize`.
+        initialised: FQNs that are not read.
+        grown: FQN -> rows that the source has of a longer tensor.
+        direct: what `is_direct` said before; None asks it.
+    """
+    if direct is None:
+        direct = is_direct(weights, unavailable, strategy, source_rank)
+    if direct:
         assert weights is not None
         with agreed("holding the source against the model"):
             wanted = match(shards, weights, initialised=initialised, grown=grown)
@@ -230,7 +245,7 @@ def _fill(
     return fill_broadcast(shards, weights, unavailable, source_rank, initialised=initialised, grown=grown)
 
 
-def _is_direct(
+def is_direct(
     weights: Weights | None, unavailable: str | None, strategy: Strategy, source_rank: SourceRank
 ) -> bool:
     """Decide on all ranks alike, and say once what and why."""
@@ -273,7 +288,7 @@ def _say(text: str, level: int = logging.INFO) -> None:
         _log.log(level, "weights: %s", text)
 
 
-def _initialise(shards: Sequence[LocalShard], ctx: ModelInitializationContext, filled: Filled) -> None:
+def fill_initialised(shards: Sequence[LocalShard], ctx: ModelInitializationContext, filled: Filled) -> None:
     """Fill what is not read, from tensors that are the same on every rank."""
     by_name = {name: shard for shard in shards for name in shard.names}
     if ctx.initialised:

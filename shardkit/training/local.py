@@ -130,7 +130,7 @@ def refuse_fsdp1(model: nn.Module) -> None:
         raise UsageError(
             f"the model is wrapped by FullyShardedDataParallel (FSDP1, {wrapped} units), whose flat parameters need "
             "whole tensors to be filled",
-            hint="call load_into before FSDP1 wraps the model, or wrap with shardkit.wrap or fully_shard (FSDP2)",
+            hint="give FSDP1 param_init_fn=shardkit.param_init_fn(ctx) when it wraps the model, or call load_into before; or wrap with shardkit.wrap or fully_shard (FSDP2)",
         )
 
 
@@ -271,7 +271,7 @@ def _allocate(parameter: nn.Parameter, managed: FSDPShard | None, device: torch.
         memory = torch.empty_like(old, device=device)
         if type(old) is torch.Tensor:
             advise_huge_pages(memory)
-        _replace(parameter, memory)
+        give_memory(parameter, memory)
         return
     place = torch.device("cpu") if managed.on_cpu else device
     padded = torch.empty(managed.padded_sizes, dtype=old.dtype, device=place, pin_memory=managed.pinned)
@@ -279,11 +279,11 @@ def _allocate(parameter: nn.Parameter, managed: FSDPShard | None, device: torch.
         advise_huge_pages(padded)
     length = old.shape[managed.dim] if old.numel() else 0
     padded.narrow(managed.dim, length, padded.shape[managed.dim] - length).zero_()
-    _replace(parameter, padded.narrow(managed.dim, 0, length))
+    give_memory(parameter, padded.narrow(managed.dim, 0, length))
     managed.keep(padded)
 
 
-def _replace(parameter: nn.Parameter, memory: torch.Tensor) -> None:
+def give_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:
     """Make a parameter on meta one with memory, the object and its attributes staying the same."""
     value: torch.Tensor = memory
     if isinstance(parameter, DTensor):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     FullyShardedDataParallel,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -38,13 +39,50 @@ _TENSOR_AXES = ("tp", "tensor_parallel")
 _OTHER_AXES = ("pp", "cp", "ep", "efsdp", "sp")
 
 
-def bf16_mixed_precision() -> MixedPrecisionPolicy:
+@overload
+def bf16_mixed_precision(strategy: None = None) -> MixedPrecisionPolicy: ...
+
+
+@overload
+def bf16_mixed_precision(strategy: object) -> MixedPrecisionPolicy | MixedPrecision: ...
+
+
+def bf16_mixed_precision(strategy: object = None) -> MixedPrecisionPolicy | MixedPrecision:
     """Return the policy of bf16 training: parameters are gathered as bf16, gradients reduced in fp32.
 
-    What is stored, and what the optimizer steps, keeps its own dtype. It is a root's: `wrap` gives blocks the same with
-    `cast_forward_inputs=False`.
+    What is stored, and what the optimizer steps, keeps its own dtype; buffers keep theirs. For FSDP2 it is a root's:
+    `wrap` gives blocks the same with `cast_forward_inputs=False`. FSDP1's casts the inputs of the root alone.
+
+    Args:
+        strategy: what it is for: Lightning's FSDPStrategy or ModelParallelStrategy, accelerate's FSDP plugin,
+            FullyShardedDataParallel, or an instance or name of one of these; None is `fully_shard` (FSDP2).
+
+    Returns:
+        What that wants: torch's MixedPrecision for FSDP1, MixedPrecisionPolicy for FSDP2.
+
+    Raises:
+        UsageError: it is none of these.
     """
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    if strategy is not None and _is_fsdp1(strategy):
+        return MixedPrecision(param_dtype=bf16, reduce_dtype=fp32, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)
+
+
+def _is_fsdp1(strategy: object) -> bool:
+    """Tell FSDP1 from FSDP2, without importing Lightning or accelerate."""
+    version = getattr(strategy, "fsdp_version", None)  # accelerate's plugin
+    kind = strategy if isinstance(strategy, type) else type(strategy)
+    names = [strategy] if isinstance(strategy, str) else [base.__name__ for base in kind.__mro__]
+    for name in names:
+        if version == 1 or name in ("FSDPStrategy", "FullyShardedDataParallel", "fsdp", "fsdp1"):
+            return True
+        if version == 2 or name in ("ModelParallelStrategy", "FSDPModule", "fsdp2"):
+            return False
+    raise UsageError(
+        f"bf16_mixed_precision: {escape(names[0])} is no FSDP strategy that is known",
+        hint="give Lightning's strategy, accelerate's FSDP plugin, FullyShardedDataParallel, 'fsdp1' or 'fsdp2'",
+    )
 
 
 def wrap(
