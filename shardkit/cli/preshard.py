@@ -156,6 +156,7 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
         yield "empty", f"{count(result.num_tensors_with_empty_shards, 'tensor')} with no rows on some ranks"
     yield from limited("tied", [" = ".join(map(escape, group)) + " (stored once)" for group in result.ties])
     yield from limited("omitted", [f"{escape(name)}: {escape(reason)}" for name, reason in result.omitted])
+    yield from limited("skipped", [f"{escape(name)}: {escape(reason)}" for name, reason in result.skipped])
     if result.shares_extents:
         yield "disk", "blocks are shared with the source, most bytes are not copied"
     if result.dry_run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import ResourceError, SourceError
+from shardkit.formats.hub_assets import list_weights, module_folders, weights_beside
 from shardkit.formats.hub_files import Kind, Weights, select_file, select_weights
 from shardkit.formats.inside import link_notes, locate, locate_weights, read_inside
 from shardkit.formats.safetensors import SafetensorsHeader, read_header
@@ -45,6 +46,8 @@ class HubModel:
     """A short name, for the names of outputs."""
     identity: dict[str, object]
     """Which weights these are, as plain data; the same wherever they lie."""
+    beside: tuple[tuple[str, str], ...] = ()
+    """(name, what it is) of the files with weights beside those, of which nothing is read."""
     download_bytes: int = 0
     """Size of the weight files of which only the headers were read: they are not on this machine."""
 
@@ -86,8 +89,20 @@ def open_model(directory: str, *, variant: str | None = None) -> HubModel:
         ) from None
     except OSError as error:
         raise ResourceError(f"{escape(directory)}: {error.strerror}") from None
-    label = _label(directory)
-    return open_weights(directory, select_weights(names, label, variant=variant))
+    model = open_weights(directory, select_weights(names, _label(directory), variant=variant))
+    return with_beside(model, list_weights(directory), module_folders(directory))
+
+
+def with_beside(model: HubModel, names: Iterable[str], folders: Collection[str] = ()) -> HubModel:
+    """Return a model that says what lies beside its weights.
+
+    Args:
+        model: opened.
+        names: of files, relative to its directory or in its repo.
+        folders: of its modules, as far as they are known.
+    """
+    taken = {file.name for file in model.catalog.files}
+    return replace(model, beside=tuple(weights_beside(names, taken, folders)))
 
 
 def open_weights(

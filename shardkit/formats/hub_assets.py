@@ -1,16 +1,21 @@
 """Which files of a Hub model lie beside its weights: config, tokenizer, processor, chat template, code, card.
 
-Named one by one: a directory of a trainer holds much else, from optimizer state to the arguments of the run.
+Named one by one: a directory of a trainer holds much else, from optimizer state to the arguments of the run. The
+modules of a sentence-transformers model lie in directories that its `modules.json` names, with weights of their own.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
+from typing import Any
 
-from shardkit.core.text import escape
-from shardkit.errors import ResourceError, SourceError
-from shardkit.formats.inside import locate
+from shardkit.core.text import count, escape
+from shardkit.errors import ResourceError, ShardkitError, SourceError
+from shardkit.formats.inside import locate, read_inside
+from shardkit.formats.strict import parse_integer
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
@@ -64,6 +69,35 @@ _PATTERNS = (
 )
 _FOLDERS = ("additional_chat_templates", "[0-9]_*")
 
+MODULES = "modules.json"
+# sentence_transformers 5.6, base/model.py (modules.json) and base/modules/router.py (router_config.json).
+_ROUTER = "router_config.json"
+_MAX_MODULES_BYTES = 1 << 20
+_MAX_DEPTH = 4
+_MAX_FILES = 20_000
+
+_WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data"),
+    *("*.h5", "*.msgpack", "*.npz", "*.ot", "*.tflite", "*.nemo"),
+)
+# (a pattern of names, what is said of them). The first that matches speaks.
+_BESIDE = (
+    ("adapter*", "an adapter, which is not merged into the weights"),
+    ("optimizer*", "state of the optimizer"),
+    ("scheduler*", "state of the trainer"),
+    ("rng_state*", "state of the trainer"),
+    ("scaler*", "state of the trainer"),
+    ("training_args.bin", "arguments of the trainer"),
+    ("*.gguf", "a copy of the model in another form (GGUF)"),
+    ("*.onnx*", "a copy of the model in another form (ONNX)"),
+    ("openvino*", "a copy of the model in another form (OpenVINO)"),
+    ("tf_model*", "a copy of the model in another form (TensorFlow)"),
+    ("flax_model*", "a copy of the model in another form (Flax)"),
+    ("consolidated*", "a copy of the model in its authors' own form"),
+    ("pytorch_model*", "a copy of the model in the older form"),
+)
+_NOT_NAMED = "not among the model's weight files"
+
 
 def is_asset(name: str) -> bool:
     """True for the name of such a file, relative to the model's directory."""
@@ -82,13 +116,113 @@ def asset_patterns() -> tuple[str, ...]:
     return _PATTERNS
 
 
+def is_weights(name: str) -> bool:
+    """True for the name of a file that holds weights, in any of the forms that lie on the Hub."""
+    return any(fnmatchcase(os.path.basename(name), pattern) for pattern in _WEIGHTS)
+
+
+def modules(directory: str) -> dict[str, str]:
+    """Return where a model's `modules.json` says that its modules lie: folder -> name in memory; "." is the model's own.
+
+    Raises:
+        SourceError: one of them lies outside of the model's directory.
+    """
+    found = dict[str, str]()
+    for module in _json(directory, MODULES, list):
+        if isinstance(module, dict) and isinstance(module.get("path"), str):
+            found[module["path"]] = str(module.get("name", ""))
+    for name in _json(directory, _ROUTER, dict).get("types", ()):
+        found.setdefault(str(name), "")
+    folders = {os.path.normpath(path): name for path, name in found.items()}
+    unsafe = [path for path in folders if os.path.isabs(path) or os.pardir in path.split(os.sep)]
+    if unsafe:
+        raise SourceError(
+            f"{MODULES} of {escape(directory)} names directories outside of the model's",
+            problems=map(escape, unsafe),
+            hint="the modules of a model lie in its own directory",
+        )
+    return folders
+
+
+def module_folders(directory: str) -> list[str]:
+    """Return the directories that hold modules of their own, relative to the model's; errors as `modules`."""
+    return [folder for folder in modules(directory) if folder != os.curdir]
+
+
+def _json(directory: str, name: str, kind: type) -> Any:
+    """Return what a small JSON file holds, or an empty one of that kind."""
+    if not os.path.lexists(os.path.join(directory, name)):
+        return kind()
+    try:
+        content = json.loads(read_inside(directory, name, _MAX_MODULES_BYTES), parse_int=parse_integer)
+    except (ShardkitError, ValueError, RecursionError):
+        return kind()
+    return content if isinstance(content, kind) else kind()
+
+
+def weights_beside(
+    names: Iterable[str], taken: Collection[str], folders: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield (name, what it is) of the files with weights that are not the model's own. Pure.
+
+    Those in one directory are one entry, unless a module lies there.
+
+    Args:
+        names: of files, relative to the model's directory.
+        taken: the model's weight files.
+        folders: where modules lie, as far as that is known.
+    """
+    inside = dict[str, list[str]]()
+    for name in sorted(names):
+        if name in taken or not is_weights(name):
+            continue
+        folder, _, rest = name.partition("/")
+        is_module = fnmatchcase(folder, _FOLDERS[1]) or any(name.startswith(f"{each}/") for each in folders)
+        if not rest or is_module:
+            yield name, "weights of a module of its own" if is_module else _what(name)
+        else:
+            inside.setdefault(folder, []).append(name)
+    for folder, held in inside.items():
+        what = {_what(os.path.basename(name)) for name in held}
+        yield (
+            f"{folder}/",
+            f"{count(len(held), 'weight file')}: {what.pop() if len(what) == 1 else _NOT_NAMED}",
+        )
+
+
+def _what(name: str) -> str:
+    return next((what for pattern, what in _BESIDE if fnmatchcase(name, pattern)), _NOT_NAMED)
+
+
+def list_weights(directory: str) -> list[str]:
+    """Return the names of all files with weights in a directory and those below it, hidden ones aside."""
+    return [name for name in _walk(directory, "") if is_weights(name)]
+
+
+def _walk(directory: str, folder: str) -> Iterator[str]:
+    """Yield the files below a folder, relative to the directory; links to directories are not followed."""
+    seen = 0
+    for here, inner, names in os.walk(os.path.join(directory, folder)):
+        place = os.path.relpath(here, directory)
+        place = "" if place == os.curdir else place
+        is_deep = place.count(os.sep) + 1 >= _MAX_DEPTH
+        inner[:] = [] if is_deep else sorted(name for name in inner if not name.startswith("."))
+        for name in sorted(names):
+            seen += 1
+            if seen > _MAX_FILES:
+                return
+            if not name.startswith("."):
+                yield os.path.join(place, name)
+
+
 def list_assets(directory: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the files of this kind that a directory holds.
+    """Return the files of this kind that a directory holds, those of its modules with their weights.
 
     Returns:
         Name -> path, in the order of names; and the names of links that leave the directory.
 
     Raises:
+        SourceError: a module outside of the directory.
         ResourceError: the directory cannot be listed.
     """
     try:
@@ -99,8 +233,9 @@ def list_assets(directory: str) -> tuple[dict[str, str], tuple[str, ...]]:
                 names += [f"{folder}/{name}" for name in os.listdir(place)]
     except OSError as error:
         raise ResourceError(f"cannot list {escape(directory)}: {error.strerror}") from None
+    inside = [name for folder in module_folders(directory) for name in _walk(directory, folder)]
     found, refused = dict[str, str](), list[str]()
-    for name in sorted(filter(is_asset, names)):
+    for name in sorted({*filter(is_asset, names), *inside}):
         try:
             path = locate(directory, name)
         except SourceError:

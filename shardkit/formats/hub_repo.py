@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
-from shardkit.formats.hub import Elsewhere, HubModel, open_weights, weight_files
+from shardkit.formats.hub import Elsewhere, HubModel, open_weights, weight_files, with_beside
+from shardkit.formats.hub_assets import list_weights
 from shardkit.formats.hub_files import Weights, select_weights
 from shardkit.formats.hub_headers import read_remote_header
 
@@ -64,7 +65,7 @@ def fetch_model(
     with _explained(repo_id, revision):
         folder = _download(repo_id, revision, _SMALL_FILES)
         commit = os.path.basename(folder)
-        weights = _choose(repo_id, commit, folder, variant)
+        weights, there = _choose(repo_id, commit, folder, variant)
         if weights.index:
             _download(repo_id, commit, _literal([weights.index]))
         names, _ = weight_files(folder, weights)
@@ -74,7 +75,7 @@ def fetch_model(
             elsewhere = _read_headers(repo_id, commit, absent)
         else:
             _download(repo_id, commit, _literal(names))
-    model = open_weights(folder, weights, elsewhere=elsewhere)
+    model = with_beside(open_weights(folder, weights, elsewhere=elsewhere), there)
     if headers_only and absent and weights.kind != "safetensors":
         model.catalog.notes += (_DOWNLOADED.format(name=escape(absent[0])),)
     identity = {"repo": repo_id, "commit": commit, **model.identity}
@@ -132,7 +133,7 @@ def open_headers(repo_id: str, commit: str) -> HubModel | None:
     with _explained(repo_id, commit):
         folder = _download(repo_id, commit, _SMALL_FILES)
         try:
-            weights = _choose(repo_id, commit, folder, None)
+            weights, there = _choose(repo_id, commit, folder, None)
         except SourceError:  # an adapter's repo, or one of configs alone
             return None
         if weights.kind != "safetensors":
@@ -140,7 +141,7 @@ def open_headers(repo_id: str, commit: str) -> HubModel | None:
         if weights.index:
             _download(repo_id, commit, _literal([weights.index]))
         elsewhere = _read_headers(repo_id, commit, _absent(folder, weight_files(folder, weights)[0]))
-    return open_weights(folder, weights, elsewhere=elsewhere)
+    return with_beside(open_weights(folder, weights, elsewhere=elsewhere), there)
 
 
 class RepoFile(NamedTuple):
@@ -194,8 +195,8 @@ def _literal(names: Iterable[str]) -> list[str]:
     return [glob.escape(name) for name in names]
 
 
-def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> Weights:
-    """Choose among the repo's files; among the cached ones where the Hub does not answer."""
+def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tuple[Weights, list[str]]:
+    """Choose among the repo's files, and return these too; the cached ones where the Hub does not answer."""
     from huggingface_hub import list_repo_files
 
     try:
@@ -203,11 +204,11 @@ def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> Weig
     except Exception:  # the HTTP client's own types: no common base in huggingface_hub
         cached = os.listdir(folder) if os.path.isdir(folder) else []
         try:
-            return select_weights(cached, repo_id, variant=variant)
+            return select_weights(cached, repo_id, variant=variant), list_weights(folder)
         except SourceError:
             pass
         raise  # that the Hub cannot be reached explains more than what the cache lacks
-    return select_weights([name for name in names if "/" not in name], repo_id, variant=variant)
+    return select_weights([name for name in names if "/" not in name], repo_id, variant=variant), names
 
 
 @contextmanager

@@ -263,6 +263,10 @@ def _checked(job: ConsolidateJob) -> ConsolidateJob:
 
 def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
     objects = frozenset(job.checkpoint.catalog.objects)
+    carried = {asset.name for asset in job.assets}
+    beside = [(name, reason) for name, reason in job.checkpoint.skipped if name not in carried]
+    if job.base is not None:
+        beside += [(name, f"of the base: {what}") for name, what in job.base.left_out]
     return (
         *(
             SkippedPart(
@@ -272,7 +276,7 @@ def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
         ),
         *(
             SkippedPart(what=name, where=reason, num_tensors=0, num_objects=0)
-            for name, reason in job.checkpoint.skipped
+            for name, reason in beside
             if name not in objects  # counted above
         ),
     )

@@ -5,6 +5,7 @@ Never its weights. It is given with --base, or lies in the checkpoint where the 
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.formats.hub import HubModel, open_model, read_config
-from shardkit.formats.hub_assets import CONFIG, asset_patterns, list_assets
+from shardkit.formats.hub_assets import CONFIG, asset_patterns, list_assets, module_folders
 from shardkit.formats.hub_files import select_weights
 from shardkit.formats.hub_repo import fetch_files, looks_like_repo_id, open_headers
 from shardkit.formats.sharded.checkpoint import Checkpoint
@@ -47,7 +48,9 @@ class Base:
     tensors: Mapping[str, BaseTensor] | None
     """By name, in the order of its files; None where it has no weights to read headers of."""
     assets: Mapping[str, str]
-    """Files beside the weights: name -> path."""
+    """Files beside the weights: name -> path; those of modules of their own hold weights too."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """(name, what it is) of other files with weights there, which are not copied."""
     is_given: bool
     """Named by a person; otherwise found in the checkpoint."""
     is_trainers: bool = False
@@ -132,10 +135,11 @@ def read_key_rules(content: Mapping[str, object]) -> tuple[KeyRule, ...] | None:
 
 
 def _open(label: str, directory: str, *, is_given: bool) -> Base:
-    tensors, notes = None, []
+    tensors, notes, beside = None, [], tuple[tuple[str, str], ...]()
     if _has_weights(directory, legacy=is_given):
         try:
-            tensors = _tensors_of(open_model(directory))
+            model = open_model(directory)
+            tensors, beside = _tensors_of(model), model.beside
         except ShardkitError as error:
             if is_given:
                 raise
@@ -159,6 +163,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
         config=config,
         tensors=tensors,
         assets=assets,
+        left_out=tuple(each for each in beside if each[0] not in assets) if is_given else (),
         is_given=is_given,
         notes=tuple(notes),
     )
@@ -180,6 +185,9 @@ def _tensors_of(model: HubModel) -> dict[str, BaseTensor]:
 def _fetch(repo_id: str, revision: str | None) -> Base:
     """Bring all but the weights into the cache; of the weights, only headers are asked for."""
     folder = fetch_files(repo_id, (*asset_patterns(), ADAPTER_CONFIG), revision=revision)
+    modules = [f"{glob.escape(place)}/*" for place in module_folders(folder)]
+    if modules:
+        fetch_files(repo_id, modules, revision=os.path.basename(folder))
     config = read_config(folder)
     if config is None and not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
         raise SourceError(f"--base {escape(repo_id)} has no {CONFIG}", hint="name the repo of a model")
@@ -196,6 +204,7 @@ def _fetch(repo_id: str, revision: str | None) -> Base:
         config=config,
         tensors=_tensors_of(model) if model else None,
         assets=assets,
+        left_out=tuple(each for each in model.beside if each[0] not in assets) if model else (),
         is_given=True,
         notes=notes,
     )

@@ -26,7 +26,13 @@ from shardkit.keys import Selection, select_model
 from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.operations.consolidate_adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate_adapter import Chosen, choose_tensors
-from shardkit.operations.consolidate_assets import Asset, adapter_assets, main_dtype, model_assets
+from shardkit.operations.consolidate_assets import (
+    Asset,
+    adapter_assets,
+    main_dtype,
+    model_assets,
+    module_warnings,
+)
 from shardkit.operations.consolidate_base import SAVED_ROOT, Base, saved_key_rules
 from shardkit.operations.consolidate_dtypes import check_choice, choose_dtypes
 from shardkit.operations.consolidate_fit import Fit, check_fit, name_merged
@@ -212,6 +218,9 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
             *fit.warnings,
             *dtypes.warnings,
             *_tie_warnings(ties, base),
+            *module_warnings(
+                base, assets, selection.root, checkpoint.catalog.tensors.keys() - selection.names.keys()
+            ),
             *([] if is_adapter else _base_warnings(base)),
         ),
     )

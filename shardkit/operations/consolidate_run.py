@@ -8,12 +8,16 @@ from typing import Any
 
 from shardkit import manifest
 from shardkit._version import __version__
+from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.formats.hub import HubModel, open_weights
+from shardkit.formats.hub_assets import is_weights
 from shardkit.formats.hub_files import select_file, select_weights
+from shardkit.operations.consolidate_assets import Asset
 from shardkit.operations.consolidate_job import ConsolidateJob
 from shardkit.operations.file_bytes import sha256_of
+from shardkit.operations.reshard_files import BesideFile, copy_file
 from shardkit.transfer import storage
 from shardkit.transfer.digest import combine, crc32
 from shardkit.transfer.execute import FileDigest
@@ -72,7 +76,8 @@ class Descriptions:
         """
         others = []
         for asset in self._job.assets:
-            others.append(self._write_listed(asset.name, asset.read()))
+            is_large = asset.path is not None and is_weights(asset.name)
+            others.append(self._copy(asset) if is_large else self._write_listed(asset.name, asset.read()))
         index = self._job.output.index()
         if index is not None:
             others.append(self._entry(self._job.output.index_name, index))
@@ -131,6 +136,24 @@ class Descriptions:
         """Write a file; return what the manifest says of it."""
         self._write_synced(name, data)
         return self._entry(name, data)
+
+    def _copy(self, asset: Asset) -> dict[str, Any]:
+        """Copy a module's own weights block by block; return what the manifest says of them."""
+        assert asset.path is not None
+        try:
+            status = os.stat(asset.path)
+        except OSError as error:
+            raise ResourceError(f"cannot copy {escape(asset.name)}: {error.strerror}") from error
+        stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+        crc, sha256 = copy_file(
+            os.path.dirname(asset.path),
+            BesideFile(asset.name, stamp, is_executable=False),
+            self._directory,
+            path=asset.path,
+            digest=self._job.options.digest != "none",
+            sha256=self._sha256,
+        )
+        return manifest.file_entry(asset.name, stamp.size, crc, sha256)
 
     def _entry(self, name: str, data: bytes) -> dict[str, Any]:
         return manifest.entry_of(name, data, digest=self._job.options.digest != "none", sha256=self._sha256)

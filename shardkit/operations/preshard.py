@@ -75,6 +75,8 @@ class PreshardResult:
     ties: tuple[tuple[str, ...], ...]
     omitted: tuple[tuple[str, str], ...]
     """(name, reason) of source tensors that are not in the output."""
+    skipped: tuple[tuple[str, str], ...]
+    """(name, reason) of files with weights beside the model's own; they are not in the output either."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -258,6 +260,7 @@ def _describe(
         elapsed_s=0.0,
         ties=tuple((name, *others) for name, others in job.aliases.items()),
         omitted=layout.omitted,
+        skipped=job.model.beside,
         notes=job.notes,
         warnings=(*job.warnings, *check_warnings(options)),
     )

@@ -166,7 +166,13 @@ class _Hashes:
 
 
 def copy_file(
-    source: str, file: BesideFile, directory: str, *, digest: bool = False, sha256: bool = False
+    source: str,
+    file: BesideFile,
+    directory: str,
+    *,
+    path: str | None = None,
+    digest: bool = False,
+    sha256: bool = False,
 ) -> tuple[int | None, str | None]:
     """Copy a file from one directory into another, its holes as holes; whoever may execute it still may.
 
@@ -174,6 +180,7 @@ def copy_file(
         source: the directory that it lies in.
         file: relative to that.
         directory: where it goes, under the same name.
+        path: where it lies, links resolved; by default under its name in `source`.
         digest: take its CRC-32 on the way.
         sha256: take that too.
 
@@ -187,7 +194,8 @@ def copy_file(
     target, hashes = os.path.join(directory, file.name), _Hashes(digest=digest, sha256=sha256)
     try:
         storage.make_directories(os.path.dirname(target))
-        with open_regular(os.path.join(source, file.name), file.name, follow=False) as (fd, _):
+        place = os.path.join(source, file.name) if path is None else os.path.realpath(path)
+        with open_regular(place, file.name, follow=False) as (fd, _):
             mode = 0o777 if file.is_executable else 0o666
             out = storage.open_fd(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
             try:
@@ -208,7 +216,7 @@ def copy_file(
 
 def _changed(name: str) -> IntegrityError:
     return IntegrityError(
-        f"{escape(name)} changed while the checkpoint was resharded",
+        f"{escape(name)} changed while it was copied",
         hint="nothing was written to the destination; start again once the source is at rest",
     )
 

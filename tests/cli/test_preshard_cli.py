@@ -46,6 +46,7 @@ RESULT = PreshardResult(
     elapsed_s=4.0,
     ties=(("embed.weight", "lm_head.weight"),),
     omitted=(("ids", "a buffer"),),
+    skipped=(),
     notes=("a note",),
     warnings=("a \x1b warning",),
 )

@@ -38,6 +38,14 @@ def repos(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     added = {
         "org/base": {**files, "model.safetensors": save(weights(torch.bfloat16), {"format": "pt"})},
         "org/legacy": {**files, "pytorch_model.bin": b"never read"},
+        "org/sentence": {
+            **files,
+            "model.safetensors": save(weights()),
+            "modules.json": json.dumps([{"name": "1", "path": "1_Dense", "type": "Dense"}]).encode(),
+            "1_Dense/model.safetensors": save({"linear.weight": torch.ones(2)}),
+            "1_Dense/config.json": b"{}",
+            "onnx/model.onnx": b"never read",
+        },
         "org/bare": {"model.safetensors": save(weights())},
     }
     for name, content in added.items():
@@ -69,6 +77,21 @@ def test_only_headers_of_its_weights_are_read(hub: Any, repos: dict[str, Any], t
     assert "names and shapes are those of org/base" in given["notes"]
     assert_bit_equal(load(given["output"]), weights())
     assert (Path(given["output"]) / "chat_template.jinja").read_bytes() == b"hello"
+    assert [part["what"] for part in given["skipped"]] == ["training_args.bin"]
     assert any("were not compared" in note for note in legacy["notes"])
     assert "has no config.json" in bare["message"]
     assert (absent["error"], absent["exit_code"]) == ("SourceError", 3)
+
+
+def test_modules_of_their_own_are_fetched(hub: Any, repos: dict[str, Any], tmp_path: Path) -> None:
+    """sentence-transformers' modules.json names a directory; of it, and of nothing else, the weights are fetched."""
+    checkpoint = save_checkpoint({"model": weights()}, tmp_path / "c")
+    hub.fetched.clear()
+    (given,) = fetch(hub, tmp_path / "cache", ("org/sentence", str(checkpoint)), script=SCRIPT)
+    name = "1_Dense/model.safetensors"
+    assert {name, "1_Dense/config.json", "modules.json"} <= set(given["assets"])
+    assert (Path(given["output"]) / name).read_bytes() == repos["org/sentence"][name]
+    assert [part["what"] for part in given["skipped"]] == ["training_args.bin", "onnx/"]
+    assert not any(
+        path.endswith((".onnx", "training_args.bin")) for path in hub.fetched if "/resolve/" in path
+    )

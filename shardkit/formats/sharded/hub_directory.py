@@ -43,5 +43,6 @@ def open_hub_directory(path: str) -> Checkpoint:
         select=lambda names: subset(catalog, names),
         roots={"model": ()},
         assets=asset_directories(model.directory),
+        skipped=model.beside,
         notes=catalog.notes,
     )

@@ -1,0 +1,163 @@
+"""Weights beside the model's own: those of modules that its files name are carried along, all others are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardkit.errors import SourceError
+from shardkit.operations.consolidate import consolidate
+from shardkit.operations.preshard import preshard
+from shardkit.operations.verify import verify
+from tests.operations.consolidate_checkpoints import hub, save, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+
+DENSE = "2_Dense/model.safetensors"
+MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
+    {"idx": 3, "name": "3", "path": "late/norm", "type": "sentence_transformers.models.LayerNorm"},
+]
+
+
+def dense() -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    return {"linear.weight": torch.randn(8, 16), "linear.bias": torch.randn(8)}
+
+
+def sentence_model(directory: Path) -> Path:
+    """Make a model with two modules that have weights, as sentence-transformers lays it out."""
+    hub(directory, weights(), modules__json=json.dumps(MODULES))
+    for folder in ("1_Pooling", "2_Dense", "late/norm"):
+        (directory / folder).mkdir(parents=True)
+        (directory / folder / "config.json").write_text("{}")
+    save_file(dense(), directory / DENSE)
+    torch.save({"norm.weight": torch.ones(8)}, directory / "late/norm/pytorch_model.bin")
+    return directory
+
+
+def skipped(result: object) -> dict[str, str]:
+    return {part.what: part.where for part in result.skipped}  # type: ignore[attr-defined]
+
+
+def test_modules_are_carried_along(tmp_path: Path) -> None:
+    """From the model itself, and from a checkpoint of it whose base it is; manifest and verify cover them."""
+    model = sentence_model(tmp_path / "model")
+    checkpoint = save({"model": weights()}, tmp_path / "step-3")
+    made = consolidate(model, tmp_path / "one", manifest=True, sha256=True)
+    based = consolidate(checkpoint, tmp_path / "two", base=model)
+    for result in (made, based):
+        assert {DENSE, "2_Dense/config.json", "late/norm/pytorch_model.bin"} <= set(result.assets)
+        assert (result.skipped, result.warnings) == ((), ())
+        for name in (DENSE, "late/norm/pytorch_model.bin", "modules.json"):
+            assert (Path(result.output) / name).read_bytes() == (model / name).read_bytes()
+    assert verify(made.output, full=True).ok
+    data = bytearray((tmp_path / "one" / DENSE).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "one" / DENSE).write_bytes(data)
+    (problem,) = verify(made.output, full=True).problems
+    assert problem.file == DENSE
+
+
+def test_preshard_names_them(tmp_path: Path) -> None:
+    model = sentence_model(tmp_path / "model")
+    result = preshard(model, tmp_path / "out", world_size=2, wrap="none")
+    own = "weights of a module of its own"
+    assert result.skipped == ((DENSE, own), ("late/norm/pytorch_model.bin", own))
+
+
+def test_a_module_that_was_trained_too(tmp_path: Path) -> None:
+    """Its weights in the output are the base's: said, with the command that writes the trained ones."""
+    model = sentence_model(tmp_path / "model")
+    state = {f"0.auto_model.{name}": value for name, value in weights().items()}
+    state |= {f"2.{name}": value + 1 for name, value in dense().items()}
+    checkpoint = save(state, tmp_path / "step-3")
+    result = consolidate(checkpoint, tmp_path / "out", base=model)
+    (warning,) = (line for line in result.warnings if DENSE in line)
+    assert "2 tensors of that module (2.linear.bias, 2.linear.weight)" in warning
+    assert "--root 2 " in warning
+    trained = consolidate(checkpoint, tmp_path / "dense", root="2")
+    assert load_file(f"{trained.output}/model.safetensors").keys() == dense().keys()
+
+
+BESIDE: Mapping[str, str] = {
+    "adapter_model.safetensors": "an adapter",
+    "model.fp16.safetensors": "not among the model's weight files",
+    "pytorch_model.bin": "the older form",
+    "training_args.bin": "arguments of the trainer",
+    "optimizer.pt": "the optimizer",
+    "tiny-q4.gguf": "GGUF",
+    "tf_model.h5": "TensorFlow",
+    "onnx/": "2 weight files: a copy of the model in another form (ONNX)",
+    "openvino/": "OpenVINO",
+    "original/": "authors' own form",
+    "vae/": "not among the model's weight files",
+}
+
+
+def test_every_other_file_with_weights_is_named(tmp_path: Path) -> None:
+    model = hub(tmp_path / "model", weights())
+    files = [*BESIDE, "onnx/model.onnx", "onnx/model_fp16.onnx", "openvino/openvino_model.bin"]
+    files += ["original/consolidated.00.pth", "vae/diffusion_pytorch_model.safetensors", "vae/config.json"]
+    files += [".cache/huggingface/x.bin", "vocab.txt"]
+    for name in files:
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            (model / name).write_bytes(b"x")
+    result = consolidate(model, tmp_path / "one")
+    based = consolidate(save({"model": weights()}, tmp_path / "step-3"), tmp_path / "two", base=model)
+    sharded = preshard(model, tmp_path / "three", world_size=2, wrap="none")
+    for found in (skipped(result), skipped(based), dict(sharded.skipped)):
+        assert found.keys() == BESIDE.keys()
+        assert all(why in found[name] for name, why in BESIDE.items())
+    assert all(reason.startswith("of the base: ") for reason in skipped(based).values())
+
+
+def test_modules_outside_of_the_model(tmp_path: Path) -> None:
+    model = hub(
+        tmp_path / "model", weights(), modules__json=json.dumps([{"path": "../elsewhere", "name": "1"}])
+    )
+    save_file(dense(), tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match="outside of the model's"):
+        consolidate(model, tmp_path / "out")
+    (model / "modules.json").write_text(json.dumps(MODULES))
+    (model / "2_Dense").mkdir()
+    (model / "2_Dense" / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+    result = consolidate(model, tmp_path / "out")
+    assert DENSE in skipped(result)
+    assert any("links that leave it" in note for note in result.notes)
+
+
+def test_sentence_transformers_loads_it(tmp_path: Path) -> None:
+    """The library itself, where it is installed."""
+    library = pytest.importorskip("sentence_transformers")
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    modules = pytest.importorskip("sentence_transformers.models")
+    source = tmp_path / "bert"
+    config = BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24
+    )
+    BertModel(config).save_pretrained(source)
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]
+    (source / "vocab.txt").write_text("\n".join(tokens))
+    BertTokenizerFast(str(source / "vocab.txt")).save_pretrained(source)
+    parts = [modules.Transformer(str(source)), modules.Pooling(16), modules.Dense(16, 8), modules.Normalize()]
+    model = library.SentenceTransformer(modules=parts, device="cpu")
+    model.save(str(tmp_path / "model"))
+    expected = model.encode(["a b c"])
+    checkpoint = save(model.state_dict(), tmp_path / "step-3")
+    for result in (
+        consolidate(tmp_path / "model", tmp_path / "one"),
+        consolidate(checkpoint, tmp_path / "two", base=tmp_path / "model"),
+    ):
+        loaded = library.SentenceTransformer(result.output, device="cpu")
+        assert np.array_equal(loaded.encode(["a b c"]), expected)
