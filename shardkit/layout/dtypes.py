@@ -38,7 +38,9 @@ class ClassDtypes:
     kept: re.Pattern[str] | None = None
     """Found in names of what stays fp32; None where there is nothing."""
     made: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """FQN -> dtype, of floating tensors that the class makes in another dtype than the wanted one."""
+    """FQN -> dtype, of floating parameters that the class makes in another dtype than the wanted one."""
+    buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """FQN -> dtype that the class makes, of floating buffers."""
 
     def of(self, fqn: str) -> torch.dtype:
         """Return the dtype of a floating tensor, by its name in the model."""
@@ -79,15 +81,18 @@ def class_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
         model: any model; wrappers around it and adapters in it do not matter.
         wanted: a floating dtype.
     """
-    made: dict[str, torch.dtype] = {}
+    made, buffers = dict[str, torch.dtype](), dict[str, torch.dtype]()
     outermost: list[str] = []
     for path, module in model.named_modules():
         if is_transformers(module) and not any(f"{path}.".startswith(outer) for outer in outermost):
             outermost.append(f"{path}." if path else "")
             twin = _twin(module, wanted)
             prefix = _ADAPTED.sub("", outermost[-1])
-            made |= {} if twin is None else {prefix + fqn: dtype for fqn, dtype in _made(twin, wanted)}
-    return ClassDtypes(wanted=wanted, kept=_kept(model, wanted) if outermost else None, made=made)
+            if twin is not None:
+                made |= {prefix + fqn: dtype for fqn, dtype in _made(twin, wanted)}
+                buffers |= {prefix + fqn: x.dtype for fqn, x in twin.named_buffers() if x.is_floating_point()}
+    kept = _kept(model, wanted) if outermost else None
+    return ClassDtypes(wanted=wanted, kept=kept, made=made, buffers=buffers)
 
 
 def _kept(model: nn.Module, wanted: torch.dtype) -> re.Pattern[str] | None:

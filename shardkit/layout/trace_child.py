@@ -30,7 +30,8 @@ from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError
 from shardkit.keys.names import clean_name
 from shardkit.layout import meta_model
-from shardkit.layout.dtypes import built_dtypes
+from shardkit.layout.dtypes import ClassDtypes, built_dtypes, class_dtypes
+from shardkit.layout.sharding import plan_units, shard_units
 from shardkit.layout.traced import CannotBuildError
 from shardkit.layout.units import class_counts, describe, find_units, import_name, tie_error
 from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy
@@ -76,32 +77,35 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     model = meta_model.build_model(
         request["directory"], trust_remote_code=request["trust_remote_code"], dtype=wanted
     )
-    keep_fp32 = _keep_fp32(model, wanted)
+    built = wanted or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
+    # A model that is stored in fp32 is trained in bf16: what its class has in fp32 then is a unit of its own.
+    wide = built_dtypes(model, built) if built.itemsize == 2 else class_dtypes(model, torch.bfloat16)
+    keep_fp32 = [] if wide.wanted is not wanted else _in_fp32(model, wide)
     before = _State.of(model)
     classes = {id(module): type(module).__name__ for module in model.modules()}
     init_fake_world(mesh.size)
     device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names)
-    wrap_model(model, device_mesh, policy)
+    wrap_model(model, device_mesh, policy, wide)
     found = _read_model(model, mesh, before, classes)
     return {"model_class": classes[id(model)], "keep_fp32": keep_fp32, **found}
 
 
-def _keep_fp32(model: nn.Module, wanted: torch.dtype | None) -> list[str]:
-    """Names of the state dict that the model's class has in fp32 under a wanted half precision."""
-    if wanted is None or wanted.itemsize > 2:
-        return []
-    found = built_dtypes(model, wanted)
+def _in_fp32(model: nn.Module, wide: ClassDtypes) -> list[str]:
+    """Names of the state dict that the model's class has in fp32 under half precision."""
     state = model.state_dict(keep_vars=True)
-    return [name for name, x in state.items() if x.is_floating_point() and found.of(name) is torch.float32]
+    return [name for name, x in state.items() if x.is_floating_point() and wide.of(name) is torch.float32]
 
 
-def wrap_model(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> None:
-    """Apply a policy: `fully_shard` on each unit, children before parents, and on the root.
+def wrap_model(
+    model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy, wide: ClassDtypes | None = None
+) -> None:
+    """Apply a policy: `fully_shard` on each unit, children before parents, and on the root; as `training.wrap` does.
 
     Args:
         model: on the meta device; sharded in place.
         mesh: shard axis, or replicate axis and shard axis.
         policy: parsed `--wrap`.
+        wide: what the model's class has in fp32, for units of its own.
 
     Raises:
         PolicyError: it matches nothing, or its function cannot be imported or fails.
@@ -112,10 +116,8 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> None:
     if any("." in name for name in policy.names):
         _import_from_here()
     matched = find_units(model, policy)
-    modules = dict(model.named_modules())
-    for path in sorted(matched, key=lambda path: -path.count(".")):  # stable: module order within a depth
-        fully_shard(modules[path], mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    plan = plan_units(model, matched, wide)
+    shard_units(plan, dict(model.named_modules()), lambda _, module: fully_shard(module, mesh=mesh))
 
 
 def _call_function(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> None:

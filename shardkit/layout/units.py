@@ -182,11 +182,11 @@ def split_ties(model: nn.Module, paths: Iterable[str]) -> list[dict[str, str]]:
     units = {id(modules[path]): path for path in paths}
     holders: dict[int, dict[str, str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), {})[fqn] = _unit_of(model, fqn, units)
+        holders.setdefault(id(parameter), {})[fqn] = unit_of(model, fqn, units)
     return [names for names in holders.values() if len(set(names.values())) > 1]
 
 
-def _unit_of(model: nn.Module, fqn: str, units: dict[int, str]) -> str:
+def unit_of(model: nn.Module, fqn: str, units: dict[int, str]) -> str:
     """The innermost unit on a parameter's way; told by the module, which may stand in several places."""
     module, unit = model, ""
     for part in fqn.split(".")[:-1]:

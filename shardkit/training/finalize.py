@@ -76,7 +76,7 @@ def finalize(
         place = _device(model, device)
         restore_buffers(model, ctx.buffers, place)
         retie(model, ctx.ties)
-        materialise(model, None if device is None else place)
+        materialise(model, place)
         for each in (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
             rebind_optimizer(model, each)
         shards = local_shards(model)
@@ -132,7 +132,7 @@ def load_into(
         reshard(model)
         place = _device(model, device)
         _give_buffers(model, place)
-        materialise(model, None if device is None else place)
+        materialise(model, place)
         shards = local_shards(model)
     weights, unavailable = _open(model, shards, source)
     filled = fill(shards, weights, unavailable, strategy, source_rank)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -26,10 +27,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit._torch import checkpointed, is_checkpointed
+from shardkit._torch import checkpointed, is_checkpointed, non_persistent_buffers
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, MeshError, PolicyError, UsageError
+from shardkit.keys.names import clean_name
+from shardkit.layout.dtypes import ClassDtypes, class_dtypes
+from shardkit.layout.sharding import PlannedUnit, plan_units, shard_units
 from shardkit.training.units import CHECKPOINTING, POLICY, Policy, choose_units, match_policy
 
 # Names that torchtitan, transformers, Lightning and torch's own tutorials give the axes of their meshes.
@@ -37,6 +42,9 @@ _REPLICATE_AXES = ("dp_replicate", "replicate", "ddp")
 _SHARD_AXES = ("dp_shard", "fsdp", "shard", "dp", "data_parallel", "dp_shard_cp")
 _TENSOR_AXES = ("tp", "tensor_parallel")
 _OTHER_AXES = ("pp", "cp", "ep", "efsdp", "sp")
+
+# Parameters outside of FSDP whose gradients are averaged.
+_AVERAGED = WeakIdKeyDictionary()
 
 
 @overload
@@ -131,24 +139,34 @@ def wrap(
     paths = choose_units(model, policy)
     modules = dict(model.named_modules())
     precision = _precision(mixed_precision)
-    inner = {path: _inner_precision(path, modules[path], mixed_precision, precision) for path in paths}
+    wide = _class_dtypes(model, precision) if mixed_precision == "bf16" else None
+    plan = plan_units(model, paths, wide)
+    settings = {each.path: _unit_precision(each, modules[each.path], precision, wide) for each in plan.units}
     recomputed = _checkpointed_paths(model, paths, activation_checkpointing)
 
     units = {path: modules[path] for path in paths}
     units = _apply_checkpointing(model, units, [modules[path] for path in recomputed])
-    shard: Callable[..., object] = partial(
-        fully_shard,
-        mesh=data_mesh,
-        offload_policy=_offload(data_mesh) if cpu_offload else OffloadPolicy(),
-        shard_placement_fn=shard_placement_fn,
-    )
+    if wide is not None:
+        _cast_buffers(model, wide)
     last = _last_block(paths)
-    for path in sorted(paths, key=lambda path: -path.count(".")):  # stable: module order within a depth
-        reshard = reshard_after_forward
+
+    def shard(unit: PlannedUnit, module: nn.Module) -> None:
+        reshard = reshard_after_forward if unit.around else False
         if reshard is None:
-            reshard = path != last and not path.startswith(f"{last}.")
-        shard(units[path], mp_policy=inner[path], reshard_after_forward=reshard)
-    shard(model, mp_policy=precision, reshard_after_forward=False)
+            reshard = unit.around != last and not unit.around.startswith(f"{last}.")
+        fully_shard(
+            module,
+            mesh=data_mesh,
+            mp_policy=settings[unit.path],
+            offload_policy=_offload(data_mesh) if cpu_offload else OffloadPolicy(),
+            shard_placement_fn=shard_placement_fn,
+            reshard_after_forward=reshard,
+        )
+
+    shard_units(plan, {**modules, **units}, shard)
+    for name in plan.outside:
+        path, _, attribute = name.rpartition(".")
+        modules[path].register_forward_pre_hook(partial(_average_gradients, data_mesh, attribute))
     return model
 
 
@@ -220,21 +238,67 @@ def _precision(value: str | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy
     )
 
 
-def _inner_precision(
-    path: str, unit: nn.Module, asked: str | MixedPrecisionPolicy | None, precision: MixedPrecisionPolicy
+def _class_dtypes(model: nn.Module, precision: MixedPrecisionPolicy) -> ClassDtypes:
+    """Return what a model's classes have in fp32 in what is computed in; nobody is asked where all is stored so."""
+    wanted = precision.param_dtype
+    assert wanted is not None
+    tensors = (*model.parameters(), *model.buffers())
+    is_asked = any(x.is_floating_point() and x.dtype != wanted for x in tensors)
+    return class_dtypes(model, wanted) if is_asked else ClassDtypes(wanted=wanted)
+
+
+def _unit_precision(
+    unit: PlannedUnit, module: nn.Module, precision: MixedPrecisionPolicy, wide: ClassDtypes | None
 ) -> MixedPrecisionPolicy:
     """Return the policy of a unit. Where nobody said otherwise, a block takes its inputs as they come: a cast would
     round what its neighbour hands on in fp32 (rotary tables, residuals)."""
-    if asked != "bf16":
+    if unit.is_wide:
+        return replace(precision, param_dtype=torch.float32, cast_forward_inputs=False)
+    if unit.parameters is not None:  # the unit around it has cast
+        return replace(precision, cast_forward_inputs=False, output_dtype=None)
+    if wide is None or not unit.path:
         return precision
-    is_block = any(part.isdecimal() for part in path.split("."))
+    is_block = any(part.isdecimal() for part in unit.path.split("."))
     has_masters = any(
-        parameter.is_floating_point() and parameter.dtype != precision.param_dtype
-        for parameter in unit.parameters()
+        p.is_floating_point()
+        and p.dtype != wide.wanted
+        and wide.of(clean_name(f"{unit.path}.{name}")) is wide.wanted
+        for name, p in module.named_parameters()
     )
     # What stands around the blocks (embeddings, a tower) often gets its inputs in the dtype of its weights, which is
     # the masters' as long as it is not gathered.
     return replace(precision, cast_forward_inputs=has_masters and not is_block)
+
+
+def _cast_buffers(model: nn.Module, wide: ClassDtypes) -> None:
+    """Give buffers that are in no checkpoint the dtype of a model that was built in what is computed in: one in fp32
+    would make fp32 of what is added to it."""
+    for path, module in model.named_modules():
+        for name in non_persistent_buffers(module):
+            buffer = getattr(module, name)
+            wanted = wide.buffers.get(clean_name(f"{path}.{name}" if path else name))
+            if buffer is not None and wanted is not None and buffer.dtype is torch.float32:
+                setattr(module, name, buffer.to(wanted))
+
+
+def _average_gradients(mesh: DeviceMesh, name: str, module: nn.Module, _: object) -> None:
+    """Let the gradient of a parameter outside of FSDP be the mean over all ranks, as FSDP's are.
+
+    The hook is put on in the forward, because the parameter is another one after `finalize`. Where gradients add up
+    over several backwards, what was averaged before is equal on all ranks and stays so.
+    """
+    parameter = getattr(module, name)
+    if not parameter.requires_grad or parameter in _AVERAGED:
+        return
+
+    def average(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        for axis in range(mesh.ndim):
+            dist.all_reduce(parameter.grad, group=mesh.get_group(axis))
+        parameter.grad.div_(mesh.size())
+
+    parameter.register_post_accumulate_grad_hook(average)
+    _AVERAGED[parameter] = None
 
 
 def _offload(mesh: DeviceMesh) -> OffloadPolicy:
