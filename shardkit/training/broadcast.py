@@ -19,6 +19,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region, intersect, relative_to
 from shardkit.errors import LayoutError
 from shardkit.training.agree import agree, agreed, broadcast_json, device_for, lost, world
+from shardkit.training.compare import DAMAGED, together
 from shardkit.training.context import Weights
 from shardkit.training.local import LocalShard
 from shardkit.training.match import Wanted, match
@@ -26,6 +27,7 @@ from shardkit.training.messages import BAND_NBYTES, Part, Sent, Step, build_step
 from shardkit.training.reading import Filled, Worker, flat_bytes, plan_reads, torch_dtype, window
 from shardkit.training.sources import SourceRank, choose_sources
 from shardkit.transfer.convert import one_thread_each
+from shardkit.transfer.source_check import SourceCheck
 from shardkit.transfer.sources import SourceFiles
 
 _IN_FLIGHT = 4  # bands
@@ -41,6 +43,7 @@ def fill_broadcast(
     *,
     initialised: Collection[str] = (),
     grown: Mapping[str, int] | None = None,
+    check_source: bool = True,
 ) -> Filled:
     """Fill shards from what source ranks read and send; every rank calls it.
 
@@ -51,6 +54,7 @@ def fill_broadcast(
         source_rank: who reads for whom.
         initialised: FQNs that are not read.
         grown: FQN -> rows that the source has of a longer tensor.
+        check_source: compare what is read with what the source records.
 
     Returns:
         What this rank filled, by FQN; the bytes that it read.
@@ -78,10 +82,13 @@ def fill_broadcast(
         if sources[rank] == rank:
             assert weights is not None
             receivers = [other for other, source in enumerate(sources) if source == rank and other != rank]
-            error = _Source(weights, sent, mine, receivers, filled).run()
+            check = SourceCheck(weights.catalog) if check_source else None
+            error = _Source(weights, sent, mine, receivers, filled, check).run()
         else:
             error = _Receiver(sources[rank], sent, mine, filled).run()
     agree(error, phase=_PHASE)
+    if check_source:  # several sources read the same
+        filled.checked = together([filled.checked] if rank == min(sources) else [])
     return filled
 
 
@@ -227,7 +234,9 @@ class _Source:
         mine: Mapping[int, Wanted],
         receivers: Sequence[int],
         filled: Filled,
+        check: SourceCheck | None,
     ) -> None:
+        self._check = check
         self._catalog, self._sent, self._mine, self._filled = weights.catalog, sent, mine, filled
         self._device = _device_for(mine)
         self._receivers, self._regions = receivers, dict[int, dict[int, Region]]()
@@ -244,7 +253,7 @@ class _Source:
             self._regions[receiver] = {
                 number: Region(tuple(offsets), tuple(sizes)) for number, offsets, sizes in wanted
             }
-        with SourceFiles(self._catalog.files) as files, files.reader() as reader:
+        with SourceFiles(self._catalog.files, check=self._check) as files, files.reader() as reader:
             self._worker = Worker(reader)
             for step in build_steps(self._sent):
                 self._send_packed(step)
@@ -255,7 +264,22 @@ class _Source:
             for turn in range(_IN_FLIGHT):
                 self._wait(turn)
             self._filled.read_bytes += self._worker.filled.read_bytes
-            return self._error or _changed(files)
+            reader.take_runs()
+            return self._error or self._compared(files)
+
+    def _compared(self, files: SourceFiles) -> BaseException | None:
+        """Return what is wrong with the source, now that all of it was read."""
+        try:
+            if self._check is not None:
+                self._check.read_rest(files)
+            files.check_unchanged()
+            if self._check is not None:
+                self._check.raise_differences(hint=DAMAGED)
+                names = {each.entry.fqn for each in self._sent}
+                self._filled.checked = self._check.summary(names)
+        except BaseException as error:  # Ctrl-C too: the others must not wait
+            return error
+        return None
 
     def _send_packed(self, step: Step) -> None:
         # One message for all ranks that hold the same parts, as replicas do.
@@ -339,14 +363,6 @@ def _device_for(mine: Mapping[int, Wanted]) -> torch.device:
     if world()[1] == 1:
         return torch.device("cpu")
     return device_for(None, next((item.target.device for item in mine.values()), None))
-
-
-def _changed(files: SourceFiles) -> Exception | None:
-    try:
-        files.check_unchanged()
-    except Exception as error:
-        return error
-    return None
 
 
 def _send_json(value: Any, receiver: int, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Region, full_region
 from shardkit.keys.names import clean_name as clean_name
+from shardkit.transfer.source_check import CheckedSource
 
 KeyRules = tuple[tuple[str, str], ...]
 """(prefix of a model's names, the Hub's in its place), as `keys.renaming.KeyRule` spells them."""
@@ -108,3 +109,5 @@ class ModelInitializationContext:
     """Every buffer's computed value on the CPU, by clean FQN: finalize restores what a wrapper lost."""
     notes: tuple[str, ...] = ()
     """What a person should be told, once."""
+    checked: CheckedSource | None = None
+    """How much of the source all ranks together compared with the CRC-32s in it; `finalize` sets it."""

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from shardkit.core.regions import Region
 from shardkit.training.agree import agreed
+from shardkit.training.compare import compare_together
 from shardkit.training.context import Weights
 from shardkit.training.match import Wanted
 from shardkit.training.reading import Filled, plan_reads, run_reads
 from shardkit.training.replicas import copy_to_replicas, divide
+from shardkit.transfer.source_check import SourceCheck
 from shardkit.transfer.sources import SourceFiles
 
 
-def fill_direct(wanted: Sequence[Wanted], weights: Weights) -> Filled:
+def fill_direct(wanted: Sequence[Wanted], weights: Weights, *, check_source: bool = True) -> Filled:
     """Fill shards from storage; every rank calls it. What several ranks hold is read once and sent to the others.
 
     Args:
         wanted: what this rank holds, from `match`.
         weights: opened by this rank.
+        check_source: compare what is read with what the source records.
 
     Returns:
         What this rank filled, by FQN.
 
     Raises:
-        ShardkitError: on all ranks, when any cannot read; naming them.
+        ShardkitError: on all ranks, when any cannot read, or reads something other than was recorded; naming them.
     """
     mine, shared = divide(wanted)
-    with agreed("reading shards from storage"):
-        regions: dict[str, list[Region]] = {}
-        for item in mine:
-            if item.region.num_elements:
-                regions.setdefault(item.entry.fqn, []).append(item.region)
-        catalog = weights.located(regions).catalog
-        with SourceFiles(catalog.files) as sources:
+    with contextlib.ExitStack() as stack:
+        with agreed("reading shards from storage"):
+            regions: dict[str, list[Region]] = {}
+            for item in mine:
+                if item.region.num_elements:
+                    regions.setdefault(item.entry.fqn, []).append(item.region)
+            catalog = weights.located(regions).catalog
+            check = SourceCheck(catalog) if check_source else None
+            sources = stack.enter_context(SourceFiles(catalog.files, check=check))
             reads = [
                 read
                 for item in mine
@@ -42,6 +48,9 @@ def fill_direct(wanted: Sequence[Wanted], weights: Weights) -> Filled:
                 )
             ]
             filled = run_reads(reads, sources)
-            sources.check_unchanged()
+            if check is None:
+                sources.check_unchanged()
+        if check is not None:
+            filled.checked = compare_together(check, sources, {item.entry.fqn for item in wanted})
     copy_to_replicas(shared, filled)
     return filled

@@ -18,6 +18,7 @@ from shardkit.formats.inside import may_follow_links
 from shardkit.training.agree import agree, agreed, gather_json, world
 from shardkit.training.broadcast import fill_broadcast
 from shardkit.training.buffers import compute_buffers
+from shardkit.training.compare import say_checked
 from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights
 from shardkit.training.direct import fill_direct
 from shardkit.training.fit import check_fit, check_ties
@@ -46,6 +47,7 @@ def finalize(
     source_rank: SourceRank = "global",
     device: torch.device | str | None = None,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    check_source: bool = True,
 ) -> nn.Module:
     """Give a prepared and wrapped model its weights; every rank calls it.
 
@@ -59,6 +61,8 @@ def finalize(
         device: for parameters and buffers; None is the device type of the mesh.
         optimizer: one that was made before the model was wrapped, or several: pointed at the parameters that the model
             has now, as by `rebind_optimizer`. It steps each of them once afterwards, or is refused.
+        check_source: compare what all ranks read with the CRC-32s that the source's files record; `ctx.checked` says how
+            much that was. False lets damage through, with a warning.
 
     Returns:
         The model: every parameter filled once, nothing on meta, ties one object, buffers equal on all ranks.
@@ -66,7 +70,8 @@ def finalize(
     Raises:
         UsageError: an unknown strategy, a model that is wrapped by FSDP1, or an optimizer that has one parameter several
             times or another model's, and no names that would tell which ones are meant.
-        LayoutError, IntegrityError: the wrapped model is not what was prepared, or the source does not fit it.
+        LayoutError, IntegrityError: the wrapped model is not what was prepared, the source does not fit it, or its
+            bytes are not what its checksums say.
         SourceError, ResourceError: the source cannot be read. All on all ranks, and naming those where it happened.
     """
     with agreed("looking at the wrapped model"):
@@ -90,7 +95,10 @@ def finalize(
             source_rank,
             initialised=ctx.initialised,
             grown=ctx.grown,
+            check_source=check_source,
         )
+        ctx.checked = filled.checked
+        say_checked(filled.checked, check_source=check_source)
     with agreed("initialising parameters"):
         fill_initialised(shards, ctx, filled)
     _prove(model, shards, filled, ctx)
@@ -107,6 +115,7 @@ def load_into(
     source_rank: SourceRank = "global",
     device: torch.device | str | None = None,
     follow_links: bool = False,
+    check_source: bool = True,
 ) -> nn.Module:
     """Fill a model that anybody has wrapped, or nobody, from any source; every rank calls it.
 
@@ -119,6 +128,7 @@ def load_into(
         device: for parameters that are on meta; None is the device type of the mesh.
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
             Weight files of a Hub model are read in any case.
+        check_source: as for `finalize`.
 
     Returns:
         The model.
@@ -135,7 +145,8 @@ def load_into(
         materialise(model, place)
         shards = local_shards(model)
     weights, unavailable = _open(model, shards, source)
-    filled = fill(shards, weights, unavailable, strategy, source_rank)
+    filled = fill(shards, weights, unavailable, strategy, source_rank, check_source=check_source)
+    say_checked(filled.checked, check_source=check_source)
     _prove(model, shards, filled, None)
     remember(model, weights)
     return model
@@ -221,6 +232,7 @@ def fill(
     *,
     initialised: Collection[str] = (),
     grown: Mapping[str, int] | None = None,
+    check_source: bool = True,
     direct: bool | None = None,
 ) -> Filled:
     """Fill shards from a source, one way or the other; every rank calls it.
@@ -233,28 +245,41 @@ def fill(
         source_rank: as for `finalize`.
         initialised: FQNs that are not read.
         grown: FQN -> rows that the source has of a longer tensor.
+        check_source: as for `finalize`.
         direct: what `is_direct` said before; None asks it.
     """
     if direct is None:
-        direct = is_direct(weights, unavailable, strategy, source_rank)
+        direct = is_direct(weights, unavailable, strategy, source_rank, check_source)
     if direct:
         assert weights is not None
         with agreed("holding the source against the model"):
             wanted = match(shards, weights, initialised=initialised, grown=grown)
-        return fill_direct(wanted, weights)
-    return fill_broadcast(shards, weights, unavailable, source_rank, initialised=initialised, grown=grown)
+        return fill_direct(wanted, weights, check_source=check_source)
+    return fill_broadcast(
+        shards,
+        weights,
+        unavailable,
+        source_rank,
+        initialised=initialised,
+        grown=grown,
+        check_source=check_source,
+    )
 
 
 def is_direct(
-    weights: Weights | None, unavailable: str | None, strategy: Strategy, source_rank: SourceRank
+    weights: Weights | None,
+    unavailable: str | None,
+    strategy: Strategy,
+    source_rank: SourceRank,
+    check_source: bool = True,
 ) -> bool:
     """Decide on all ranks alike, and say once what and why."""
     identity = None if weights is None else weights.identity
-    mine = [identity, unavailable, [strategy, source_rank]]
+    mine = [identity, unavailable, [strategy, source_rank, f"check_source={check_source}"]]
     told = gather_json(mine, phase="comparing the ranks' sources")
     if any(options != told[0][2] for _, _, options in told):
         raise UsageError(
-            "the ranks do not have the same strategy and source_rank",
+            "the ranks do not have the same strategy, source_rank and check_source",
             problems=[f"rank {rank}: {', '.join(options)}" for rank, (_, _, options) in enumerate(told)],
         )
     blind = {rank: reason for rank, (identity, reason, _) in enumerate(told) if identity is None}

@@ -13,7 +13,7 @@ from operator import sub
 from typing import Any
 
 from shardkit import manifest
-from shardkit.core.catalog import Catalog, FileStamp, SourceFile
+from shardkit.core.catalog import Catalog, Checksums, FileStamp, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.mesh import Mesh, Placement, parse_mesh
 from shardkit.core.regions import Region, Shape, find_tiling_error, full_region, intersect
@@ -98,7 +98,12 @@ class Presharded:
         catalog = Catalog(format=whole.format, directory=whole.directory, files=list(whole.files))
         rows: dict[str, list[tuple[int, ListedChunk]]] = {}
         for number, listed in lists.items():
-            catalog.files[number] = replace(whole.files[number], stamp=_stamp(whole.files[number]))
+            stored = ((chunk.data_start, chunk.data_nbytes, chunk.crc32) for chunk in listed.chunks)
+            catalog.files[number] = replace(
+                whole.files[number],
+                stamp=_stamp(whole.files[number]),
+                checksums=Checksums.of(stored),
+            )
             for chunk in listed.chunks:
                 rows.setdefault(chunk.fqn, []).append((number, chunk))
         for fqn in self.placements:

@@ -24,6 +24,7 @@ from shardkit.core.units import MIB
 from shardkit.training.staging import DeviceStaging
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.reflink import BLOCK
+from shardkit.transfer.source_check import CheckedSource
 from shardkit.transfer.sources import Reader, SourceFiles
 
 _STRAIGHT_NBYTES = 16 * MIB  # of one system call; so that two threads share a large tensor
@@ -63,6 +64,8 @@ class Filled:
     """How many elements of each tensor were filled."""
     read_bytes: int = 0
     """Bytes that were read for it."""
+    checked: CheckedSource = field(default_factory=CheckedSource)
+    """How much all ranks together compared with what the source records."""
 
     def add(self, other: Filled) -> None:
         """Count what another did too."""

@@ -90,6 +90,16 @@ class CheckedSource:
     checked_bytes: int = 0
     unchecked: tuple[Unchecked, ...] = ()
 
+    @classmethod
+    def of_all(cls, parts: Iterable[CheckedSource]) -> CheckedSource:
+        """Return what several found, each of its own part."""
+        counts, checked = _Counts(), 0
+        for part in parts:
+            checked += part.checked_bytes
+            for each in part.unchecked:
+                counts.add(each.reason, each.entry_bytes, each.num_entries)
+        return cls(checked_bytes=checked, unchecked=counts.listed())
+
 
 class SourceCheck:
     """Collects what all threads read of a catalog's files.
@@ -117,6 +127,8 @@ class SourceCheck:
         self._num_kept, self._dropped = 0, set[int]()
         self._different: dict[int, Run] = {}
         self._seen_bytes = 0
+        self._first_readers: dict[int, int] = {}
+        self._not_mine: set[int] = set()
 
     def runs(self) -> Runs:
         """Return what one thread tells of its reads."""
@@ -212,26 +224,80 @@ class SourceCheck:
         for rest in self.missing():
             self.complete(rest, self.read_gaps(rest, sources))
 
-    def missing(self, seen_bytes: int | None = None) -> list[Rest]:
-        """Return the entries that are worth completing.
-
-        Args:
-            seen_bytes: of all that was read, which what is read beside may be 5 % of; by default what is known here.
-        """
-        budget = max(_MAX_MORE * (self._seen_bytes if seen_bytes is None else seen_bytes), _FREE_NBYTES)
-        wanted = []
-        for entry, held in self._kept.items():
-            start, stop, crc = self._entry(entry)
-            rest = Rest(entry, _gaps(held, start, stop))
-            if crc and self._file_of(entry) is not None:
-                wanted.append((rest.nbytes, rest))
-        chosen = []
-        for nbytes, rest in sorted(wanted):
+    def missing(self) -> list[Rest]:
+        """Return the entries that are worth completing: the nearly complete ones first, up to 5 % of what was read."""
+        budget, chosen = max(_MAX_MORE * self._seen_bytes, _FREE_NBYTES), list[Rest]()
+        for nbytes, rest in sorted((rest.nbytes, rest) for rest in self._rests()):
             budget -= nbytes
             if budget < 0:
                 break
             chosen.append(rest)
         return chosen
+
+    def missing_of_each(self) -> list[Rest]:
+        """Return the entries that lack 5 % of themselves or a page at most: all who read of one decide the same."""
+        return [
+            rest
+            for rest in self._rests()
+            if rest.nbytes <= max(_MAX_MORE * _length(self.extent(rest.entry)), _SHORT_NBYTES)
+        ]
+
+    def _rests(self) -> Iterator[Rest]:
+        for entry, held in self._kept.items():
+            start, stop, crc = self._entry(entry)
+            if crc and self._file_of(entry) is not None:
+                yield Rest(entry, _gaps(held, start, stop))
+
+    def parts(self) -> dict[str, list[int]]:
+        """Return what was read of entries that are not complete, as plain data for others who read of the same files.
+
+        By file, four numbers for each run: the entry's first byte, the run's first byte and end, its CRC-32.
+        """
+        told: dict[str, list[int]] = {}
+        for entry, held in self._kept.items():
+            file = self._file_of(entry)
+            if file is not None:
+                numbers = told.setdefault(self._catalog.files[file].name, [])
+                for run in held:
+                    numbers += (self._entry(entry)[0], run.start, run.stop, run.crc)
+        return told
+
+    def take_parts(self, told: Sequence[Mapping[str, list[int]]], place: int) -> None:
+        """Take what others read of the entries of which something was read here.
+
+        Args:
+            told: `parts` of everybody, this one's too.
+            place: of this one among them.
+        """
+        entries = {}
+        for entry in self._kept:
+            file = self._file_of(entry)
+            if file is not None:
+                entries[self._catalog.files[file].name, self._entry(entry)[0]] = entry
+        own = self._kept
+        self._kept, self._num_kept = {}, 0
+        self._seen_bytes -= sum(run.stop - run.start for held in own.values() for run in held)
+        known: dict[tuple[int, int, int], int] = {}
+        for reader, each in enumerate(told):
+            for name, numbers in each.items():
+                for begin, start, stop, crc in zip(*[iter(numbers)] * 4, strict=True):
+                    entry = entries.get((name, begin), -1)
+                    if entry < 0:
+                        continue
+                    self._first_readers.setdefault(entry, reader)
+                    run = Run(entry, start, stop, crc, own[entry][0].fqn)
+                    if known.setdefault((entry, start, stop), crc) != crc:  # they do not see the same bytes
+                        self._states[entry], self._different[entry] = _DIFFERENT, run
+                    self.add([run])
+        self._not_mine = {entry for entry, reader in self._first_readers.items() if reader != place}
+
+    def is_first_reader(self, entry: int) -> bool:
+        """True where nobody before this one among all read something of an entry."""
+        return entry not in self._not_mine
+
+    def key(self, entry: int) -> str:
+        """Return what stands for an entry with everybody who reads of the same files."""
+        return f"{self._name(entry)} {self._entry(entry)[0]}"
 
     def read_gaps(self, rest: Rest, sources: SourceFiles) -> list[int]:
         """Return the CRC-32 of each part of an entry that nobody read.
@@ -343,11 +409,15 @@ class SourceCheck:
             if not any(states):
                 continue
             for row, state in enumerate(states):
+                if first + row in self._not_mine:
+                    continue
                 if state in (_EQUAL, _DIFFERENT):
                     checked += table.stops[row] - table.starts[row]
                 elif state == _UNRECORDED:
                     counts.add(NOT_RECORDED, table.stops[row] - table.starts[row])
         for entry, held in self._kept.items():
+            if entry in self._not_mine:
+                continue
             reason = SHORT_RUNS if entry in self._dropped else IN_PART
             counts.add(reason if self._entry(entry)[2] else NOT_RECORDED, _covered(held))
         for entry in self._dropped - self._kept.keys():
@@ -434,9 +504,9 @@ class _Counts:
     def __init__(self) -> None:
         self._found: dict[str, list[int]] = {}
 
-    def add(self, reason: str, nbytes: int) -> None:
+    def add(self, reason: str, nbytes: int, number: int = 1) -> None:
         numbers = self._found.setdefault(reason, [0, 0])
-        numbers[0] += 1
+        numbers[0] += number
         numbers[1] += nbytes
 
     def listed(self) -> tuple[Unchecked, ...]:
@@ -550,6 +620,10 @@ def _gaps(held: Sequence[Run], start: int, stop: int) -> list[tuple[int, int]]:
     if at < stop:
         gaps.append((at, stop))
     return gaps
+
+
+def _length(extent: tuple[int, int]) -> int:
+    return extent[1] - extent[0]
 
 
 def _covered(held: Sequence[Run]) -> int:
