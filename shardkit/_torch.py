@@ -5,13 +5,14 @@ Every name here has a test of its own in tests/test_torch_contract.py.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _checkpoint
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -21,7 +22,47 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
 )
 
+from shardkit._version import TESTED_TORCH, torch_note
+from shardkit.errors import ResourceError
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _known(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function refuse by name a torch that is newer than those that were tried, where a name is another one there."""
+
+    def refused(error: Exception) -> Exception:
+        note = torch_note(torch.__version__)
+        if note is None:
+            return error
+        return ResourceError(
+            f"{note}, and {function.__name__} no longer finds what it needs of it: {error}",
+            hint=f"install torch {TESTED_TORCH[1]}, or a newer shardkit",
+        )
+
+    if inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def generator(*args: P.args, **kwargs: P.kwargs) -> Iterator[Any]:
+            try:
+                yield from function(*args, **kwargs)
+            except (AttributeError, ImportError, TypeError) as error:
+                raise refused(error) from error
+
+        return cast(Callable[P, R], generator)
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (AttributeError, ImportError, TypeError) as error:
+            raise refused(error) from error
+
+    return guarded
+
+
+@_known
 def init_fake_world(world_size: int) -> None:
     """Make this process rank 0 of a world that does not exist: meshes work, collectives do nothing.
 
@@ -36,6 +77,7 @@ def init_fake_world(world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
+@_known
 def shard_of(placement: object) -> tuple[int, int] | None:
     """Return (dim, split factor) of a placement that cuts a dim; None for any other.
 
@@ -51,6 +93,7 @@ def shard_of(placement: object) -> tuple[int, int] | None:
     return (placement.dim, 1) if isinstance(placement, Shard) else None
 
 
+@_known
 def describe_as_before(metadata: Metadata) -> None:
     """Let a `.metadata` be pickled as torch up to 2.14 does, and reads it: without `strides`, which nothing reads.
 
@@ -81,6 +124,7 @@ class FSDPShard(NamedTuple):
     """Make padded memory what is all-gathered; the parameter must be a view of its beginning."""
 
 
+@_known
 def fsdp_shards(model: nn.Module) -> Iterator[FSDPShard]:
     """Yield what `fully_shard` manages, by unit.
 
@@ -109,29 +153,37 @@ def fsdp_shards(model: nn.Module) -> Iterator[FSDPShard]:
                 )
 
 
+@_known
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     """Return the names of a module's own buffers that are in no state dict."""
     return frozenset(module._non_persistent_buffers_set)
 
 
+@_known
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True where one tensor is another view of the other's memory; also on meta, where there is none."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
+@_known
 def checkpointed(module: nn.Module) -> nn.Module:
     """Return a module that computes `module` again in backward; its state dict has the names that it had.
 
     Source: torch 2.13, torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py; torchtitan, accelerate
     and Lightning take it from there too.
     """
-    wrapper: nn.Module = _checkpoint.checkpoint_wrapper(module)
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    wrapper: nn.Module = checkpoint_wrapper(module)
     return wrapper
 
 
+@_known
 def is_checkpointed(module: nn.Module) -> bool:
     """True for what `checkpointed` returns."""
-    return isinstance(module, _checkpoint.CheckpointWrapper)
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    return isinstance(module, CheckpointWrapper)
 
 
 class Fsdp2Unit(NamedTuple):
@@ -151,6 +203,7 @@ class Fsdp2Unit(NamedTuple):
     of a tie is there."""
 
 
+@_known
 def fsdp2_units(module: FSDPModule, *, is_root: bool) -> Iterator[Fsdp2Unit]:
     """Yield the parameter groups of a module that `fully_shard` was called on: one, unless meshes differ; none where
     units inside it have all parameters.
@@ -212,6 +265,7 @@ class Fsdp1Unit(NamedTuple):
     """Parts of DTensors were made flat: tensor parallelism has cut them before."""
 
 
+@_known
 def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
     """Return an FSDP1 module's flat parameter; None where modules inside it have all parameters.
 
@@ -245,6 +299,7 @@ def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
     )
 
 
+@_known
 def is_fsdp1_part(tensor: torch.Tensor) -> bool:
     """True for what FSDP1 registers as a parameter: a flat parameter, or a view of one.
 
@@ -253,6 +308,7 @@ def is_fsdp1_part(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
+@_known
 def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the norm of each tensor, accumulated and given in `dtype`, in a few kernels for all of them.
 
@@ -262,6 +318,7 @@ def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dt
     return norms
 
 
+@_known
 def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors of one device in place by a tensor of no dims on the same device.
 
@@ -270,6 +327,7 @@ def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+@_known
 def times_written(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written in place, on meta too.
 

@@ -1,3 +1,18 @@
-"""The version, in a module of its own so that reading it imports nothing."""
+"""The version, and those of torch that were tried; a module of its own, so that reading it imports nothing."""
 
 __version__ = "0.1.0"
+
+TESTED_TORCH = ("2.6", "2.15")
+"""The oldest and the newest torch that the tests ran with; docs/versions.md has all."""
+
+
+def torch_note(version: str | None) -> str | None:
+    """Say so where a version of torch is outside of those that were tried; None where it is not, or there is none."""
+    if version is None:
+        return None
+    oldest, newest = (tuple(map(int, each.split("."))) for each in TESTED_TORCH)
+    found = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    if oldest <= found <= newest:
+        return None
+    side = "older" if found < oldest else "newer"
+    return f"torch {version} is {side} than what shardkit was tried with, {' to '.join(TESTED_TORCH)}"

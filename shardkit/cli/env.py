@@ -42,5 +42,6 @@ def render(found: Environment) -> list[str]:
             ("cpus", str(found.num_cpus)),
             ("memory", memory),
             *((escape(name), escape(value)) for name, value in found.huggingface.items()),
+            *(("note", note) for note in found.notes),
         ]
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardkit._version import torch_note
 from shardkit.cli.output import (
     Output,
     check_facts,
@@ -25,8 +26,6 @@ from shardkit.core.units import format_size
 
 if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
-
-_TESTED_TORCH = "2.13"
 
 
 @click.command(
@@ -114,12 +113,12 @@ def command(*, source: str, output: str | None, as_json: bool, no_progress: bool
 
 
 def warn_of_torch(out: Output) -> None:
-    """Say so where torch is of a version that shardkit is not tested with."""
+    """Say so where torch is of a version that shardkit was not tried with."""
     from shardkit.operations.environment import package_version
 
-    version = package_version("torch")
-    if version is not None and not version.startswith(f"{_TESTED_TORCH}."):
-        out.say("warning", f"torch {version} is installed; shardkit is tested with {_TESTED_TORCH}")
+    note = torch_note(package_version("torch"))
+    if note is not None:
+        out.say("warning", note)
 
 
 def _silence_hub(source: str) -> None:

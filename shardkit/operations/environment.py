@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-from shardkit._version import __version__
+from shardkit._version import __version__, torch_note
 
 _PACKAGES = (
     "torch",
@@ -41,6 +41,8 @@ class Environment:
     """Of the machine."""
     huggingface: dict[str, str]
     """HF_* variables that are set; of most only that they are, because some are secrets."""
+    notes: tuple[str, ...]
+    """What a person should be told: a torch that shardkit was not tried with."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -57,6 +59,7 @@ def environment() -> Environment:
         num_cpus=_num_cpus(),
         memory_bytes=_memory_bytes(),
         huggingface={name: _shown(name) for name in sorted(os.environ) if name.startswith("HF_")},
+        notes=tuple(filter(None, [torch_note(package_version("torch"))])),
     )
 
 

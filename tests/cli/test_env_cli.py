@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 import shardkit
 
 
@@ -28,3 +30,22 @@ def test_missing_package(run, monkeypatch):
     monkeypatch.setattr("shardkit.operations.environment._PACKAGES", ("no-such-package",))
     assert "no-such-package  not installed" in run("env").stdout
     assert json.loads(run("env", "--json").stdout)["packages"] == {"no-such-package": None}
+
+
+@pytest.mark.parametrize(
+    ("version", "side"),
+    [
+        ("2.5.1", "older"),
+        ("2.6.0+cu124", None),
+        ("2.15.3", None),
+        ("2.16.0a0+git1", "newer"),
+        ("3.0.0", "newer"),
+    ],
+)
+def test_torch_that_was_not_tried_is_a_note(run, monkeypatch, version, side):
+    monkeypatch.setattr("shardkit.operations.environment.package_version", lambda name: version)
+    expected = [f"torch {version} is {side} than what shardkit was tried with, 2.6 to 2.15"] if side else []
+    assert json.loads(run("env", "--json").stdout)["notes"] == expected
+    assert [
+        line.split(maxsplit=1)[1] for line in run("env").stdout.splitlines() if "note" in line.split()[0]
+    ] == expected
