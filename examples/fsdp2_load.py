@@ -5,7 +5,7 @@
 
 MODEL is a local directory of the Hub model (only its config is read here), CHECKPOINT is what preshard
 made of it. Each rank opens its own file of CHECKPOINT and nothing else of any size. Runs on CPU with gloo
-and on CUDA with nccl; without a GPU, put CUDA_VISIBLE_DEVICES= before torchrun.
+and on CUDA with nccl; without a GPU, put CUDA_VISIBLE_DEVICES= before torchrun. Needs transformers and accelerate.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from accelerate import init_empty_weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,10 +24,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def build_on_meta(model_directory: str) -> nn.Module:
-    """Phase 1: names and shapes, no memory."""
+    """Phase 1: parameters have names and shapes, no memory; buffers have their values.
+
+    `torch.device("meta")` would leave buffers without values: rotary tables and position ids are in no checkpoint.
+    """
     config = AutoConfig.from_pretrained(model_directory)
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()  # init_empty_weights makes two parameters of a tied one
     return model
 
 
@@ -38,18 +43,13 @@ def wrap(model: nn.Module, device_type: str) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def fill(model: nn.Module, model_directory: str, checkpoint: str, device_type: str) -> None:
-    """Phase 3: memory for this rank's shard, the weights into it, and the buffers that no file holds."""
+def fill(model: nn.Module, checkpoint: str, device_type: str) -> None:
+    """Phase 3: memory for this rank's shard, the buffers that it takes away, and the weights."""
+    buffers = dict(model.named_buffers())
     model.to_empty(device=device_type)
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=checkpoint)
-    # `to_empty` left these undefined. They depend neither on layers nor on vocabulary here, so a model
-    # without either has the same ones. The names of ties need nothing: both are the same parameter.
-    config = AutoConfig.from_pretrained(model_directory, num_hidden_layers=0, vocab_size=1, pad_token_id=None)
-    values = dict(AutoModelForCausalLM.from_config(config).named_buffers())
     for name, buffer in model.named_buffers():
-        if name not in state:
-            buffer.copy_(values[name])
+        buffer.copy_(buffers[name])
+    dcp.load(model.state_dict(), checkpoint_id=checkpoint)
 
 
 def train_one_step(model: nn.Module, device_type: str) -> float:
@@ -70,7 +70,7 @@ def main(model_directory: str, checkpoint: str) -> None:
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     model = build_on_meta(model_directory)
     wrap(model, device_type)
-    fill(model, model_directory, checkpoint, device_type)
+    fill(model, checkpoint, device_type)
     loss = train_one_step(model, device_type)
     if dist.get_rank() == 0:
         print(f"loss {loss:.6f}")

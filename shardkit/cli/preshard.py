@@ -188,7 +188,7 @@ def _time(result: PreshardResult) -> str:
 
 def _how_to_load(result: PreshardResult) -> list[str]:
     return [
-        "load it on every rank, once the model is wrapped for this mesh:",
-        "  state = model.state_dict()",
-        f"  torch.distributed.checkpoint.load(state, checkpoint_id={result.output!r})",
+        "load it on every rank, into a model on meta that is wrapped for this mesh:",
+        "  import shardkit",
+        f"  shardkit.load_into(model, {result.output!r})  # parameters and buffers",
     ]

@@ -64,9 +64,9 @@ wrote /data/model-dp_shard4
   omitted  ids: a buffer
   time     4.00 s, 2.15 GB/s
 
-load it on every rank, once the model is wrapped for this mesh:
-  state = model.state_dict()
-  torch.distributed.checkpoint.load(state, checkpoint_id='/data/model-dp_shard4')
+load it on every rank, into a model on meta that is wrapped for this mesh:
+  import shardkit
+  shardkit.load_into(model, '/data/model-dp_shard4')  # parameters and buffers
 """
 
 DRY = """\
