@@ -1,4 +1,4 @@
-"""Lightning trains a model that ModelParallelStrategy shards on two CPU ranks, with the diagnostics callback.
+"""Lightning trains models that ModelParallelStrategy and FSDPStrategy shard on two CPU ranks, with the diagnostics callback.
 
 python lightning_world.py OUT
 """
@@ -16,13 +16,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.training.lightning import FSDPDiagnosticsCallback
-from shardkit.training.wrap import wrap
+from shardkit.training.wrap import bf16_mixed_precision, wrap
 from tests.distributed.processes import fork, wait
+from tests.distributed.trainers.lightning_cases import OnCpu, let_fsdp_use_cpu
 
 torch.set_num_threads(1)
 SIZE = 2
@@ -66,6 +68,45 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+class Plain(Module):
+    """What FSDPStrategy wraps itself."""
+
+    def configure_model(self) -> None:
+        pass
+
+
+def fsdp1(out: Path, lines: Lines) -> dict[str, Any]:
+    """With both mixed precisions and a logger: then with the Trainer's alone."""
+    let_fsdp_use_cpu()
+    found: dict[str, Any] = {}
+    for name, precision in (("both", bf16_mixed_precision("fsdp1")), ("trainer", None)):
+        lines.lines.clear()
+        callback = FSDPDiagnosticsCallback(1, log_module_tree_top_k=0, log_to_logger=name == "both")
+        strategy = OnCpu(
+            auto_wrap_policy={nn.Sequential},
+            activation_checkpointing_policy={nn.Sequential},
+            mixed_precision=precision,
+            state_dict_type="sharded",
+            cpu_offload=False,
+        )
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=SIZE,
+            strategy=strategy,
+            precision="bf16-mixed",
+            max_steps=2,
+            callbacks=[callback],
+            logger=CSVLogger(out, name=name, version="0", flush_logs_every_n_steps=1),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=out,
+        )
+        trainer.fit(Plain(), torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=2))
+        found[name] = {"settings": callback.settings, "lines": list(lines.lines)}
+    return found
+
+
 def rank(out: Path, number: int) -> None:
     os.environ.update(
         RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(SIZE), TORCHELASTIC_RUN_ID="test"
@@ -73,7 +114,7 @@ def rank(out: Path, number: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_WORLD_SIZE=str(SIZE), GROUP_RANK="0")
     lines = Lines()
     logging.getLogger("lightning.pytorch.shardkit").addHandler(lines)
-    callback = FSDPDiagnosticsCallback(num_logged_batches=2)
+    callback = FSDPDiagnosticsCallback(num_logged_batches=2, log_module_tree_top_k=2)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=SIZE,
@@ -87,14 +128,23 @@ def rank(out: Path, number: int) -> None:
         default_root_dir=out,
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=2))
+    own = list(lines.lines)
+    first = fsdp1(out, lines)
     again = pickle.loads(pickle.dumps(callback))
     found: dict[str, Any] = {
         "diagnosis": callback.diagnosis.to_json() if callback.diagnosis else None,
         "phases": [phase.name for phase in callback.phases],
         "peaks": all(phase.cpu_peak for phase in callback.phases),
-        "lines": lines.lines,
+        "lines": own,
+        "settings": callback.settings,
+        "fsdp1": first,
         "is_callback": isinstance(callback, pl.Callback) and isinstance(callback, FSDPDiagnosticsCallback),
-        "pickled": [type(again).__name__, again.num_logged_batches],
+        "pickled": [
+            type(again).__name__,
+            again.num_logged_batches,
+            again.log_module_tree_top_k,
+            again.log_to_logger,
+        ],
     }
     (out / f"{number}.json").write_text(json.dumps(found))
 
