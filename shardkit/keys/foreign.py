@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape
+from shardkit.errors import SourceError
 
 
 class _Family(NamedTuple):
@@ -34,6 +35,10 @@ _IN_MEMORY = (
         "the language model of a vision model below `model.`",
         r"^model\.(?:language_model|visual|vision_tower)\.",
     ),
+)
+# mini_trainer 0.9 (osft_utils.py) and PEFT 0.21 (tuners/osf): a matrix is kept as factors of its SVD.
+_FACTORS = re.compile(
+    r"(?:^|\.)(?:osft_[USV]_high|osft_params\.[USV]_low|osf_svd_params\.(?:[^.]+\.)?[USV]_low|_?osf_[USV]_high)$"
 )
 _MEGATRON_ONLY = re.compile(r"^(?:decoder|embedding)\.")
 
@@ -70,6 +75,36 @@ def foreign_warnings(names: Iterable[str], base: Collection[str] | None) -> tupl
 def holds_fused_experts(names: Iterable[str]) -> bool:
     """True where experts that the Hub stores one by one are one tensor."""
     return any(map(_IN_MEMORY[0].pattern.search, names))
+
+
+def refuse_factors(names: Iterable[str]) -> None:
+    """Refuse weights that are stored as the factors of orthogonal subspace fine-tuning.
+
+    Args:
+        names: that a model is to be made of.
+
+    Raises:
+        SourceError: there are such factors.
+    """
+    found = [name for name in names if _FACTORS.search(name)]
+    if not found:
+        return
+    modules = {_FACTORS.sub("", name): name for name in reversed(found)}
+    is_adapter = any("osf_svd_params" in name for name in found) and not any(
+        "_high" in name for name in found
+    )
+    lost = (
+        "; of these the trained part alone is here, so the weights cannot be made from it"
+        if is_adapter
+        else ""
+    )
+    raise SourceError(
+        f"{count(len(modules), 'matrix is', 'matrices are')} stored as factors of orthogonal subspace fine-tuning "
+        f"(OSFT), which are not folded back into weights yet{lost}",
+        problems=[f"{escape(module)}: {escape(name)}" for module, name in reversed(modules.items())],
+        hint="let the trainer that wrote them save the model itself: mini_trainer's save and PEFT's merge_and_unload "
+        "fold them",
+    )
 
 
 def _example(found: list[str]) -> str:

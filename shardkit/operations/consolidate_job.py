@@ -23,6 +23,7 @@ from shardkit.formats.hub_assets import CONFIG
 from shardkit.formats.safetensors_images import OutputTensor, SafetensorsImages
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.keys import Selection, select_model
+from shardkit.keys.foreign import refuse_factors
 from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.operations.consolidate_adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate_adapter import Chosen, choose_tensors
@@ -164,7 +165,10 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         LayoutError: names or shapes are not the given base's.
     """
     _check_options(checkpoint, base, options)
+    if not (options.include or options.exclude or options.change_names or options.root is not None):
+        refuse_factors(checkpoint.catalog.tensors)  # now: names that fit nothing would be refused for that
     selection = _select(checkpoint, base, options)
+    refuse_factors(selection.names)
     _refuse_objects(checkpoint.catalog.objects, selection)
     chosen = choose_tensors(
         checkpoint,
