@@ -148,11 +148,11 @@ def test_messages_name_the_place_and_escape_the_file() -> None:
 
 def test_hash_bomb_and_deep_nesting_end_at_once() -> None:
     doubled = b"\x80\x04)" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(64))
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(SourceError, match="dict key"):
         run(b"\x80\x04}" + doubled[2:] + b"Ns.")
     assert run(b"\x80\x02" + b")" + b"\x85" * 100_000 + b".") is not None
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_runs_nothing_and_imports_nothing(tmp_path: Path) -> None:

@@ -139,10 +139,10 @@ def test_lists_every_problem_of_a_kind(read):
 
 def test_millions_of_dims_end_at_once(read):
     text = b'{"a":{"dtype":"U8","shape":[' + b",".join([b"2"] * 300_000) + b'],"data_offsets":[0,1]}}'
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(SourceError, match="63 bits"):
         read(spell(text, b"1"))
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_only_regular_files(tmp_path):

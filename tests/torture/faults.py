@@ -28,7 +28,7 @@ class Faults:
         kill                    SIGKILL; of a write, half of the bytes are on their way
         errno, "errno": n       the call fails; a descriptor is closed nevertheless
         short                   half of the bytes are read or written
-        signal, "signum": n     a signal, then the call
+        signal, "signum": n     a signal, then the call once the signal was heard
         change, "how", "path"   something is done to a file, then the call
 
     Args:
@@ -41,13 +41,27 @@ class Faults:
         self._of = frozenset(self._fault.get("of", CALLS))
         self._calls, self._count, self._lock = list[str](), 0, threading.Lock()
         self._writers = set[int]()
+        self._heard = threading.Event()
 
     def install(self, *, exchange: bool) -> None:
         """Stand in front of the storage interface."""
         if not exchange:
             storage.renameat2 = lambda *arguments: False
+        set_handler = signal.signal
+        signal.signal = lambda signum, handler: set_handler(signum, self._hearing(handler))
         for name in CALLS:
             setattr(storage, name, self._counted(name, getattr(storage, name)))
+
+    def _hearing(self, handler: Any) -> Any:
+        """Return a handler that also tells that the main thread has come to it."""
+        if not callable(handler):
+            return handler
+
+        def hear(*args: Any) -> Any:
+            self._heard.set()
+            return handler(*args)
+
+        return hear
 
     def report_calls(self) -> None:
         """Tell the names of all calls that were made, and how many threads wrote."""
@@ -83,7 +97,10 @@ class Faults:
             case "short":
                 return _half(name, call, args) if name in READS + WRITES else call(*args, **kwargs)
             case "signal":
+                is_handled = callable(signal.getsignal(self._fault["signum"]))
                 os.kill(os.getpid(), self._fault["signum"])
+                if is_handled:  # by the main thread, which may be long in coming: the run must not end before
+                    self._heard.wait()
             case "change":
                 change(self._fault["how"], self._fault["path"])
         return call(*args, **kwargs)
