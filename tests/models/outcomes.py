@@ -104,11 +104,6 @@ REASONS |= {
         said=r"refused: the checkpoint does not fit --base .*: 1 difference\nunexpected",
         cases={"consolidate dcp_consolidate": _TIED},
     ),
-    "wide units": Reason(
-        text="fp32 parameters lie in one unit with bf16 ones, where torch's FSDP fails in the first forward.",
-        said=r"FSDP expects uniform original parameter dtype",
-        cases={"logits": ("ernie4_5_moe+fused", "hunyuan_v1_moe+fused")},
-    ),
     "own": Reason(
         text="transformers' own model fails in its forward in bf16.",
         said=r"expected m1 and m2 to have the same dtype",

@@ -110,6 +110,7 @@ def test_what_the_first_forward_refuses_is_a_problem(wrap_world: World) -> None:
         "unit model.layers.0 trains parameters of bfloat16 and float32, which FSDP2 refuses at the first forward",
         "1 tensor without memory (meta): model.scratch",
     ]
+    assert found(wrap_world, "split")["problems"] == ["1 tensor without memory (meta): model.scratch"]
 
 
 @pytest.mark.dist

@@ -382,7 +382,10 @@ def others(out: Path, mesh: DeviceMesh) -> Found:
     mixed = reference("llama")
     mixed.model.layers[0].mlp.to(torch.bfloat16)
     mixed.model.scratch = torch.empty(2, device="meta")
-    found["mixed"] = diagnose(wrap(mixed, mesh)).to_json()
+    found["split"] = diagnose(wrap(copy.deepcopy(mixed), mesh)).to_json()
+    for layer in mixed.model.layers:
+        fully_shard(layer, mesh=mesh)
+    found["mixed"] = diagnose(fully_shard(mixed, mesh=mesh)).to_json()
     model = fully_shard(reference("llama"), mesh=mesh)
     run_loss("llama", model)  # without resharding: parameters are whole just now
     found["in_forward"] = diagnose(model).local_parameters
