@@ -9,7 +9,6 @@ import shlex
 import signal
 import struct
 import subprocess
-import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -184,22 +183,39 @@ def write_sparse_model(path, nbytes):
         file.truncate(8 + len(text) + 64 * step)
 
 
-def wait_for_a_finished_file(parent, process):
-    """Return once the journal lists a file."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        for journal in parent.glob(".out.shardkit-*/journal.jsonl"):
-            if '"file"' in journal.read_text():
-                return
-    pytest.fail(f"no file was finished: {process.communicate()}")
+STOPS = """\
+import signal, threading
+from shardkit.transfer import storage
+
+heard, plain, set_handler = threading.Event(), storage.append, signal.signal
+
+def hearing(signum, handler):
+    def hear(*args):
+        heard.set()
+        handler(*args)
+    return set_handler(signum, hear if callable(handler) else handler)
+
+def append(fd, data):
+    plain(fd, data)
+    if b'"file"' in data and not heard.is_set():
+        print("a file is in the journal", flush=True)
+        heard.wait()
+
+signal.signal, storage.append = hearing, append
+"""
+"""Of a `sitecustomize.py`: the run stops when its journal lists a file, until it hears a signal."""
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_then_resume(start, tmp_path, signum, code):
+def test_signal_then_resume(start, tmp_path, tmp_path_factory, signum, code):
     write_sparse_model(tmp_path / "big model", 200 << 20)
     flags = ["--world-size", "64", "--wrap", "none", "--jobs", "1", "--no-resume"]
-    process = start("-m", "shardkit", "preshard", "big model", "out", *flags)
-    wait_for_a_finished_file(tmp_path, process)
+    stops = tmp_path_factory.mktemp("stops")
+    (stops / "sitecustomize.py").write_text(STOPS)
+    root = os.path.dirname(os.path.dirname(shardkit.__file__))
+    env = {"PYTHONPATH": os.pathsep.join([str(stops), root])}
+    process = start("-m", "shardkit", "preshard", "big model", "out", *flags, env=env)
+    assert process.stdout.readline() == "a file is in the journal\n"
     process.send_signal(signum)
     _, said = process.communicate(timeout=60)
     assert process.returncode == code, said
@@ -208,7 +224,7 @@ def test_signal_then_resume(start, tmp_path, signum, code):
     assert first == f"interrupted: {tmp_path}/out was not made; what was finished is kept beside it"
     command = shlex.split(resume.removeprefix("resume: "))
     assert command[1:] == ["-m", "shardkit", "preshard", "big model", "out", *flags[:-1]]
-    env = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(shardkit.__file__))}
+    env = {**os.environ, "PYTHONPATH": root}
     done = subprocess.run(
         [*command, "--json"], cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=120
     )

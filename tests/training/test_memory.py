@@ -1,7 +1,7 @@
 """Memory by phase."""
 
 import mmap
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,20 @@ def hold(num_mib: int) -> mmap.mmap:
     return memory
 
 
+def wait_for_a_sample(memory: PhaseMemory) -> None:
+    """Return when a sample was taken that began after this was called."""
+    look, taken = memory._raise_cpu, threading.Semaphore(0)
+
+    def told() -> None:
+        look()
+        taken.release()
+
+    memory._raise_cpu = told  # type: ignore[method-assign]
+    taken.acquire()  # it may have begun before
+    taken.acquire()
+    memory._raise_cpu = look  # type: ignore[method-assign]
+
+
 def grown(phase: PhaseUsage) -> tuple[float, float]:
     """MiB that were still held, and held at most, beyond what was held before."""
     assert phase.cpu_before is not None
@@ -35,7 +49,7 @@ def test_phases_nest_and_know_their_peaks() -> None:
         with memory.phase("load"):
             with memory.phase("read"):
                 passing = hold(100)
-                time.sleep(0.1)  # several samples
+                wait_for_a_sample(memory)
                 passing.close()
             kept.append(hold(40))
         with memory.phase("after"):
@@ -56,7 +70,7 @@ def test_phases_nest_and_know_their_peaks() -> None:
 def test_a_mark_has_the_peak_since_the_last_one() -> None:
     with PhaseMemory() as memory:
         passing = hold(60)
-        time.sleep(0.1)
+        wait_for_a_sample(memory)
         passing.close()
         first = memory.mark("first")
         second = memory.mark("second")

@@ -160,7 +160,7 @@ def test_killed_ranks_never_cost_the_last_checkpoint(save_world: World) -> None:
 def test_survivors_hear_of_it_at_once(save_world: World, value: str, survivor: int) -> None:
     found = json.loads((save_world.out / f"kill{value}-{survivor}.json").read_text())
     assert found["error"]["message"] == "another rank was lost during saving"
-    assert found["seconds"] < 20
+    assert found["seconds"] < 60  # gloo's timeout there: nobody waited for it
 
 
 def test_a_model_without_values_is_refused(tmp_path: Any) -> None:
