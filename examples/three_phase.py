@@ -45,4 +45,7 @@ def main(source: str, model_directory: str) -> None:
 
 
 if __name__ == "__main__":
+    config = os.path.join(sys.argv[-1], "config.json")
+    if os.path.isdir(sys.argv[-1]) and not os.path.isfile(config):
+        sys.exit(f"{config} is missing: name the model too, as in three_phase.py {sys.argv[1]} MODEL")
     main(sys.argv[1], sys.argv[-1])

@@ -78,6 +78,14 @@ def test_three_phases_start_from_the_hub_directory(tmp_path: Path) -> None:
     assert any("model.embed_tokens.weight = lm_head.weight" in line for line in report)
 
 
+def test_three_phases_ask_for_the_model_where_the_source_has_no_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["three_phase.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"config.json is missing: name the model too"):
+        runpy.run_path(str(EXAMPLES / "three_phase.py"), run_name="__main__")
+
+
 @pytest.mark.dist
 def test_a_training_loop_goes_on_in_another_world_and_back_to_the_hub(tmp_path: Path) -> None:
     make_model(tmp_path / "model")

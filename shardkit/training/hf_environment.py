@@ -21,10 +21,9 @@ def hf_ram_efficient_loading(enabled: bool) -> Iterator[None]:
     - transformers 5.12, 5.17, 5.20 and 5.22: ranks whose LOCAL_RANK is 0 read; the others have zeros.
       5.0: random values in their place. In all of them the others take the memory of the whole model all the same,
       and have right non-persistent buffers. Without LOCAL_RANK in the environment no rank reads, rank 0 neither.
-    - accelerate 1.10 and 1.15: it is what `FullyShardedDataParallelPlugin` takes for `cpu_ram_efficient_loading`.
-      A plugin that is told so itself sets FSDP_CPU_RAM_EFFICIENT_LOADING, and leaves it so.
-
-    All of it has an effect only where torch.distributed is initialised.
+    - Any transformers, where torch.distributed is not initialised: nothing.
+    - accelerate 1.10 and 1.15: FSDP_CPU_RAM_EFFICIENT_LOADING is what `FullyShardedDataParallelPlugin` takes for
+      `cpu_ram_efficient_loading`. A plugin that is told so itself sets the variable, and leaves it so.
 
     Args:
         enabled: what both variables say inside.
