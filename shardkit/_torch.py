@@ -334,3 +334,13 @@ def times_written(tensor: torch.Tensor) -> int:
     Source: torch 2.13, the version counter of autograd, `Tensor._version`.
     """
     return tensor._version
+
+
+def wrap_policy_classes(policy: object) -> frozenset[type]:
+    """Return the classes that a ModuleWrapPolicy of FSDP1 wraps; none for any other policy.
+
+    For messages alone, so a torch that has another name for them is no error.
+
+    Source: torch 2.13, torch/distributed/fsdp/wrap.py.
+    """
+    return frozenset(getattr(policy, "_module_classes", ()))

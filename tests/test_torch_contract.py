@@ -208,6 +208,16 @@ def test_writes_in_place_are_counted_on_meta_too() -> None:
     assert times_written(parameter) == before + 2
 
 
+def test_a_wrap_policy_tells_its_classes() -> None:
+    from torch import nn
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    from shardkit._torch import wrap_policy_classes
+
+    assert wrap_policy_classes(ModuleWrapPolicy({nn.Linear, nn.GELU})) == {nn.Linear, nn.GELU}
+    assert wrap_policy_classes(lambda module: True) == frozenset()
+
+
 def test_a_newer_torch_without_a_name_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

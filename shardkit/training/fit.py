@@ -152,8 +152,8 @@ def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> N
             f"{escape(fqn)}: made of {count(len(names), 'stored tensor')}: {listed(names)}"
             for fqn, names in parts.items()
         ],
-        hint="load it with from_pretrained once, save its state_dict() with torch.distributed.checkpoint, and give"
-        " that as the source",
+        hint="load it with from_pretrained on one rank, and give shardkit.from_rank(model) as the source; or save its"
+        " state_dict() with torch.distributed.checkpoint once, and give that",
     )
 
 

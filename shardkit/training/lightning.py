@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from shardkit._torch import wrap_policy_classes
 from shardkit.core.text import escape
 from shardkit.core.units import MIB
 from shardkit.errors import UsageError
@@ -226,9 +227,7 @@ def _policy(value: Any) -> str:
     """Return a policy, or another argument, in a few words: sets of classes by their names."""
     if value is None:
         return "none"
-    classes = (
-        value if isinstance(value, (set, frozenset, list, tuple)) else getattr(value, "_module_classes", None)
-    )
+    classes = value if isinstance(value, (set, frozenset, list, tuple)) else wrap_policy_classes(value)
     if classes and all(isinstance(each, type) for each in classes):
         return ", ".join(sorted(each.__name__ for each in classes))
     return getattr(value, "__name__", None) or str(value)
