@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from shardkit.core.regions import Shape
 from shardkit.keys.names import Segments, join
+
+# Buffers that models of today compute and no file needs: rotary frequencies, positions, causal masks, sinusoids. Files
+# of transformers before 4.3x have them, some once for each layer.
+_COMPUTED = re.compile(
+    r"(?:^|\.)(?:rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask|embed_positions\.weights)$"
+)
+_MASK = re.compile(r"(?:^|\.)(?:attn|attention|self_attention)\.bias$")
+_MASK_NDIM = 4
+_MODERN = {"gamma": "weight", "beta": "bias"}
 
 _MIN_SHARE = 0.25  # of the names below a prefix; fused experts and renamed towers may miss
 
@@ -20,6 +30,8 @@ class BaseComparison:
     """Names of the base that would not be written, without those that a tie makes good."""
     unexpected: tuple[str, ...] = ()
     """Names that the base does not have, without copies of tied tensors."""
+    computed: tuple[str, ...] = ()
+    """Names that one side alone has, of buffers that every model computes itself."""
     wrong_shapes: tuple[tuple[str, Shape, Shape], ...] = ()
     """(name, the base's shape, ours)."""
     tied: tuple[str, ...] = ()
@@ -29,6 +41,19 @@ class BaseComparison:
     def is_equal(self) -> bool:
         """True where nothing differs, ties aside."""
         return not (self.missing or self.unexpected or self.wrong_shapes)
+
+
+def is_computed(name: str, shape: Shape) -> bool:
+    """True for a buffer that old files have and that every model computes itself."""
+    return bool(_COMPUTED.search(name) or (len(shape) == _MASK_NDIM and _MASK.search(name)))
+
+
+def modern_name(name: str) -> str:
+    """Return a name as transformers reads it: TensorFlow's gamma and beta of the first BERTs are weight and bias.
+
+    Source: transformers 5.23, conversion_mapping, "legacy".
+    """
+    return re.sub(r"(?<=LayerNorm\.)(?:gamma|beta)$", lambda found: _MODERN[found[0]], name)
 
 
 def compare_with_base(
@@ -43,16 +68,19 @@ def compare_with_base(
             A name that one side lacks is made good by another name of its group.
     """
     groups = {name: set(group) for group in ties for name in group}
-    missing, unexpected, tied = list[str](), list[str](), list[str]()
-    for name in base:
-        if name not in ours:
-            (tied if groups.get(name, set()) & ours.keys() else missing).append(name)
-    for name in ours:
-        if name not in base:
-            (tied if groups.get(name, set()) & base.keys() else unexpected).append(name)
+    missing, unexpected, tied, computed = list[str](), list[str](), list[str](), list[str]()
+    for one, other, lacking in ((base, ours, missing), (ours, base, unexpected)):
+        for name in one:
+            if name in other:
+                continue
+            if groups.get(name, set()) & other.keys():
+                tied.append(name)
+            else:
+                (computed if is_computed(name, one[name]) else lacking).append(name)
     return BaseComparison(
         missing=tuple(missing),
         unexpected=tuple(unexpected),
+        computed=tuple(computed),
         wrong_shapes=tuple(
             (name, tuple(base[name]), tuple(shape))
             for name, shape in ours.items()

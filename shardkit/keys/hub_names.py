@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardkit.core.regions import Shape
+from shardkit.keys.base import is_computed, modern_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules, covers, find_rules, rename_to_base
 
 
@@ -40,9 +41,7 @@ def name_as_hub(
         recorded = apply_key_rules(key_rules or (), names.values()).names
         names = {stored: recorded.get(name, name) for stored, name in names.items()}
         if base is not None:
-            fit = rename_to_base({name: shapes[stored] for stored, name in names.items()}, base)
-            names = {stored: fit.names.get(name, name) for stored, name in names.items()}
-            is_ambiguous = fit.is_ambiguous
+            names, is_ambiguous = _as_base(names, shapes, base)
     warning = (
         "the names are not the base's, and several renamings by prefixes would make them so: they were left as they "
         "are; --rename tells which is right"
@@ -50,6 +49,30 @@ def name_as_hub(
     return HubNames(
         names=names,
         rules=find_rules({name: names[stored] for stored, name in found.items()}) if names != found else (),
-        is_whole=base is not None and covers(names.values(), base),
+        is_whole=base is not None and covers(names.values(), _needed(base)),
         warnings=(warning,) if is_ambiguous else (),
     )
+
+
+def _as_base(
+    names: Mapping[str, str], shapes: Mapping[str, Shape], base: Mapping[str, Shape]
+) -> tuple[dict[str, str], bool]:
+    """Return the base's names, where prefixes or its age make the difference, and whether several ways do."""
+    spelled = {modern_name(name): name for name in base}
+    modern = {stored: modern_name(name) for stored, name in names.items()}
+    theirs = {name: base[old] for name, old in spelled.items()}
+    ours = {name: shapes[stored] for stored, name in modern.items()}
+    fit = rename_to_base(ours, theirs)
+    if not fit.names:
+        fit = rename_to_base(_needed(ours), _needed(theirs))
+
+    def name_of(stored: str) -> str:
+        name = fit.names.get(modern[stored], modern[stored])
+        return spelled.get(name, names[stored] if name == modern[stored] else name)
+
+    return {stored: name_of(stored) for stored in names}, fit.is_ambiguous
+
+
+def _needed(base: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return tensors without the buffers that old files have and no model needs."""
+    return {name: shape for name, shape in base.items() if not is_computed(name, shape)}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh
-from shardkit.core.text import escape, suggestion
+from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError
 from shardkit.layout.declared import declare
 from shardkit.layout.layout import Layout, TensorLayout
@@ -23,6 +23,7 @@ _MAX_SUGGESTIONS = 3
 _MAX_PREFIXES = 20
 _COMPILED = "_orig_mod."
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 
 
 class Model(Protocol):
@@ -54,8 +55,8 @@ def make_layout(
         trust_remote_code: may the model's own code run, in the tracing child.
 
     Returns:
-        Layout whose tensors are all in the source, under the name that the source has; a declared one
-        has a note that says why no model was at hand.
+        Layout whose tensors are all in the source: `sources` has their names there. A declared one has a note
+        that says why no model was at hand.
 
     Raises:
         PolicyError: the policy matches nothing, or needs a model and there is none.
@@ -66,7 +67,14 @@ def make_layout(
     reason = _why_not_traced(model.config)
     if reason is None:
         try:
-            found = trace_model(model.directory, mesh, wrap, dtype=dtype, trust_remote_code=trust_remote_code)
+            found = trace_model(
+                model.directory,
+                mesh,
+                wrap,
+                dtype=dtype,
+                names={name: entry.shape for name, entry in model.catalog.tensors.items()},
+                trust_remote_code=trust_remote_code,
+            )
         except CannotBuildError as error:
             reason = f"{error.message} ({error.hint})" if error.hint else error.message
         else:
@@ -95,18 +103,49 @@ def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
     Raises:
         LayoutError: names or shapes differ; lists every difference.
     """
-    layout = _store_present_names(found.layout, source)
+    names = found.names if found.names is not None else {name: name for name in source}
+    layout = _store_present_names(found.layout, names)
     live = _live_shapes(layout)
-    unknown, omitted = _sort_unknown(found, [name for name in source if name not in live])
-    missing = [name for name in layout.tensors if name not in source]
+    sources = {fqn: stored for fqn, stored in names.items() if fqn in live}
+    left = [name for name in source if name not in frozenset(sources.values())]
+    unknown, omitted = _sort_unknown(found, left)
+    missing = [name for name in layout.tensors if name not in sources and name not in found.computed]
     shapes = [
-        f"{escape(name)}: {list(source[name].shape)} in the source, {list(shape)} in the model"
+        f"{escape(name)}: {list(source[sources[name]].shape)} in the source, {list(shape)} in the model"
         for name, shape in live.items()
-        if name in source and source[name].shape != shape
+        if name in sources and source[sources[name]].shape != shape
     ]
-    if unknown or missing or shapes:
+    spare = [name for name in unknown if not _IN_BLOCK.search(name)]
+    is_quantised = "quantization_config" in (config or {})
+    if (
+        not missing and not shapes and not is_quantised and len(spare) == len(unknown)
+    ):  # `from_pretrained` leaves them out too
+        omitted = (*omitted, *((name, f"{found.model_class} has no place for it") for name in spare))
+    elif unknown or missing or shapes:
         raise _misfit(found, source, unknown=unknown, missing=missing, shapes=shapes, config=config)
-    return replace(layout, omitted=omitted)
+    made = [name for name in layout.tensors if name not in sources]
+    tensors = {name: tensor for name, tensor in layout.tensors.items() if name in sources}
+    return replace(
+        layout,
+        tensors=tensors,
+        sources=sources,
+        omitted=omitted,
+        notes=(*layout.notes, *_notes(found, sources, made)),
+    )
+
+
+def _notes(found: Trace, sources: Mapping[str, str], made: Sequence[str]) -> Iterator[str]:
+    renamed = [fqn for fqn, stored in sources.items() if fqn != stored]
+    if renamed:
+        yield (
+            f"{count(len(renamed), 'tensor')} stored under the names of the model, which are not those of its files "
+            f"({escape(sources[renamed[0]])} is {escape(renamed[0])})"
+        )
+    if made:
+        yield (
+            f"not in the files, {escape(found.model_class)} computes them: {listed(made)}; stock dcp.load needs "
+            "DefaultLoadPlanner(allow_partial_load=True)"
+        )
 
 
 def _live_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
@@ -117,8 +156,8 @@ def _live_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _store_present_names(layout: Layout, source: Mapping[str, TensorEntry]) -> Layout:
-    """Put a name that the source has first in every tie, and into the tensors."""
+def _store_present_names(layout: Layout, source: Mapping[str, str]) -> Layout:
+    """Put a name that is found in the source first in every tie, and into the tensors."""
     renamed: dict[str, str] = {}
     ties = []
     for group in layout.ties:
@@ -137,9 +176,11 @@ def _sort_unknown(found: Trace, names: Iterable[str]) -> tuple[list[str], tuple[
     unknown, omitted = [], []
     for name in names:
         pattern = next((p for p in found.ignored_patterns if re.search(p, name)), None)
-        if name in found.absent_buffers:
+        if name in found.fused:
+            unknown.append(name)
+        elif name in found.absent_buffers:
             omitted.append((name, f"a buffer that {found.model_class} makes itself and does not save"))
-        elif pattern is not None:
+        elif pattern is not None or name in found.ignored:
             omitted.append((name, f"transformers leaves it out when it loads {found.model_class}"))
         else:
             unknown.append(name)
@@ -157,6 +198,17 @@ def _misfit(
 ) -> LayoutError:
     name = escape(found.model_class)
     is_compiled = _is_compiled(unknown, missing)
+    if found.fused:
+        return LayoutError(
+            f"{name} holds tensors in another form than its files store them; this needs key rules that convert,"
+            " which shardkit does not have yet",
+            problems=[
+                f"{escape(stored)}: in {name} it is a part of {escape(fqn)}"
+                for stored, fqn in found.fused.items()
+            ],
+            hint="load it with from_pretrained once, save its state_dict() with torch.distributed.checkpoint, and"
+            " reshard that",
+        )
     if not is_compiled and _is_renamed(unknown, missing, source):
         return LayoutError(
             "the model's module names differ from the names in its files;"

@@ -72,6 +72,7 @@ def declare(
         units=tuple(Unit(path=path, class_name=None) for path in units),
         tensors={tensor.fqn: tensor for tensor in placed},
         ties=ties,
+        sources={fqn: fqn for fqn in tensors},
         policy=wrap,
         notes=(f"{UNCHECKED}: {reason}" if reason else UNCHECKED,),
     )

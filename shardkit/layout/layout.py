@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from shardkit.core.mesh import Mesh, Placements
@@ -56,6 +56,8 @@ class Layout:
     ties: tuple[tuple[str, ...], ...] = ()
     """Groups of names that are one parameter in the live model; every name is in its `state_dict()`.
     The first name is the one whose bytes are stored."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """The source's name of every tensor, and of those aliases that it has; the model may have others."""
     omitted: tuple[tuple[str, str], ...] = ()
     """(name, reason) of source tensors that the live model does not load."""
     keep_fp32: frozenset[str] | None = None

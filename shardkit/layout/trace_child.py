@@ -1,9 +1,10 @@
 """The child process of a trace: build the model, wrap it, read the placements, answer with JSON.
 
     request (stdin)    {"directory", "axes": [[name, size, role]], "wrap", "dtype", "trust_remote_code",
-                       "answer"}
-    answer (a file)    {"status": "ok", ...} as `_read_model` lists it, or an error: {"status":
-                       "cannot_build" | "policy" | "layout", "message", "problems", "hint", "show_output"}
+                       "names", "answer"}
+                       without axes nothing is wrapped: the answer is about names alone
+    answer (a file)    {"status": "ok", ...} as `_read_model` and `_match` list it, or an error: {"status":
+                       "cannot_build" | "policy" | "layout" | "source", "message", "problems", "hint", "show_output"}
 
 stdout and stderr are noise that the parent shows when something fails.
 """
@@ -27,10 +28,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardkit._torch import init_fake_world
 from shardkit.core.mesh import REPLICATE, Axis, Mesh, Placement, Placements
 from shardkit.core.text import escape
-from shardkit.errors import LayoutError, PolicyError
+from shardkit.errors import LayoutError, PolicyError, SourceError
 from shardkit.keys.names import clean_name
 from shardkit.layout import meta_model
 from shardkit.layout.dtypes import ClassDtypes, built_dtypes, class_dtypes
+from shardkit.layout.naming import match_names
 from shardkit.layout.sharding import plan_units, shard_units
 from shardkit.layout.traced import CannotBuildError
 from shardkit.layout.units import class_counts, describe, find_units, import_name, tie_error
@@ -60,6 +62,8 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
         return {"status": "cannot_build", **error.to_json()}
     except LayoutError as error:
         return {"status": "layout", **error.to_json()}
+    except SourceError as error:
+        return {"status": "source", **error.to_json()}
     except (Exception, SystemExit) as error:
         # Anything may come out of a model's own code. All of it goes to the parent, none is hidden.
         traceback.print_exc()
@@ -71,29 +75,52 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trace(request: dict[str, Any]) -> dict[str, Any]:
-    mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]))
-    policy = parse_policy(request["wrap"])
     wanted: torch.dtype | None = getattr(torch, request["dtype"]) if request.get("dtype") else None
     model = meta_model.build_model(
         request["directory"], trust_remote_code=request["trust_remote_code"], dtype=wanted
     )
+    if request["axes"] is None:
+        state = _State.of(model)
+        return {**_match(model, request["names"], state), "ties": state.ties()}
+    mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]))
+    policy = parse_policy(request["wrap"])
     built = wanted or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
     # A model that is stored in fp32 is trained in bf16: what its class has in fp32 then is a unit of its own.
     wide = built_dtypes(model, built) if built.itemsize == 2 else class_dtypes(model, torch.bfloat16)
     keep_fp32 = [] if wide.wanted is not wanted else _in_fp32(model, wide)
     before = _State.of(model)
+    matched = {} if request["names"] is None else _match(model, request["names"], before)
     classes = {id(module): type(module).__name__ for module in model.modules()}
     init_fake_world(mesh.size)
     device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names)
     wrap_model(model, device_mesh, policy, wide)
     found = _read_model(model, mesh, before, classes)
-    return {"model_class": classes[id(model)], "keep_fp32": keep_fp32, **found}
+    return {"model_class": classes[id(model)], "keep_fp32": keep_fp32, **found, **matched}
 
 
 def _in_fp32(model: nn.Module, wide: ClassDtypes) -> list[str]:
     """Names of the state dict that the model's class has in fp32 under half precision."""
     state = model.state_dict(keep_vars=True)
     return [name for name, x in state.items() if x.is_floating_point() and wide.of(name) is torch.float32]
+
+
+def _match(model: nn.Module, names: dict[str, list[int]], state: _State) -> dict[str, Any]:
+    """Find each of the model's tensors in the source, as `from_pretrained` would; asked of the model as it is built."""
+    plain = [
+        name for name in names if clean_name(name) == name
+    ]  # what a compiled model saved is told by the parent
+    computed = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state.tensors]
+    shapes = {name: tuple(names[name]) for name in plain}
+    found = match_names(
+        dict(zip(plain, plain, strict=True)), state.tensors, shapes=shapes, computed=computed, model=model
+    )
+    return {
+        "names": dict(found.names),
+        "fused": dict(found.fused),
+        "ignored": list(found.ignored),
+        "unused": list(found.unused),
+        "computed": list(found.made),
+    }
 
 
 def wrap_model(

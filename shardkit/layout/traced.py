@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh, Placement
+from shardkit.core.regions import Shape
 from shardkit.core.text import escape
-from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError
+from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError, SourceError
 from shardkit.layout.layout import Layout, TensorLayout, Unit
 from shardkit.layout.wrap_policy import parse_policy
 
@@ -65,6 +66,14 @@ class Trace:
     """Non-persistent buffers: the live model has them, its state dict does not."""
     ignored_patterns: tuple[str, ...]
     """Regular expressions for names that transformers leaves out when it loads this model."""
+    names: Mapping[str, str] | None = None
+    """FQN -> the source's name, of all that were found; None where the child was told no names: they are the same."""
+    fused: Mapping[str, str] = field(default_factory=dict)
+    """The source's name -> FQN that it would be a part of, or that holds it in another form."""
+    ignored: frozenset[str] = frozenset()
+    """Names of the source that the model makes itself, or leaves out when it loads."""
+    computed: frozenset[str] = frozenset()
+    """FQNs that the source lacks and that the model makes itself."""
 
 
 def trace_model(
@@ -73,6 +82,7 @@ def trace_model(
     wrap: str,
     *,
     dtype: DType | None = None,
+    names: Mapping[str, Shape] | None = None,
     trust_remote_code: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Trace:
@@ -83,6 +93,8 @@ def trace_model(
         mesh: of any size; one process stands for all ranks.
         wrap: see `wrap_policy`.
         dtype: what floating tensors are to become; None keeps the stored ones.
+        names: of the source's tensors, with their shapes, which are found in the model as `from_pretrained` finds them;
+            None asks nothing.
         trust_remote_code: may the model's own code run.
         timeout_s: seconds for the whole child.
 
@@ -93,6 +105,7 @@ def trace_model(
         CannotBuildError: the config names no model that transformers (or the code it may run) can make.
         PolicyError: the policy matches nothing, or its function cannot be imported or fails.
         LayoutError: placements that are not supported yet, ties across units, a model that fails to build.
+        SourceError: several of the source's tensors would be one of the model's.
         ResourceError: the child was killed or took too long.
     """
     parse_policy(wrap)  # a mistake in the text is told before seconds of importing
@@ -102,8 +115,53 @@ def trace_model(
         "wrap": wrap,
         "dtype": None if dtype is None else dtype.name,
         "trust_remote_code": trust_remote_code,
+        "names": None if names is None else dict(names),
     }
     return read_answer(_run_child(request, timeout_s), mesh, wrap)
+
+
+class ModelNames(NamedTuple):
+    """What a model's class says of the names in its files."""
+
+    names: Mapping[str, str]
+    """FQN -> the name in the files, of all that were found."""
+    unused: frozenset[str]
+    """Names of the files that the model has no place for, or leaves out."""
+    made: frozenset[str]
+    """Names of the model that the files lack, and that it makes itself."""
+    ties: tuple[tuple[str, ...], ...]
+    """Groups of the files' names, and of the model's, that are one parameter."""
+
+
+def ask_names(
+    directory: str, names: Mapping[str, Shape], *, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> ModelNames:
+    """Ask the class of a model, as the installed transformers has it, about the names in its files.
+
+    Args:
+        directory: holds config.json; code in it does not run.
+        names: of the tensors in the files, with their shapes.
+        timeout_s: seconds for the child.
+
+    Raises:
+        LayoutError: there is no such class, or it fails to build.
+        SourceError: several of the tensors would be one of the model's.
+        ResourceError: the child was killed or took too long.
+    """
+    request = {
+        "directory": os.path.abspath(directory),
+        "axes": None,
+        "trust_remote_code": False,
+        "names": dict(names),
+    }
+    answer = _run_child(request, timeout_s)
+    theirs: Mapping[str, str] = answer["names"]
+    return ModelNames(
+        names=theirs,
+        unused=frozenset((*answer["unused"], *answer["ignored"])),
+        made=frozenset(answer["computed"]),
+        ties=tuple(tuple(dict.fromkeys(theirs.get(fqn, fqn) for fqn in group)) for group in answer["ties"]),
+    )
 
 
 def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
@@ -158,7 +216,12 @@ def _died(done: subprocess.CompletedProcess[bytes]) -> ShardkitError:
 
 def _refusal(answer: Mapping[str, Any], output: bytes) -> ShardkitError:
     """The error that the child raised, raised here."""
-    kinds = {"cannot_build": CannotBuildError, "policy": PolicyError, "layout": LayoutError}
+    kinds: dict[str, type[ShardkitError]] = {
+        "cannot_build": CannotBuildError,
+        "policy": PolicyError,
+        "layout": LayoutError,
+        "source": SourceError,
+    }
     lines = _last_lines(output) if answer.get("show_output") else []
     kind = kinds[answer["status"]]
     return kind(answer["message"], problems=[*answer["problems"], *lines], hint=answer["hint"])
@@ -196,4 +259,8 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
         model_class=answer["model_class"],
         absent_buffers=frozenset(answer["absent_buffers"]),
         ignored_patterns=tuple(answer["ignored_patterns"]),
+        names=answer.get("names"),
+        fused=answer.get("fused", {}),
+        ignored=frozenset(answer.get("ignored", ())),
+        computed=frozenset(answer.get("computed", ())),
     )

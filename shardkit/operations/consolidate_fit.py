@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed, suggestion
-from shardkit.errors import LayoutError
+from shardkit.errors import LayoutError, ShardkitError
 from shardkit.keys import BaseComparison, compare_with_base
 from shardkit.keys.foreign import holds_fused_experts
 from shardkit.keys.hub_names import HubNames, name_as_hub
 from shardkit.keys.names import in_order
+from shardkit.keys.renaming import find_rules
+from shardkit.layout.traced import ModelNames, ask_names
 from shardkit.operations.consolidate_base import Base
 
+_IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 _MAX_SUGGESTIONS = 3  # each searches all names
 _OTHER_NAMES = (
     "--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others"
@@ -57,6 +62,7 @@ def check_fit(
     *,
     allow_missing: bool,
     allow_unexpected: bool,
+    asked: ModelNames | None = None,
 ) -> Fit:
     """Compare the output with the base; a given one is binding, one that was found is not.
 
@@ -66,6 +72,7 @@ def check_fit(
         ties: groups of names that are one parameter.
         allow_missing: names of the base may be missing.
         allow_unexpected: names may be there that the base does not have.
+        asked: what the model's class says of the base's names, where it was asked.
 
     Raises:
         LayoutError: with every name that is missing, unexpected or of another shape.
@@ -73,10 +80,26 @@ def check_fit(
     if base is None or base.tensors is None:
         return Fit()
     theirs = {name: tensor.shape for name, tensor in base.tensors.items()}
-    found = compare_with_base(shapes, theirs, ties=ties)
+    found, said = compare_with_base(shapes, theirs, ties=ties), list[str]()
     label = escape(base.label)
+    if found.computed:
+        said.append(f"not held against {label}, every model computes them: {listed(found.computed)}")
+    if asked is not None:
+        spare = [name for name in found.missing if name in asked.unused]
+        made = [name for name in found.unexpected if name in asked.made]
+        if spare:
+            said.append(
+                f"not written, the class that config.json names has no place for them: {listed(spare)}"
+            )
+        if made:
+            said.append(f"not in {label}, the model computes them where they are missing: {listed(made)}")
+        found = replace(
+            found,
+            missing=tuple(name for name in found.missing if name not in spare),
+            unexpected=tuple(name for name in found.unexpected if name not in made),
+        )
     if found.is_equal:
-        return Fit(notes=(f"names and shapes are those of {label}",))
+        return Fit(notes=(f"names and shapes are those of {label}", *said))
     if not base.is_given:
         return Fit(warnings=tuple(_summary(found, f"the weights in {label}")))
     problems = [
@@ -93,7 +116,56 @@ def check_fit(
             problems=problems,
             hint=_FUSED if holds_fused_experts(found.unexpected) else _OTHER_NAMES,
         )
-    return Fit(notes=tuple(_summary(found, label)))
+    return Fit(notes=(*_summary(found, label), *said))
+
+
+def may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]) -> bool:
+    """True where a misfit may be the class's own doing: heads that it lacks, what it computes, ties, names of its own."""
+    if base is None or base.tensors is None or not base.is_given:
+        return False
+    theirs = {name: tensor.shape for name, tensor in base.tensors.items()}
+    found = compare_with_base(shapes, theirs, ties=ties)
+    left = (*found.missing, *found.unexpected)
+    if not left or found.wrong_shapes:
+        return False
+    are_renamed = Counter(theirs[name] for name in found.missing) == Counter(
+        shapes[name] for name in found.unexpected
+    )
+    return are_renamed or not any(map(_IN_BLOCK.search, left))
+
+
+def name_by_class(names: Mapping[str, str], base: Base, asked: ModelNames) -> HubNames:
+    """Name a model's tensors as its class finds them in the base's files.
+
+    Args:
+        names: name in the catalog -> name in the output.
+        base: with known tensors.
+        asked: what its class says.
+    """
+    assert base.tensors is not None
+    theirs = base.tensors
+    changed = {
+        source: name if name in theirs else asked.names.get(name, name) for source, name in names.items()
+    }
+    by_output = {name: source for source, name in changed.items()}
+    if changed == names or len(by_output) < len(names):
+        return HubNames(names=dict(names), rules=(), is_whole=False)
+    return HubNames(
+        names={by_output[name]: name for name in in_order(by_output, theirs)},
+        rules=find_rules({name: changed[source] for source, name in names.items()}),
+        is_whole=False,
+    )
+
+
+def ask_class(base: Base) -> ModelNames | None:
+    """Ask the class that a base's config names, in a process of its own; None where it cannot be asked."""
+    if not (base.config or {}).get("architectures"):
+        return None
+    assert base.tensors is not None
+    try:
+        return ask_names(base.directory, {name: tensor.shape for name, tensor in base.tensors.items()})
+    except ShardkitError:
+        return None
 
 
 def _missing(found: BaseComparison, ours: Mapping[str, Shape]) -> Iterator[str]:

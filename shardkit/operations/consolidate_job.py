@@ -17,14 +17,16 @@ from typing import Any
 
 from shardkit._version import __version__
 from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats.hub_assets import CONFIG
 from shardkit.formats.safetensors_images import OutputTensor, SafetensorsImages
 from shardkit.formats.sharded.checkpoint import Checkpoint
-from shardkit.keys import Selection, select_model
+from shardkit.keys import KeyRule, Selection, select_model
 from shardkit.keys.foreign import refuse_factors
 from shardkit.keys.ties import may_be_untied, ties_embeddings
+from shardkit.layout.traced import ModelNames
 from shardkit.operations.consolidate_adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate_adapter import Chosen, choose_tensors
 from shardkit.operations.consolidate_assets import (
@@ -36,7 +38,7 @@ from shardkit.operations.consolidate_assets import (
 )
 from shardkit.operations.consolidate_base import SAVED_ROOT, Base, saved_key_rules
 from shardkit.operations.consolidate_dtypes import check_choice, choose_dtypes
-from shardkit.operations.consolidate_fit import Fit, check_fit, name_merged
+from shardkit.operations.consolidate_fit import Fit, ask_class, check_fit, may_ask, name_by_class, name_merged
 from shardkit.operations.consolidate_ties import Ties, resolve_ties, tie_groups
 from shardkit.transfer.plan import TransferPlan, build_plan
 
@@ -182,7 +184,10 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         chosen = replace(chosen, names=named.names)
         selection = replace(selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings))
     is_adapter, catalog = chosen.kind == "adapter", chosen.catalog
-    ties, fit = (_NO_TIES, Fit()) if is_adapter else _fit(chosen, base, options)
+    ties, fit = _NO_TIES, Fit()
+    if not is_adapter:
+        chosen, ties, fit, renamed = _fit(chosen, base, options)
+        selection = replace(selection, renamed=(*selection.renamed, *renamed))
     names = {source: name for source, name in chosen.names.items() if name not in ties.dropped}
     dtypes = choose_dtypes(catalog, names, options.dtype, base, checkpoint.path)
     tensors = tuple(
@@ -244,23 +249,44 @@ def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:
         )
 
 
-def _fit(chosen: Chosen, base: Base | None, options: JobOptions) -> tuple[Ties, Fit]:
-    """Decide on ties, and hold names and shapes against the base's."""
+def _fit(
+    chosen: Chosen, base: Base | None, options: JobOptions
+) -> tuple[Chosen, Ties, Fit, tuple[KeyRule, ...]]:
+    """Decide on ties, and hold names and shapes against the base's; where they differ, its class may know why."""
     declared = ties_embeddings(base.config) if base else None
     base_tensors = base.tensors if base else None
-    ties = resolve_ties(chosen.catalog, chosen.names, declared=declared, base_names=base_tensors)
-    shapes = {
-        name: chosen.catalog.tensors[source].shape
-        for source, name in chosen.names.items()
-        if name not in ties.dropped
-    }
-    return ties, check_fit(
+
+    def decide(
+        chosen: Chosen, asked: ModelNames | None
+    ) -> tuple[Ties, dict[str, Shape], list[tuple[str, ...]]]:
+        known = asked.ties if asked else ()
+        ties = resolve_ties(
+            chosen.catalog, chosen.names, declared=declared, base_names=base_tensors, known=known
+        )
+        shapes = {
+            name: chosen.catalog.tensors[source].shape
+            for source, name in chosen.names.items()
+            if name not in ties.dropped
+        }
+        both = {**dict.fromkeys(shapes), **(base_tensors or {})}
+        return ties, shapes, [*tie_groups(ties, both, declared=declared), *known]
+
+    asked, renamed = None, tuple[KeyRule, ...]()
+    ties, shapes, groups = decide(chosen, None)
+    if may_ask(shapes, base, groups) and base is not None and (asked := ask_class(base)) is not None:
+        if not options.change_names:
+            named = name_by_class(chosen.names, base, asked)
+            chosen, renamed = replace(chosen, names=named.names), named.rules
+        ties, shapes, groups = decide(chosen, asked)
+    fit = check_fit(
         shapes,
         base,
-        tie_groups(ties, {**dict.fromkeys(shapes), **(base_tensors or {})}, declared=declared),
+        groups,
         allow_missing=options.allow_missing,
         allow_unexpected=options.allow_unexpected,
+        asked=asked,
     )
+    return chosen, ties, fit, renamed
 
 
 def _assets(

@@ -6,7 +6,7 @@ tied to it, and says `tie_word_embeddings` in the config.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkit.core.catalog import Catalog
@@ -33,6 +33,7 @@ def resolve_ties(
     *,
     declared: bool | None,
     base_names: Collection[str] | None,
+    known: Iterable[Sequence[str]] = (),
 ) -> Ties:
     """Decide which of the tensors that may be tied are left out.
 
@@ -45,6 +46,7 @@ def resolve_ties(
         names: stored name -> name in the output.
         declared: whether the config ties embeddings; None where it does not say.
         base_names: names that the base stores; None where that is not known.
+        known: groups of names that are one parameter of the model, as its class says.
     """
     stored = {name: source for source, name in names.items()}
     dropped, diverged, untied = dict[str, str](), [], False
@@ -59,6 +61,12 @@ def resolve_ties(
             untied = True
             if declared or (declared is None and base_has is False):
                 diverged.append((keepers[0], other))
+    for group in known:
+        kept, *others = [name for name in group if name in stored] or [""]
+        for other in others:
+            base_has = base_names is not None and other in base_names
+            if other not in dropped and not base_has and same_bytes(catalog, stored[kept], stored[other]):
+                dropped[other] = kept
     return Ties(
         dropped={**dropped, **_one_record(catalog, stored, dropped, base_names)},
         diverged=tuple(diverged),

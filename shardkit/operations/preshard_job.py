@@ -128,7 +128,7 @@ def build_job(
         raise UsageError(f"--digest {escape(digest)!r} is not one of crc32, none")
     layout = make_layout(model, mesh, wrap, dtype=CASTS.get(dtype), trust_remote_code=trust_remote_code)
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
-    sources = {fqn: _source_name(model, fqn, aliases) for fqn in layout.tensors}
+    sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
     dtypes, notes = _choose_dtypes(model, layout, sources, dtype)
     held = {fqn: model.catalog.tensors[source].dtype for fqn, source in sources.items()}
     output = DcpImages(layout, dtypes, sources, _phase(model, dtypes, sources))
@@ -152,10 +152,6 @@ def _skipped(model: HubModel) -> list[str]:
     return [f"left out of the source, not tensors: {escape(', '.join(objects))}"] if objects else []
 
 
-def _source_name(model: HubModel, fqn: str, aliases: Mapping[str, tuple[str, ...]]) -> str:
-    return next(name for name in (fqn, *aliases.get(fqn, ())) if name in model.catalog.tensors)
-
-
 def _resolve_ties(
     model: HubModel, layout: Layout
 ) -> tuple[Layout, dict[str, tuple[str, ...]], tuple[str, ...], tuple[str, ...]]:
@@ -168,21 +164,21 @@ def _resolve_ties(
     notes, warnings = list[str](), list[str]()
     for group in layout.ties:
         first, *others = group
-        present = [
-            name for name in others if name in model.catalog.tensors and first in model.catalog.tensors
-        ]
+        present = [name for name in others if name in layout.sources]
         if present and model.download_bytes:
             notes.append(
                 f"{' and '.join(map(escape, (first, *present)))} are one parameter in the model; that their values "
                 "in the source are equal is taken for granted until they are downloaded"
             )
             present = []
-        diverged = [name for name in present if not same_bytes(model.catalog, first, name)]
+        stored = layout.sources
+        diverged = [name for name in present if not same_bytes(model.catalog, stored[first], stored[name])]
         for name in diverged:
             tensors[name] = replace(tensors[first], fqn=name)
             warnings.append(
                 f"{escape(first)} and {escape(name)} are one parameter in the model, but their values in the "
-                "source differ: both are kept, and the last one loaded wins"
+                "source differ: both are kept, as from_pretrained does; give the training model "
+                "tie_word_embeddings=False, or the one that stock dcp.load loads last wins"
             )
         aliases[first] = tuple(name for name in others if name not in diverged)
     return (

@@ -51,6 +51,10 @@ class Weights:
     """Directory that preshard wrote, with a chunk list for each file; None for any other source."""
     unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of every weight of the source that the model has no place for, by its stored name."""
+    made: frozenset[str] = frozenset()
+    """FQNs that the source lacks and that the model makes itself, as its class says: sinusoids, masks."""
+    follows_class: bool = False
+    """The model is transformers': what else the source has is left out, as `from_pretrained` does."""
     fused: Mapping[str, str] = field(default_factory=dict)
     """Stored name -> FQN, where the model holds several stored tensors as one, or one in another form."""
     quantised: str | None = None

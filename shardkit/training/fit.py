@@ -68,8 +68,13 @@ def check_fit(
         for fqn, tensor in expected.items()
         if tensor.persistent and not any(name in weights.names for name in names.get(fqn, (fqn,)))
     ]
+    made = [
+        fqn for fqn in lacking if initialises and any(name in weights.made for name in names.get(fqn, (fqn,)))
+    ]
+    lacking = [fqn for fqn in lacking if fqn not in made]
     initialised = _choose(lacking, expected, names, missing)
-    unexpected = [name for name in weights.unused if missing == "error" or _IN_BLOCK.search(name)]
+    may_leave_out = missing != "error" or (weights.follows_class and not lacking)
+    unexpected = [name for name in weights.unused if not may_leave_out or _IN_BLOCK.search(name)]
     problems = _problems([fqn for fqn in lacking if fqn not in initialised], unexpected, expected, weights)
     rows, wrong = _hold(expected, names, weights, grown or {})
     if problems or wrong:
@@ -85,39 +90,51 @@ def check_fit(
         notes.append(
             f"not in the source, initialised: {count(len(initialised), 'tensor')}: {listed(initialised)}"
         )
+    if made:
+        notes.append(f"not in the source, the model computes them: {listed(made)}")
     if weights.unused:
         notes.append(f"in the source, not in the model: {listed(weights.unused)}")
-    return Fit(initialised=frozenset(initialised), grown=rows, notes=tuple(notes))
+    return Fit(initialised=frozenset((*initialised, *made)), grown=rows, notes=tuple(notes))
 
 
 def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:
     """Hold names against each other that are one parameter in the model and stored several times.
 
-    It reads them, where they do not lie in one place: one rank should do it for all.
-
     Raises:
         LayoutError: they differ, so that one of them would be lost.
         IntegrityError, ResourceError: a file cannot be read as described.
     """
-    problems = []
-    for group in ties:
-        first, *others = dict.fromkeys(weights.names[name] for name in group if name in weights.names) or [""]
-        if not others:
-            continue
-        tensors = weights.catalog.tensors
-        whole = {name: [full_region(tensors[name].shape)] for name in (first, *others)}
-        catalog = weights.located(whole).catalog
-        problems += [
-            f"{escape(first)} and {escape(other)}"
-            for other in others
-            if not same_bytes(catalog, first, other)
-        ]
+    problems = [f"{escape(first)} and {escape(other)}" for first, other, _ in diverged_ties(ties, weights)]
     if problems:
         raise LayoutError(
             f"the model ties names whose values in {escape(weights.path)} differ: one of them would be lost",
             problems=problems,
             hint="build the model with tie_word_embeddings=False in its config",
         )
+
+
+def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple[str, str, str]]:
+    """Return names that are one parameter in the model and whose values in the source differ.
+
+    It reads them, where they do not lie in one place: one rank should do it for all.
+
+    Returns:
+        (stored name of the first, stored name of another, FQN of that other).
+
+    Raises:
+        IntegrityError, ResourceError: a file cannot be read as described.
+    """
+    found = []
+    for group in ties:
+        stored = {weights.names[name]: name for name in reversed(group) if name in weights.names}
+        first, *others = dict.fromkeys(weights.names[name] for name in group if name in weights.names) or [""]
+        if not others:
+            continue
+        tensors = weights.catalog.tensors
+        whole = {name: [full_region(tensors[name].shape)] for name in (first, *others)}
+        catalog = weights.located(whole).catalog
+        found += [(first, other, stored[other]) for other in others if not same_bytes(catalog, first, other)]
+    return found
 
 
 def _refuse_quantised(weights: Weights) -> None:

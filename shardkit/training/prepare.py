@@ -24,7 +24,7 @@ from shardkit.training.agree import agree, gather_json
 from shardkit.training.buffers import InitBuffers
 from shardkit.training.build import BuildModel, build_model, find_config
 from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights, clean_name
-from shardkit.training.fit import Fit, Missing, check_fit, check_ties
+from shardkit.training.fit import Fit, Missing, check_fit, check_ties, diverged_ties
 from shardkit.training.from_rank import RankSource, check_sources
 from shardkit.training.initialise import not_repeated
 from shardkit.training.vocabulary import MULTIPLE, align_vocab
@@ -70,6 +70,8 @@ class _Source:
     fit: Fit | None = None
     absent: ShardkitError | None = None
     """It is not here; it may be elsewhere."""
+    untied: tuple[str, ...] = ()
+    """FQNs that the model ties and whose values in the source are others."""
 
 
 @may_follow_links
@@ -139,12 +141,19 @@ def prepare(
     found = _open_together(plain, source, missing, seed, revision, variant)
     fit = found.fit
     assert fit is not None
+    if found.untied:
+        plain = _untie(plain, found.untied)
     buffers = {fqn: value for fqn, value in _buffers(plain.model).items() if not value.is_meta}
     _together(lambda: _refuse_uncomputed(plain, buffers, fit), "checking buffers")
     blueprint = _blueprint(plain.model) if fit.initialised or fit.grown else None
     if blueprint is not None:
         _warn_not_repeated(blueprint, plain, fit)
-    notes = (*_grown_notes(fit.grown, plain), *(found.weights.notes if found.weights else ()), *fit.notes)
+    notes = (
+        *_grown_notes(fit.grown, plain),
+        *_untied_notes(found.untied),
+        *(found.weights.notes if found.weights else ()),
+        *fit.notes,
+    )
     if not dist.is_initialized() or dist.get_rank() == 0:
         for note in notes:
             _log.info("prepare: %s", note)
@@ -294,18 +303,54 @@ def _open_together(
             hint="build the model, and call prepare, the same way on every rank; one that does not see the source"
             " gives its path all the same",
         )
+    untied = list[str]()
     holders = [rank for rank, each in enumerate(told) if each["has"]]
     if error is None and not holders and not any(each["failed"] for each in told):
         error = found.absent
     here = dist.get_rank() if len(told) > 1 else 0
     if error is None and holders and here == holders[0] and found.weights is not None:
-        error = _caught(lambda weights=found.weights: check_ties(plain.ties, weights))  # type: ignore[misc]
+        error = _caught(lambda source=found: untied.extend(_untied(plain, source)))  # type: ignore[misc]
     agree(error, phase="opening the source")
+    if holders:
+        found = replace(found, untied=tuple(gather_json(untied, phase="opening the source")[holders[0]]))
     if source is not None and len(holders) < len(told):
         mine = _fit_to_json(found.fit) if here == holders[0] else None
         shared = gather_json(mine, phase="opening the source")[holders[0]]
         found = replace(found, fit=found.fit or _fit_from_json(shared))
     return found
+
+
+def _untied(plain: _Plain, source: _Source) -> list[str]:
+    """Return the names that `from_pretrained` would untie, because the source has two values for one parameter."""
+    assert source.weights is not None
+    if not source.weights.follows_class or plain.grown:
+        check_ties(plain.ties, source.weights)
+        return []
+    return [fqn for _, _, fqn in diverged_ties(plain.ties, source.weights)]
+
+
+def _untie(plain: _Plain, fqns: Sequence[str]) -> _Plain:
+    """Give names of a tied parameter one of their own.
+
+    Source: transformers 5.23, PreTrainedModel.tie_weights.
+    """
+    model = plain.model
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if clean_name(f"{path}.{name}" if path else name) in fqns:
+                own = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+                setattr(module, name, own)
+    for module in model.modules():
+        tied = getattr(module, "all_tied_weights_keys", None)
+        if isinstance(tied, dict):
+            for name in [name for name in tied if any(f".{fqn}".endswith(f".{name}") for fqn in fqns)]:
+                del tied[name]
+    expected, ties = describe(model)
+    return replace(plain, expected=expected, ties=ties)
+
+
+def _untied_notes(fqns: Sequence[str]) -> list[str]:
+    return [f"not tied, the source has values of their own for them: {listed(fqns)}"] if fqns else []
 
 
 def _caught(work: Callable[[], object]) -> BaseException | None:

@@ -23,11 +23,11 @@ from shardkit.formats.subset import subset
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules
 from shardkit.keys.select import select_model
+from shardkit.layout.naming import match_names
 from shardkit.operations.consolidate_base import saved_key_rules
 from shardkit.training.context import ExpectedTensor, KeyRules, Weights
 from shardkit.training.from_rank import RankSource
 from shardkit.training.hub_names import key_rules
-from shardkit.training.naming import match_names
 from shardkit.training.presharded import METADATA, open_presharded
 from shardkit.transfer import storage
 
@@ -99,6 +99,7 @@ def open_weights(
     found = match_names(
         opened.names,
         wanted,
+        shapes={name: opened.catalog.tensors[name].shape for name in opened.names},
         computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
         model=model,
     )
@@ -118,6 +119,8 @@ def open_weights(
         identity=_digest([opened.identity(catalog), _samples(catalog)]),
         presharded=opened.presharded,
         unused={name: opened.catalog.tensors[name].shape for name in found.unused},
+        made=frozenset(found.made),
+        follows_class=found.is_transformers,
         fused=found.fused,
         quantised=opened.quantised or _scales(found.unused),
         notes=tuple(notes),

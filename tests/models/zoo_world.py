@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -64,7 +65,7 @@ class Log:
             self.found[name] = "\n".join([f"refused: {error.message}", *error.problems])
         except Wrong as error:
             self.found[name] = f"wrong: {error}"
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch derives that from BaseException
             where = traceback.extract_tb(error.__traceback__)[-1]
             self.found[name] = f"{type(error).__name__}: {error}\n{where.filename}:{where.lineno}"
         else:

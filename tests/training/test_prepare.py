@@ -134,10 +134,14 @@ def test_the_vocabulary_follows_the_tokenizer(hub: str) -> None:
     assert dict(initialise(ctx, ["lm_head.weight"]))["lm_head.weight"].shape == (104, 24)
 
 
-def test_a_tie_with_two_values_is_refused(tmp_path: Path) -> None:
+def test_a_tie_with_two_values_is_none(tmp_path: Path) -> None:
+    """As in `from_pretrained`, whatever the config says."""
     untie(tmp_path)
-    with pytest.raises(LayoutError, match="one of them would be lost"):
-        prepare(str(tmp_path), str(tmp_path))
+    ctx = prepare(str(tmp_path), str(tmp_path))
+    assert ctx.ties == ()
+    assert ctx.model.lm_head.weight is not ctx.model.model.embed_tokens.weight
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= ctx.expected.keys()
+    assert any("not tied" in note for note in ctx.notes)
 
 
 class Counter(nn.Module):

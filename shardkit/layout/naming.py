@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
-from shardkit.keys.base import match_prefix
-from shardkit.keys.names import clean, join, split
+from shardkit.keys.base import is_computed, match_prefix
+from shardkit.keys.names import clean, clean_name, join, natural, split
 from shardkit.keys.peft import base_name
 from shardkit.layout.dtypes import is_transformers
-from shardkit.training.context import clean_name
+from shardkit.layout.units import collect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,10 @@ class NameMatch:
     """Stored name -> FQN that it would be a part of, or that holds it in another form."""
     ignored: tuple[str, ...] = ()
     """Stored names of what the model computes itself; older versions of it had them in the file."""
+    made: tuple[str, ...] = ()
+    """FQNs that are not stored and that the model makes itself, as its class says."""
+    is_transformers: bool = False
+    """The model is one of transformers, or holds one."""
     renamed: int = 0
     """How many are found under another name than their own, wrappers aside."""
 
@@ -49,6 +54,7 @@ def match_names(
     stored: Mapping[str, str],
     wanted: Iterable[str],
     *,
+    shapes: Mapping[str, Shape] | None = None,
     computed: Iterable[str] = (),
     model: nn.Module | None = None,
 ) -> NameMatch:
@@ -57,6 +63,7 @@ def match_names(
     Args:
         stored: stored name -> what it is called once a checkpoint's own root is taken off.
         wanted: names of all parameters and buffers in the model's state dict, those of a tie each.
+        shapes: by stored name; they tell the masks of old files from biases.
         computed: names of buffers that are in no state dict.
         model: its class may know renamings and names to leave out; not needed for plain modules.
 
@@ -66,8 +73,9 @@ def match_names(
     Raises:
         SourceError: several stored tensors would be one of the model's.
     """
-    targets = _Targets(wanted)
+    targets, computed_names = _Targets(wanted), set(computed)
     cleaned = {name: join(clean(shown)) for name, shown in stored.items()}
+    cleaned = {name: cleaned[name] for name in sorted(cleaned, key=lambda name: natural(cleaned[name]))}
     root = _transformers_root(model)
     prefixes = _prefixes(cleaned.values(), targets, root)
     found = _match(cleaned, targets, prefixes, lambda name: _Renamed(name, False))
@@ -75,7 +83,20 @@ def match_names(
         other = _match(cleaned, targets, prefixes, rename)
         if len(other.unused) < len(found.unused):
             found = other
-    return _without_ignored(found, set(computed), model if root is not None else None)
+    if root is None:
+        return _without_ignored(found, lambda name: cleaned[name] in computed_names)
+    buffers = _Targets(computed_names)
+    ignored = _ignored_names(root[1])
+
+    def is_left_out(name: str) -> bool:
+        return bool(
+            buffers.find(cleaned[name], prefixes)
+            or ignored(name)
+            or is_computed(cleaned[name], shapes.get(name, ()) if shapes else ())
+        )
+
+    made = _made_names(root[1], root[0], [fqn for fqn in targets.own if fqn not in found.names])
+    return replace(_without_ignored(found, is_left_out), made=made, is_transformers=True)
 
 
 class _Targets:
@@ -210,21 +231,30 @@ def _own_classes(model: nn.Module) -> Iterator[None]:
             module.__class__ = sharded
 
 
-def _without_ignored(found: NameMatch, computed: set[str], model: nn.Module | None) -> NameMatch:
-    """Set aside what a model computes itself."""
-    if not found.unused:
-        return found
-    patterns: tuple[str, ...] = ()
-    if model is not None:
-        from shardkit.layout.meta_model import ignored_patterns
+def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[str, ...]:
+    """Return which names the files of a model may lack: `from_pretrained` lets it make them, in silence.
 
-        patterns = ignored_patterns(model)
-    search = re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).search if patterns else None
-    ignored = {
-        name: None
-        for name in found.unused
-        if join(clean(name)) in computed or (search is not None and search(name))
-    }
+    Source: transformers 5.23, PreTrainedModel._adjust_missing_and_unexpected_keys.
+    """
+    patterns = collect(model, "_keys_to_ignore_on_load_missing")
+    before = f"{path}." if path else ""
+    own = [fqn for fqn in lacking if fqn.startswith(before)]
+    return tuple(fqn for fqn in own if any(re.search(p, fqn.removeprefix(before)) for p in patterns))
+
+
+def _ignored_names(model: nn.Module) -> Callable[[str], object]:
+    """Return what tells names that the model's class leaves out."""
+    from shardkit.layout.meta_model import ignored_patterns
+
+    patterns = ignored_patterns(model)
+    return (
+        re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).search if patterns else lambda _: None
+    )
+
+
+def _without_ignored(found: NameMatch, is_left_out: Callable[[str], bool]) -> NameMatch:
+    """Set aside what a model computes itself."""
+    ignored = {name: None for name in found.unused if is_left_out(name)}
     return replace(
         found, unused=tuple(name for name in found.unused if name not in ignored), ignored=tuple(ignored)
     )
