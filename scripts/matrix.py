@@ -152,7 +152,7 @@ def install(row: str, environment: Path) -> str:
     return ""
 
 
-def python(environment: Path, *arguments: str, timeout_s: float = 1800) -> subprocess.CompletedProcess[str]:
+def python(environment: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run an environment's python on the working tree."""
     variables = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "SHARDKIT_FEW_ARCHIVES": "1"}
     command = [str(environment / "bin" / "python"), *arguments]
@@ -162,7 +162,6 @@ def python(environment: Path, *arguments: str, timeout_s: float = 1800) -> subpr
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
         check=False,
     )
 
