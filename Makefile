@@ -60,6 +60,7 @@ powerloss: $(INSTALLED)
 
 corruption: $(INSTALLED)
 	$(BIN)/python -m tests.corruption.sweep
+	$(BIN)/python -m tests.corruption.moving
 
 check: $(INSTALLED)
 	@PYTHON=$(BIN)/python scripts/check

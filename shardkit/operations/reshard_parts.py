@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, Checksums
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
@@ -19,13 +20,17 @@ from shardkit.formats.sharded.accelerate import model_directories
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.detect import layout_of, open_checkpoint
 from shardkit.formats.sharded.optimizer import OptimizerState
+from shardkit.formats.strict import open_regular
+from shardkit.formats.torch_zip import ZipReader, read_directory
 from shardkit.keys import KeyRule
 from shardkit.operations.consolidate_base import saved_key_rules
 from shardkit.operations.reshard_files import BesideFile, Survey, check_survey, survey
+from shardkit.transfer import storage
 
 _OF_A_RANK = re.compile(r"(?:^|[_-])rank[_-]?\d+\.|(?:rng_state|random_states)_\d+\.")
 _ENTRY_OF_A_RANK = re.compile(r"(?:.*[._])?(?:dp_)?rank_?\d+(?:\..*)?")  # torchtitan: dataloader.dp_rank_0
 _OPTIMIZER = re.compile(r"(bf16_)?(zero_pp_)?optim")
+_MAX_ENTRIES = 1 << 16  # of a byte entry's zip
 _MODEL, _OPTIM = "model", "optim"  # as torch's DCP recipes name the two
 _NESTED = (
     "names begin with model. and optim.: load it into the two state dicts that "
@@ -149,6 +154,7 @@ def _open_part(path: str, folder: str, key_rules: tuple[KeyRule, ...]) -> Part:
             hint="load it with torch.distributed.checkpoint and save it without extensions",
         )
     files = {file.name: number for number, file in enumerate(catalog.files)}
+    _record(catalog, [(files[opened.catalog.files[place.file].name], place) for place in placed.values()])
     for name, place in placed.items():
         file = files[opened.catalog.files[place.file].name]
         chunk = (file, place.start, place.nbytes, Region((0,), (place.nbytes,)))
@@ -161,6 +167,32 @@ def _open_part(path: str, folder: str, key_rules: tuple[KeyRule, ...]) -> Part:
         notes=(*opened.catalog.notes, *_entry_notes(folder, opened.objects)),
         key_rules=key_rules,
     )
+
+
+def _record(catalog: Catalog, placed: Sequence[tuple[int, Place]]) -> None:
+    """Let byte entries be compared, as they move, with the CRC-32s in the zips that they are.
+
+    What is no zip, or a damaged one, is carried over as it lies, and nothing is there to compare it with.
+    """
+    stretches: dict[int, list[tuple[int, int, int | None]]] = {}
+    for file, place in placed:
+        source, rows = catalog.files[file], stretches.setdefault(file, [])
+        with open_regular(source.path, source.name, follow=False) as (fd, _):
+            try:
+                reader = ZipReader(partial(_pread, fd), place.start, place.nbytes, escape(source.name))
+                entries = read_directory(reader, lambda name: True, max_entries=_MAX_ENTRIES)
+            except SourceError:
+                rows.append((place.start, place.nbytes, None))
+            else:
+                rows += ((place.start + each.start, each.nbytes, each.crc) for each in entries.values())
+    for file, rows in stretches.items():
+        held, more = catalog.files[file].checksums, Checksums.of(rows)
+        checksums = more if held is None else held | more
+        catalog.files[file] = replace(catalog.files[file], checksums=checksums)
+
+
+def _pread(fd: int, start: int, nbytes: int) -> bytes:
+    return storage.pread(fd, nbytes, start)
 
 
 def _entry_notes(folder: str, objects: Mapping[str, Place | None]) -> Iterator[str]:

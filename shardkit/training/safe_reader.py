@@ -37,8 +37,10 @@ from shardkit.errors import IntegrityError, LayoutError, SourceError
 from shardkit.formats.dcp import DcpDirectory, open_dcp_lazily
 from shardkit.formats.dcp_decode import decode_object
 from shardkit.formats.strict import open_regular, read_exactly
+from shardkit.training.compare import DAMAGED
 from shardkit.training.reading import Read, plan_reads, run_reads, torch_dtype
 from shardkit.training.safe_object import MAX_OBJECT_NBYTES, vetted
+from shardkit.transfer.source_check import SourceCheck
 from shardkit.transfer.sources import SourceFiles
 
 _ANOTHER_COPY = "the checkpoint is damaged or was put together by hand: use another copy"
@@ -59,15 +61,18 @@ class SafeReader(StorageReader):
 
     Args:
         path: the directory with `.metadata`.
-        check_crc: also compare every record that is read with the CRC-32 in it, which costs a second read of it.
+        check_crc: compare every record that is read with the CRC-32 in it first, which costs a second read of it.
+        check_source: compare the same as the bytes move, where this rank reads the whole of a record or nearly.
 
     Raises:
         SourceError, IntegrityError, ResourceError: from `read_metadata` and `read_data`; names file and tensor.
             `dcp.load` puts them into its own `CheckpointException`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, check_crc: bool = False) -> None:
-        self.path = os.fspath(path)
+    def __init__(
+        self, path: str | os.PathLike[str], *, check_crc: bool = False, check_source: bool = True
+    ) -> None:
+        self.path, self.check_source = os.fspath(path), check_source
         self.check_crc = check_crc
         self._opened: DcpDirectory | None = None
 
@@ -133,7 +138,9 @@ class SafeReader(StorageReader):
         objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
         _read_objects(self._opened, objects, planner)
-        _read_tensors(self._opened, tensors, planner, check_crc=self.check_crc)
+        _read_tensors(
+            self._opened, tensors, planner, check_crc=self.check_crc, check_source=self.check_source
+        )
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -184,7 +191,12 @@ def _check_lists(catalog: Catalog) -> None:
 
 
 def _read_tensors(
-    opened: DcpDirectory, items: Iterable[ReadItem], planner: LoadPlanner, *, check_crc: bool
+    opened: DcpDirectory,
+    items: Iterable[ReadItem],
+    planner: LoadPlanner,
+    *,
+    check_crc: bool,
+    check_source: bool,
 ) -> None:
     """Open the records that items need, and no others; then fill the targets, file by file."""
     chunks = [(item, item.storage_index.fqn, _row(opened.catalog, item.storage_index)) for item in items]
@@ -206,10 +218,15 @@ def _read_tensors(
     for item, fqn, row in chunks:
         new = raw.tensors[fqn].first_chunk + needed[fqn][row]
         by_file[raw.chunks.file[new]].append((item, new))
-    with SourceFiles(raw.files) as sources:
+    check = SourceCheck(raw) if check_source else None
+    with SourceFiles(raw.files, check=check) as sources:
         for group in by_file.values():
             _fill(raw, group, planner, sources)
+        if check is not None:
+            check.read_rest(sources)
         sources.check_unchanged()
+        if check is not None:
+            check.raise_differences(hint=DAMAGED)
 
 
 def _row(catalog: Catalog, index: MetadataIndex) -> int:

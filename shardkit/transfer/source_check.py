@@ -142,6 +142,16 @@ class SourceCheck:
         """Return the same, given a file's path."""
         return self._find(self._numbers.get(path, -1), start, stop)
 
+    def find_all(self, file: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield (first byte, end) of each part of a range of a file that lies in one entry."""
+        table = self._tables[self._table_of[file]] if self._table_of[file] >= 0 else None
+        if table is not None:
+            first = max(bisect_right(table.starts, start) - 1, 0)
+            for row in range(first, bisect_left(table.starts, stop)):
+                begin, end = max(start, table.starts[row]), min(stop, table.stops[row])
+                if begin < end:
+                    yield begin, end
+
     def extent(self, entry: int) -> tuple[int, int]:
         """Return first byte and end of an entry."""
         return self._entry(entry)[:2]
@@ -533,8 +543,20 @@ class Runs:
         """Tell of bytes that were read; return their CRC-32, None where there is nothing to compare them with."""
         stop = start + len(data)
         if file != self._file or start != self._stop or stop > self._limit:
-            self._begin(self._check.find(file, start, stop), file, start, fqn)
+            found = self._check.find(file, start, stop)
+            if found is None:
+                self._add_across(file, start, stop, data, fqn)
+                return None
+            self._begin(found, file, start, fqn)
         return self._go_on(data, stop)
+
+    def _add_across(self, file: int, start: int, stop: int, data: memoryview | bytes, fqn: str) -> None:
+        """Tell of bytes that lie in several entries: a byte entry is a zip as a whole."""
+        view = memoryview(data)
+        for begin, end in self._check.find_all(file, start, stop):
+            if (file, begin) != (self._file, self._stop) or end > self._limit:
+                self._begin(self._check.find(file, begin, end), file, begin, fqn)
+            self._go_on(view[begin - start : end - start], end)
 
     def read(self, path: str, start: int, data: memoryview, fqn: str) -> None:
         """Tell of bytes of a file that were read to decode a tensor."""

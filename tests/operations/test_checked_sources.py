@@ -89,6 +89,25 @@ def test_reshard(tmp_path: Path, options: dict[str, object]) -> None:
     assert sorted(os.listdir(tmp_path)) == ["back", "c", "first", "out"]
 
 
+def test_byte_entries_move_checked(tmp_path: Path) -> None:
+    """They are zips, each entry of which has a CRC-32."""
+    text = "a scheduler's state " * 50
+    save_dcp(tmp_path / "c", {**TENSORS, "scheduler": {"text": text}})  # type: ignore[dict-item]
+    result = shardkit.reshard(tmp_path / "c", tmp_path / "out", world_size=2)
+    assert result.checked_bytes > 3 * 24_000 + len(text)
+    assert not result.unchecked
+    file = tmp_path / "c" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[content.index(text.encode()) + 10] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(IntegrityError, match=r"scheduler.text: __0_0.distcp: "):
+        shardkit.reshard(tmp_path / "c", tmp_path / "other", world_size=2)
+    assert (
+        shardkit.reshard(tmp_path / "c", tmp_path / "other", world_size=2, check_source=False).num_objects
+        == 1
+    )
+
+
 def test_columns_are_put_together_and_cut_again(tmp_path: Path) -> None:
     """Gathered and scattered: the ways of tensors that are cut along a later dim."""
     hub = tmp_path / "hub"
