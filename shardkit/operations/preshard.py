@@ -9,6 +9,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from shardkit import manifest
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.units import KIB, MIB
 from shardkit.formats.hub import HubModel
@@ -154,6 +155,8 @@ def preshard(
     if output is not None:  # before anything is downloaded
         check_destination(output, local, overwrite=overwrite)
     model = open_source(source, revision=revision, variant=variant, headers_only=dry_run)
+    if check_source and not dry_run:
+        manifest.add_checksums(model.catalog, model.directory)
     path = check_destination(output or _default_output(model, local, parsed), local, overwrite=overwrite)
     job = build_job(model, parsed, wrap=wrap, dtype=dtype, digest=digest, trust_remote_code=trust_remote_code)
     shared = _shareable_bytes(job)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from shardkit import manifest
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
@@ -210,6 +211,7 @@ def _open_rank(source: RankSource, wanted: list[str]) -> _Opened:
 
 def _open_hub(source: str, revision: str | None, variant: str | None) -> _Opened:
     model = open_source(source, revision=revision, variant=variant)
+    manifest.add_checksums(model.catalog, model.directory)
     return _Opened(
         path=model.directory,
         catalog=model.catalog,

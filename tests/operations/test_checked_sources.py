@@ -161,6 +161,16 @@ def test_without_recorded_checksums(tmp_path: Path) -> None:
     assert unchecked(result) == {"no CRC-32 is recorded": (3, 72_000)}
 
 
+def test_a_manifest_of_a_hub_model(tmp_path: Path) -> None:
+    """safetensors record nothing: what shardkit wrote beside them does."""
+    shardkit.consolidate(save_dcp(tmp_path / "c"), tmp_path / "hub", manifest=True)
+    result = shardkit.preshard(tmp_path / "hub", tmp_path / "out", world_size=2, wrap="none")
+    assert (result.checked_bytes, result.unchecked) == (72_000, ())
+    flip(tmp_path / "hub" / "model.safetensors", TENSORS[NAME])
+    with pytest.raises(IntegrityError, match=r"layers.1.weight: model.safetensors: "):
+        shardkit.preshard(tmp_path / "hub", tmp_path / "other", world_size=2, wrap="none")
+
+
 def test_views_of_one_storage(tmp_path: Path) -> None:
     """An entry is a storage: what only one view reaches is checked with the other's."""
     whole = torch.arange(100_000.0)
