@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import transformers
 
 from tests.distributed.processes import ROOT
@@ -10,6 +11,7 @@ from tests.models import __main__ as zoo
 from tests.models.outcomes import check_table, expected, named
 from tests.models.table import render
 from tests.models.zoo import LEFT_TO_MAKE_ZOO, ZOO
+from tests.models.zoo_world import difference
 
 EVERY_STEP = "test_every_step_ends_as_expected"
 
@@ -48,3 +50,18 @@ def test_the_table_is_of_the_zoo() -> None:
 def test_the_documentation_is_written_from_it() -> None:
     """`python -m tests.models --docs` writes it."""
     assert (ROOT / "docs/models.md").read_text() == document()
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "said"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), ""),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), ""),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), "off by 0"),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000002]), "off by 2.4e-07"),
+        (torch.tensor([1.0]).bfloat16(), torch.tensor([1.0]), "torch.bfloat16 instead of torch.float32"),
+        (torch.tensor([[1.0]]), torch.tensor([1.0]), "[1, 1] instead of [1]"),
+    ],
+)
+def test_one_bit_is_a_difference(found: torch.Tensor, expected: torch.Tensor, said: str) -> None:
+    assert difference(found, expected) == said
