@@ -27,6 +27,7 @@ _HEAD = """\
 - **logits**: what the wrapped model answers equals, bit for bit, what the model of `from_pretrained` answers in one process.
 
 `make zoo` holds all of it against this table, and `make test` holds {tested} of the models: one that begins to pass fails there as one that ceases to.
+After a `+` stands what tells a model from others of its type: `+fused` and `+live` are the same models in files that have the names of the model in memory, as `save_pretrained(..., save_original_format=False)` writes them.
 A number stands for a reason, which is [written below](#what-does-not-pass); a dash for what was not reached. What is refused is refused before anything is written.
 """
 
