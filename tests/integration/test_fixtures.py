@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardkit
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.dtypes import BY_SAFETENSORS
 from shardkit.core.regions import relative_to, runs
 from shardkit.errors import SourceError
@@ -125,7 +125,7 @@ def read_tensor(catalog: Catalog, fqn: str) -> bytes:
         assert table.nbytes[row] == region.num_elements * itemsize
         start, stop = table.start[row], table.start[row] + table.nbytes[row]
         if source.decode:
-            data = bytes(source.decode())[start:stop]
+            data = bytes(source.decode(ignore_read))[start:stop]
         else:
             with open(source.path, "rb") as file:
                 file.seek(start)
