@@ -35,7 +35,7 @@ from shardkit.layout.dtypes import ClassDtypes, built_dtypes, class_dtypes
 from shardkit.layout.naming import match_names
 from shardkit.layout.sharding import plan_units, shard_units
 from shardkit.layout.traced import CannotBuildError
-from shardkit.layout.units import class_counts, describe, find_units, import_name, tie_error
+from shardkit.layout.units import class_counts, collect, describe, find_units, import_name, tie_error
 from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy
 
 
@@ -81,7 +81,8 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     )
     if request["axes"] is None:
         state = _State.of(model)
-        return {**_match(model, request["names"], state), "ties": state.ties()}
+        unsaved = collect(model, "_keys_to_ignore_on_save")
+        return {**_match(model, request["names"], state), "ties": state.ties(), "unsaved": unsaved}
     mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]))
     policy = parse_policy(request["wrap"])
     built = wanted or getattr(getattr(model, "config", None), "dtype", None) or torch.float32

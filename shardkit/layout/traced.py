@@ -129,6 +129,8 @@ class ModelNames(NamedTuple):
     """Names of the files that the model has no place for, or leaves out."""
     made: frozenset[str]
     """Names of the model that the files lack, and that it makes itself."""
+    unsaved: frozenset[str]
+    """Names of the model that `save_pretrained` leaves out, because the model makes them itself."""
     ties: tuple[tuple[str, ...], ...]
     """Groups of the files' names, and of the model's, that are one parameter."""
 
@@ -160,6 +162,7 @@ def ask_names(
         names=theirs,
         unused=frozenset((*answer["unused"], *answer["ignored"])),
         made=frozenset(answer["computed"]),
+        unsaved=frozenset(answer["unsaved"]),
         ties=tuple(tuple(dict.fromkeys(theirs.get(fqn, fqn) for fqn in group)) for group in answer["ties"]),
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 from shardkit._version import __version__
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.regions import Shape
-from shardkit.core.text import escape
+from shardkit.core.text import escape, listed
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats.hub_assets import CONFIG
 from shardkit.formats.safetensors_images import OutputTensor, SafetensorsImages
@@ -273,10 +273,21 @@ def _fit(
 
     asked, renamed = None, tuple[KeyRule, ...]()
     ties, shapes, groups = decide(chosen, None)
-    if may_ask(shapes, base, groups) and base is not None and (asked := ask_class(base)) is not None:
+    if (
+        base is not None
+        and base_tensors is not None
+        and may_ask(shapes, base, groups)
+        and (asked := ask_class(base)) is not None
+    ):
         if not options.change_names:
             named = name_by_class(chosen.names, base, asked)
             chosen, renamed = replace(chosen, names=named.names), named.rules
+        unsaved = [
+            name for name in chosen.names.values() if name in asked.unsaved and name not in base_tensors
+        ]
+        kept = {source: name for source, name in chosen.names.items() if name not in unsaved}
+        notes = [f"not written, the model computes them: {listed(unsaved)}"] if unsaved else []
+        chosen = replace(chosen, names=kept, notes=(*chosen.notes, *notes))
         ties, shapes, groups = decide(chosen, asked)
     fit = check_fit(
         shapes,

@@ -57,6 +57,8 @@ def test_what_preshard_leaves_out_is_named(
 @pytest.mark.dist
 def test_what_the_model_computes_or_has_no_place_for_is_said(told: dict[str, dict[str, Any]]) -> None:
     assert any("MarianMTModel computes them" in note for note in told["marian"]["preshard"]["notes"])
+    notes = "; ".join(told["marian"]["consolidate"]["notes"])
+    assert "not written, the model computes them: model.decoder.embed_positions.weight" in notes
     notes = "; ".join(told["bert"]["consolidate"]["notes"])
     assert "has no place for them: bert.pooler" in notes
     assert "every model computes them: bert.embeddings.position_ids" in notes
