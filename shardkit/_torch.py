@@ -336,6 +336,7 @@ def times_written(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+@_known
 def wrap_policy_classes(policy: object) -> frozenset[type]:
     """Return the classes that a ModuleWrapPolicy of FSDP1 wraps; none for any other policy.
 
