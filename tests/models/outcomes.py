@@ -73,12 +73,6 @@ REASONS = {
         said=r"Missing key in checkpoint state_dict: model\.\w+\.embed_positions",
         cases={"stock": ("marian",)},
     ),
-    "more": Reason(
-        text="The result has the parameter that the model computes, too, which the original lacks; a note says so, and `from_pretrained` takes it.",
-        said=r"wrong: model\.decoder\.embed_positions\.weight: only in the result\nmodel\.encoder\.embed_positions\.weight: only in the result$",
-        stops=False,
-        cases={"consolidate dcp_consolidate": ("marian",)},
-    ),
     "scalar": Reason(
         text="It has a parameter without a dim, which torch's `fully_shard` refuses.",
         said=r"scalar parameters|without a dim cannot be sharded",
