@@ -54,7 +54,7 @@ def torchrun(num_processes: int, script: str, *arguments: object) -> str:
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -109,7 +109,7 @@ def test_lightning_example(tmp_path: Path) -> None:
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

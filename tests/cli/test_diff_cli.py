@@ -167,7 +167,7 @@ except SystemExit as end:
 assert "torch" not in sys.modules
 """
     process = start("-c", code)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
 
 

@@ -21,7 +21,7 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})), file
 
 def imported(start, *args):
     process = start("-c", PROBE, json.dumps(args))
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 0, said
     return HEAVY & set(json.loads(said.splitlines()[-1]))
 

@@ -172,7 +172,7 @@ def test_ctrl_c(start, sharded):
         "main(['verify', 'out', '--full'])\n"
     )
     process = start("-c", code)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (128 + signal.SIGINT, "")
     assert err.startswith("interrupted: ")
     assert "Traceback" not in err

@@ -148,9 +148,7 @@ OURS: dict[str, Callable[[Path, Path], object]] = {
 
 FOREIGN: dict[str, Callable[[Path, Path], object]] = {
     "stock": lambda work, out: _stock(out),
-    "fsdp2": lambda work, out: run_script(
-        str(Path(__file__).with_name("fsdp_world.py")), str(out), timeout_s=120
-    ),
+    "fsdp2": lambda work, out: run_script(str(Path(__file__).with_name("fsdp_world.py")), str(out)),
     "save": _save,
     "safetensors": lambda work, out: _hub(out),
 }

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+_HANGS_S = 1200  # only what hangs takes so long, however busy the machine is
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -34,7 +35,9 @@ def wait(children: list[int]) -> None:
             sys.exit(f"a process failed: {status}")
 
 
-def run_script(name: str, argument: str, *, timeout_s: float, env: Mapping[str, str] | None = None) -> None:
+def run_script(
+    name: str, argument: str, *, timeout_s: float = _HANGS_S, env: Mapping[str, str] | None = None
+) -> None:
     """Run a script of this directory, or the one at an absolute path, in an interpreter of its own."""
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(

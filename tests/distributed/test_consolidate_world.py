@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("worlds")
-    run_script("consolidate_world.py", str(out), timeout_s=200)
+    run_script("consolidate_world.py", str(out))
     return out
 
 

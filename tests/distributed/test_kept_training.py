@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kept")
-    run_script("kept_world.py", str(path), timeout_s=300)  # compares bits of the optimizer's state as it goes
+    run_script("kept_world.py", str(path))  # compares bits of the optimizer's state as it goes
     return path
 
 

@@ -71,7 +71,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "directories": str(base / "models"),
         "out": str(base / "out"),
     }
-    run_script("stock_world.py", json.dumps(jobs), timeout_s=300)
+    run_script("stock_world.py", json.dumps(jobs))
     return base / "out"
 
 

@@ -16,7 +16,7 @@ WORLDS = ["one", "three", "four", "hsdp", "back"]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("train")
-    run_script("train_world.py", str(path), timeout_s=300)  # compares bits as it goes
+    run_script("train_world.py", str(path))  # compares bits as it goes
     return path
 
 

@@ -57,7 +57,7 @@ JOBS: list[dict[str, Any]] = [
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("load")
     request = {"base": str(base), "models": ALL_MODELS, "jobs": JOBS}
-    run_script("load_world.py", json.dumps(request), timeout_s=400)
+    run_script("load_world.py", json.dumps(request))
     return base
 
 

@@ -43,7 +43,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]
     texts = {name: block_with((ROOT / file).read_text(), needle) for name, (file, needle) in TEXTS.items()}
     for old, new in CHANGES.items():
         texts = {name: code.replace(old, new) for name, code in texts.items()}
-    run_script("typed_world.py", json.dumps({"out": str(out), "texts": texts}), timeout_s=400)
+    run_script("typed_world.py", json.dumps({"out": str(out), "texts": texts}))
     return [json.loads((out / f"typed-{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -126,7 +126,7 @@ def consolidate(server, tmp_path, token="hf_secret", **request):
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps({"checkpoint": str(tmp_path / "c"), **request})],
-        env=env, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
+        env=env, capture_output=True, text=True, timeout=600, check=True, cwd=tmp_path,
     )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -200,7 +200,7 @@ def fetch(hub, cache, *sources, script=SCRIPT, **environment):
     pairs = [source if isinstance(source, tuple) else (source, None) for source in sources]
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(pairs)],
-        env=env, capture_output=True, text=True, timeout=120, check=True, cwd=os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
+        env=env, capture_output=True, text=True, timeout=600, check=True, cwd=os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
     )  # fmt: skip
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -119,7 +119,7 @@ def _run(body: str, found: Path, stuck: float = 60) -> tuple[int, dict[str, Any]
     """Run a target that is a line of code, in a process of its own."""
     program = textwrap.dedent(_BROKEN.format(body=body, found=str(found), stuck=stuck))
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=_ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=_ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)

@@ -54,7 +54,7 @@ def sparse_model(directory: Path, num_tensors: int, shape: tuple[int, int]) -> P
 
 def run(code: str, *arguments: object) -> Any:
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

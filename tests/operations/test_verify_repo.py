@@ -105,7 +105,7 @@ def verify(server, tmp_path, *requests, **environment):
     asked = [{"path": "model", "hub": "me/model", **request} for request in requests]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(asked)],
-        env=env, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
+        env=env, capture_output=True, text=True, timeout=600, check=True, cwd=tmp_path,
     )  # fmt: skip
     return [json.loads(line) for line in done.stdout.splitlines()]
 

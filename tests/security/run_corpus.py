@@ -42,7 +42,7 @@ from tests.security.payloads import bare
 from tests.security.watch import Watch
 
 MAX_MIB, MAX_S = 512, 10
-_WALL_S = 60  # the processor may be busy with others
+_WALL_S = 600  # only what hangs takes so long, however busy the machine is; MAX_S is of the processor
 _NOT_IMPORTED = ("shardkit.__main__", "shardkit.layout.trace_child", "shardkit.transfer.clone_child")
 _NUM_BATCHES = 16
 _SLACK = 1 << 30  # address space is not memory: threads' stacks, allocators' arenas

@@ -28,7 +28,7 @@ Report = Mapping[str, Any]
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
     base = tmp_path_factory.mktemp("corpus")
-    run_script(SCRIPT, str(base), timeout_s=400)
+    run_script(SCRIPT, str(base))
     content = json.loads((base / "report.json").read_text())
     found: dict[str, list[Report]] = defaultdict(list)
     for report in content["reports"]:

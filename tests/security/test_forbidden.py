@@ -37,7 +37,11 @@ BAD = (
 
 def check(directory: Path) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory)], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, str(SCRIPT), str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     return done.returncode, done.stdout
 

@@ -21,7 +21,7 @@ class World(NamedTuple):
 
 def run_world(name: str, out: Path) -> World:
     """Run a script of worlds, and return what they left in `out`."""
-    run_script(str(ROOT / "tests/training" / name), str(out), timeout_s=300)
+    run_script(str(ROOT / "tests/training" / name), str(out))
 
     def found(world: str) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(out.glob(f"{world}-*.json"))]

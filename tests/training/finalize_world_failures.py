@@ -36,7 +36,10 @@ from tests.distributed.processes import fork
 
 torch.set_num_threads(1)
 SIZE = 3
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
+"""Of the group: whoever is told later has waited for a rank that was not there any more."""
+KILLED_TIMEOUT_S = 20.0
+"""Of a group that loses a rank: some wait for it."""
 LARGE = (9 << 20) // 4  # elements; several bands of a broadcast
 
 
@@ -225,18 +228,18 @@ def tell(work: Callable[[], Any]) -> dict[str, Any]:
     return {**told, "seconds": time.monotonic() - begin}
 
 
-def join(rank: int, out: Path, name: str) -> None:
+def join(rank: int, out: Path, name: str, timeout_s: float) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{out}/store-{name}",
         rank=rank,
         world_size=SIZE,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
     )
 
 
 def run(rank: int, out: Path) -> None:
-    join(rank, out, "failures")
+    join(rank, out, "failures", TIMEOUT_S)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -252,7 +255,7 @@ def run(rank: int, out: Path) -> None:
 
 def kill(rank: int, out: Path, name: str, strategy: str, victim: int, calls: int) -> None:
     """A rank is killed after so many reads, or where it receives, at its first message."""
-    join(rank, out, name)
+    join(rank, out, name, KILLED_TIMEOUT_S)
     ctx = prepare(Model, str(out / "model"))
     wrap(ctx.model)
     real, done = shardkit.training.reading.Worker.fill, 0

@@ -17,7 +17,7 @@ PROBLEMS = ["a.distcp", "b.distcp"]
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     out = tmp_path_factory.mktemp("agree")
-    run_script(str(ROOT / "tests/training/agree_world.py"), str(out), timeout_s=60)
+    run_script(str(ROOT / "tests/training/agree_world.py"), str(out))
     return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(3)]
 
 

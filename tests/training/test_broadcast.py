@@ -64,7 +64,7 @@ def test_parts_of_a_packed_message_are_aligned_and_apart() -> None:
 def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank took, by measurement."""
     out = tmp_path_factory.mktemp("memory")
-    run_script(str(ROOT / "tests/training/finalize_world_memory.py"), str(out), timeout_s=180)
+    run_script(str(ROOT / "tests/training/finalize_world_memory.py"), str(out))
     return {
         name: [json.loads(Path(out, f"{name}-{rank}.json").read_text()) for rank in range(size)]
         for size, measures in MEASURES.items()

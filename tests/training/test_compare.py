@@ -18,7 +18,7 @@ FILES = {"one": "__0_0.distcp", "listed": "__1_0.distcp", "three": "__1_0.distcp
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank was told, by strategy, source, damage and whether it was to be compared."""
     out = tmp_path_factory.mktemp("compare")
-    run_script(str(Path(__file__).with_name("compare_world.py")), str(out), timeout_s=300)
+    run_script(str(Path(__file__).with_name("compare_world.py")), str(out))
     return [json.loads((out / f"told{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -69,7 +69,7 @@ def test_weights_are_the_whole_models(kind: str, strategy: str, dtype: str, tmp_
         env={**os.environ, **place, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.stdout.endswith("equal\n"), done.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.processes import ROOT, run_script
 from tests.training.finalize_world import SCENARIOS
-from tests.training.finalize_world_failures import KILLS, TIMEOUT_S
+from tests.training.finalize_world_failures import KILLED_TIMEOUT_S, KILLS, TIMEOUT_S
 from tests.training.finalize_world_failures import SIZE as NUM_FAILING
 
 pytestmark = pytest.mark.dist
@@ -19,7 +19,7 @@ EVERY = [(size, scenario.name) for size, scenarios in SCENARIOS.items() for scen
 
 def run_world(script: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp(script)
-    run_script(str(ROOT / f"tests/training/{script}.py"), str(out), timeout_s=240)
+    run_script(str(ROOT / f"tests/training/{script}.py"), str(out))
     return out
 
 
@@ -174,4 +174,6 @@ def test_a_killed_rank_ends_the_others(failed: Path, name: str) -> None:
         found = json.loads((failed / f"{name}-{rank}.json").read_text())
         assert found["exit_code"] == 5
         assert found["message"].startswith("another rank was lost during ")
-        assert found["seconds"] < TIMEOUT_S + 2
+        assert (
+            found["seconds"] < 3 * KILLED_TIMEOUT_S
+        )  # once, and not again in the next collective; some of it is work

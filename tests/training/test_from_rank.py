@@ -48,7 +48,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("from-rank")
-    run_script(str(ROOT / "tests/training/from_rank_world.py"), str(out), timeout_s=240)
+    run_script(str(ROOT / "tests/training/from_rank_world.py"), str(out))
     return out
 
 

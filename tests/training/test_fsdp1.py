@@ -53,7 +53,7 @@ def free_ports(number: int) -> str:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fsdp1")
     script = str(ROOT / "tests/training/fsdp1_world.py")
-    run_script(script, str(out), timeout_s=300, env={"PORTS": free_ports(3)})
+    run_script(script, str(out), env={"PORTS": free_ports(3)})
     return out
 
 

@@ -47,7 +47,7 @@ RULES = {
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("names")
-    run_script(str(ROOT / "tests/training/names_world.py"), str(place), timeout_s=200)
+    run_script(str(ROOT / "tests/training/names_world.py"), str(place))
     return place
 
 

@@ -28,7 +28,7 @@ def free_port() -> int:
 @pytest.mark.skipif(not HAS_LIGHTNING, reason="Lightning is not installed")
 def test_a_trainer_logs_on_every_rank(tmp_path: Path) -> None:
     script = str(ROOT / "tests/training/lightning_world.py")
-    run_script(script, str(tmp_path), timeout_s=240, env={"MASTER_PORT": str(free_port())})
+    run_script(script, str(tmp_path), env={"MASTER_PORT": str(free_port())})
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert [unit["path"] for unit in found["diagnosis"]["units"]] == [

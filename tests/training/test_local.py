@@ -16,7 +16,7 @@ NAMES = [way.__name__ for way in WAYS]
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What went wrong on each rank, by scenario."""
     out = tmp_path_factory.mktemp("local")
-    run_script(str(ROOT / "tests/training/local_world.py"), str(out), timeout_s=120)
+    run_script(str(ROOT / "tests/training/local_world.py"), str(out))
     return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 

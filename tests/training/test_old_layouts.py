@@ -15,7 +15,7 @@ from tests.training import old_layouts
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The world proves names, values and logits; what preshard and consolidate said is left to look at."""
     place = tmp_path_factory.mktemp("old")
-    run_script(str(ROOT / "tests/training/old_layouts_world.py"), str(place), timeout_s=300)
+    run_script(str(ROOT / "tests/training/old_layouts_world.py"), str(place))
     found: dict[str, dict[str, Any]] = json.loads((place / "results.json").read_text())
     return found
 

@@ -45,7 +45,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     config = json.loads((root / "untied/config.json").read_text())
     hub_config = root / "hub/config.json"
     assert json.loads(hub_config.read_text())["tie_word_embeddings"] != config["tie_word_embeddings"]
-    run_script(str(ROOT / "tests/training/prepare_world.py"), str(root), timeout_s=100)
+    run_script(str(ROOT / "tests/training/prepare_world.py"), str(root))
     return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -104,7 +104,7 @@ def test_descriptors_that_cannot_be_sent(tmp_path: Path) -> None:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
         preexec_fn=drop_privileges,
     )

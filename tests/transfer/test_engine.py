@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -206,12 +206,20 @@ def test_no_thread_outlives_a_run_that_was_given_up(tmp_path: Path, monkeypatch:
     catalog, _ = source(tmp_path, tensors, 0)
     _, plan = planned(catalog, tensors, 32)
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr(storage, "fsync", lambda fd: time.sleep(0.3))
-    finished = list[str]()
+    synced, finished, heard = list[str](), list[str](), threading.Event()
+
+    def sync(fd: int) -> None:
+        """The first one interrupts the run; none ends before that was heard."""
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        if len(synced) == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        heard.wait()
 
     def interrupt(*_: object) -> None:
+        heard.set()
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(storage, "fsync", sync)
     execution = Execution(
         plan,
         str(tmp_path / "out"),
@@ -220,12 +228,12 @@ def test_no_thread_outlives_a_run_that_was_given_up(tmp_path: Path, monkeypatch:
         on_finished=lambda digest, _: finished.append(digest.name),
         progress=NoProgress(),
     )
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGUSR1, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
             execution.run()
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGUSR1, before)
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("shardkit")] == []
-    assert len(finished) == 32  # they were whole
+    assert sorted(finished) == sorted(synced)  # they were whole
+    assert finished

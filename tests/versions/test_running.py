@@ -26,7 +26,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         written[version] = str(out / f"written-{version}")
         unpack(archive, Path(written[version]))
     script = os.path.join(os.path.dirname(__file__), "running_world.py")
-    run_script(script, json.dumps({"out": str(out), "written": written}), timeout_s=900)
+    run_script(script, json.dumps({"out": str(out), "written": written}))
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 

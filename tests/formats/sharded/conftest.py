@@ -53,6 +53,6 @@ def rank_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, str(script), str(out)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         check=True,
-        timeout=120,
+        timeout=600,
     )
     return out
