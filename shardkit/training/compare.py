@@ -70,7 +70,8 @@ def say_checked(found: CheckedSource, *, check_source: bool) -> None:
     if not check_source:
         _log.warning("weights: not compared with the checksums in the source (check_source=False)")
         return
-    _log.info("weights: %s compared with the CRC-32s in the source", format_size(found.checked_bytes))
+    if found.checked_bytes:
+        _log.info("weights: %s compared with the CRC-32s in the source", format_size(found.checked_bytes))
     for part in found.unchecked:
         _log.info(
             "weights: not compared: %s, %s: %s",

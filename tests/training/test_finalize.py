@@ -38,6 +38,9 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_world("finalize_world_failures", tmp_path_factory)
 
 
+NOT_COMPARED = "weights: not compared: 6 tensors or storages, 9.0 MiB: no CRC-32 is recorded"
+
+
 def told(failed: Path, scenario: str) -> list[dict[str, Any]]:
     """What each rank was told, all of them soon."""
     every = [json.loads((failed / f"failures-{rank}.json").read_text()) for rank in range(NUM_FAILING)]
@@ -80,9 +83,10 @@ def test_a_rank_without_the_source_is_sent_its_part(failed: Path, scenario: str)
     assert [each["error"] for each in every] == [None] * NUM_FAILING
     rank = 1 if scenario == "hidden-auto" else 0
     line = f"weights: broadcast, not direct: rank {rank}: "
-    assert [len(each["log"]) for each in every] == [1, 0, 0]
+    assert [len(each["log"]) for each in every] == [2, 0, 0]
     assert every[0]["log"][0].startswith(line)
     assert every[0]["log"][0].endswith("nowhere: no such path, and not a repo id either")
+    assert every[0]["log"][1] == NOT_COMPARED
 
 
 def test_direct_without_the_source_on_one_rank(failed: Path) -> None:
@@ -95,7 +99,7 @@ def test_direct_without_the_source_on_one_rank(failed: Path) -> None:
 
 def test_the_strategy_is_logged_once(failed: Path) -> None:
     logs = [each["log"] for each in told(failed, "random-buffer")]
-    assert logs == [["weights: direct: all 3 ranks see the same weights"], [], []]
+    assert logs == [["weights: direct: all 3 ranks see the same weights", NOT_COMPARED], [], []]
 
 
 @pytest.mark.parametrize(("scenario", "rank"), [("truncated-direct", 1), ("truncated-broadcast", 0)])
@@ -115,7 +119,8 @@ def test_ranks_that_see_other_weights(failed: Path) -> None:
     assert error(failed, "other-direct")["problems"] == ["rank 2: other weights than rank 0"]
     every = told(failed, "other-auto")
     assert [each["error"] for each in every] == [None] * NUM_FAILING
-    assert every[0]["log"] == ["weights: broadcast, not direct: rank 2: other weights than rank 0"]
+    line = "weights: broadcast, not direct: rank 2: other weights than rank 0"
+    assert every[0]["log"] == [line, NOT_COMPARED]
 
 
 def test_a_buffer_that_a_wrapper_made_persistent(failed: Path) -> None:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.training.conftest import World, _run
+from tests.training.conftest import World, run_world
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return _run("live_world.py", tmp_path_factory.mktemp("live"))
+    return run_world("live_world.py", tmp_path_factory.mktemp("live"))
 
 
 def test_tensors_that_two_axes_replicate(world: World) -> None:
