@@ -109,6 +109,8 @@ def add_checksums(catalog: Catalog, directory: str) -> None:
         said = tensors.get(fqn)
         if entry.num_chunks != 1 or not isinstance(said, dict) or type(said.get("crc32")) is not int:
             continue
+        if not 0 <= said["crc32"] < 1 << 32:
+            continue
         number = catalog.chunks.file[entry.first_chunk]
         file = catalog.files[number]
         if file.decode or file.checksums is not None or sizes.get(file.name) != file.size:

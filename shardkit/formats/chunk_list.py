@@ -139,6 +139,8 @@ def _chunk(row: Sequence[Any], file_size: int) -> ListedChunk:
         raise TypeError("not a list of non-negative ints")
     if not isinstance(fqn, str) or not start <= data <= data + data_nbytes <= start + nbytes <= file_size:
         raise ValueError("extent")
+    if crc is not None and crc >= 1 << 32:
+        raise ValueError("CRC-32")
     if not len(shape) == len(offsets) == len(sizes) <= _MAX_DIMS:
         raise ValueError("dims")
     if any(at + size > full for at, size, full in zip(offsets, sizes, shape, strict=True)):

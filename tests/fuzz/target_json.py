@@ -192,7 +192,7 @@ def _check_chunk(chunk: chunk_list.ListedChunk) -> None:
     assert (type(chunk.dtype), type(chunk.fqn), type(chunk.region)) == (DType, str, Region)
     numbers: list[Any] = [*chunk.shape, *chunk.region.offsets, *chunk.region.sizes, *chunk[4:8]]
     assert all(type(number) is int and number >= 0 for number in numbers)
-    assert chunk.crc32 is None or (type(chunk.crc32) is int and 0 <= chunk.crc32)
+    assert chunk.crc32 is None or (type(chunk.crc32) is int and 0 <= chunk.crc32 < 1 << 32)
     offsets, sizes = chunk.region
     assert len(offsets) == len(sizes) == len(chunk.shape), "a region of another number of dims"
     assert all(at + size <= full for at, size, full in zip(offsets, sizes, chunk.shape, strict=True)), (
