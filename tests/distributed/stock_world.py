@@ -55,6 +55,7 @@ def trace(shape: list[int], name: str, jobs: dict[str, Any], out: Path) -> None:
         "directory": str(Path(jobs["directories"]) / name),
         "axes": list(zip(names, shape, roles, strict=True)),
         "wrap": jobs["units"][name],
+        "names": None,
         "trust_remote_code": False,
     }
     (out / f"{name}.json").write_text(json.dumps(trace_child.answer_request(request)))
