@@ -76,7 +76,7 @@ def test_other_ways_to_save_a_model(name: str, stripped: str, worlds: Path, tmp_
     assert result.ties == ()
 
 
-def test_a_flipped_byte_is_found_when_asked(worlds: Path, tmp_path: Path) -> None:
+def test_a_flipped_byte_is_found(worlds: Path, tmp_path: Path) -> None:
     source, name = tmp_path / "bad", "grid.16.weight"
     shutil.copytree(worlds / "placed", source)
     value = load_file(worlds / "placed.safetensors")[name]
@@ -85,10 +85,12 @@ def test_a_flipped_byte_is_found_when_asked(worlds: Path, tmp_path: Path) -> Non
     assert data.count(rows) == 1
     data[data.index(rows) + 7] ^= 1
     file.write_bytes(data)
-    with pytest.raises(IntegrityError, match=rf"(?s){name}.*__0_0\.distcp"):
-        shardkit.consolidate(source, str(tmp_path / "out"), root="", check=True)
+    for check in (True, False):  # before a byte moves, or as they move
+        with pytest.raises(IntegrityError, match=rf"(?s){name}.*__0_0\.distcp"):
+            shardkit.consolidate(source, str(tmp_path / "out"), root="", check=check)
+        assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["bad"]
-    shardkit.consolidate(source, str(tmp_path / "out"), root="")  # not asked: the bytes are taken as they are
+    shardkit.consolidate(source, str(tmp_path / "out"), root="", check_source=False)
     assert (load(tmp_path / "out")[name] != value).sum() == 1
 
 

@@ -93,9 +93,14 @@ def run_example(mesh: Any) -> nn.Module:
 
 
 def differences(model: nn.Module, dtype: Any) -> list[str]:
-    """Names of parameters and buffers that are not, bit for bit, those of `from_pretrained`."""
+    """Names of parameters and buffers that are not, bit for bit, those of `from_pretrained`.
+
+    Where masters are fp32, `wrap` computes in bf16: buffers that are in no checkpoint are those of the bf16 model.
+    """
     expected = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype)
-    wanted = {**dict(expected.named_parameters()), **dict(expected.named_buffers())}
+    computing = torch.bfloat16 if dtype == torch.float32 else dtype
+    buffers = AutoModelForCausalLM.from_pretrained(MODEL, dtype=computing).named_buffers()
+    wanted = {**dict(expected.named_parameters()), **dict(buffers)}
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in found.items()}
     differing = {

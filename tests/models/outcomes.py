@@ -41,8 +41,6 @@ class Reason:
     """For people who look their model up."""
     said: str
     """Regular expression: what is found in the words of the step."""
-    stops: bool = True
-    """The step leaves nothing to go on with."""
     cases: Mapping[str, tuple[str, ...]]
     """Step, or several with blanks between -> the models."""
 
@@ -99,14 +97,9 @@ def expected(name: str) -> dict[str, str]:
     for step in STEPS:
         if step == "broadcast" and name not in BROADCAST:
             continue
-        if all(_left_something(needed, found) for needed in NEEDS.get(step, ())):
+        if all(found.get(needed) == "" for needed in NEEDS.get(step, ())):
             found[step] = failing.get(step, "")
     return found
-
-
-def _left_something(step: str, found: Mapping[str, str]) -> bool:
-    """True where a step passed, or made something that is not right."""
-    return step in found and (not found[step] or not REASONS[found[step]].stops)
 
 
 def named(said: Mapping[str, str], name: str) -> dict[str, str]:

@@ -41,7 +41,7 @@ from tests.security.case import ACCEPTED, Case
 from tests.security.payloads import bare
 from tests.security.watch import Watch
 
-MAX_MIB, MAX_S = 512, 10
+MAX_MIB, MAX_S = 512, 30  # seconds of the processor, which are longer where others use its caches too
 _WALL_S = 600  # only what hangs takes so long, however busy the machine is; MAX_S is of the processor
 _NOT_IMPORTED = ("shardkit.__main__", "shardkit.layout.trace_child", "shardkit.transfer.clone_child")
 _NUM_BATCHES = 16
