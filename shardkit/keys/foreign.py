@@ -77,17 +77,18 @@ def holds_fused_experts(names: Iterable[str]) -> bool:
     return any(map(_IN_MEMORY[0].pattern.search, names))
 
 
-def refuse_factors(names: Iterable[str]) -> None:
+def refuse_factors(names: Iterable[str], wanted: Iterable[str] = ()) -> None:
     """Refuse weights that are stored as the factors of orthogonal subspace fine-tuning.
 
     Args:
         names: that a model is to be made of.
+        wanted: names of that model, where they are known: one that has factors itself takes them as they are.
 
     Raises:
         SourceError: there are such factors.
     """
     found = [name for name in names if _FACTORS.search(name)]
-    if not found:
+    if not found or any(map(_FACTORS.search, wanted)):
         return
     modules = {_FACTORS.sub("", name): name for name in reversed(found)}
     is_adapter = any("osf_svd_params" in name for name in found) and not any(

@@ -21,6 +21,7 @@ from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.detect import layout_of, open_checkpoint
 from shardkit.formats.source import open_source
 from shardkit.formats.subset import subset
+from shardkit.keys.foreign import refuse_factors
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules
 from shardkit.keys.select import select_model
@@ -86,7 +87,8 @@ def open_weights(
         variant: "fp16" takes `model.fp16.safetensors`.
 
     Raises:
-        SourceError, IntegrityError: nothing there, or it is damaged or incomplete.
+        SourceError, IntegrityError: nothing there, or it is damaged or incomplete, or holds factors of matrices that the
+            model has whole.
         ResourceError: it cannot be read or downloaded.
         UsageError: a revision of something local.
     """
@@ -172,7 +174,7 @@ def _key_rules(opened: _Opened, names: Mapping[str, str]) -> KeyRules | None:
 
 def _open(source: str, wanted: list[str], revision: str | None, variant: str | None) -> _Opened:
     if not os.path.lexists(source) or revision is not None or variant is not None:
-        return _open_hub(source, revision, variant)
+        return _open_hub(source, wanted, revision, variant)
     if os.path.isdir(source):
         presharded = open_presharded(source)
         if presharded is not None:
@@ -190,7 +192,7 @@ def _open(source: str, wanted: list[str], revision: str | None, variant: str | N
                 open_chunks=presharded.open_chunks,
             )
     if layout_of(source) == "hub":
-        return _open_hub(source, None, None)
+        return _open_hub(source, wanted, None, None)
     return _open_checkpoint(open_checkpoint(source), wanted)
 
 
@@ -209,9 +211,11 @@ def _open_rank(source: RankSource, wanted: list[str]) -> _Opened:
     )
 
 
-def _open_hub(source: str, revision: str | None, variant: str | None) -> _Opened:
+def _open_hub(source: str, wanted: list[str], revision: str | None, variant: str | None) -> _Opened:
     model = open_source(source, revision=revision, variant=variant)
     manifest.add_checksums(model.catalog, model.directory)
+    if wanted:
+        refuse_factors(model.catalog.tensors, wanted)
     return _Opened(
         path=model.directory,
         catalog=model.catalog,
@@ -251,6 +255,8 @@ def _select(
     catalog: Catalog, wanted: list[str], checkpoint: Checkpoint | None
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the weights of a checkpoint's model, each with its name below the root; no optimizer among them."""
+    if wanted:
+        refuse_factors(catalog.tensors, wanted)  # now: names that fit nothing would be refused for that
     bases = [base for base in map(base_name, wanted) if base is not None]
     selection = select_model(
         catalog.tensors,

@@ -9,6 +9,9 @@ import torch
 
 from shardkit.errors import SourceError
 from shardkit.operations.consolidate import consolidate
+from shardkit.training.build import build_model
+from shardkit.training.finalize import load_into
+from shardkit.training.prepare import prepare
 from tests.operations.consolidate_checkpoints import hub, save, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
@@ -62,3 +65,28 @@ def test_what_a_person_chooses_beside_them_is_written(tmp_path: Path) -> None:
     assert result.num_tensors == len(weights()) - 2
     with pytest.raises(SourceError, match="OSFT"):
         consolidate(checkpoint, tmp_path / "other", exclude=["*mlp*"])
+
+
+@pytest.mark.parametrize("form", ["dcp", "hub"])
+@pytest.mark.parametrize("make", [factored, adapted])
+def test_training_refuses_them_for_that_reason(make, form, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Not for the matrices that are missing; a model that has the factors itself takes them as they are."""
+    save({"model": make()}, tmp_path / "step-3") if form == "dcp" else hub(tmp_path / "step-3", make())
+    config = str(hub(tmp_path / "config", None))
+    for load in (lambda at: prepare(config, source=at), lambda at: load_into(build_model(config), at)):
+        with pytest.raises(SourceError, match=r"2 matrices are stored as factors .* \(OSFT\)"):
+            load(str(tmp_path / "step-3"))
+
+
+def test_a_model_that_has_factors_takes_them(tmp_path: Path) -> None:
+    class Factors(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.osft_U_high = torch.nn.Parameter(torch.zeros(4, 2))
+            self.osft_S_high = torch.nn.Parameter(torch.zeros(2))
+
+    model = Factors()
+    state = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    checkpoint = save({"model": state}, tmp_path / "step-3")
+    read = load_into(model, str(checkpoint)).state_dict()
+    assert all(torch.equal(read[name], value) for name, value in state.items())
