@@ -83,9 +83,11 @@ _WEIGHTS = (
 # (a pattern of names, what is said of them). The first that matches speaks.
 _BESIDE = (
     ("adapter*", "an adapter, which is not merged into the weights"),
-    ("optimizer*", "state of the optimizer"),
-    ("scheduler*", "state of the trainer"),
-    ("rng_state*", "state of the trainer"),
+    ("optim*", "state of the optimizer"),
+    ("*_optim_states.pt", "state of the optimizer"),
+    ("*scheduler*", "state of the trainer"),
+    ("rng*", "state of the trainer"),
+    ("random_states*", "state of the trainer"),
     ("scaler*", "state of the trainer"),
     ("training_args.bin", "arguments of the trainer"),
     ("*.gguf", "a copy of the model in another form (GGUF)"),
@@ -184,10 +186,8 @@ def weights_beside(
             inside.setdefault(folder, []).append(name)
     for folder, held in inside.items():
         what = {_what(os.path.basename(name)) for name in held}
-        yield (
-            f"{folder}/",
-            f"{count(len(held), 'weight file')}: {what.pop() if len(what) == 1 else _NOT_NAMED}",
-        )
+        which = held[0].removeprefix(f"{folder}/") if len(held) == 1 else count(len(held), "weight file")
+        yield f"{folder}/", f"{which}: {what.pop() if len(what) == 1 else _NOT_NAMED}"
 
 
 def _what(name: str) -> str:

@@ -33,6 +33,7 @@ _FORMS: tuple[tuple[Kind, str], ...] = (
     ("torch-bin", "pytorch_model{}.bin.index.json"),
     ("torch-bin", "pytorch_model.bin.index{}.json"),
 )
+PIPELINE = "model_index.json"
 _NOT_THE_MODEL = ("adapter*", "consolidated*", "optimizer*")
 
 # (what, a pattern that some name must match, what to do). In the order in which they are tried.
@@ -73,6 +74,11 @@ _LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
         "a model in its authors' own format only (consolidated files)",
         "consolidated*",
         "give the repo or directory with weights for transformers",
+    ),
+    (
+        "a diffusers pipeline (model_index.json), whose models lie in directories of their own",
+        PIPELINE,
+        "give the directory of one of its models; those with diffusion_pytorch_model files cannot be opened",
     ),
     (
         "shards whose index is missing",

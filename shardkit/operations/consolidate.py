@@ -13,7 +13,7 @@ from shardkit.core.units import MIB, parse_size
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.formats.dcp import remembered
 from shardkit.formats.inside import may_follow_links
-from shardkit.formats.sharded.detect import open_checkpoint
+from shardkit.formats.sharded.detect import open_checkpoint, stray_weights
 from shardkit.operations.consolidate_base import find_base, open_base
 from shardkit.operations.consolidate_job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate_result import ConsolidateResult, DTypeCount, SkippedPart
@@ -263,8 +263,13 @@ def _checked(job: ConsolidateJob) -> ConsolidateJob:
 
 def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
     objects = frozenset(job.checkpoint.catalog.objects)
-    carried = {asset.name for asset in job.assets}
-    beside = [(name, reason) for name, reason in job.checkpoint.skipped if name not in carried]
+    home = job.checkpoint.path
+    carried = {os.path.realpath(asset.path) for asset in job.assets if asset.path is not None}
+    beside = [
+        (name, reason)
+        for name, reason in (*job.checkpoint.skipped, *stray_weights(job.checkpoint))
+        if os.path.realpath(os.path.join(home, name)) not in carried
+    ]
     if job.base is not None:
         beside += [(name, f"of the base: {what}") for name, what in job.base.left_out]
     return (

@@ -53,7 +53,7 @@ def inspect(
             f"{escape(path)}: no such file or directory",
             hint="inspect reads local paths; bring a Hub model here with: hf download ORGANISATION/NAME",
         )
-    from shardkit.formats.sharded.detect import layout_of, open_checkpoint
+    from shardkit.formats.sharded.detect import layout_of, open_checkpoint, stray_weights
 
     directory = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
     if os.path.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
@@ -67,7 +67,8 @@ def inspect(
         return _inspect_hub(path, unfold=tensors)
     if layout is None and os.path.isdir(path):
         _refuse_unfinished(path)
-    return _inspect_sharded(path, open_checkpoint(path), unfold=tensors)
+    checkpoint = open_checkpoint(path)
+    return _inspect_sharded(path, checkpoint, tuple(stray_weights(checkpoint)), unfold=tensors)
 
 
 def _is_part_of_checkpoint(name: str) -> bool:
@@ -124,7 +125,9 @@ def _hub_files(identity: Mapping[str, Any], held: Mapping[str, int]) -> Iterator
         yield InspectedFile(name=name, file_bytes=file["size_bytes"], tensor_bytes=nbytes)
 
 
-def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> InspectResult:
+def _inspect_sharded(
+    path: str, checkpoint: Checkpoint, stray: tuple[tuple[str, str], ...], *, unfold: bool
+) -> InspectResult:
     """Say what a checkpoint of any layout holds; of plain DCP its records are not opened."""
     catalog = checkpoint.catalog
     ties = _shared_extents(catalog)
@@ -151,7 +154,7 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
         roots=tuple((kind, ".".join(map(str, root))) for kind, root in checkpoint.roots.items()),
         assets=checkpoint.assets,
         refused=tuple(checkpoint.refused_weights.items()),
-        skipped=checkpoint.skipped,
+        skipped=(*checkpoint.skipped, *stray),
         notes=(*checkpoint.notes, *(beside(catalog.directory) if is_dcp else ())),
         warnings=(),
     )

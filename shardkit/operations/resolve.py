@@ -16,6 +16,7 @@ from typing import Any
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.formats.dcp import is_dcp
+from shardkit.formats.hub_files import PIPELINE
 from shardkit.formats.inside import read_inside
 from shardkit.formats.sharded.accelerate import model_directories
 from shardkit.formats.sharded.detect import directory_of, layout_of, open_checkpoint
@@ -106,6 +107,8 @@ def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) ->
     if found is None and not os.path.isdir(given):
         open_checkpoint(given)  # says why it is none
     found = found or search.below(given, _MAX_DEPTH)
+    if PIPELINE in listing(given) and found is not None and found.path != given and found.step is None:
+        open_checkpoint(given)  # one model of a pipeline is not the newest checkpoint of a run
     if found is not None:
         said = list(_passed_over(found, given))
         found = replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from shardkit.errors import SourceError
 from shardkit.operations.consolidate import consolidate
+from shardkit.operations.inspection import inspect
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify import verify
 from tests.operations.consolidate_checkpoints import hub, save, weights
@@ -161,3 +163,41 @@ def test_sentence_transformers_loads_it(tmp_path: Path) -> None:
     ):
         loaded = library.SentenceTransformer(result.output, device="cpu")
         assert np.array_equal(loaded.encode(["a b c"]), expected)
+
+
+def test_what_lies_beside_a_trainers_checkpoint_is_named(tmp_path: Path) -> None:
+    """No file with weights is left out in silence; what was read, or is carried along, is not named."""
+    checkpoint = save({"model": weights()}, tmp_path / "step-3")
+    sentence_model(checkpoint / "hf")
+    (checkpoint / "hf/model.safetensors").unlink()  # the trainer's: config, tokenizer, modules
+    stray = {
+        "consolidated.00.pth": "authors' own form",
+        "ema.safetensors": "not among the model's weight files",
+        "optim-rank0.pt": "state of the optimizer",
+        "rng_state_0.pth": "state of the trainer",
+        "scheduler.pt": "state of the trainer",
+        "last.ckpt": "not among",
+        "q4.gguf": "GGUF",
+        "2_Dense/model.safetensors": "a module of its own",
+        "head/": "head.bin: not among",
+        "parts/": "2 weight files: not among",
+    }
+    for name in [*stray, "head/head.bin", "parts/a.pt", "parts/b.pt", "notes.txt"]:
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            (checkpoint / name).write_bytes(b"x")
+    result = consolidate(checkpoint, tmp_path / "out")
+    assert DENSE in result.assets
+    assert skipped(result).keys() == stray.keys()
+    assert all(why in skipped(result)[name] for name, why in stray.items())
+    assert dict(inspect(checkpoint).skipped) == skipped(result)
+
+
+def test_a_pipeline_of_models_is_none_of_them(tmp_path: Path) -> None:
+    """consolidate took its text encoder for the newest checkpoint of a run."""
+    pipeline = hub(tmp_path / "pipeline" / "text_encoder", weights()).parent
+    (pipeline / "model_index.json").write_text("{}")
+    for run in (consolidate, partial(preshard, world_size=2)):
+        with pytest.raises(SourceError, match=r"a diffusers pipeline \(model_index\.json\)"):
+            run(pipeline, tmp_path / "out")  # type: ignore[operator]
+    assert consolidate(pipeline / "text_encoder", tmp_path / "out").num_tensors == len(weights())

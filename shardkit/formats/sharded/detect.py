@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import ResourceError, SourceError, UsageError
+from shardkit.formats.hub_assets import list_assets, list_weights, weights_beside
+from shardkit.formats.hub_files import PIPELINE
 from shardkit.formats.sharded import trainers
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.nearby import has_any, inner, listing, matching, own_name
@@ -89,7 +91,14 @@ _PARTS = (
     *("model_world_size_*_rank_*.pt", "pytorch_model_fsdp_*_rank*.bin", "shardkit.json"),
     *("*zero_pp_rank_*_states.pt", "*mp_rank_*_model_states.pt"),
 )
-_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.gguf", "adapter_model.*", "pytorch_model*")
+_HUB_FILES = (
+    PIPELINE,
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.gguf",
+    "adapter_model.*",
+    "pytorch_model*",
+)
 _OTHERS = (
     (".metadata.tmp", "the save did not finish: .metadata.tmp was never renamed"),
     ("*.distcp", "the save did not finish, or .metadata was not copied: there are .distcp files without it"),
@@ -149,6 +158,26 @@ def open_checkpoint(path: str, *, layout: str | None = None) -> Checkpoint:
     if row is None:
         raise _nothing(path)
     return _open(row, directory)
+
+
+def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield (name, what it is) of the files with weights in a checkpoint's directory that are no part of what was read.
+
+    Directories are listed, no file with weights is opened. What the layout itself names as skipped is left out, and the files that
+    lie beside the model's config and belong to it.
+    """
+    home = checkpoint.path
+    if checkpoint.layout == "hub" or not os.path.isdir(home):  # a Hub model says so itself
+        return
+    said = {name for name, _ in checkpoint.skipped}
+    left = [name for name in list_weights(home) if name not in said and said.isdisjoint(name.split("/"))]
+    read = {os.path.realpath(file.path) for file in checkpoint.catalog.files}
+    if left:
+        read |= {
+            os.path.realpath(path) for folder in checkpoint.assets for path in list_assets(folder)[0].values()
+        }
+    left = [name for name in left if os.path.realpath(os.path.join(home, name)) not in read]
+    yield from weights_beside(left, ())
 
 
 def directory_of(path: str) -> str:
