@@ -145,6 +145,8 @@ def _silence_hub(options: dict[str, Any]) -> None:
 def render(result: ConsolidateResult) -> list[str]:
     """Return a result as lines for people."""
     path = escape(result.output)
+    if result.unloadable:
+        path += f", which from_pretrained would not load whole: {result.unloadable[0]}"
     if result.dry_run:
         return [f"dry run: nothing was written to {path}", *facts(_facts(result))]
     return [f"wrote {path}", *facts(_facts(result)), "", *_how_to_load(result)]
@@ -225,7 +227,7 @@ def _how_to_load(result: ConsolidateResult) -> list[str]:
     path = result.output
     if result.kind == "adapter" and _ADAPTER_CONFIG in result.assets:
         return ["load it onto its model:", f"  peft.PeftModel.from_pretrained(model, {path!r})"]
-    if "config.json" in result.assets:
+    if "config.json" in result.assets and not result.unloadable:
         return ["load it:", f"  transformers.{result.model_class or 'AutoModel'}.from_pretrained({path!r})"]
     file = os.path.join(path, result.file_names[0])
     each = "" if result.num_files == 1 else "  # and so on, as the index says"

@@ -43,25 +43,30 @@ _FACTORS = re.compile(
 _MEGATRON_ONLY = re.compile(r"^(?:decoder|embedding)\.")
 
 
-def foreign_warnings(names: Iterable[str], base: Collection[str] | None) -> tuple[str, ...]:
-    """Return a warning for each kind of name that the Hub's models do not have.
+def own_names_warnings(names: Iterable[str], base: Collection[str] | None) -> tuple[str, ...]:
+    """Return a warning where names are another trainer's own, of which `from_pretrained` finds none.
 
     Args:
         names: to be written.
         base: the base's names where they are known: what it has is right.
     """
     left = [name for name in names if base is None or name not in base]
-    warnings = []
     for what, pattern in _OWN_NAMES:
         found = [name for name in left if pattern.search(name)]
         if what == "Megatron's" and not any(map(_MEGATRON_ONLY.search, found)):
             continue
         if found:
-            warnings.append(
+            return (
                 f"these are not Hub names but {what} own ({_example(found)}): they are written as they are, and "
-                "transformers cannot load them; --rename maps names, but no values are permuted, fused or split"
+                "transformers cannot load them; --rename maps names, but no values are permuted, fused or split",
             )
-            break
+    return ()
+
+
+def in_memory_warnings(names: Iterable[str], base: Collection[str] | None) -> tuple[str, ...]:
+    """Return a warning for each kind of name that is transformers' own in memory; arguments as above."""
+    left = [name for name in names if base is None or name not in base]
+    warnings = []
     for what, pattern in _IN_MEMORY:
         found = [name for name in left if pattern.search(name)]
         if found:

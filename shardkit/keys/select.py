@@ -11,7 +11,7 @@ from shardkit.core.catalog import TensorEntry
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape
 from shardkit.errors import ShardkitError, SourceError, UsageError
-from shardkit.keys.foreign import foreign_warnings
+from shardkit.keys.foreign import in_memory_warnings, own_names_warnings
 from shardkit.keys.groups import is_averaged, object_kind, optimizer_path
 from shardkit.keys.hub_names import HubNames, name_as_hub
 from shardkit.keys.locate import (
@@ -76,6 +76,8 @@ class Selection:
     """What a person should know."""
     warnings: tuple[str, ...] = ()
     """What may be wrong with the result."""
+    unloadable: tuple[str, ...] = ()
+    """Why `from_pretrained` would not find weights under these names."""
 
 
 def select_model(
@@ -147,6 +149,7 @@ def select_model(
     _refuse_collisions(names, rules)
     by_output = {name: stored for stored, name in names.items()}
     skipped = _skipped(source, objects, located, excluded=len(located.names) - len(names))
+    right = by_output if base is None and key_rules is not None else base
     return Selection(
         names={by_output[name]: name for name in in_order(by_output, base)},
         root=join(located.root),
@@ -162,8 +165,9 @@ def select_model(
         warnings=(
             *located.warnings,
             *hub.warnings,
-            *foreign_warnings(by_output, by_output if base is None and key_rules is not None else base),
+            *in_memory_warnings(by_output, right),
         ),
+        unloadable=own_names_warnings(by_output, right),
     )
 
 

@@ -348,6 +348,7 @@ def _describe(
         resumed_files=0,
         pushed_to=None,
         elapsed_s=0.0,
+        unloadable=job.unloadable,
         notes=(*resolved.notes, *job.notes),
         warnings=(*resolved.warnings, *job.warnings, *check_warnings(moving)),
     )

@@ -25,6 +25,7 @@ from shardkit.formats.safetensors_images import OutputTensor, SafetensorsImages
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.keys import KeyRule, Selection, select_model
 from shardkit.keys.foreign import refuse_factors
+from shardkit.keys.gaps import find_gaps
 from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.layout.traced import ModelNames
 from shardkit.operations.consolidate_adapter import STEM as ADAPTER_STEM
@@ -102,6 +103,8 @@ class ConsolidateJob:
     assets: tuple[Asset, ...]
     """What lies beside the weights."""
     notes: tuple[str, ...]
+    unloadable: tuple[str, ...]
+    """Why `from_pretrained` would not load all weights of the output; the first of `warnings`."""
     warnings: tuple[str, ...]
 
     @property
@@ -200,6 +203,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         else SafetensorsImages(tensors, max_shard_bytes=options.max_shard_bytes)
     )
     assets, changed = _assets(chosen, base, ties, tensors)
+    unloadable = () if is_adapter else (*selection.unloadable, *_gap_warnings(tensors, base, options))
     return ConsolidateJob(
         checkpoint=checkpoint,
         options=options,
@@ -221,16 +225,18 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
             *dtypes.notes,
             *changed,
         ),
+        unloadable=unloadable,
         warnings=(
+            *unloadable,
+            *([] if is_adapter else _base_warnings(base)),
+            *fit.warnings,
             *selection.warnings,
             *chosen.warnings,
-            *fit.warnings,
             *dtypes.warnings,
             *_tie_warnings(ties, base),
             *module_warnings(
                 base, assets, selection.root, checkpoint.catalog.tensors.keys() - selection.names.keys()
             ),
-            *([] if is_adapter else _base_warnings(base)),
         ),
     )
 
@@ -356,6 +362,18 @@ def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
         f"{escape(kept)} and {escape(other)} are tied in the base, but training has made them differ: both are "
         f"kept{said}"
         for kept, other in ties.diverged
+    ]
+
+
+def _gap_warnings(tensors: Sequence[OutputTensor], base: Base | None, options: JobOptions) -> list[str]:
+    """Return what the output seems to lack, where there are no weights to hold it against and nobody asked for a part."""
+    config = base.config if base is not None and base.tensors is None else None
+    if not config or "model_type" not in config or options.include or options.exclude or options.root:
+        return []
+    return [
+        f"from_pretrained would initialise at random what {CONFIG} calls for and the output does not have: {gap}; "
+        "--base MODEL, with its weights, compares every name"
+        for gap in find_gaps({tensor.fqn: tensor.shape for tensor in tensors}, config)
     ]
 
 

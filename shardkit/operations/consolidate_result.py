@@ -105,6 +105,9 @@ class ConsolidateResult:
     pushed_to: str | None
     """Address of the repo on the Hub."""
     elapsed_s: float
+    unloadable: tuple[str, ...] = ()
+    """Why `from_pretrained` would not load all weights of the output, as far as names and shapes tell; in `warnings`
+    too."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 

@@ -265,7 +265,7 @@ def _select(
         checkpoint.roots if checkpoint is not None else {},
         base_names=list(dict.fromkeys((*wanted, *bases))),
     )
-    return selection.names, (*selection.notes, *selection.warnings)
+    return selection.names, (*selection.notes, *selection.unloadable, *selection.warnings)
 
 
 def _quantisation(config: Mapping[str, object] | None) -> str | None:
