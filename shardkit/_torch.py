@@ -217,8 +217,9 @@ def fsdp2_units(module: FSDPModule, *, is_root: bool) -> Iterator[Fsdp2Unit]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.6 has one at most
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    # fully_shard says True where it was told nothing; the first forward turns that to False on the root.
-    is_automatic = is_root and getattr(state, "_auto_reshard_after_forward", False)
+    # fully_shard says True where it was told nothing; the first forward turns that to False on the root. Up to torch
+    # 2.7 it does so whatever fully_shard was told, and there is no such attribute.
+    is_automatic = is_root and getattr(state, "_auto_reshard_after_forward", True)
     for group in groups:
         after = group.post_forward_mesh_info
         reshard: bool | int = after is not None and not is_automatic

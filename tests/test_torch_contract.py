@@ -53,9 +53,12 @@ assert unit.reshard_after_forward is False, "nothing was said, and it is the roo
 assert unit.reshard_after_forward is True
 named = {name: unit.parameters[id(model[int(name[0])]), name[2:]] for name, _ in model.named_parameters(remove_duplicate=False)}
 assert len(named) == 4 and named["0.bias"] is named["1.bias"] and named["0.weight"].to_local().shape == (2, 8)
+is_obeyed = hasattr(model._get_fsdp_state(), "_auto_reshard_after_forward")  # up to torch 2.7 the root is never resharded
 for asked in (True, False, 2):
-    (unit,) = fsdp2_units(fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=asked), is_root=True)
-    assert unit.reshard_after_forward == asked and type(unit.reshard_after_forward) is type(asked)
+    module = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=asked)
+    for is_root, expected in ((False, asked), (True, asked if is_obeyed else False)):
+        (unit,) = fsdp2_units(module, is_root=is_root)
+        assert unit.reshard_after_forward == expected and type(unit.reshard_after_forward) is type(expected)
 
 if hasattr(precision, "param_dtype_override_fn"):  # torch 2.15
     each = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda p: p.dtype if p.ndim == 1 else None)
