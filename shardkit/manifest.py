@@ -13,10 +13,8 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from shardkit.core.catalog import Catalog, Checksums
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.inside import locate
@@ -77,49 +75,6 @@ def read(directory: str) -> dict[str, Any] | None:
     if not os.path.lexists(os.path.join(directory, NAME)):
         return None
     return parse(read_bytes(directory), NAME)
-
-
-def add_checksums(catalog: Catalog, directory: str) -> None:
-    """Let files that record no CRC-32 be compared with what the manifest of a Hub model says of their tensors.
-
-    Files of another size than it says, and tensors of another dtype or shape, are passed over: it is about others.
-
-    Args:
-        catalog: of raw extents, whose tensors are each one chunk; its files get checksums.
-        directory: where the manifest may lie. A damaged one is not gone by, and what it would have said counts as
-            unchecked.
-
-    Raises:
-        ResourceError: it may not be read.
-    """
-    try:
-        content = read(directory)
-    except SourceError:
-        return
-    if content is None or content.get("kind") != "hub":
-        return
-    sizes = {
-        entry.get("name"): entry.get("size") for entry in content.get("files", ()) if isinstance(entry, dict)
-    }
-    tensors = content.get("tensors")
-    if not isinstance(tensors, dict):
-        return
-    stretches: dict[int, list[tuple[int, int, int | None]]] = {}
-    for fqn, entry in catalog.tensors.items():
-        said = tensors.get(fqn)
-        if entry.num_chunks != 1 or not isinstance(said, dict) or type(said.get("crc32")) is not int:
-            continue
-        if not 0 <= said["crc32"] < 1 << 32:
-            continue
-        number = catalog.chunks.file[entry.first_chunk]
-        file = catalog.files[number]
-        if file.decode or file.checksums is not None or sizes.get(file.name) != file.size:
-            continue
-        if said.get("dtype") == entry.dtype.name and said.get("shape") == list(entry.shape):
-            place = (catalog.chunks.start[entry.first_chunk], entry.nbytes, said["crc32"])
-            stretches.setdefault(number, []).append(place)
-    for number, rows in stretches.items():
-        catalog.files[number] = replace(catalog.files[number], checksums=Checksums.of(rows))
 
 
 def read_bytes(directory: str) -> bytes:

@@ -18,6 +18,7 @@ from shardkit.cli.output import (
     limited,
     links_option,
     size_runs,
+    source_manifest_option,
 )
 from shardkit.cli.progress import make_progress
 from shardkit.core.text import escape
@@ -76,6 +77,7 @@ Examples:
 )
 @click.option("--check", is_flag=True, help="First compare the checkpoint with the checksums in it.")
 @check_source_option
+@source_manifest_option
 @click.option("--manifest", is_flag=True, help="Put shardkit.json, with sizes and digests, into the output.")
 @click.option("--manifest-file", metavar="FILE", help="Write the same there, outside the output.")
 @click.option("--push-to-hub", metavar="REPO", help="Upload the finished directory to this repo.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 import click
 
 from shardkit.core.text import count as count
+from shardkit.core.text import escape
 from shardkit.core.units import format_size
 
 if TYPE_CHECKING:
@@ -50,6 +51,15 @@ def check_source_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def source_manifest_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--source-manifest`, which whatever moves a source's bytes has."""
+    return click.option(
+        "--source-manifest",
+        metavar="FILE",
+        help="Compare with this manifest of the source too; one in it or beside it is found.",
+    )(command)
+
+
 class Checked(Protocol):
     """A result that says how much of its source was compared with the checksums in it."""
 
@@ -63,6 +73,11 @@ class Checked(Protocol):
         """What could not be."""
         ...
 
+    @property
+    def source_manifests(self) -> Sequence[str]:
+        """Manifests that it was compared with, beside what the files record."""
+        ...
+
 
 def check_facts(result: Checked) -> Iterator[tuple[str, str]]:
     """Yield what was compared, and what could not be and why."""
@@ -71,6 +86,7 @@ def check_facts(result: Checked) -> Iterator[tuple[str, str]]:
             "checked",
             f"{format_size(result.checked_bytes)} against the CRC-32s in the source, as they moved",
         )
+    yield from limited("held against", [escape(path) for path in result.source_manifests])
     yield from limited(
         "unchecked",
         [

@@ -19,6 +19,7 @@ from shardkit.cli.output import (
     limited,
     links_option,
     size_runs,
+    source_manifest_option,
 )
 from shardkit.cli.progress import make_progress
 from shardkit.core.text import escape
@@ -81,6 +82,7 @@ Examples:
 )
 @click.option("--sha256", is_flag=True, help="Take the sha256 of every file too.")
 @check_source_option
+@source_manifest_option
 @click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
 @click.option(
     "--max-memory",

@@ -30,6 +30,7 @@ from shardkit.operations.run import (
     warn_all,
 )
 from shardkit.operations.sidecar import check_sidecar, write_sidecar
+from shardkit.operations.source_manifest import find_manifests
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
 
@@ -59,6 +60,7 @@ def consolidate(
     adapter_config: str | None = None,
     check: bool = False,
     check_source: bool = True,
+    source_manifest: str | os.PathLike[str] | None = None,
     manifest: bool = False,
     manifest_file: str | os.PathLike[str] | None = None,
     sha256: bool = False,
@@ -103,6 +105,8 @@ def consolidate(
         check: compare the checkpoint's bytes with the checksums in it first, before any is moved.
         check_source: compare the checkpoint, as its bytes move, with the CRC-32s that its files record; a difference is
             refused before the output appears.
+        source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
+            `consolidate(manifest_file=...)`); one in it or beside it is taken by itself.
         manifest: put `shardkit.json` with sizes and digests into the output.
         manifest_file: write the same there, once the output is complete; for `verify(..., manifest=...)`.
         sha256: take the sha256 of every file too, for the manifest.
@@ -173,11 +177,17 @@ def consolidate(
         opened = open_checkpoint(resolved.path)
     found = open_base(base, revision=base_revision) if base is not None else find_base(opened)
     job = build_job(opened, found, options)
-    warn_all(on_warning, (*job.warnings, *check_warnings(moving)))
+    manifests = find_manifests([job.catalog], resolved.path, given=source_manifest, check_source=check_source)
+    warn_all(on_warning, (*job.warnings, *check_warnings(moving), *manifests.warnings))
     if check:
         job = _checked(job)
     result = _describe(
         job, given, resolved, path, moving, dry_run=dry_run, checked=check and opened.check is not None
+    )
+    result = replace(
+        result,
+        source_manifests=tuple(manifests.paths),
+        warnings=(*result.warnings, *manifests.warnings),
     )
     if resume_from is not None:
         resume_from = check_resume_from(os.fspath(resume_from), path, job.plan_hash, resume=resume)
@@ -193,6 +203,7 @@ def consolidate(
             describe=partial(
                 Descriptions,
                 job,
+                manifests,
                 sha256=sha256,
                 on_manifest=written.append if sidecar is not None else None,
             ),
@@ -343,6 +354,7 @@ def _describe(
         checked=checked,
         checked_bytes=0,
         unchecked=(),
+        source_manifests=(),
         peak_memory_bytes=moving.peak_bytes,
         free_bytes=free_bytes(path),
         resumed_files=0,

@@ -96,6 +96,8 @@ class ConsolidateResult:
     """Of the source: compared, as they moved, with the CRC-32 recorded for them."""
     unchecked: tuple[Unchecked, ...]
     """What could not be compared, by reason."""
+    source_manifests: tuple[str, ...]
+    """Manifests of shardkit's that were compared with, beside what the files record."""
     peak_memory_bytes: int
     """Bound on the buffers, beside the interpreter and the plan."""
     free_bytes: int

@@ -18,6 +18,7 @@ from shardkit.operations.consolidate_assets import Asset
 from shardkit.operations.consolidate_job import ConsolidateJob
 from shardkit.operations.file_bytes import sha256_of
 from shardkit.operations.reshard_files import BesideFile, copy_file
+from shardkit.operations.source_manifest import SourceManifests
 from shardkit.transfer import storage
 from shardkit.transfer.digest import combine, crc32
 from shardkit.transfer.execute import FileDigest
@@ -30,6 +31,7 @@ class Descriptions:
 
     Args:
         job: what is being written.
+        manifests: of the checkpoint; files that are copied are compared with them.
         directory: where; the weights lie there too.
         sha256: take it of every file for the manifest; of the weights when they are finished, by reading them once
             more.
@@ -39,12 +41,14 @@ class Descriptions:
     def __init__(
         self,
         job: ConsolidateJob,
+        manifests: SourceManifests,
         directory: str,
         *,
         sha256: bool = False,
         on_manifest: Callable[[bytes], None] | None = None,
     ) -> None:
         self._job, self._directory, self._on_manifest = job, directory, on_manifest
+        self._manifests, self._has_digests = manifests, job.options.digest != "none"
         self._sha256 = sha256
         self._hashes: dict[str, str] = {}
 
@@ -74,10 +78,17 @@ class Descriptions:
             IntegrityError: it is not.
             SourceError, ResourceError: a file beside the weights cannot be read or written.
         """
-        others = []
+        others, copies = list[dict[str, Any]](), list[tuple[str, str, int | None]]()
         for asset in self._job.assets:
             is_large = asset.path is not None and is_weights(asset.name)
-            others.append(self._copy(asset) if is_large else self._write_listed(asset.name, asset.read()))
+            data = b"" if is_large else asset.read()
+            others.append(self._copy(asset) if is_large else self._write_listed(asset.name, data))
+            if asset.path is not None:
+                crc = others[-1]["crc32"] if is_large else int(crc32(data))
+                copies.append((asset.name, asset.path, crc))
+        self._manifests.check_copies(copies)
+        if not self._has_digests:
+            others = [{**entry, "crc32": None} for entry in others]
         index = self._job.output.index()
         if index is not None:
             others.append(self._entry(self._job.output.index_name, index))
@@ -150,7 +161,7 @@ class Descriptions:
             BesideFile(asset.name, stamp, is_executable=False),
             self._directory,
             path=asset.path,
-            digest=self._job.options.digest != "none",
+            digest=self._has_digests or self._manifests.crc_of(asset.path) is not None,
             sha256=self._sha256,
         )
         return manifest.file_entry(asset.name, stamp.size, crc, sha256)

@@ -9,7 +9,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from shardkit import manifest
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.units import KIB, MIB
 from shardkit.formats.hub import HubModel
@@ -19,6 +18,7 @@ from shardkit.operations.destination import check_destination, check_space, free
 from shardkit.operations.preshard_describe import Descriptions
 from shardkit.operations.preshard_job import PreshardJob, build_job
 from shardkit.operations.run import check_resume_from, check_warnings, execute_options, run_job
+from shardkit.operations.source_manifest import find_manifests
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
 from shardkit.transfer.reflink import BLOCK, can_share_extents, nearest_existing
@@ -72,6 +72,8 @@ class PreshardResult:
     """Of the source: compared, as they moved, with the CRC-32 recorded for them."""
     unchecked: tuple[Unchecked, ...]
     """What could not be compared, by reason."""
+    source_manifests: tuple[str, ...]
+    """Manifests of shardkit's that were compared with, beside what the files record."""
     elapsed_s: float
     ties: tuple[tuple[str, ...], ...]
     omitted: tuple[tuple[str, str], ...]
@@ -104,6 +106,7 @@ def preshard(
     digest: str = "crc32",
     sha256: bool = False,
     check_source: bool = True,
+    source_manifest: str | os.PathLike[str] | None = None,
     jobs: int = 2,
     max_memory: str | int = 256 * MIB,
     trust_remote_code: bool = False,
@@ -131,6 +134,8 @@ def preshard(
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
             refused before the output appears.
+        source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
+            `consolidate(manifest_file=...)`); one in it or beside it is taken by itself.
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         trust_remote_code: the model's own code may run while its layout is traced.
@@ -155,15 +160,21 @@ def preshard(
     if output is not None:  # before anything is downloaded
         check_destination(output, local, overwrite=overwrite)
     model = open_source(source, revision=revision, variant=variant, headers_only=dry_run)
-    if check_source and not dry_run:
-        manifest.add_checksums(model.catalog, model.directory)
+    manifests = find_manifests(
+        [model.catalog], local or model.directory, given=source_manifest, check_source=check_source
+    )
     path = check_destination(output or _default_output(model, local, parsed), local, overwrite=overwrite)
     job = build_job(model, parsed, wrap=wrap, dtype=dtype, digest=digest, trust_remote_code=trust_remote_code)
     shared = _shareable_bytes(job)
     shares = shared > 0 and can_share_extents(model.catalog, os.path.dirname(path))
     options = replace(options, share_extents=shares)
     result = _describe(job, source, path, options, dry_run=dry_run)
-    result = replace(result, shares_extents=shares and shared > job.plan.written_bytes // 2)
+    result = replace(
+        result,
+        shares_extents=shares and shared > job.plan.written_bytes // 2,
+        source_manifests=tuple(manifests.paths),
+        warnings=(*result.warnings, *manifests.warnings),
+    )
     if resume_from is not None:
         resume_from = check_resume_from(os.fspath(resume_from), path, job.plan_hash, resume=resume)
     _check_room(job, path, shared_bytes=shared if shares else 0, resume_from=resume_from)
@@ -260,6 +271,7 @@ def _describe(
         resumed_files=0,
         checked_bytes=0,
         unchecked=(),
+        source_manifests=(),
         elapsed_s=0.0,
         ties=tuple((name, *others) for name, others in job.aliases.items()),
         omitted=layout.omitted,

@@ -26,6 +26,7 @@ from shardkit.operations.run import (
     run_job,
     warn_all,
 )
+from shardkit.operations.source_manifest import find_manifests
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.progress import NoProgress, Progress
 from shardkit.transfer.source_check import Unchecked
@@ -73,6 +74,8 @@ class ReshardResult:
     """Of the source: compared, as they moved, with the CRC-32 recorded for them."""
     unchecked: tuple[Unchecked, ...]
     """What could not be compared, by reason."""
+    source_manifests: tuple[str, ...]
+    """Manifests of shardkit's that were compared with, beside what the files record."""
     elapsed_s: float
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -99,6 +102,7 @@ def reshard(
     digest: str = "crc32",
     sha256: bool = False,
     check_source: bool = True,
+    source_manifest: str | os.PathLike[str] | None = None,
     jobs: int = 2,
     max_memory: str | int = 256 * MIB,
     follow_links: bool = False,
@@ -123,6 +127,8 @@ def reshard(
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
             refused before the output appears.
+        source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
+            `consolidate(manifest_file=...)`); one in it or beside it is taken by itself.
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         follow_links: links that lead out of a checkpoint's directory are read and copied as the files that they lead
@@ -147,7 +153,13 @@ def reshard(
             os.fspath(output), resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint
         )
         parts = take_apart(resolved.path)
-    warn_all(on_warning, (*parts.warnings, *check_warnings(options)))
+    manifests = find_manifests(
+        [part.catalog for part in parts.parts],
+        resolved.path,
+        given=source_manifest,
+        check_source=check_source,
+    )
+    warn_all(on_warning, (*parts.warnings, *check_warnings(options), *manifests.warnings))
     job = build_job(parts, parsed, dtype=dtype, optimizer_dtype=optimizer_dtype, digest=digest)
     taken = (
         [f"{escape(resolved.path)}: {resolved.reason}"]
@@ -158,7 +170,8 @@ def reshard(
     result = replace(
         result,
         notes=(*taken, *resolved.notes, *result.notes),
-        warnings=(*resolved.warnings, *result.warnings),
+        warnings=(*resolved.warnings, *result.warnings, *manifests.warnings),
+        source_manifests=tuple(manifests.paths),
     )
     chunks = sum(len(part.output.catalog.chunks) for part in job.folders.values())
     copied = sum(file.stamp.size for file in parts.files)
@@ -172,7 +185,7 @@ def reshard(
             path,
             options,
             progress,
-            describe=partial(ReshardDescriptions, resolved.path, job, sha256=sha256),
+            describe=partial(ReshardDescriptions, resolved.path, job, manifests, sha256=sha256),
             label="reshard",
             overwrite=overwrite,
             resume=resume,
@@ -222,6 +235,7 @@ def _describe(
         resumed_files=0,
         checked_bytes=0,
         unchecked=(),
+        source_manifests=(),
         elapsed_s=0.0,
         notes=job.notes,
         warnings=(*job.parts.warnings, *check_warnings(options)),

@@ -13,6 +13,7 @@ from shardkit._version import __version__
 from shardkit.operations.preshard_describe import Descriptions
 from shardkit.operations.reshard_files import BesideFile, copy_file
 from shardkit.operations.reshard_job import ReshardJob
+from shardkit.operations.source_manifest import SourceManifests
 from shardkit.transfer import storage
 from shardkit.transfer.execute import FileDigest
 
@@ -23,12 +24,22 @@ class ReshardDescriptions:
     Args:
         source: the checkpoint that siblings are copied from.
         job: what is being written.
+        manifests: of the source; siblings are compared with them.
         directory: where.
         sha256: take it of every file.
     """
 
-    def __init__(self, source: str, job: ReshardJob, directory: str, *, sha256: bool = False) -> None:
+    def __init__(
+        self,
+        source: str,
+        job: ReshardJob,
+        manifests: SourceManifests,
+        directory: str,
+        *,
+        sha256: bool = False,
+    ) -> None:
         self._source, self._job, self._directory, self._sha256 = source, job, directory, sha256
+        self._manifests = manifests
         self._has_digests = any(part.digest != "none" for part in job.folders.values())
         self._stack = contextlib.ExitStack()
         self._of: dict[str, Descriptions] = {}
@@ -53,6 +64,11 @@ class ReshardDescriptions:
         for name in self._job.parts.empty:
             storage.make_directories(os.path.join(self._directory, name))
         copied = [self._copy(file) for file in self._job.parts.files]
+        self._manifests.check_copies(
+            (entry["name"], os.path.join(self._source, entry["name"]), entry["crc32"]) for entry in copied
+        )
+        if not self._has_digests:
+            copied = [{**entry, "crc32": None} for entry in copied]
         for folder, descriptions in self._of.items():
             own = {
                 os.path.basename(name): replace(digest, name=os.path.basename(name))
@@ -65,8 +81,9 @@ class ReshardDescriptions:
 
     def _copy(self, file: BesideFile) -> dict[str, Any]:
         """Copy a file; return what the manifest says of it."""
+        is_listed = self._manifests.crc_of(os.path.join(self._source, file.name)) is not None
         crc, sha256 = copy_file(
-            self._source, file, self._directory, digest=self._has_digests, sha256=self._sha256
+            self._source, file, self._directory, digest=self._has_digests or is_listed, sha256=self._sha256
         )
         return manifest.file_entry(file.name, file.stamp.size, crc, sha256)
 

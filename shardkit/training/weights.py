@@ -7,11 +7,11 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from shardkit import manifest
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
@@ -27,6 +27,7 @@ from shardkit.keys.renaming import KeyRule, apply_key_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.naming import match_names
 from shardkit.operations.consolidate_base import saved_key_rules
+from shardkit.operations.source_manifest import add_checksums
 from shardkit.training.context import ExpectedTensor, KeyRules, Weights
 from shardkit.training.from_rank import RankSource
 from shardkit.training.hub_names import key_rules
@@ -213,7 +214,7 @@ def _open_rank(source: RankSource, wanted: list[str]) -> _Opened:
 
 def _open_hub(source: str, wanted: list[str], revision: str | None, variant: str | None) -> _Opened:
     model = open_source(source, revision=revision, variant=variant)
-    manifest.add_checksums(model.catalog, model.directory)
+    add_checksums(model.catalog, source if os.path.lexists(source) else model.directory)
     if wanted:
         refuse_factors(model.catalog.tensors, wanted)
     return _Opened(
@@ -239,11 +240,17 @@ def _open_checkpoint(checkpoint: Checkpoint, wanted: list[str]) -> _Opened:
         catalog=checkpoint.catalog,
         names=names,
         hub_names=None if rules is None else _renamed(names, rules),
-        select=checkpoint.select,
+        select=partial(_selected, checkpoint),
         identity=lambda catalog: [_file_digest(checkpoint.catalog.directory), _rows(catalog)],
         quantised=_quantisation(config),
         notes=(*checkpoint.notes, *notes),
     )
+
+
+def _selected(checkpoint: Checkpoint, names: Collection[str]) -> Catalog:
+    catalog = checkpoint.select(names)
+    add_checksums(catalog, checkpoint.path)
+    return catalog
 
 
 def _renamed(names: Mapping[str, str], rules: Sequence[KeyRule]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from shardkit.core.catalog import Catalog, Checksums
 from shardkit.core.text import count, escape
@@ -126,6 +126,7 @@ class SourceCheck:
         self._kept: dict[int, list[Run]] = {}
         self._num_kept, self._dropped = 0, set[int]()
         self._different: dict[int, Run] = {}
+        self._tables_digest: int | None = None
         self._seen_bytes = 0
         self._first_readers: dict[int, int] = {}
         self._not_mine: set[int] = set()
@@ -470,8 +471,18 @@ class SourceCheck:
         for name in names:
             yield from self._catalog.tensors[name].chunk_ids
 
-    def dump(self, runs: Iterable[Run]) -> dict[str, list[int]]:
-        """Return runs as plain data: numbers of whole entries that are right, and the parts of others."""
+    def _digest(self) -> int:
+        """Stand for all entries and what is recorded of them: a manifest may come or go between two runs."""
+        if self._tables_digest is None:
+            digest = 0
+            for table in self._tables:
+                for column in (table.starts, table.stops, table.crcs):
+                    digest = crc32(column, digest)
+            self._tables_digest = int(digest)
+        return self._tables_digest
+
+    def dump(self, runs: Iterable[Run]) -> dict[str, Any]:
+        """Return runs as plain data: what the numbers are about, numbers of whole entries that are right, and the parts of others."""
         whole, parts, last = list[int](), list[int](), 0
         for entry, start, stop, crc, _ in sorted(joined(runs)):
             begin, end, recorded = self._entry(entry)
@@ -480,11 +491,13 @@ class SourceCheck:
                 last = entry
             else:
                 parts += (entry, start - begin, stop - start, crc)
-        return {"whole": whole, "parts": parts}
+        return {"tables": self._digest(), "whole": whole, "parts": parts}
 
     def load(self, told: object) -> bool:
-        """Take what an earlier run told by `dump`; False where it did not check."""
+        """Take what an earlier run told by `dump`; False where it did not check, or compared with something else."""
         whole, parts = (told.get("whole"), told.get("parts")) if isinstance(told, Mapping) else (None, None)
+        if isinstance(told, Mapping) and told.get("tables") != self._digest():
+            return False
         if not _are_ints(whole) or not _are_ints(parts) or len(parts) % 4:
             return False
         runs, entry = list[Run](), 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch.serialization import get_crc32_options, set_crc32_options
 
 import shardkit
-from shardkit.errors import IntegrityError
+from shardkit import manifest
+from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.operations.consolidate_result import ConsolidateResult
 from tests.corruption.outputs import columns
 from tests.formats.sharded.test_deepspeed import deepspeed_classes as deepspeed_classes
@@ -161,14 +163,128 @@ def test_without_recorded_checksums(tmp_path: Path) -> None:
     assert unchecked(result) == {"no CRC-32 is recorded": (3, 72_000)}
 
 
-def test_a_manifest_of_a_hub_model(tmp_path: Path) -> None:
-    """safetensors record nothing: what shardkit wrote beside them does."""
-    shardkit.consolidate(save_dcp(tmp_path / "c"), tmp_path / "hub", manifest=True)
-    result = shardkit.preshard(tmp_path / "hub", tmp_path / "out", world_size=2, wrap="none")
+def save_hub(directory: Path, state: dict[str, torch.Tensor] = TENSORS) -> Path:
+    """A Hub model of somebody else's, with a file beside."""
+    directory.mkdir()
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text('{"model_type": "none"}')
+    (directory / "merges.txt").write_text("a b\n" * 100)
+    return directory
+
+
+MOVES = {
+    "preshard": lambda source, out, **options: shardkit.preshard(
+        source, out, world_size=2, wrap="none", **options
+    ),
+    "reshard": lambda source, out, **options: shardkit.reshard(source, out, world_size=2, **options),
+    "consolidate": lambda source, out, **options: shardkit.consolidate(source, out, **options),
+    "cast": lambda source, out, **options: shardkit.consolidate(source, out, dtype="bf16", **options),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("where", ["of consolidate", "inside", "beside", "given", "given, of consolidate"])
+def test_a_manifest_of_a_hub_model(tmp_path: Path, where: str, move: str) -> None:
+    """safetensors record nothing: what shardkit wrote in them, beside them or elsewhere does."""
+    hub, file, run = tmp_path / "hub", tmp_path / "elsewhere.json", MOVES[move]
+    if "of consolidate" in where:
+        options = {"manifest_file": file} if "given" in where else {"manifest": True}
+        shardkit.consolidate(save_dcp(tmp_path / "c"), hub, **options)
+    else:
+        output = {"output": file} if where == "given" else {"inside": where == "inside"}
+        shardkit.write_manifest(save_hub(hub), **output)
+    given = {"source_manifest": file} if "given" in where else {}
+    taken = {"beside": tmp_path / "hub.shardkit.json"}.get(where, file if given else hub / "shardkit.json")
+    if given:
+        assert run(hub, tmp_path / "out").checked_bytes == 0
+        shutil.rmtree(tmp_path / "out")
+    result = run(hub, tmp_path / "out", **given)
     assert (result.checked_bytes, result.unchecked) == (72_000, ())
-    flip(tmp_path / "hub" / "model.safetensors", TENSORS[NAME])
+    assert result.source_manifests == (str(taken),)
+    flip(hub / "model.safetensors", TENSORS[NAME])
     with pytest.raises(IntegrityError, match=r"layers.1.weight: model.safetensors: "):
-        shardkit.preshard(tmp_path / "hub", tmp_path / "other", world_size=2, wrap="none")
+        run(hub, tmp_path / "other", **given)
+    assert not (tmp_path / "other").exists()
+    assert run(hub, tmp_path / "other", check_source=False).checked_bytes == 0
+
+
+def test_a_manifest_that_was_given_has_to_fit(tmp_path: Path) -> None:
+    hub, file = save_hub(tmp_path / "hub"), tmp_path / "m.json"
+    shardkit.write_manifest(hub, file)
+    more = save_hub(tmp_path / "more", {**TENSORS, "more": torch.zeros(3)})
+    (more / "model.safetensors").rename(more / "other.safetensors")
+    save_file({**TENSORS, "more": torch.zeros(3)}, hub / "model.safetensors")
+    for run in MOVES.values():
+        with pytest.raises(SourceError, match=r"m.json is not a manifest of this source") as caught:
+            run(hub, tmp_path / "out", source_manifest=file)
+        assert caught.value.problems[0].startswith("model.safetensors: 72")
+        with pytest.raises(SourceError, match=r"absent.json: no such file"):
+            run(hub, tmp_path / "out", source_manifest=tmp_path / "absent.json")
+        with pytest.raises(UsageError, match="--check-source is off"):
+            run(hub, tmp_path / "out", source_manifest=file, check_source=False)
+    with pytest.raises(SourceError) as caught:
+        shardkit.consolidate(more / "other.safetensors", tmp_path / "out", source_manifest=file)
+    assert caught.value.problems == ("other.safetensors: it is not listed",)
+
+
+def test_a_damaged_manifest_is_a_warning(tmp_path: Path) -> None:
+    hub = save_hub(tmp_path / "hub")
+    shardkit.write_manifest(hub, inside=True)
+    content = (hub / "shardkit.json").read_bytes()
+    (hub / "shardkit.json").write_bytes(content.replace(b'"size": 400', b'"size": 401'))
+    for name in ("preshard", "reshard", "consolidate"):
+        result = MOVES[name](hub, tmp_path / name)
+        assert unchecked(result) == {"no CRC-32 is recorded": (3, 72_000)}
+        assert any("shardkit.json has been changed" in warning for warning in result.warnings)
+
+
+def test_what_a_manifest_does_not_describe_is_counted(tmp_path: Path) -> None:
+    hub = save_hub(tmp_path / "hub")
+    shardkit.write_manifest(hub, inside=True)
+    content = json.loads((hub / "shardkit.json").read_text())
+    del content["tensors"][NAME]["crc32"]
+    content["tensors"]["layers.2.weight"]["dtype"] = "int32"
+    (hub / "shardkit.json").write_bytes(manifest.dump(content))
+    for name, run in MOVES.items():
+        result = run(hub, tmp_path / name)
+        assert result.checked_bytes == 24_000
+        assert unchecked(result) == {"no CRC-32 is recorded": (2, 48_000)}
+
+
+def test_a_manifest_of_what_records_no_checksum(tmp_path: Path) -> None:
+    """Storages with a CRC-32 of 0, in torch's own files: what a manifest says stands in for it."""
+    set_crc32_options(False)
+    try:
+        saved = save_dcp(tmp_path / "c")
+    finally:
+        set_crc32_options(True)
+    shardkit.write_manifest(saved)
+    for name in ("reshard", "consolidate", "cast"):
+        result = MOVES[name](saved, tmp_path / name)
+        assert (result.checked_bytes, result.unchecked) == (72_000, ())
+    flip(saved / "__0_0.distcp", TENSORS[NAME])
+    for name in ("reshard", "consolidate", "cast"):
+        with pytest.raises(IntegrityError, match=rf"{NAME}: __0_0.distcp: "):
+            MOVES[name](saved, tmp_path / "out")
+
+
+def test_copied_files_are_compared_with_a_manifest(tmp_path: Path) -> None:
+    """Tokenizers and whatever lies beside the shards are copied as they are: they are listed too."""
+    hub = save_hub(tmp_path / "hub")
+    shardkit.write_manifest(hub, inside=True)
+    (hub / "merges.txt").write_text("a c\n" * 100)
+    saved = save_dcp(tmp_path / "c")
+    (saved / "scheduler.bin").write_bytes(bytes(5000))
+    shardkit.write_manifest(saved)
+    (saved / "scheduler.bin").write_bytes(bytes(4999) + b"\1")
+    for source, name, file in ((hub, "consolidate", "merges.txt"), (saved, "reshard", "scheduler.bin")):
+        for options in ({}, {"digest": "none"}):
+            with pytest.raises(IntegrityError) as caught:
+                MOVES[name](source, tmp_path / "out", **options)
+            assert caught.value.problems[0].startswith(f"{file}: its bytes have CRC-32 ")
+            assert "--check-source off" in str(caught.value.hint)
+        MOVES[name](source, tmp_path / name, check_source=False)
+        assert (tmp_path / name / file).read_bytes() == (source / file).read_bytes()
 
 
 def test_views_of_one_storage(tmp_path: Path) -> None:
