@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Tests never look anything up on the network, whatever the machine's settings are.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Hypothesis goes by the clock: an example in 200 ms, ten in a second. A busy machine is not a failing property.
+settings.register_profile("shardkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shardkit")
 
 
 @pytest.fixture

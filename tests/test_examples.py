@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
+from tests.distributed.processes import agent_store
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -104,14 +105,15 @@ def test_a_training_loop_goes_on_in_another_world_and_back_to_the_hub(tmp_path: 
 @pytest.mark.dist
 @pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
 def test_lightning_example(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "lightning_callback.py"), "2"],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=tmp_path,
-    )
+    with agent_store() as place:
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLES / "lightning_callback.py"), "2"],
+            env=os.environ | place | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            cwd=tmp_path,
+        )
     assert done.returncode == 0, done.stderr
     assert "rank 1, batch 1 after backward, MiB:" in done.stderr
     assert "units         4 and network" in done.stderr

@@ -84,7 +84,7 @@ def _of_ranks(case: str) -> Callable[[Path], Path]:
         files = out.with_name("rank-files")
         if not files.exists():
             files.mkdir()
-            run_script(str(script), str(files), timeout_s=300)
+            run_script(str(script), str(files))
         return files / case
 
     return write

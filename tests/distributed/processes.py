@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,22 @@ def wait(children: list[int]) -> None:
         _, status = os.waitpid(child, 0)
         if status:
             sys.exit(f"a process failed: {status}")
+
+
+@contextlib.contextmanager
+def agent_store() -> Iterator[dict[str, str]]:
+    """Hold a store as torchrun's agent does, for one world; yield the variables by which `env://` finds it.
+
+    It has its port already: one that was merely free a moment before may be somebody else's by now.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def run_script(

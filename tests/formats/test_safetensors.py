@@ -194,7 +194,11 @@ FILES = damaged_files() | st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @example(VALID)
 @given(FILES)
 def test_agrees_with_safetensors(read, tmp_path, content):

@@ -140,7 +140,7 @@ def rank_main(rank: int, names: list[str], out: Path) -> None:
         init_method=f"file://{out}/store",
         rank=rank,
         world_size=SIZE,
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=600),
     )
     mesh = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("dp_shard",))
     for name in names:

@@ -52,7 +52,7 @@ def scenarios(rank: int) -> dict[str, object]:
 def run(rank: int, out: Path) -> None:
     store = f"file://{out}/store"
     dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=20)
+        "gloo", init_method=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=600)
     )
     found = scenarios(rank)
     dist.barrier()

@@ -1,6 +1,6 @@
 """Real gloo worlds in which FSDP1, accelerate's FSDP1, transformers' Trainer and Lightning fill a prepared model unit by unit.
 
-    PORTS=PORT,PORT,PORT python fsdp1_world.py OUT
+    python fsdp1_world.py OUT
 
 Writes OUT/<first check>-<rank>.json: by check what went wrong, or the error that was raised, or figures.
 """
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 
 import shardkit
 from shardkit.errors import ShardkitError
-from tests.distributed.processes import fork, wait
+from tests.distributed.processes import agent_store, fork, wait
 from tests.distributed.trainers.accelerate_cases import allow_cpu
 from tests.distributed.trainers.lightning_cases import OnCpu
 from tests.training.finalize_world import blocks_of, run_model, same
@@ -309,11 +309,11 @@ def memory(out: Path) -> dict[str, int]:
     return {"extra": watch.peak - held, "held": held}
 
 
-def let_start(rank: int, out: Path, port: str) -> None:
+def let_start(rank: int) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), LOCAL_WORLD_SIZE=str(SIZE), GROUP_RANK="0"
     )
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="test")
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
     original = FullyShardedDataParallel.__init__
 
     @functools.wraps(original)
@@ -323,15 +323,15 @@ def let_start(rank: int, out: Path, port: str) -> None:
     FullyShardedDataParallel.__init__ = on_cpu  # type: ignore[method-assign]
 
 
-def run_memory(rank: int, out: Path, port: str) -> None:
-    let_start(rank, out, port)
+def run_memory(rank: int, out: Path) -> None:
+    let_start(rank)
     dist.init_process_group("gloo")
     (out / f"memory-{rank}.json").write_text(json.dumps(memory(out)))
     dist.barrier()
 
 
-def run(rank: int, out: Path, port: str, names: list[str]) -> None:
-    let_start(rank, out, port)
+def run(rank: int, out: Path, names: list[str]) -> None:
+    let_start(rank)
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     for name in names:
@@ -362,8 +362,14 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 }
 
 
+def world(work: Callable[..., None], *arguments: Any) -> None:
+    with agent_store() as place:
+        os.environ.update(place)
+        wait([fork(partial(work, rank, *arguments)) for rank in range(SIZE)])
+
+
 if __name__ == "__main__":
-    out, ports = Path(sys.argv[1]), os.environ["PORTS"].split(",")
+    out = Path(sys.argv[1])
     for name in ("llama", "llama-tied", "gpt2", "bert", "qwen3"):
         run_model(name, save(name, out / name))
     (out / "bare").mkdir()
@@ -374,7 +380,7 @@ if __name__ == "__main__":
     save_file(values, out / "large/model.safetensors")
     (out / "large/config.json").write_text("{}")
     del values
-    wait([fork(partial(run_memory, rank, out, ports[0])) for rank in range(SIZE)])
+    world(run_memory, out)
     *most, last = CHECKS
-    wait([fork(partial(run, rank, out, ports[1], most)) for rank in range(SIZE)])
-    wait([fork(partial(run, rank, out, ports[2], [last])) for rank in range(SIZE)])
+    world(run, out, most)
+    world(run, out, [last])

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.training.lightning import FSDPDiagnosticsCallback
 from shardkit.training.wrap import bf16_mixed_precision, wrap
-from tests.distributed.processes import fork, wait
+from tests.distributed.processes import agent_store, fork, wait
 from tests.distributed.trainers.lightning_cases import OnCpu, let_fsdp_use_cpu
 
 torch.set_num_threads(1)
@@ -111,7 +111,7 @@ def rank(out: Path, number: int) -> None:
     os.environ.update(
         RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(SIZE), TORCHELASTIC_RUN_ID="test"
     )
-    os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_WORLD_SIZE=str(SIZE), GROUP_RANK="0")
+    os.environ.update(LOCAL_WORLD_SIZE=str(SIZE), GROUP_RANK="0")
     lines = Lines()
     logging.getLogger("lightning.pytorch.shardkit").addHandler(lines)
     callback = FSDPDiagnosticsCallback(num_logged_batches=2, log_module_tree_top_k=2)
@@ -150,7 +150,9 @@ def rank(out: Path, number: int) -> None:
 
 
 def main() -> None:
-    wait([fork(partial(rank, Path(sys.argv[1]), number)) for number in range(SIZE)])
+    with agent_store() as place:
+        os.environ.update(place)
+        wait([fork(partial(rank, Path(sys.argv[1]), number)) for number in range(SIZE)])
 
 
 if __name__ == "__main__":

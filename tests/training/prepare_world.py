@@ -123,7 +123,7 @@ def sharded(root: Path) -> dict[str, Any]:
 
 def run(rank: int, root: Path) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{root}/store", rank=rank, world_size=SIZE, timeout=timedelta(seconds=120)
+        "gloo", init_method=f"file://{root}/store", rank=rank, world_size=SIZE, timeout=timedelta(seconds=600)
     )
     (root / f"{rank}.json").write_text(json.dumps(scenarios(rank, root)))
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.processes import ROOT
+from tests.distributed.processes import ROOT, agent_store
 
 pytestmark = [
     pytest.mark.cuda,
@@ -61,15 +61,16 @@ def test_weights_are_the_whole_models(kind: str, strategy: str, dtype: str, tmp_
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29533",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", START, str(source), str(tmp_path / "model"), strategy, dtype],
-        env={**os.environ, **place, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    with agent_store() as rendezvous:
+        done = subprocess.run(
+            [sys.executable, "-c", START, str(source), str(tmp_path / "model"), strategy, dtype],
+            env={**os.environ, **rendezvous, **place},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
     assert done.stdout.endswith("equal\n"), done.stderr

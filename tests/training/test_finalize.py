@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.processes import ROOT, run_script
 from tests.training.finalize_world import SCENARIOS
-from tests.training.finalize_world_failures import KILLED_TIMEOUT_S, KILLS, TIMEOUT_S
+from tests.training.finalize_world_failures import KILLS
 from tests.training.finalize_world_failures import SIZE as NUM_FAILING
 
 pytestmark = pytest.mark.dist
@@ -42,9 +42,9 @@ NOT_COMPARED = "weights: not compared: 6 tensors or storages, 9.0 MiB: no CRC-32
 
 
 def told(failed: Path, scenario: str) -> list[dict[str, Any]]:
-    """What each rank was told, all of them soon."""
+    """What each rank was told; none had waited for another in vain."""
     every = [json.loads((failed / f"failures-{rank}.json").read_text()) for rank in range(NUM_FAILING)]
-    assert all(each[scenario]["seconds"] < TIMEOUT_S for each in every)
+    assert "imed out" not in json.dumps([each[scenario] for each in every])
     return [each[scenario] for each in every]
 
 
@@ -179,6 +179,4 @@ def test_a_killed_rank_ends_the_others(failed: Path, name: str) -> None:
         found = json.loads((failed / f"{name}-{rank}.json").read_text())
         assert found["exit_code"] == 5
         assert found["message"].startswith("another rank was lost during ")
-        assert (
-            found["seconds"] < 3 * KILLED_TIMEOUT_S
-        )  # once, and not again in the next collective; some of it is work
+        assert "imed out" not in json.dumps(found)  # it heard of it when the connection ended

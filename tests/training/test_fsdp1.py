@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +38,11 @@ REFUSED = {
 dist_only = pytest.mark.skipif(not HAS_TRAINERS, reason="accelerate or Lightning is not installed")
 
 
-def free_ports(number: int) -> str:
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = ",".join(str(each.getsockname()[1]) for each in sockets)
-    for each in sockets:
-        each.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fsdp1")
     script = str(ROOT / "tests/training/fsdp1_world.py")
-    run_script(script, str(out), env={"PORTS": free_ports(3)})
+    run_script(script, str(out))
     return out
 
 

@@ -159,8 +159,8 @@ def test_killed_ranks_never_cost_the_last_checkpoint(save_world: World) -> None:
 @pytest.mark.parametrize(("value", "survivor"), [("2.0", 0), ("3.0", 1), ("4.0", 1), ("5.0", 1), ("6.0", 0)])
 def test_survivors_hear_of_it_at_once(save_world: World, value: str, survivor: int) -> None:
     found = json.loads((save_world.out / f"kill{value}-{survivor}.json").read_text())
-    assert found["error"]["message"] == "another rank was lost during saving"
-    assert found["seconds"] < 60  # gloo's timeout there: nobody waited for it
+    assert found["message"] == "another rank was lost during saving"
+    assert "imed out" not in json.dumps(found)  # nobody waited until gloo gave up
 
 
 def test_a_model_without_values_is_refused(tmp_path: Any) -> None:

@@ -194,7 +194,7 @@ def run(rank: int, out: Path, written: dict[str, str]) -> None:
         init_method=f"file://{out}/store",
         rank=rank,
         world_size=SIZE,
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=600),
     )
     told = {}
     for name, case in cases(out, written).items():
