@@ -3,7 +3,8 @@
 FSDP2 gathers the parameters of a unit in one dtype, and at the first forward refuses trainable ones that are stored
 in several. So what a model keeps in fp32 beside half precision is split off: each such parameter goes to a unit on a
 module inside of the policy's unit, as far out as it can be, because modules around a parameter may look at it too.
-What lies directly on the unit's own module has no such place, and stays outside of FSDP.
+What lies directly on the unit's own module has no such place, and stays outside of FSDP. So do parameters without a
+dim (CLIP's `logit_scale`), which `fully_shard` refuses.
 """
 
 from __future__ import annotations
@@ -83,7 +84,11 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
         *sorted(paths, key=lambda path: -path.count(".")),
         "",
     ):  # stable: module order within a depth
-        kinds = _by_kind(members.get(path, []), has_wide=wide is not None)
+        cut = [each for each in members.get(path, []) if each.parameter.ndim]
+        outside |= {
+            each.names[0]: each.parameter for each in members.get(path, []) if not each.parameter.ndim
+        }
+        kinds = _by_kind(cut, has_wide=wide is not None)
         main = _main(kinds, is_root=not path)
         units.append(PlannedUnit(path=path, around=path, is_wide=main is not None and main.is_wide))
         taken = {path}

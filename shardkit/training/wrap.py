@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, overload
 
 import torch
@@ -30,11 +31,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._torch import checkpointed, is_checkpointed, non_persistent_buffers
-from shardkit.core.text import count, escape
-from shardkit.errors import LayoutError, MeshError, PolicyError, UsageError
+from shardkit.core.text import escape
+from shardkit.errors import MeshError, PolicyError, UsageError
 from shardkit.keys.names import clean_name
 from shardkit.layout.dtypes import ClassDtypes, class_dtypes
 from shardkit.layout.sharding import PlannedUnit, plan_units, shard_units
+from shardkit.training.local import local_tensor
 from shardkit.training.units import CHECKPOINTING, POLICY, Policy, choose_units, match_policy
 
 # Names that torchtitan, transformers, Lightning and torch's own tutorials give the axes of their meshes.
@@ -129,12 +131,11 @@ def wrap(
 
     Raises:
         PolicyError: a policy matches nothing; what exists is listed.
-        LayoutError: names of one parameter would lie in different units, or parameters have no dim to shard.
+        LayoutError: names of one parameter would lie in different units.
         MeshError: no axis to shard over, or more than two axes.
         UsageError: the model is wrapped already, or a value is none of the above.
     """
     _check_plain(model)
-    _check_dims(model)
     data_mesh = _data_mesh(mesh)
     paths = choose_units(model, policy)
     modules = dict(model.named_modules())
@@ -166,7 +167,11 @@ def wrap(
     shard_units(plan, {**modules, **units}, shard)
     for name in plan.outside:
         path, _, attribute = name.rpartition(".")
-        modules[path].register_forward_pre_hook(partial(_average_gradients, data_mesh, attribute))
+        hook = partial(_average_gradients, data_mesh, modules[path], attribute)
+        # Who holds a parameter may never be called (a ParameterList); whoever uses it lies around it.
+        for around in ("", *accumulate(path.split("."), "{}.{}".format)):
+            if around in modules:
+                modules[around].register_forward_pre_hook(hook)
     return model
 
 
@@ -183,16 +188,6 @@ def _check_plain(model: nn.Module) -> None:
                     f"the model is wrapped already: {escape(path) or 'its root'} is {text}",
                     hint="wrap a model once; one that was wrapped by other means goes to finalize as it is",
                 )
-
-
-def _check_dims(model: nn.Module) -> None:
-    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        raise LayoutError(
-            f"{count(len(scalars), 'parameter')} without a dim cannot be sharded",
-            problems=map(escape, scalars),
-            hint="make them tensors of shape (1,), or buffers if they are not trained",
-        )
 
 
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -281,21 +276,23 @@ def _cast_buffers(model: nn.Module, wide: ClassDtypes) -> None:
                 setattr(module, name, buffer.to(wanted))
 
 
-def _average_gradients(mesh: DeviceMesh, name: str, module: nn.Module, _: object) -> None:
+def _average_gradients(mesh: DeviceMesh, holder: nn.Module, name: str, *_: object) -> None:
     """Let the gradient of a parameter outside of FSDP be the mean over all ranks, as FSDP's are.
 
     The hook is put on in the forward, because the parameter is another one after `finalize`. Where gradients add up
     over several backwards, what was averaged before is equal on all ranks and stays so.
     """
-    parameter = getattr(module, name)
+    parameter = getattr(holder, name)
     if not parameter.requires_grad or parameter in _AVERAGED:
         return
 
     def average(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
+        gradient = local_tensor(parameter.grad)  # a DTensor under tensor parallelism
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # a sum in fp16 may overflow
         for axis in range(mesh.ndim):
-            dist.all_reduce(parameter.grad, group=mesh.get_group(axis))
-        parameter.grad.div_(mesh.size())
+            dist.all_reduce(total, group=mesh.get_group(axis))
+        gradient.copy_(total.div_(mesh.size()))
 
     parameter.register_post_accumulate_grad_hook(average)
     _AVERAGED[parameter] = None

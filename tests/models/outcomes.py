@@ -71,11 +71,6 @@ REASONS = {
         said=r"Missing key in checkpoint state_dict: model\.\w+\.embed_positions",
         cases={"stock": ("marian",)},
     ),
-    "scalar": Reason(
-        text="It has a parameter without a dim, which torch's `fully_shard` refuses.",
-        said=r"scalar parameters|without a dim cannot be sharded",
-        cases={"preshard direct": ("clip",)},
-    ),
     "own": Reason(
         text="transformers' own model fails in its forward in bf16.",
         said=r"expected m1 and m2 to have the same dtype",

@@ -228,7 +228,8 @@ def stock_load(architecture: Architecture, mesh: DeviceMesh, home: Path) -> None
     config = transformers.AutoConfig.from_pretrained(home / "hub")
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=torch.bfloat16)
-    fully_shard(model, mesh=mesh)
+    numbers = {parameter for parameter in model.parameters() if not parameter.ndim}  # torch refuses them
+    fully_shard(model, mesh=mesh, ignored_params=numbers)
     model.to_empty(device="cpu")
     model.tie_weights()
     state = model.state_dict()

@@ -128,7 +128,6 @@ def test_a_plain_model_has_blocks_and_ties_too(wrap_world: World) -> None:
         ("checkpoint_none", "PolicyError", "checkpoints the units, and there are none"),
         ("checkpoint_nothing", "PolicyError", "activation_checkpointing: no module matches Nothing"),
         ("twice", "UsageError", "the model is wrapped already: its root is sharded by fully_shard"),
-        ("scalar", "LayoutError", "1 parameter without a dim cannot be sharded"),
         ("precision", "UsageError", "mixed_precision cannot be 'int4'"),
     ],
 )

@@ -244,8 +244,6 @@ def policies(mesh: DeviceMesh) -> Found:
 
     llama, shared = partial(reference, "llama"), Shared()
     twice = wrap(reference("llama"), mesh)
-    scalar = nn.Sequential(nn.Linear(2, 2))
-    scalar.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
     return {
         "units": {
             "class": units(LlamaDecoderLayer),
@@ -278,7 +276,6 @@ def policies(mesh: DeviceMesh) -> Found:
         "checkpoint_none": build(llama, policy="none", activation_checkpointing=True),
         "checkpoint_nothing": build(llama, activation_checkpointing="Nothing"),
         "twice": told(lambda: wrap(twice, mesh)),
-        "scalar": told(lambda: wrap(scalar, mesh, policy="none")),
         "precision": build(llama, mixed_precision="int4"),
         "no_blocks": build(lambda: nn.Sequential(nn.Linear(2, 2))),
         "mlp": LlamaMLP.__name__,
