@@ -36,6 +36,9 @@ Examples:
 @click.option(
     "--rounded", is_flag=True, help="They may be rounded to bf16 or fp16 even where dtypes are the same."
 )
+@click.option(
+    "--strict", is_flag=True, help="Refuse a run to compare with whose newest checkpoint cannot be taken."
+)
 @click.option("--hub", metavar="REPO", help="Compare its files with a repo on the Hub, without a download.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of that repo.")
 @click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")

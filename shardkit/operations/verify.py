@@ -13,6 +13,7 @@ from shardkit.formats.inside import may_follow_links
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.operations.file_bytes import FileBytes
 from shardkit.operations.in_threads import check_jobs, in_threads
+from shardkit.operations.resolve import resolve_checkpoint
 from shardkit.operations.verify_bytes import check_some, check_whole, choose
 from shardkit.operations.verify_result import Level, Report, VerifyResult
 from shardkit.operations.verify_structure import check_structure
@@ -29,6 +30,7 @@ def verify(
     manifest: str | os.PathLike[str] | None = None,
     against: str | os.PathLike[str] | None = None,
     rounded: bool = False,
+    strict: bool = False,
     hub: str | None = None,
     revision: str | None = None,
     jobs: int = 2,
@@ -51,6 +53,7 @@ def verify(
         against: another checkpoint of any format, whose weights have to be the same, bit by bit. Where dtypes differ,
             the ones may be the others rounded to bf16 or fp16.
         rounded: with `against`: they may also be rounded where the dtypes are the same.
+        strict: with `against`: refuse a run directory in which a newer checkpoint had to be passed over.
         hub: a repo id; every file has to be the repo's, by the ids that the Hub has of them. Nothing is downloaded.
         revision: branch, tag or commit of the repo.
         jobs: threads.
@@ -61,7 +64,7 @@ def verify(
     Raises:
         UsageError: options that do not go together or are out of range.
         SourceError: nothing there, or nothing that is a checkpoint; no such manifest, or `against` or `hub` cannot
-            be opened.
+            be opened; with `strict`, `against` has something newer, which is told before anything is read.
         ResourceError: a directory cannot be listed, or the Hub not be reached.
     """
     path = os.fspath(path)
@@ -70,9 +73,12 @@ def verify(
         raise UsageError("a full check reads everything: give either a full check or how much to read")
     if revision is not None and hub is None:
         raise UsageError("--revision is about --hub, which is not there")
-    if rounded and against is None:
-        raise UsageError("--rounded is about --against, which is not there")
+    for option, is_given in (("--rounded", rounded), ("--strict", strict)):
+        if is_given and against is None:
+            raise UsageError(f"{option} is about --against, which is not there")
     check_jobs(jobs)
+    if strict and against is not None:
+        resolve_checkpoint(against, strict=True)
     level: Level = "full" if full else "structure" if read is None else "sample"
     report = Report(progress=progress or NoProgress())
     with remembered():

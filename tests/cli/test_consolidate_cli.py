@@ -265,3 +265,7 @@ def test_a_newer_checkpoint_that_was_passed_over(run, tiny):
     assert "step-2, which is newer" in result.stderr
     assert "name the one to take: run/step-1" in result.stderr
     assert not (tiny.parent / "strict").exists()
+    assert run("verify", "tiny", "--against", "run").exit_code == 0
+    refused = run("verify", "tiny", "--against", "run", "--strict")
+    assert refused.exit_code == 3
+    assert refused.stderr == result.stderr

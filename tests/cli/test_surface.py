@@ -147,6 +147,7 @@ SURFACE = {
         "--revision",
         "--rounded",
         "--seed",
+        "--strict",
         "PATH",
     ],
 }

@@ -110,6 +110,8 @@ def test_warnings_and_notes_are_on_stderr(run, sharded):
         (("tiny", "--manifest", "absent"), 3),
         (("tiny", "--against", "absent"), 3),
         (("tiny", "--against", "tiny"), 0),
+        (("tiny", "--against", "tiny", "--strict"), 0),
+        (("tiny", "--strict"), 2),
     ],
 )
 def test_exit_codes(run, tiny, args, code):

@@ -339,6 +339,7 @@ def test_what_is_newer_is_a_warning_before_anything_is_written(tmp_path: Path) -
         lambda: consolidate(run, tmp_path / "strict", strict=True),
         lambda: reshard(run, tmp_path / "strict", world_size=2, strict=True),
         lambda: diff(run, tmp_path / "out", strict=True),
+        lambda: verify(tmp_path / "out", against=run, strict=True),
     ):
         with pytest.raises(SourceError, match="the newest checkpoint in it cannot be taken") as caught:
             refused()
@@ -347,6 +348,7 @@ def test_what_is_newer_is_a_warning_before_anything_is_written(tmp_path: Path) -
     assert not (tmp_path / "strict").exists()
     (run / "step-20").rename(tmp_path / "step-20")
     assert resolve_checkpoint(run, strict=True).reason == "step-10: it has the highest step"
+    assert verify(tmp_path / "out", against=run, strict=True).ok
 
 
 def test_a_file_stands_for_its_checkpoint(tmp_path: Path) -> None:
