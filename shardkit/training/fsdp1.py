@@ -235,7 +235,8 @@ class UnitFiller:
             raise UsageError(
                 f"{count(len(left), 'tensor')} of the model were never filled: {listed(left)}",
                 hint="FSDP1 must get this param_init_fn when it wraps the model; accelerate replaces it where"
-                " sync_module_states or cpu_ram_efficient_loading is on, so set both to False",
+                " sync_module_states or cpu_ram_efficient_loading is on, so set both to False. Where FSDP1 ignores"
+                " all of what the root holds, call it with the model once more after wrapping",
             )
         self._hook.remove()
 

@@ -24,9 +24,10 @@ import torch.distributed as dist
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
 from lightning.pytorch.strategies import FSDPStrategy
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader
 
@@ -42,6 +43,8 @@ from tests.training.models import reference, save
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 SIZE = 2
+OUTER = ("model.embed_tokens", "model.norm", "lm_head")
+"""All of a Llama that lies outside of its blocks."""
 CPU = torch.device("cpu")
 
 
@@ -49,7 +52,9 @@ def policy(model: nn.Module) -> ModuleWrapPolicy:
     return ModuleWrapPolicy({type(block) for block in blocks_of(model)})
 
 
-def wrapped(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
+def wrapped(model: nn.Module, ignored: tuple[str, ...] = (), **options: Any) -> FullyShardedDataParallel:
+    if ignored:
+        options["ignored_modules"] = [model.get_submodule(path) for path in ignored]
     given = {"auto_wrap_policy": policy(model), "device_id": CPU, "use_orig_params": True, **options}
     return FullyShardedDataParallel(model, **given)
 
@@ -71,17 +76,44 @@ def prepared(name: str, out: Path, source: Any = None, **options: Any) -> Any:
 def check(name: str, out: Path, *, source: Any = None, **options: Any) -> None:
     """Equal in every bit to a model that was loaded whole and wrapped in the same way, forward, backward and a step."""
     ctx = prepared(name, out, source() if callable(source) else source and str(out / source))
-    model = wrapped(ctx.model, param_init_fn=shardkit.param_init_fn(ctx), **options)
+    init = shardkit.param_init_fn(ctx)
+    model = wrapped(ctx.model, param_init_fn=init, **options)
+    init(ctx.model)  # for what FSDP1 ignores; nothing is left otherwise
     expected = wrapped(reference(name).eval(), **options)
     same(whole(model), whole(expected), "values")
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, expected)]
     logits = [run_model(name, each) for each in (model, expected)]
     assert torch.equal(*logits), "logits"
     torch.testing.assert_close(logits[0], run_model(name, reference(name).eval()), rtol=1e-4, atol=1e-4)
-    for each in (model, expected):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01)
+    for each, optimizer in zip((model, expected), optimizers, strict=True):
         run_model(name, each).float().square().mean().backward()
         optimizer.step()
     same(whole(model), whole(expected), "after a step")
+
+
+def check_hybrid(out: Path, strategy: ShardingStrategy, source: Any = None) -> None:
+    """On a mesh that replicates and shards; then the norm of the gradients, saving and consolidating."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    options: dict[str, Any] = {"device_mesh": mesh, "sharding_strategy": strategy}
+    check("llama-tied", out, source=source, **options)
+    ctx = prepared("llama-tied", out, source() if source else None)
+    model = wrapped(ctx.model, param_init_fn=shardkit.param_init_fn(ctx), **options)
+    plain = reference("llama-tied").eval()
+    for each in (model, plain):
+        run_model("llama-tied", each).square().mean().backward()
+    norms = [shardkit.grad_norm(each) for each in (model, plain)]
+    torch.testing.assert_close(*norms)
+    place = out / f"saved-{strategy.name}-{source is None}"
+    shardkit.save(model, place)
+    if dist.get_rank() == 0:
+        shardkit.consolidate(place, str(place) + "-hub", base=str(out / "llama-tied"))
+        found, wanted = (load_file(f"{at}/model.safetensors") for at in (f"{place}-hub", out / "llama-tied"))
+        same(found, wanted, "consolidated")
+
+
+def check_ignored(out: Path, *ignored: str) -> None:
+    """What FSDP1 leaves alone is filled too: whole, on every rank."""
+    check("llama", out, ignored=ignored)
 
 
 def check_bf16(out: Path) -> None:
@@ -115,6 +147,12 @@ def plain_values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def rank_source() -> Any:
     return shardkit.from_rank(reference("llama-tied").state_dict() if dist.get_rank() == 1 else None, rank=1)
+
+
+def never_filled(out: Path) -> None:
+    """All that the root has is ignored, so FSDP1 never calls the function for it, and nobody does."""
+    ctx = prepared("llama", out)
+    run_model("llama", wrapped(ctx.model, OUTER, param_init_fn=shardkit.param_init_fn(ctx)))
 
 
 def accelerator(name: str, **options: Any) -> accelerate.Accelerator:
@@ -289,6 +327,7 @@ def refusals(out: Path) -> dict[str, Callable[[], object]]:
         "read": lambda: shardkit.param_init_fn(ctx, read="disk"),  # type: ignore[arg-type]
         "apart": lambda: wrapped(tied.model, param_init_fn=shardkit.param_init_fn(tied), **there),
         "replaced": replaced,
+        "ignored": lambda: never_filled(out),
         "stranger": stranger,
         "one rank fails": one_rank,
     }
@@ -309,9 +348,9 @@ def memory(out: Path) -> dict[str, int]:
     return {"extra": watch.peak - held, "held": held}
 
 
-def let_start(rank: int) -> None:
+def let_start(rank: int, size: int = SIZE) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), LOCAL_WORLD_SIZE=str(SIZE), GROUP_RANK="0"
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), GROUP_RANK="0"
     )
     os.environ["TORCHELASTIC_RUN_ID"] = "test"
     original = FullyShardedDataParallel.__init__
@@ -330,8 +369,8 @@ def run_memory(rank: int, out: Path) -> None:
     dist.barrier()
 
 
-def run(rank: int, out: Path, names: list[str]) -> None:
-    let_start(rank)
+def run(rank: int, out: Path, names: list[str], size: int = SIZE) -> None:
+    let_start(rank, size)
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     for name in names:
@@ -353,19 +392,23 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "buffers": partial(check, "bert"),
     "presharded": partial(check, "llama", source="llama-pre2"),
     "from_rank": partial(check, "llama-tied", source=rank_source),
+    "ignored": lambda out: check_ignored(out, "model.norm", "model.layers.1.mlp"),
+    "ignored root": lambda out: check_ignored(out, *OUTER),
     "one unit": partial(check, "qwen3", auto_wrap_policy=None),
     "bf16": check_bf16,
     "new head": check_new_head,
     "accelerate": check_accelerate,
     "lightning": check_lightning,
     "trainer": check_trainer,  # accelerate keeps what it is started with
+    "hybrid": lambda out: check_hybrid(out, ShardingStrategy.HYBRID_SHARD),
+    "hybrid zero2": lambda out: check_hybrid(out, ShardingStrategy._HYBRID_SHARD_ZERO2, rank_source),
 }
 
 
-def world(work: Callable[..., None], *arguments: Any) -> None:
+def world(work: Callable[..., None], *arguments: Any, size: int = SIZE) -> None:
     with agent_store() as place:
         os.environ.update(place)
-        wait([fork(partial(work, rank, *arguments)) for rank in range(SIZE)])
+        wait([fork(partial(work, rank, *arguments)) for rank in range(size)])
 
 
 if __name__ == "__main__":
@@ -381,6 +424,7 @@ if __name__ == "__main__":
     (out / "large/config.json").write_text("{}")
     del values
     world(run_memory, out)
-    *most, last = CHECKS
+    *most, trainer, hybrid, zero2 = CHECKS
     world(run, out, most)
-    world(run, out, [last])
+    world(run, out, [trainer])
+    world(run, out, [hybrid, zero2], 4, size=4)

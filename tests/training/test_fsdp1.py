@@ -19,8 +19,10 @@ from tests.distributed.processes import ROOT, run_script
 HAS_TRAINERS = all(importlib.util.find_spec(name) for name in ("accelerate", "lightning"))
 CHECKS = [
     *("tied", "tied flat", "buffers", "presharded", "from_rank", "one unit", "bf16", "new head"),
-    *("accelerate", "lightning", "trainer"),
+    *("ignored", "ignored root", "accelerate", "lightning", "trainer", "hybrid", "hybrid zero2"),
 ]
+WORLDS = {"trainer": ("trainer", 2), "hybrid": ("hybrid", 4), "hybrid zero2": ("hybrid", 4)}
+"""Check -> the world that it is in, and its size, if that is not the one of most."""
 # name: (class, what message or problems say)
 REFUSED = {
     "sync variable": ("UsageError", "FSDP_SYNC_MODULE_STATES=true"),
@@ -32,6 +34,7 @@ REFUSED = {
     "read": ("UsageError", "not 'disk'"),
     "apart": ("LayoutError", "model.embed_tokens.weight, lm_head.weight"),
     "replaced": ("UsageError", "were never filled"),
+    "ignored": ("UsageError", "call it with the model once more after wrapping"),
     "stranger": ("LayoutError", "Linear: bias"),
     "one rank fails": ("IntegrityError", "rank 1: model.norm.weight of the state dict has no memory"),
 }
@@ -46,15 +49,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def told(world: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads((world / f"{name}-{rank}.json").read_text()) for rank in range(2)]
+def told(world: Path, name: str, size: int = 2) -> list[dict[str, Any]]:
+    return [json.loads((world / f"{name}-{rank}.json").read_text()) for rank in range(size)]
 
 
 @pytest.mark.dist
 @dist_only
 @pytest.mark.parametrize("name", CHECKS)
 def test_it_equals_a_model_that_was_loaded_whole(world: Path, name: str) -> None:
-    assert [each[name] for each in told(world, "trainer" if name == "trainer" else "tied")] == ["", ""]
+    among, size = WORLDS.get(name, ("tied", 2))
+    assert [each[name] for each in told(world, among, size)] == [""] * size
 
 
 @pytest.mark.dist
