@@ -427,12 +427,12 @@ class SourceCheck:
                 elif state == _UNRECORDED:
                     counts.add(NOT_RECORDED, table.stops[row] - table.starts[row])
         for entry, held in self._kept.items():
-            if entry in self._not_mine:
+            if entry in self._not_mine or looks_for_unread:  # the ends of what was not read otherwise
                 continue
             reason = SHORT_RUNS if entry in self._dropped else IN_PART
             counts.add(reason if self._entry(entry)[2] else NOT_RECORDED, _covered(held))
         for entry in self._dropped - self._kept.keys():
-            if not self._states[entry]:
+            if not self._states[entry] and not looks_for_unread:
                 counts.add(SHORT_RUNS, 0)
         if (
             looks_for_unread
@@ -445,7 +445,7 @@ class SourceCheck:
     def _count_others(self, names: Iterable[str], counts: _Counts, looks_for_unread: bool) -> int:
         """Count chunks outside all entries, and those that nobody read; return the bytes that decoding proves."""
         table, files, proved = self._catalog.chunks, self._catalog.files, 0
-        unread, known = dict[int, int](), set[tuple[int, int]]()
+        wanted, known = dict[int, int](), set[tuple[int, int]]()
         for row in self._rows(names):
             file, start, nbytes = table.file[row], table.start[row], table.nbytes[row]
             if not nbytes or (
@@ -461,10 +461,12 @@ class SourceCheck:
                 counts.add(NOT_RECORDED, nbytes)
             elif looks_for_unread and not files[file].decode:
                 place = self.find(file, start, start + nbytes)
-                if place is not None and not self._states[place[0]] and place[0] not in self._kept:
-                    unread[place[0]] = unread.get(place[0], 0) + nbytes
-        for nbytes in unread.values():
-            counts.add(NOT_READ, nbytes)
+                if place is not None and not self._states[place[0]]:
+                    wanted[place[0]] = wanted.get(place[0], 0) + nbytes
+        for entry, nbytes in wanted.items():
+            is_read = entry in self._dropped or _covered(self._kept.get(entry, ())) >= nbytes
+            reason = (SHORT_RUNS if entry in self._dropped else IN_PART) if is_read else NOT_READ
+            counts.add(reason if self._entry(entry)[2] else NOT_RECORDED, nbytes)
         return proved
 
     def _rows(self, names: Iterable[str]) -> Iterator[int]:
@@ -563,6 +565,17 @@ class Runs:
             self._begin(found, file, start, fqn)
         return self._go_on(data, stop)
 
+    def can_sum(self, file: int, start: int, stop: int) -> bool:
+        """True for bytes that lie in one entry that has a CRC-32: whoever reads them may take theirs."""
+        found = self._check.find(file, start, stop)
+        return found is not None and found[3]
+
+    def add_summed(self, file: int, start: int, stop: int, crc: int, fqn: str) -> None:
+        """Tell of bytes that were read, for which `can_sum` is true, and of their CRC-32."""
+        if file != self._file or start != self._stop or stop > self._limit:
+            self._begin(self._check.find(file, start, stop), file, start, fqn)
+        self._join(crc, stop)
+
     def _add_across(self, file: int, start: int, stop: int, data: memoryview | bytes, fqn: str) -> None:
         """Tell of bytes that lie in several entries: a byte entry is a zip as a whole."""
         view = memoryview(data)
@@ -586,12 +599,16 @@ class Runs:
     def _go_on(self, data: memoryview | bytes, stop: int) -> int | None:
         if self._entry < 0:
             return None
-        first, self._stop = self._stop, stop
         if not self._has_crc:
+            self._stop = stop
             return None
         crc = crc32(data)
-        self._crc = crc if first == self._start else crc32_combine(self._crc, crc, stop - first)
+        self._join(crc, stop)
         return crc
+
+    def _join(self, crc: int, stop: int) -> None:
+        first, self._stop = self._stop, stop
+        self._crc = crc if first == self._start else crc32_combine(self._crc, crc, stop - first)
 
     def _end(self) -> None:
         if self._entry >= 0 and self._stop > self._start:

@@ -21,6 +21,8 @@ import shardkit
 from shardkit import manifest
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.operations.consolidate_result import ConsolidateResult
+from shardkit.transfer import fill, source_check, sources, storage, stream, windows
+from shardkit.transfer.digest import crc32
 from tests.corruption.outputs import columns
 from tests.formats.sharded.test_deepspeed import deepspeed_classes as deepspeed_classes
 from tests.formats.sharded.test_deepspeed import write_joined, write_partitioned
@@ -285,6 +287,58 @@ def test_copied_files_are_compared_with_a_manifest(tmp_path: Path) -> None:
             assert "--check-source off" in str(caught.value.hint)
         MOVES[name](source, tmp_path / name, check_source=False)
         assert (tmp_path / name / file).read_bytes() == (source / file).read_bytes()
+
+
+@pytest.mark.parametrize("move", ["consolidate", "reshard"])
+def test_the_same_bytes_are_summed_once(tmp_path: Path, move: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of the source that is a run of the output has one CRC-32, for both."""
+    summed: list[int] = []
+
+    def noted(data: bytes, crc: int = 0) -> int:
+        summed.append(memoryview(data).nbytes)
+        return int(crc32(data, crc))
+
+    for module in (fill, source_check, sources, stream, windows):
+        monkeypatch.setattr(module, "crc32", noted)
+    large = {"large": torch.arange(1_500_000.0), **TENSORS}
+    saved = save_dcp(tmp_path / "c", large)
+    totals = []
+    for check in (False, True):
+        summed.clear()
+        result = MOVES[move](saved, tmp_path / str(check), check_source=check)
+        assert result.checked_bytes == (6_072_000 if check else 0)
+        totals.append(sum(summed))
+    assert totals[0] >= 6_072_000
+    assert totals[1] < totals[0] + 10_000
+
+
+@pytest.mark.parametrize("kind", ["pytorch_model.bin", "manifest"])
+def test_shared_blocks_are_read_for_digests_and_counted_without(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that shares extents stands here in a copy that no reader sees."""
+
+    def clone(source: int, start: int, target: int, target_start: int, nbytes: int) -> None:
+        os.pwrite(target, os.pread(source, nbytes, start), target_start)
+
+    monkeypatch.setattr(storage, "clone_range", clone)
+    large, hub = {"large.weight": torch.arange(3_000_000.0).reshape(3000, 1000)}, tmp_path / "hub"
+    if kind == "manifest":
+        shardkit.write_manifest(save_hub(hub, large), inside=True)
+        file = hub / "model.safetensors"
+    else:
+        hub.mkdir()
+        torch.save(large, file := hub / "pytorch_model.bin")
+    result = MOVES["preshard"](hub, tmp_path / "read")
+    assert result.shares_extents
+    assert (result.checked_bytes, result.unchecked) == (12_000_000, ())
+    result = MOVES["preshard"](hub, tmp_path / "not-read", digest="none")
+    assert result.shares_extents
+    assert result.checked_bytes == 0
+    assert unchecked(result) == {"blocks shared with the output, not read": (1, 12_000_000)}
+    flip(file, large["large.weight"], 5_000_000)
+    with pytest.raises(IntegrityError, match=rf"large.weight: {file.name}: "):
+        MOVES["preshard"](hub, tmp_path / "out")
 
 
 def test_views_of_one_storage(tmp_path: Path) -> None:
