@@ -65,7 +65,7 @@ def load(path: Path, expected: dict[str, torch.Tensor], **options: Any) -> dict[
         name: torch.full_like(each.double(), 77, memory_format=torch.preserve_format).to(each.dtype)
         for name, each in expected.items()
     }
-    dcp.load(state, checkpoint_id=None if options else path, no_dist=True, **options)
+    dcp.load(state, checkpoint_id=None if options else path, **options)
     return state
 
 
@@ -191,5 +191,5 @@ def test_what_shardkit_saved_is_read_by_torch_2_6(written: Path, monkeypatch: py
     parse_metadata((written / "saved" / ".metadata").read_bytes())
     assert lengths == {5}
     bias = {"model": {"score.bias": torch.full((1,), 77.0, dtype=torch.float64)}}
-    dcp.load(bias, checkpoint_id=written / "saved", no_dist=True)
+    dcp.load(bias, checkpoint_id=written / "saved")
     assert bias["model"]["score.bias"].item() != 77
