@@ -177,7 +177,8 @@ def consolidate(
         opened = open_checkpoint(resolved.path)
     found = open_base(base, revision=base_revision) if base is not None else find_base(opened)
     job = build_job(opened, found, options)
-    manifests = find_manifests([job.catalog], resolved.path, given=source_manifest, check_source=check_source)
+    catalogs = [job.catalog, *(module.catalog for module in job.modules)]
+    manifests = find_manifests(catalogs, resolved.path, given=source_manifest, check_source=check_source)
     warn_all(on_warning, (*job.warnings, *check_warnings(moving), *manifests.warnings))
     if check:
         job = _checked(job)
@@ -192,6 +193,7 @@ def consolidate(
     if resume_from is not None:
         resume_from = check_resume_from(os.fspath(resume_from), path, job.plan_hash, resume=resume)
     needed = job.plan.written_bytes + sum(asset.nbytes for asset in job.assets)
+    needed += sum(module.plan.written_bytes for module in job.modules)
     check_space(path, needed, resume_from=resume_from)
     written: list[bytes] = []
     if not dry_run:
@@ -204,6 +206,7 @@ def consolidate(
                 Descriptions,
                 job,
                 manifests,
+                moving=moving,
                 sha256=sha256,
                 on_manifest=written.append if sidecar is not None else None,
             ),
@@ -262,7 +265,8 @@ def _checked(job: ConsolidateJob) -> ConsolidateJob:
     if check is None:
         note = f"--check: {escape(job.checkpoint.writer)} writes no checksums to compare with"
         return replace(job, notes=(*job.notes, note))
-    problems = list(check([tensor.source for tensor in job.tensors]))
+    beside = [tensor for module in job.modules for image in module.output for tensor in image.tensors]
+    problems = list(check([tensor.source for tensor in (*job.tensors, *beside)]))
     if problems:
         raise IntegrityError(
             f"the checkpoint is not what its checksums say in {count(len(problems), 'place')}",
@@ -289,6 +293,7 @@ def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
                 what=part.kind, where=part.path, num_tensors=part.num_tensors, num_objects=part.num_objects
             )
             for part in job.selection.skipped
+            if part.path not in {module.place for module in job.modules}
         ),
         *(
             SkippedPart(what=name, where=reason, num_tensors=0, num_objects=0)
@@ -339,7 +344,7 @@ def _describe(
         candidates=selection.candidates,
         base=job.base.label if job.base else None,
         model_class=_model_class(job),
-        assets=tuple(asset.name for asset in job.assets),
+        assets=tuple(sorted([each.name for each in job.assets] + [each.file for each in job.modules])),
         ties=tuple((kept, dropped) for dropped, kept in job.ties.dropped.items()),
         untied=job.ties.diverged,
         cast=job.options.dtype,

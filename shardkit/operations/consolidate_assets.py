@@ -10,9 +10,9 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from shardkit.core.dtypes import DType
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.formats.hub_assets import CONFIG, GENERATION_CONFIG, is_weights, modules
+from shardkit.formats.hub_assets import CONFIG, GENERATION_CONFIG
 from shardkit.formats.safetensors_images import OutputTensor
 from shardkit.formats.strict import parse_integer, read_small
 from shardkit.operations.consolidate_base import ADAPTER_CONFIG, Base
@@ -79,33 +79,6 @@ def model_assets(base: Base | None, dtype: DType | None, *, untie: bool) -> tupl
         else:
             assets.append(Asset(name, path, b""))
     return assets, notes
-
-
-def module_warnings(base: Base | None, assets: Iterable[Asset], root: str, left: Iterable[str]) -> list[str]:
-    """Return a warning for each module whose weights are copied from the base though the checkpoint has trained ones.
-
-    Args:
-        base: a sentence-transformers model, or any other.
-        assets: what is written beside the weights.
-        root: where the model begins in the checkpoint, dotted, as "0.auto_model".
-        left: names of tensors that are not written.
-    """
-    folders = modules(base.directory) if base is not None else {}
-    parts, main = root.split("."), folders.get(os.curdir)
-    if main not in parts:
-        return []
-    before, names = parts[: parts.index(main)], sorted(left)
-    warnings = []
-    for folder, name in folders.items():
-        copied = [a.name for a in assets if a.name.startswith(f"{folder}/") and is_weights(a.name)]
-        place = ".".join((*before, name))
-        trained = [each for each in names if each.startswith(f"{place}.")]
-        if name and copied and trained:
-            warnings.append(
-                f"{escape(copied[0])} is the base's, though the checkpoint has {count(len(trained), 'tensor')} of that "
-                f"module ({listed(trained)}): --root {escape(place)} writes these, to put in its place"
-            )
-    return warnings
 
 
 def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:

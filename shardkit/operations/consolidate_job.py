@@ -35,11 +35,11 @@ from shardkit.operations.consolidate_assets import (
     adapter_assets,
     main_dtype,
     model_assets,
-    module_warnings,
 )
 from shardkit.operations.consolidate_base import SAVED_ROOT, Base, saved_key_rules
 from shardkit.operations.consolidate_dtypes import check_choice, choose_dtypes
 from shardkit.operations.consolidate_fit import Fit, ask_class, check_fit, may_ask, name_by_class, name_merged
+from shardkit.operations.consolidate_modules import TrainedModule, trained_modules
 from shardkit.operations.consolidate_ties import Ties, resolve_ties, tie_groups
 from shardkit.transfer.plan import TransferPlan, build_plan
 
@@ -82,6 +82,11 @@ class JobOptions:
         """True where a person says what becomes of names."""
         return bool(self.strip_prefix or self.add_prefix or self.rename)
 
+    @property
+    def chooses_names(self) -> bool:
+        """True where a person says which tensors are written, or what becomes of their names."""
+        return bool(self.include or self.exclude or self.root is not None or self.change_names)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidateJob:
@@ -102,6 +107,8 @@ class ConsolidateJob:
     plan: TransferPlan
     assets: tuple[Asset, ...]
     """What lies beside the weights."""
+    modules: tuple[TrainedModule, ...]
+    """Weights of modules that lie beside the model's, and are the checkpoint's."""
     notes: tuple[str, ...]
     unloadable: tuple[str, ...]
     """Why `from_pretrained` would not load all weights of the output; the first of `warnings`."""
@@ -170,7 +177,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         LayoutError: names or shapes are not the given base's.
     """
     _check_options(checkpoint, base, options)
-    if not (options.include or options.exclude or options.change_names or options.root is not None):
+    if not options.chooses_names:
         refuse_factors(checkpoint.catalog.tensors)  # now: names that fit nothing would be refused for that
     selection = _select(checkpoint, base, options)
     refuse_factors(selection.names)
@@ -203,6 +210,16 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         else SafetensorsImages(tensors, max_shard_bytes=options.max_shard_bytes)
     )
     assets, changed = _assets(chosen, base, ties, tensors)
+    modules, untaken = trained_modules(
+        checkpoint,
+        base,
+        [asset.name for asset in assets],
+        selection.root,
+        checkpoint.catalog.tensors.keys() - selection.names.keys(),
+        dtype=options.dtype,
+        takes=options.weights == "model" and not options.chooses_names,
+    )
+    written = {module.file for module in modules}
     unloadable = () if is_adapter else (*selection.unloadable, *_gap_warnings(tensors, base, options))
     return ConsolidateJob(
         checkpoint=checkpoint,
@@ -215,7 +232,8 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         tensors=tensors,
         output=output,
         plan=build_plan(output, catalog),
-        assets=tuple(assets),
+        assets=tuple(asset for asset in assets if asset.name not in written),
+        modules=tuple(modules),
         notes=(
             *checkpoint.notes,
             *selection.notes,
@@ -224,6 +242,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
             *fit.notes,
             *dtypes.notes,
             *changed,
+            *(module.note for module in modules),
         ),
         unloadable=unloadable,
         warnings=(
@@ -234,9 +253,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
             *chosen.warnings,
             *dtypes.warnings,
             *_tie_warnings(ties, base),
-            *module_warnings(
-                base, assets, selection.root, checkpoint.catalog.tensors.keys() - selection.names.keys()
-            ),
+            *untaken,
         ),
     )
 

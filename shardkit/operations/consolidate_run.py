@@ -16,12 +16,15 @@ from shardkit.formats.hub_assets import is_weights
 from shardkit.formats.hub_files import select_file, select_weights
 from shardkit.operations.consolidate_assets import Asset
 from shardkit.operations.consolidate_job import ConsolidateJob
+from shardkit.operations.consolidate_modules import TrainedModule
 from shardkit.operations.file_bytes import sha256_of
 from shardkit.operations.reshard_files import BesideFile, copy_file
 from shardkit.operations.source_manifest import SourceManifests
 from shardkit.transfer import storage
 from shardkit.transfer.digest import combine, crc32
-from shardkit.transfer.execute import FileDigest
+from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.progress import NoProgress
+from shardkit.transfer.source_check import SourceCheck
 
 _PART = ".part"
 
@@ -33,6 +36,7 @@ class Descriptions:
         job: what is being written.
         manifests: of the checkpoint; files that are copied are compared with them.
         directory: where; the weights lie there too.
+        moving: how to write the weights of modules.
         sha256: take it of every file for the manifest; of the weights when they are finished, by reading them once
             more.
         on_manifest: gets the manifest, which is to lie elsewhere.
@@ -44,12 +48,13 @@ class Descriptions:
         manifests: SourceManifests,
         directory: str,
         *,
+        moving: ExecuteOptions,
         sha256: bool = False,
         on_manifest: Callable[[bytes], None] | None = None,
     ) -> None:
         self._job, self._directory, self._on_manifest = job, directory, on_manifest
         self._manifests, self._has_digests = manifests, job.options.digest != "none"
-        self._sha256 = sha256
+        self._sha256, self._moving = sha256, moving
         self._hashes: dict[str, str] = {}
 
     def __enter__(self) -> Descriptions:
@@ -87,6 +92,7 @@ class Descriptions:
                 crc = others[-1]["crc32"] if is_large else int(crc32(data))
                 copies.append((asset.name, asset.path, crc))
         self._manifests.check_copies(copies)
+        others += [self._move(module) for module in self._job.modules]
         if not self._has_digests:
             others = [{**entry, "crc32": None} for entry in others]
         index = self._job.output.index()
@@ -165,6 +171,23 @@ class Descriptions:
             sha256=self._sha256,
         )
         return manifest.file_entry(asset.name, stamp.size, crc, sha256)
+
+    def _move(self, module: TrainedModule) -> dict[str, Any]:
+        """Write a module's weights from the checkpoint; return what the manifest says of them."""
+        storage.make_directories(os.path.join(self._directory, os.path.dirname(module.file)))
+        digests, _ = Execution(
+            module.plan,
+            self._directory,
+            self._moving,
+            finished={},
+            on_finished=lambda *_: None,
+            progress=NoProgress(),
+            check=SourceCheck(module.catalog) if self._moving.check_source else None,
+        ).run()
+        digest = digests[module.file]
+        path = os.path.join(self._directory, module.file)
+        sha256 = sha256_of(path, module.file) if self._sha256 else None
+        return manifest.file_entry(module.file, digest.size, digest.crc32, sha256)
 
     def _entry(self, name: str, data: bytes) -> dict[str, Any]:
         return manifest.entry_of(name, data, digest=self._job.options.digest != "none", sha256=self._sha256)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardkit.errors import SourceError
+from shardkit.errors import IntegrityError, SourceError
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.inspection import inspect
 from shardkit.operations.preshard import preshard
@@ -76,18 +76,73 @@ def test_preshard_names_them(tmp_path: Path) -> None:
     assert result.skipped == ((DENSE, own), ("late/norm/pytorch_model.bin", own))
 
 
-def test_a_module_that_was_trained_too(tmp_path: Path) -> None:
-    """Its weights in the output are the base's: said, with the command that writes the trained ones."""
-    model = sentence_model(tmp_path / "model")
+def trained_state(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what SentenceTransformer.state_dict() has after training."""
     state = {f"0.auto_model.{name}": value for name, value in weights().items()}
-    state |= {f"2.{name}": value + 1 for name, value in dense().items()}
+    return state | {f"2.{name}": value + 1 for name, value in dense().items()} | changed
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_module_that_was_trained_too(tmp_path: Path, prefix: str) -> None:
+    """The output has the trained weights in its place; manifest and verify cover them."""
+    model = sentence_model(tmp_path / "model")
+    state = {f"{prefix}{name}": value for name, value in trained_state().items()}
     checkpoint = save(state, tmp_path / "step-3")
-    result = consolidate(checkpoint, tmp_path / "out", base=model)
-    (warning,) = (line for line in result.warnings if DENSE in line)
-    assert "2 tensors of that module (2.linear.bias, 2.linear.weight)" in warning
-    assert "--root 2 " in warning
-    trained = consolidate(checkpoint, tmp_path / "dense", root="2")
-    assert load_file(f"{trained.output}/model.safetensors").keys() == dense().keys()
+    result = consolidate(checkpoint, tmp_path / "out", base=model, manifest=True, sha256=True)
+    assert result.warnings == ()
+    assert result.skipped == ()
+    assert f"{DENSE} is the checkpoint's (2 tensors of {prefix}2), not the base's" in result.notes
+    assert result.assets.count(DENSE) == 1
+    found = load_file(tmp_path / "out" / DENSE)
+    assert found.keys() == dense().keys()
+    assert all(torch.equal(found[name], value + 1) for name, value in dense().items())
+    assert verify(result.output, full=True).ok
+    listed = {each["name"] for each in json.loads((tmp_path / "out/shardkit.json").read_text())["others"]}
+    assert DENSE in listed
+    cast = consolidate(checkpoint, tmp_path / "bf16", base=model, dtype="bf16")
+    found = load_file(f"{cast.output}/{DENSE}")
+    assert all(torch.equal(found[name], (value + 1).bfloat16()) for name, value in dense().items())
+    dry = consolidate(checkpoint, tmp_path / "dry", base=model, dry_run=True)
+    assert dry.assets == result.assets
+
+
+def test_a_trained_module_is_compared_with_its_checksum(tmp_path: Path) -> None:
+    model = sentence_model(tmp_path / "model")
+    checkpoint = save(trained_state(), tmp_path / "step-3")
+    marked = (dense()["linear.weight"] + 1).numpy().tobytes()
+    for file in checkpoint.glob("*.distcp"):
+        data = file.read_bytes()
+        if marked in data:
+            at = data.index(marked) + 5
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(IntegrityError, match=r"2\.linear\.weight"):
+        consolidate(checkpoint, tmp_path / "out", base=model)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "why"),
+    [
+        ({"2.linear.scale": torch.ones(8)}, {}, "its file has other names (linear.scale)"),
+        ({"2.linear.bias": torch.ones(9)}, {}, "its file has other shapes (linear.bias)"),
+        ({"3.norm.weight": torch.zeros(8)}, {}, "its file is not of safetensors"),
+        ({}, {"root": "0.auto_model"}, "names were chosen by hand"),
+    ],
+)
+def test_where_it_is_not_certain_the_bases_is_copied(
+    tmp_path: Path, changed: dict[str, torch.Tensor], options: dict[str, str], why: str
+) -> None:
+    """Said, with the command that writes the trained ones."""
+    model = sentence_model(tmp_path / "model")
+    checkpoint = save(trained_state(**changed), tmp_path / "step-3")
+    result = consolidate(checkpoint, tmp_path / "out", base=model, **options)
+    (warning,) = (line for line in result.warnings if "is the base's" in line)
+    file, place = ("late/norm/pytorch_model.bin", "3") if "3.norm.weight" in changed else (DENSE, "2")
+    assert warning.startswith(f"{file} is the base's")
+    assert f": {why}; --root {place} writes these" in warning
+    assert (tmp_path / "out" / file).read_bytes() == (model / file).read_bytes()
+    trained = consolidate(checkpoint, tmp_path / "alone", root=place)
+    assert load_file(f"{trained.output}/model.safetensors")
 
 
 BESIDE: Mapping[str, str] = {
@@ -156,13 +211,18 @@ def test_sentence_transformers_loads_it(tmp_path: Path) -> None:
     model = library.SentenceTransformer(modules=parts, device="cpu")
     model.save(str(tmp_path / "model"))
     expected = model.encode(["a b c"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    trained = model.encode(["a b c"])
+    assert not np.allclose(trained, expected)
     checkpoint = save(model.state_dict(), tmp_path / "step-3")
-    for result in (
-        consolidate(tmp_path / "model", tmp_path / "one"),
-        consolidate(checkpoint, tmp_path / "two", base=tmp_path / "model"),
+    for result, answer in (
+        (consolidate(tmp_path / "model", tmp_path / "one"), expected),
+        (consolidate(checkpoint, tmp_path / "two", base=tmp_path / "model"), trained),
     ):
         loaded = library.SentenceTransformer(result.output, device="cpu")
-        assert np.array_equal(loaded.encode(["a b c"]), expected)
+        assert np.array_equal(loaded.encode(["a b c"]), answer)
 
 
 def test_what_lies_beside_a_trainers_checkpoint_is_named(tmp_path: Path) -> None:
