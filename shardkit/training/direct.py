@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from shardkit.core.regions import Region
+from shardkit.core.regions import Region, intersect
 from shardkit.training.agree import agreed
 from shardkit.training.compare import compare_together
 from shardkit.training.context import Weights
@@ -30,7 +30,7 @@ def fill_direct(wanted: Sequence[Wanted], weights: Weights, *, check_source: boo
     Raises:
         ShardkitError: on all ranks, when any cannot read, or reads something other than was recorded; naming them.
     """
-    mine, shared = divide(wanted)
+    mine, shared, repeated = divide(wanted)
     with contextlib.ExitStack() as stack:
         with agreed("reading shards from storage"):
             regions: dict[str, list[Region]] = {}
@@ -51,6 +51,16 @@ def fill_direct(wanted: Sequence[Wanted], weights: Weights, *, check_source: boo
             if check is None:
                 sources.check_unchanged()
         if check is not None:
+            check.leave_chunks(
+                row
+                for item in repeated
+                for row in catalog.tensors[item.entry.fqn].chunk_ids
+                if _lies_in(catalog.chunks.region(row), item.region)
+            )
             filled.checked = compare_together(check, sources, {item.entry.fqn for item in wanted})
     copy_to_replicas(shared, filled)
     return filled
+
+
+def _lies_in(inner: Region, outer: Region) -> bool:
+    return intersect(inner, outer) == inner

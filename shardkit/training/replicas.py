@@ -29,18 +29,22 @@ class Shared(NamedTuple):
     """Its place among the replicas."""
 
 
-def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
+def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared], list[Wanted]]:
     """Divide what this rank holds into what it reads itself, and what is read once by one replica or another.
 
     Parts below 64 KiB are read by every rank that holds them. Of the others each goes to the replica that has the
     fewest bytes to read so far: all ranks of a replica group see the same parts in the same order and so decide
     the same. A plain tensor counts as held by all ranks, if all have the same ones.
+
+    Returns:
+        What this rank reads; what is read once; and what this rank reads although the first of its replicas does too.
     """
     _, world_size = world()
     plain_is_shared = world_size > 1 and _same_plain(wanted)
     loads: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
     mine: list[Wanted] = []
     shared: list[Shared] = []
+    repeated: list[Wanted] = []
     for item in wanted:
         replicas, nbytes = item.shard.replicas, item.target.nbytes
         count = replicas.count
@@ -50,6 +54,8 @@ def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
             continue
         if count == 1 or nbytes < _READ_BY_EACH:
             mine.append(item)
+            if count > 1 and _index(item):
+                repeated.append(item)
             continue
         load = loads.setdefault((replicas.mesh, replicas.axes), [0] * count)
         reader = load.index(min(load))
@@ -57,7 +63,7 @@ def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
         shared.append(Shared(item, reader))
         if reader == _index(item):
             mine.append(item)
-    return mine, shared
+    return mine, shared, repeated
 
 
 def _same_plain(wanted: Sequence[Wanted]) -> bool:

@@ -130,6 +130,7 @@ class SourceCheck:
         self._seen_bytes = 0
         self._first_readers: dict[int, int] = {}
         self._not_mine: set[int] = set()
+        self._left: set[int] = set()
 
     def runs(self) -> Runs:
         """Return what one thread tells of its reads."""
@@ -300,7 +301,18 @@ class SourceCheck:
                     if known.setdefault((entry, start, stop), crc) != crc:  # they do not see the same bytes
                         self._states[entry], self._different[entry] = _DIFFERENT, run
                     self.add([run])
-        self._not_mine = {entry for entry, reader in self._first_readers.items() if reader != place}
+        self._not_mine = self._left | {
+            entry for entry, reader in self._first_readers.items() if reader != place
+        }
+
+    def leave_chunks(self, rows: Iterable[int]) -> None:
+        """Let others count the entries that are chunks which they read too."""
+        table = self._catalog.chunks
+        for row in rows:
+            start, stop = table.start[row], table.start[row] + table.nbytes[row]
+            found = self.find(table.file[row], start, stop)
+            if found is not None and (found[1], found[2]) == (start, stop) and self._states[found[0]]:
+                self._left.add(found[0])
 
     def is_first_reader(self, entry: int) -> bool:
         """True where nobody before this one among all read something of an entry."""

@@ -1,4 +1,4 @@
-"""Two real gloo ranks fill a model from sources with and without damage; rank 0 writes what each of them was told.
+"""Two real gloo ranks, then four, fill a model from sources with and without damage and write what they were told.
 
 python compare_world.py OUT
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardkit
 from shardkit.errors import ShardkitError
@@ -42,7 +44,8 @@ def flip(path: Path, held: torch.Tensor, at: int) -> None:
 
 
 def make_sources(out: Path) -> None:
-    """One file, three shards by stock torch's chunks, three by shardkit's manifest, one storage for all; each twice."""
+    """One file, three shards by stock torch's chunks, three by shardkit's manifest, a Hub model with a manifest, and one
+    storage for all; each twice."""
     state = dict(build().state_dict())
     for name in ("good", "bad"):
         dcp.save(state, checkpoint_id=out / name / "one", no_dist=True)
@@ -55,57 +58,96 @@ def make_sources(out: Path) -> None:
             views[key] = flat[at : at + value.numel()].view(value.shape)
             at += value.numel()
         torch.save(views, out / name / "flat.pt")
+        shardkit.consolidate(out / name / "one", out / name / "hub", manifest=True)
     weight = state["1.weight"]
     flip(out / "bad" / "one" / "__0_0.distcp", weight, 700_000)
     for folder in ("listed", "three"):
         flip(out / "bad" / folder / "__1_0.distcp", weight[101:202], 300_000)  # of both ranks' rows
     flip(out / "bad" / "flat.pt", weight, 5)
+    flip(out / "bad" / "hub" / "model.safetensors", weight, 700_000)
 
 
-SOURCES = {"one": "one", "listed": "listed", "three": "three", "flat": "flat.pt"}
+SOURCES = {
+    "one": "one",
+    "listed": "listed",
+    "three": "three",
+    "flat": "flat.pt",
+    "hub": "hub",
+}
 
 
-def answers(out: Path, rank: int) -> dict[str, Any]:
-    """Fill from every source, in both ways."""
+def answers(out: Path) -> dict[str, Any]:
+    """Fill from every source, in both ways; and what is wrapped already."""
     told: dict[str, Any] = {}
     mesh = init_device_mesh("cpu", (2,))
     for strategy in ("direct", "broadcast"):
         for name, file in SOURCES.items():
             for kind, check in (("good", True), ("bad", True), ("bad", False)):
-                with torch.device("meta"):
-                    model = build_on_meta()
-                ctx = shardkit.prepare(lambda model=model: model, str(out / kind / file))
-                for layer in ctx.model:
-                    fully_shard(layer, mesh=mesh)
-                fully_shard(ctx.model, mesh=mesh)
-                key = f"{strategy} {name} {kind} {check}"
-                try:
-                    shardkit.finalize(ctx.model, ctx, strategy=strategy, check_source=check)
-                except ShardkitError as error:
-                    told[key] = {
-                        "error": type(error).__name__,
-                        "problems": list(error.problems),
-                        "hint": error.hint,
-                    }
-                else:
-                    assert ctx.checked is not None
-                    told[key] = {
-                        "checked_bytes": ctx.checked.checked_bytes,
-                        "unchecked": [
-                            [p.reason, p.num_entries, p.entry_bytes] for p in ctx.checked.unchecked
-                        ],
-                    }
+                key, source = f"{strategy} {name} {kind} {check}", out / kind / file
+                told[key] = answer(source, check, strategy, partial(shard, mesh=mesh))
+    for name in ("one", "hub"):
+        for kind, check in (("good", True), ("bad", True), ("bad", False)):
+            model = build_on_meta()
+            shard(model, mesh=mesh)
+            try:
+                shardkit.load_into(model, out / kind / SOURCES[name], check_source=check)
+            except ShardkitError as error:
+                told[f"load_into {name} {kind} {check}"] = refusal(error)
+            else:
+                told[f"load_into {name} {kind} {check}"] = None
     return told
 
 
+def answers_of_four(out: Path) -> dict[str, Any]:
+    """Fill what two ranks hold the same of, and what is cut along both dims."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+
+    def cut(model: nn.Module) -> None:
+        parallelize_module(model, mesh["b"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        shard(model, mesh=mesh["a"])
+
+    ways = {"hsdp": partial(shard, mesh=mesh), "fsdp x tp": cut}
+    return {
+        f"{way} {strategy} {name} {kind}": answer(out / kind / SOURCES[name], True, strategy, wrap)
+        for way, wrap in ways.items()
+        for strategy in ("direct", "broadcast")
+        for name in ("one", "three", "listed", "hub")
+        for kind in ("good", "bad")
+    }
+
+
+def shard(model: nn.Module, *, mesh: DeviceMesh) -> None:
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def answer(source: Path, check: bool, strategy: str, wrap: Callable[[nn.Module], None]) -> dict[str, Any]:
+    """Return what a rank is told of a source."""
+    ctx = shardkit.prepare(build_on_meta, str(source))
+    wrap(ctx.model)
+    try:
+        shardkit.finalize(ctx.model, ctx, strategy=strategy, check_source=check)
+    except ShardkitError as error:
+        return refusal(error)
+    assert ctx.checked is not None
+    unchecked = [[part.reason, part.num_entries, part.entry_bytes] for part in ctx.checked.unchecked]
+    return {"checked_bytes": ctx.checked.checked_bytes, "unchecked": unchecked}
+
+
+def refusal(error: ShardkitError) -> dict[str, Any]:
+    return {"error": type(error).__name__, "problems": list(error.problems), "hint": error.hint}
+
+
 def build_on_meta() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 900), nn.Linear(900, 301))
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(64, 900), nn.Linear(900, 301))
 
 
-def work(rank: int, out: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=2)
-    told = answers(out, rank)
-    (out / f"told{rank}.json").write_text(json.dumps(told))
+def work(rank: int, out: Path, size: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{out}/store{size}", rank=rank, world_size=size)
+    told = answers(out) if size == 2 else answers_of_four(out)
+    (out / f"told{rank}of{size}.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -113,4 +155,5 @@ def work(rank: int, out: Path) -> None:
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     make_sources(out)
-    wait([fork(partial(work, rank, out)) for rank in range(2)])
+    for size in (2, 4):
+        wait([fork(partial(work, rank, out, size)) for rank in range(size)])

@@ -11,22 +11,42 @@ import pytest
 from tests.distributed.processes import run_script
 
 NBYTES = 4 * (64 * 900 + 900 + 900 * 301 + 301)
-FILES = {"one": "__0_0.distcp", "listed": "__1_0.distcp", "three": "__1_0.distcp", "flat": "flat.pt"}
+FILES = {
+    "one": "__0_0.distcp",
+    "listed": "__1_0.distcp",
+    "three": "__1_0.distcp",
+    "flat": "flat.pt",
+    "hub": "model.safetensors",
+}
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank was told, by strategy, source, damage and whether it was to be compared."""
-    out = tmp_path_factory.mktemp("compare")
-    run_script(str(Path(__file__).with_name("compare_world.py")), str(out))
-    return [json.loads((out / f"told{rank}.json").read_text()) for rank in range(2)]
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("compare")
+    run_script(str(Path(__file__).with_name("compare_world.py")), str(directory))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def told(out: Path) -> list[dict[str, Any]]:
+    """What each of two ranks was told, by strategy, source, damage and whether it was to be compared."""
+    return [json.loads((out / f"told{rank}of2.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def told_of_four(out: Path) -> list[dict[str, Any]]:
+    """What each of four ranks was told, by way of wrapping, strategy, source and damage."""
+    return [json.loads((out / f"told{rank}of4.json").read_text()) for rank in range(4)]
 
 
 @pytest.mark.parametrize("strategy", ["direct", "broadcast"])
 @pytest.mark.parametrize("source", FILES)
 def test_all_of_a_source_is_compared(told: list[dict[str, Any]], strategy: str, source: str) -> None:
     for rank in told:
-        assert rank[f"{strategy} {source} good True"] == {"checked_bytes": NBYTES, "unchecked": []}
+        assert rank[f"{strategy} {source} good True"] == {
+            "checked_bytes": NBYTES,
+            "unchecked": [],
+        }
 
 
 @pytest.mark.parametrize("strategy", ["direct", "broadcast"])
@@ -40,9 +60,8 @@ def test_damage_is_refused_on_all_ranks_and_names_rank_and_file(
     assert "check_source=False" in first["hint"]
     (problem,) = first["problems"]
     assert problem.startswith("ranks 0-1: " if strategy == "direct" else "rank 0: ")
-    assert (
-        f"1.weight: {FILES[source]}: bytes " in problem or f"and 1 more: {FILES[source]}: bytes " in problem
-    )
+    names = "and 1 more" if source == "flat" else "1.weight"
+    assert f"{names}: {FILES[source]}: bytes " in problem
 
 
 @pytest.mark.parametrize("strategy", ["direct", "broadcast"])
@@ -50,3 +69,30 @@ def test_damage_is_refused_on_all_ranks_and_names_rank_and_file(
 def test_damage_passes_where_it_may(told: list[dict[str, Any]], strategy: str, source: str) -> None:
     for rank in told:
         assert rank[f"{strategy} {source} bad False"] == {"checked_bytes": 0, "unchecked": []}
+
+
+@pytest.mark.parametrize("source", ["one", "hub"])
+def test_load_into_refuses_damage_too(told: list[dict[str, Any]], source: str) -> None:
+    for rank in told:
+        assert rank[f"load_into {source} good True"] is None
+        assert rank[f"load_into {source} bad False"] is None
+        refused = rank[f"load_into {source} bad True"]
+        assert refused["error"] == "IntegrityError"
+        (problem,) = refused["problems"]
+        assert problem.startswith("ranks 0-1: 1.weight: ")
+        assert f"{FILES[source]}: bytes " in problem
+
+
+@pytest.mark.parametrize("way", ["hsdp", "fsdp x tp"])
+@pytest.mark.parametrize("strategy", ["direct", "broadcast"])
+@pytest.mark.parametrize("source", ["one", "three", "listed", "hub"])
+def test_replicas_and_parts_along_both_dims_count_once(
+    told_of_four: list[dict[str, Any]], way: str, strategy: str, source: str
+) -> None:
+    for rank in told_of_four:
+        assert rank[f"{way} {strategy} {source} good"] == {"checked_bytes": NBYTES, "unchecked": []}
+    first, *others = (rank[f"{way} {strategy} {source} bad"] for rank in told_of_four)
+    assert all(other == first for other in others)
+    assert first["error"] == "IntegrityError"
+    (problem,) = first["problems"]
+    assert f"1.weight: {FILES[source]}: bytes " in problem
