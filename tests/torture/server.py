@@ -21,6 +21,7 @@ import gc
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -63,6 +64,9 @@ def run(request: dict[str, Any], report: int) -> int:
         os.setgroups([])
         os.setgid(request["uid"])
         os.setuid(request["uid"])
+    # As a terminal has them: what a shell starts with "&" ignores Ctrl-C, what nohup starts ignores a hang-up.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sys.setswitchinterval(1e-5)  # so that small files are under way at the same time
     faults = Faults(request.get("fault"), report)
     faults.install(exchange=request.get("exchange", True))
