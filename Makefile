@@ -43,6 +43,8 @@ test: $(INSTALLED)
 
 zoo: $(INSTALLED)
 	$(BIN)/python -m tests.models $(MODELS)
+	$(BIN)/python -m tests.models.lacking $(MODELS)
+	$(if $(MODELS),,$(BIN)/python -m tests.models.lacking --classes)
 
 # An environment of its own, which stays: .venv-torch/2.15.
 test-newest: $(INSTALLED)

@@ -71,6 +71,14 @@ Examples:
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; repeatable.")
 @click.option("--allow-missing", is_flag=True, help="Tensors of the base may be missing.")
 @click.option("--allow-unexpected", is_flag=True, help="Tensors may be there that the base does not have.")
+@click.option(
+    "--ask-class",
+    type=click.Choice(["on", "off"]),
+    default="on",
+    show_default=True,
+    callback=lambda _context, _option, value: value == "on",
+    help="Ask the config's class whether from_pretrained would find all weights; off saves seconds.",
+)
 @click.option("--merge-lora", is_flag=True, help="Add an adapter to the weights that it was trained on.")
 @click.option(
     "--adapter-config", metavar="FILE", help="An adapter's settings, where base and checkpoint have none."
@@ -176,6 +184,8 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
         yield "memory", f"at most {format_size(result.peak_memory_bytes)} of buffers"
         yield "free disk", format_size(result.free_bytes)
         return
+    if result.held_against == "class" and not result.unloadable:
+        yield "names", f"{result.model_class or 'the class'} finds all of its weights"
     if result.resumed_files:
         yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
     yield from check_facts(result)

@@ -64,7 +64,7 @@ def make_layout(
         ResourceError: the tracing child was killed or took too long.
     """
     parse_policy(wrap)
-    reason = _why_not_traced(model.config)
+    reason = why_no_class(model.config)
     if reason is None:
         try:
             found = trace_model(
@@ -82,7 +82,8 @@ def make_layout(
     return declare(model.catalog.tensors, mesh, wrap, model.config, reason=reason)
 
 
-def _why_not_traced(config: Mapping[str, Any] | None) -> str | None:
+def why_no_class(config: Mapping[str, Any] | None) -> str | None:
+    """Return why a config's class cannot be built, as far as can be told without importing it; None where it may be."""
     if config is None:
         return "there is no config.json"
     if not config.get("architectures") or not config.get("model_type"):

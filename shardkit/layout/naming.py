@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -41,10 +43,19 @@ class NameMatch:
     """How many are found under another name than their own, wrappers aside."""
 
 
+class Lacking(NamedTuple):
+    """What `from_pretrained` would not find in files of these names and shapes."""
+
+    missing: tuple[str, ...]
+    """FQNs of weights that it would initialise at random."""
+    misfits: tuple[tuple[str, str], ...]
+    """(FQN, why) of weights that it could not load, and would refuse the files for."""
+
+
 class _Renamed(NamedTuple):
     name: str
-    is_converted: bool
-    """More than its name would change."""
+    pattern: str | None = None
+    """Of transformers' converter, where more than its name would change."""
 
 
 _Rename = Callable[[str], _Renamed]
@@ -78,9 +89,9 @@ def match_names(
     cleaned = {name: cleaned[name] for name in sorted(cleaned, key=lambda name: natural(cleaned[name]))}
     root = _transformers_root(model)
     prefixes = _prefixes(cleaned.values(), targets, root)
-    found = _match(cleaned, targets, prefixes, lambda name: _Renamed(name, False))
-    if found.unused and root is not None and (rename := _renaming(root[1])) is not None:
-        other = _match(cleaned, targets, prefixes, rename)
+    found = _match(cleaned, targets, prefixes, _Renamed)
+    if found.unused and root is not None and (transforms := _Transforms.of(root[1])) is not None:
+        other = _match(cleaned, targets, prefixes, transforms.rename)
         if len(other.unused) < len(found.unused):
             found = other
     if root is None:
@@ -166,10 +177,10 @@ def _match(
         new = rename(plain)
         found = targets.find(new.name, prefixes)
         if not found and new.name != plain:  # as from_pretrained: it should probably not have been renamed
-            found, new = targets.find(plain, prefixes), _Renamed(plain, False)
+            found, new = targets.find(plain, prefixes), _Renamed(plain)
         if not found:
             unused.append(key)
-        elif new.is_converted:
+        elif new.pattern is not None:
             fused[key] = found[0]
         else:
             renamed += key not in found
@@ -196,26 +207,91 @@ def _refuse_several(names: Mapping[str, list[str]]) -> None:
         )
 
 
-def _renaming(module: Any) -> _Rename | None:
-    """Return how `from_pretrained` renames stored tensors for a model; None where this transformers does not.
+def find_lacking(model: nn.Module, shapes: Mapping[str, Shape]) -> Lacking:
+    """Return which weights of a model `from_pretrained` would not find in files.
+
+    Args:
+        model: as transformers builds it from its config, tied; on the meta device.
+        shapes: by name in the files.
+
+    Raises:
+        SourceError: several of the tensors would be one of the model's.
+    """
+    state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
+    computed = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state]
+    found = match_names(
+        dict(zip(shapes, shapes, strict=True)), state, shapes=shapes, computed=computed, model=model
+    )
+    have: dict[str, Shape | str] = {fqn: tuple(shapes[name]) for fqn, name in found.names.items()}
+    transforms = _Transforms.of(model) if found.fused else None
+    if transforms is not None:
+        have |= transforms.convert(model, found.fused, shapes)
+    held = {id(state[name]) for name in have if name in state}  # a tie needs one of its names
+    missing = (name for name, tensor in state.items() if name not in have and id(tensor) not in held)
+    misfits = [
+        (name, given if isinstance(given, str) else f"{list(given)}, in the model {list(state[name].shape)}")
+        for name, given in have.items()
+        if name in state and given != tuple(state[name].shape)
+    ]
+    return Lacking(tuple(name for name in missing if name not in found.made), tuple(misfits))
+
+
+class _Transforms(NamedTuple):
+    """How `from_pretrained` renames and converts stored tensors for a model.
 
     Source: transformers 5.23, core_model_loading.convert_and_load_state_dict_in_model.
     """
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:
-        return None
-    with _own_classes(module):
-        transforms = get_model_conversion_mapping(module)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
 
-    def rename(name: str) -> _Renamed:
-        changed, pattern = rename_source_key(name, renamings, converters)
-        return _Renamed(changed, pattern is not None)
+    renamings: list[Any]
+    converters: list[Any]
 
-    return rename
+    @classmethod
+    def of(cls, module: Any) -> _Transforms | None:
+        """Return those of a model; None where this transformers has none."""
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightConverter, WeightRenaming
+        except ImportError:
+            return None
+        with _own_classes(module):
+            transforms = get_model_conversion_mapping(module)
+        return cls(
+            [each for each in transforms if isinstance(each, WeightRenaming)],
+            [each for each in transforms if isinstance(each, WeightConverter)],
+        )
+
+    def rename(self, name: str) -> _Renamed:
+        """Return a stored tensor's name in the model, and the pattern of what would convert it."""
+        from transformers.core_model_loading import rename_source_key
+
+        return _Renamed(*rename_source_key(name, self.renamings, self.converters))
+
+    def convert(
+        self, model: nn.Module, fused: Mapping[str, str], shapes: Mapping[str, Shape]
+    ) -> dict[str, Shape | str]:
+        """Return the shape of each tensor that is made of stored ones, or why it cannot be made.
+
+        Args:
+            model: that they are made for.
+            fused: stored name -> FQN of the first tensor that it becomes a part of.
+            shapes: by stored name.
+        """
+        by_pattern = {pattern: each for each in self.converters for pattern in each.source_patterns}
+        collected: dict[str, Any] = {}
+        for name in sorted(fused, key=natural):
+            fqn, pattern = fused[name], self.rename(name).pattern
+            converter = collected.get(fqn) or collected.setdefault(fqn, copy.deepcopy(by_pattern[pattern]))
+            converter.add_tensor(fqn, name, pattern, torch.empty(shapes[name], device="meta"))
+        made: dict[str, Shape | str] = {}
+        for fqn, converter in collected.items():
+            try:
+                values = converter.convert(fqn, model=model, config=getattr(model, "config", None))
+            except Exception as error:  # whatever an operation says of tensors that do not fit together
+                made[fqn] = f"cannot be made of what is there: {escape(str(error).partition(chr(10))[0])}"
+                continue
+            for name, value in values.items():
+                made[name] = tuple((value[0] if isinstance(value, list) else value).shape)
+        return made
 
 
 @contextlib.contextmanager

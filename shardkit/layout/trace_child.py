@@ -2,7 +2,8 @@
 
     request (stdin)    {"directory", "axes": [[name, size, role]], "wrap", "dtype", "trust_remote_code",
                        "names", "answer"}
-                       without axes nothing is wrapped: the answer is about names alone
+                       without axes nothing is wrapped: the answer is about names alone;
+                       with "asks": "lacking" about what `from_pretrained` would not find under them
     answer (a file)    {"status": "ok", ...} as `_read_model` and `_match` list it, or an error: {"status":
                        "cannot_build" | "policy" | "layout" | "source", "message", "problems", "hint", "show_output"}
 
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +29,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit._torch import init_fake_world
 from shardkit.core.mesh import REPLICATE, Axis, Mesh, Placement, Placements
+from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, SourceError
 from shardkit.keys.names import clean_name
 from shardkit.layout import meta_model
 from shardkit.layout.dtypes import ClassDtypes, built_dtypes, class_dtypes
-from shardkit.layout.naming import match_names
+from shardkit.layout.naming import find_lacking, match_names
 from shardkit.layout.sharding import plan_units, shard_units
 from shardkit.layout.traced import CannotBuildError
 from shardkit.layout.units import class_counts, collect, describe, find_units, import_name, tie_error
 from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy
+
+# Far above what the largest models take: 12 s and 400 MiB.
+_MAX_CPU_S, _MAX_DATA_BYTES = 300, 16 << 30
 
 
 def main() -> None:
@@ -74,7 +80,29 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
         return {"status": "layout", **failure.to_json(), "show_output": True}
 
 
+def answer_lacking(directory: str, names: Mapping[str, Shape]) -> dict[str, Any]:
+    """Return what `from_pretrained` would not find in files, as `lacking` asks it; any exception may come out.
+
+    Args:
+        directory: holds config.json; code in it does not run.
+        names: of the files' tensors, with their shapes.
+    """
+    model = meta_model.build_model(directory, trust_remote_code=False)
+    return {"model_class": type(model).__name__, **find_lacking(model, names)._asdict()}
+
+
+def _limit() -> None:
+    """Let a config that describes something endless end this process, not the machine."""
+    for what, most in ((resource.RLIMIT_CPU, _MAX_CPU_S), (resource.RLIMIT_DATA, _MAX_DATA_BYTES)):
+        allowed = resource.getrlimit(what)[1]
+        least = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+        resource.setrlimit(what, (least, allowed))
+
+
 def _trace(request: dict[str, Any]) -> dict[str, Any]:
+    if request.get("asks") == "lacking":
+        _limit()
+        return answer_lacking(request["directory"], request["names"])
     wanted: torch.dtype | None = getattr(torch, request["dtype"]) if request.get("dtype") else None
     model = meta_model.build_model(
         request["directory"], trust_remote_code=request["trust_remote_code"], dtype=wanted

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh, Placement
@@ -24,6 +24,8 @@ from shardkit.layout.layout import Layout, TensorLayout, Unit
 from shardkit.layout.wrap_policy import parse_policy
 
 DEFAULT_TIMEOUT_S = 600.0
+Child = subprocess.Popen[bytes]
+ChildTimeoutError = subprocess.TimeoutExpired
 _LAST_LINES = 12
 
 # The child gets this process's import path and nothing more: `python -m` would put the current directory
@@ -196,14 +198,34 @@ def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
     return answer
 
 
+def start_child(stdin: IO[bytes]) -> Child:
+    """Start the child on a request, and let it run; what it prints is lost.
+
+    Args:
+        stdin: a file that holds the request.
+
+    Raises:
+        OSError: Python cannot be started.
+    """
+    nowhere = subprocess.DEVNULL
+    return subprocess.Popen(_command(), stdin=stdin, stdout=nowhere, stderr=nowhere, env=_environment())
+
+
+def _command() -> list[str]:
+    return [sys.executable, "-c", _BOOT, *map(os.path.abspath, sys.path)]
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in _DROPPED} | _SET
+
+
 def _spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
-    environment = {key: value for key, value in os.environ.items() if key not in _DROPPED} | _SET
     return subprocess.run(
-        [sys.executable, "-c", _BOOT, *map(os.path.abspath, sys.path)],
+        _command(),
         input=payload,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=environment,
+        env=_environment(),
         timeout=timeout_s,
         check=False,
     )

@@ -15,6 +15,7 @@ from shardkit.formats.dcp import remembered
 from shardkit.formats.inside import may_follow_links
 from shardkit.formats.sharded.detect import open_checkpoint, stray_weights
 from shardkit.operations.consolidate_base import find_base, open_base
+from shardkit.operations.consolidate_class import ClassCheck
 from shardkit.operations.consolidate_job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate_result import ConsolidateResult, DTypeCount, SkippedPart
 from shardkit.operations.consolidate_run import Descriptions
@@ -56,6 +57,7 @@ def consolidate(
     exclude: Sequence[str] = (),
     allow_missing: bool = False,
     allow_unexpected: bool = False,
+    ask_class: bool = True,
     merge_lora: bool = False,
     adapter_config: str | None = None,
     check: bool = False,
@@ -100,6 +102,8 @@ def consolidate(
         exclude: globs; not these tensors.
         allow_missing: tensors of the base may be missing.
         allow_unexpected: tensors may be there that the base does not have.
+        ask_class: ask the class that the config names, in a process of its own while bytes move, whether
+            `from_pretrained` would find all of its weights; only where no base's weights tell.
         merge_lora: add an adapter to the weights that it was trained on; otherwise the adapter is written.
         adapter_config: an `adapter_config.json` or its directory; by default from the base or the checkpoint.
         check: compare the checkpoint's bytes with the checksums in it first, before any is moved.
@@ -176,58 +180,60 @@ def consolidate(
         )
         opened = open_checkpoint(resolved.path)
     found = open_base(base, revision=base_revision) if base is not None else find_base(opened)
-    job = build_job(opened, found, options)
-    catalogs = [job.catalog, *(module.catalog for module in job.modules)]
+    decided = build_job(opened, found, options)
+    catalogs = [decided.catalog, *(module.catalog for module in decided.modules)]
     manifests = find_manifests(catalogs, resolved.path, given=source_manifest, check_source=check_source)
-    warn_all(on_warning, (*job.warnings, *check_warnings(moving), *manifests.warnings))
-    if check:
-        job = _checked(job)
-    result = _describe(
-        job, given, resolved, path, moving, dry_run=dry_run, checked=check and opened.check is not None
-    )
-    result = replace(
-        result,
-        source_manifests=tuple(manifests.paths),
-        warnings=(*result.warnings, *manifests.warnings),
-    )
-    if resume_from is not None:
-        resume_from = check_resume_from(os.fspath(resume_from), path, job.plan_hash, resume=resume)
-    needed = job.plan.written_bytes + sum(asset.nbytes for asset in job.assets)
-    needed += sum(module.plan.written_bytes for module in job.modules)
-    check_space(path, needed, resume_from=resume_from)
-    written: list[bytes] = []
-    if not dry_run:
-        ran = run_job(
-            job,
-            path,
-            moving,
-            progress,
-            describe=partial(
-                Descriptions,
-                job,
-                manifests,
-                moving=moving,
-                sha256=sha256,
-                on_manifest=written.append if sidecar is not None else None,
-            ),
-            label="consolidate",
-            overwrite=overwrite,
-            resume=resume,
-            resume_from=resume_from,
-            why_not=is_hub_model,
+    warn_all(on_warning, (*decided.warnings, *check_warnings(moving), *manifests.warnings))
+    with ClassCheck(decided, is_on=ask_class, on_warning=on_warning) as asked:
+        job = _checked(decided) if check else decided
+        result = _describe(
+            job, given, resolved, path, moving, dry_run=dry_run, checked=check and opened.check is not None
         )
         result = replace(
             result,
-            resumed_files=ran.resumed_files,
-            checked_bytes=ran.source.checked_bytes,
-            unchecked=ran.source.unchecked,
+            source_manifests=tuple(manifests.paths),
+            warnings=(*result.warnings, *manifests.warnings),
         )
-        if sidecar is not None:
-            write_sidecar(sidecar, written[-1], overwrite=overwrite)
-        if push_to_hub is not None:
-            from shardkit.formats.hub_push import push
+        if resume_from is not None:
+            resume_from = check_resume_from(os.fspath(resume_from), path, job.plan_hash, resume=resume)
+        needed = job.plan.written_bytes + sum(asset.nbytes for asset in job.assets)
+        needed += sum(module.plan.written_bytes for module in job.modules)
+        check_space(path, needed, resume_from=resume_from)
+        written: list[bytes] = []
+        if not dry_run:
+            ran = run_job(
+                job,
+                path,
+                moving,
+                progress,
+                describe=partial(
+                    Descriptions,
+                    job,
+                    manifests,
+                    moving=moving,
+                    sha256=sha256,
+                    on_manifest=written.append if sidecar is not None else None,
+                    on_written=asked.settle,
+                ),
+                label="consolidate",
+                overwrite=overwrite,
+                resume=resume,
+                resume_from=resume_from,
+                why_not=is_hub_model,
+            )
+            result = replace(
+                result,
+                resumed_files=ran.resumed_files,
+                checked_bytes=ran.source.checked_bytes,
+                unchecked=ran.source.unchecked,
+            )
+        result = _with_answer(result, len(resolved.warnings), decided, asked.settle())
+    if sidecar is not None and not dry_run:
+        write_sidecar(sidecar, written[-1], overwrite=overwrite)
+    if push_to_hub is not None and not dry_run:
+        from shardkit.formats.hub_push import push
 
-            result = replace(result, pushed_to=push(path, push_to_hub, private=private, branch=branch))
+        result = replace(result, pushed_to=push(path, push_to_hub, private=private, branch=branch))
     return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
 
 
@@ -368,6 +374,34 @@ def _describe(
         unloadable=job.unloadable,
         notes=(*resolved.notes, *job.notes),
         warnings=(*resolved.warnings, *job.warnings, *check_warnings(moving)),
+    )
+
+
+def _with_answer(
+    result: ConsolidateResult, first: int, decided: ConsolidateJob, settled: ConsolidateJob
+) -> ConsolidateResult:
+    """Return the result as it is once the model's class has answered, if it was asked.
+
+    Args:
+        result: with the warnings of the job as it was decided.
+        first: where they begin.
+        decided: before the answer.
+        settled: with it.
+    """
+    answer = settled.answer
+    is_asked = answer is not None and answer.failure is None
+    return replace(
+        result,
+        unloadable=settled.unloadable,
+        held_against="class" if is_asked else "base" if settled.fit.is_whole else None,
+        missing=answer.missing if answer is not None else (),
+        misfits=answer.misfits if answer is not None else (),
+        notes=(*result.notes, *settled.notes[len(decided.notes) :]),
+        warnings=(
+            *result.warnings[:first],
+            *settled.warnings,
+            *result.warnings[first + len(decided.warnings) :],
+        ),
     )
 
 

@@ -36,6 +36,10 @@ class Fit:
 
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Warnings of weights that the base has and the output lacks."""
+    is_whole: bool = False
+    """The base's weights are known, and all of them are in the output."""
 
 
 def name_merged(names: Mapping[str, str], catalog: Catalog, base: Base | None) -> HubNames:
@@ -99,9 +103,12 @@ def check_fit(
             unexpected=tuple(name for name in found.unexpected if name not in made),
         )
     if found.is_equal:
-        return Fit(notes=(f"names and shapes are those of {label}", *said))
+        return Fit(notes=(f"names and shapes are those of {label}", *said), is_whole=True)
+    is_whole = not (found.missing or found.wrong_shapes)
     if not base.is_given:
-        return Fit(warnings=tuple(_summary(found, f"the weights in {label}")))
+        missing, *others = _summary(found, f"the weights in {label}")
+        lost = tuple([missing] if found.missing else [])
+        return Fit(warnings=tuple(others if lost else [missing, *others]), missing=lost, is_whole=is_whole)
     problems = [
         *([] if allow_missing else _missing(found, shapes)),
         *([] if allow_unexpected else _unexpected(found, theirs)),
@@ -116,7 +123,7 @@ def check_fit(
             problems=problems,
             hint=_FUSED if holds_fused_experts(found.unexpected) else _OTHER_NAMES,
         )
-    return Fit(notes=(*_summary(found, label), *said))
+    return Fit(notes=(*_summary(found, label), *said), is_whole=is_whole)
 
 
 def may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]) -> bool:

@@ -27,6 +27,7 @@ from shardkit.keys import KeyRule, Selection, select_model
 from shardkit.keys.foreign import refuse_factors
 from shardkit.keys.gaps import find_gaps
 from shardkit.keys.ties import may_be_untied, ties_embeddings
+from shardkit.layout.lacking import Answer
 from shardkit.layout.traced import ModelNames
 from shardkit.operations.consolidate_adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate_adapter import Chosen, choose_tensors
@@ -78,6 +79,11 @@ class JobOptions:
     """Write `shardkit.json` into the output."""
 
     @property
+    def chooses_part(self) -> bool:
+        """True where a person asks for a part of the model."""
+        return bool(self.include or self.exclude or self.root)
+
+    @property
     def change_names(self) -> bool:
         """True where a person says what becomes of names."""
         return bool(self.strip_prefix or self.add_prefix or self.rename)
@@ -113,6 +119,10 @@ class ConsolidateJob:
     unloadable: tuple[str, ...]
     """Why `from_pretrained` would not load all weights of the output; the first of `warnings`."""
     warnings: tuple[str, ...]
+    fit: Fit
+    """How names and shapes fit the base's."""
+    answer: Answer | None = None
+    """What the class says of the output's names, where it was to be asked."""
 
     @property
     def plan_hash(self) -> str:
@@ -220,7 +230,9 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         takes=options.weights == "model" and not options.chooses_names,
     )
     written = {module.file for module in modules}
-    unloadable = () if is_adapter else (*selection.unloadable, *_gap_warnings(tensors, base, options))
+    unloadable = (
+        () if is_adapter else (*selection.unloadable, *fit.missing, *_gap_warnings(tensors, base, options))
+    )
     return ConsolidateJob(
         checkpoint=checkpoint,
         options=options,
@@ -255,6 +267,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
             *_tie_warnings(ties, base),
             *untaken,
         ),
+        fit=fit,
     )
 
 
@@ -385,7 +398,7 @@ def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
 def _gap_warnings(tensors: Sequence[OutputTensor], base: Base | None, options: JobOptions) -> list[str]:
     """Return what the output seems to lack, where there are no weights to hold it against and nobody asked for a part."""
     config = base.config if base is not None and base.tensors is None else None
-    if not config or "model_type" not in config or options.include or options.exclude or options.root:
+    if not config or "model_type" not in config or options.chooses_part:
         return []
     return [
         f"from_pretrained would initialise at random what {CONFIG} calls for and the output does not have: {gap}; "

@@ -108,8 +108,14 @@ class ConsolidateResult:
     """Address of the repo on the Hub."""
     elapsed_s: float
     unloadable: tuple[str, ...] = ()
-    """Why `from_pretrained` would not load all weights of the output, as far as names and shapes tell; in `warnings`
-    too."""
+    """Why `from_pretrained` would not load all weights of the output; in `warnings` too."""
+    held_against: str | None = None
+    """What told whether `from_pretrained` finds all weights: "base", "class", or None: then names and shapes alone did,
+    and a note says why."""
+    missing: tuple[str, ...] = ()
+    """Names of all weights that the class says `from_pretrained` would initialise at random."""
+    misfits: tuple[tuple[str, str], ...] = ()
+    """(name, why) of weights that the class says `from_pretrained` would refuse the output for."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 

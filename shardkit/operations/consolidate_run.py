@@ -40,6 +40,7 @@ class Descriptions:
         sha256: take it of every file for the manifest; of the weights when they are finished, by reading them once
             more.
         on_manifest: gets the manifest, which is to lie elsewhere.
+        on_written: called when all weights are on disk, before the rest is written.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class Descriptions:
         moving: ExecuteOptions,
         sha256: bool = False,
         on_manifest: Callable[[bytes], None] | None = None,
+        on_written: Callable[[], object] | None = None,
     ) -> None:
         self._job, self._directory, self._on_manifest = job, directory, on_manifest
         self._manifests, self._has_digests = manifests, job.options.digest != "none"
         self._sha256, self._moving = sha256, moving
+        self._on_written = on_written
         self._hashes: dict[str, str] = {}
 
     def __enter__(self) -> Descriptions:
@@ -83,6 +86,8 @@ class Descriptions:
             IntegrityError: it is not.
             SourceError, ResourceError: a file beside the weights cannot be read or written.
         """
+        if self._on_written is not None:
+            self._on_written()
         others, copies = list[dict[str, Any]](), list[tuple[str, str, int | None]]()
         for asset in self._job.assets:
             is_large = asset.path is not None and is_weights(asset.name)

@@ -13,6 +13,7 @@ SURFACE = {
         "--add-prefix",
         "--allow-missing",
         "--allow-unexpected",
+        "--ask-class",
         "--base",
         "--base-revision",
         "--branch",

@@ -43,18 +43,19 @@ def deep() -> dict[str, torch.Tensor]:
 def test_lost_weights_are_told_first(
     lost: str | tuple[str, ...], said: str, is_given: bool, tmp_path: Path
 ) -> None:
-    """In the first warning and in the first line; by a config without weights, given or found."""
+    """In the first warning and in the first line; by a config without weights, given or found; no class is asked."""
     state = {name: value for name, value in deep().items() if not name.startswith(lost)}
     checkpoint = save({"model": state}, tmp_path / "step-3")
     hf = hub(
         tmp_path / "base" if is_given else checkpoint / "hf", None, {**CONFIG, "num_hidden_layers": LAYERS}
     )
-    args = [str(checkpoint), str(tmp_path / "out"), *(["--base", str(hf)] if is_given else [])]
+    args = [str(checkpoint), str(tmp_path / "out"), "--ask-class", "off"]
+    args += ["--base", str(hf)] if is_given else []
     result = CliRunner().invoke(main, ["consolidate", *args])
     assert result.exit_code == 0, result.output
     first, *others = result.stdout.splitlines()
     assert first.startswith(f"wrote {tmp_path}/out, which from_pretrained would not load whole: ")
-    made = consolidate(checkpoint, tmp_path / "again", base=hf if is_given else None)
+    made = consolidate(checkpoint, tmp_path / "again", base=hf if is_given else None, ask_class=False)
     assert re.search(said, made.warnings[0])
     assert made.unloadable == made.warnings[:1]
     assert made.warnings[0] in first
@@ -65,6 +66,7 @@ def test_what_is_whole_or_was_chosen_is_not_warned_of(tmp_path: Path) -> None:
     checkpoint = save({"model": deep()}, tmp_path / "step-3")
     hub(checkpoint / "hf", None, {**CONFIG, "num_hidden_layers": LAYERS})
     assert consolidate(checkpoint, tmp_path / "out").warnings == ()
+    assert consolidate(checkpoint, tmp_path / "same", ask_class=False).warnings == ()
     assert consolidate(checkpoint, tmp_path / "part", exclude=[f"*.2.{Q}"]).unloadable == ()
 
 

@@ -1,0 +1,120 @@
+"""No false alarms: what transformers saves of a model is never said to lack a weight.
+
+python -m tests.models.lacking [NAME...]    every model of the zoo, through consolidate without a base
+python -m tests.models.lacking --classes    every class of transformers that its default config can build, by names
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from transformers.models.auto import modeling_auto
+
+import shardkit
+from shardkit.layout.dtypes import safe_creation
+from shardkit.layout.naming import Lacking, find_lacking
+from tests.models.zoo import ZOO, from_pretrained, make_hub
+from tests.models.zoo_world import contents
+
+
+def alarms(name: str, out: Path) -> list[str]:
+    """Return what is wrong with what consolidate says of a model of the zoo: its files' names, and those in memory."""
+    make_hub(ZOO[name], out / "hub")
+    found = []
+    for what, state in {
+        "files": contents(out / "hub"),
+        "memory": dict(from_pretrained(ZOO[name], out / "hub").state_dict()),
+    }.items():
+        checkpoint = out / what
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that it saves in a single process, as asked
+            dcp.save({"model": state}, checkpoint_id=checkpoint, no_dist=True)
+        shutil.copyfile(out / "hub/config.json", checkpoint / "config.json")
+        made = shardkit.consolidate(checkpoint, out / f"{what}-hf")
+        if made.held_against != "class" or made.unloadable:
+            found.append(f"{name}, names of {what}: {made.held_against}: {[*made.unloadable, *made.notes]}")
+    return found
+
+
+def class_names() -> list[str]:
+    """Return the names of all classes of models that transformers' auto classes know."""
+    tables = (
+        table
+        for key, table in vars(modeling_auto).items()
+        if key.startswith("MODEL") and key.endswith("_MAPPING_NAMES")
+    )
+    return sorted({name for table in tables for names in table.values() for name in _flat(names)})
+
+
+def _flat(names: str | Iterable[str]) -> Iterable[str]:
+    return [names] if isinstance(names, str) else names
+
+
+def lacking_of(name: str) -> Lacking | None:
+    """Return what a class is said to lack of what it saves itself, by its default config; None where it has no such.
+
+    No byte is made: model and tensors are on meta.
+    """
+    model_class = getattr(transformers, name, None)
+    saved: dict[str, torch.Size] = {}
+
+    def record(tensors: dict[str, torch.Tensor], *_: Any, **__: Any) -> None:
+        saved.update({name: tensor.shape for name, tensor in tensors.items()})
+
+    try:
+        config = model_class.config_class()  # type: ignore[union-attr]
+        with torch.device("meta"), safe_creation():
+            model = model_class._from_config(config, attn_implementation="eager")  # type: ignore[union-attr]
+        model.tie_weights()
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            mock.patch("transformers.modeling_utils.safe_save_file", record),
+        ):
+            model.save_pretrained(scratch, max_shard_size="1000TB")
+    except Exception:  # no default config, or a package that is not here
+        return None
+    return find_lacking(model, {name: tuple(shape) for name, shape in saved.items()})
+
+
+def _check_classes(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        found = lacking_of(name)
+        if found is None:
+            print(f"not built: {name}")
+        elif found.missing or found.misfits:
+            yield f"{name}: {found}"
+
+
+def _check_zoo(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        with tempfile.TemporaryDirectory() as out:
+            yield from alarms(name, Path(out))
+
+
+def main() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--classes"]:
+        names = arguments[1:] or class_names()
+        wrong = list(_check_classes(names))
+    else:
+        names = arguments or list(ZOO)
+        wrong = list(_check_zoo(names))
+    print("\n".join([*wrong, json.dumps({"asked": len(names), "alarms": len(wrong)})]))
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

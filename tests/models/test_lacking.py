@@ -1,0 +1,36 @@
+"""A sample of `python -m tests.models.lacking`: no model is said to lack what it never saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardkit.layout.naming import Lacking
+from tests.models.lacking import alarms, class_names, lacking_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# Ties, renamings, experts one by one, ignored and computed names, old layouts, parts of other models.
+CLASSES = (
+    *(
+        "BertForPreTraining",
+        "LlavaForConditionalGeneration",
+        "GPT2LMHeadModel",
+        "MarianMTModel",
+        "MixtralForCausalLM",
+    ),
+    *("Qwen2VLForConditionalGeneration", "T5ForConditionalGeneration", "WhisperForConditionalGeneration"),
+    *("XLMRobertaForMaskedLM", "ZambaForCausalLM"),
+)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "qwen2_vl", "whisper", "marian", "gpt_neox"])
+def test_consolidate_without_a_base_raises_no_alarm(name: str, tmp_path: Path) -> None:
+    assert alarms(name, tmp_path) == []
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_lacks_nothing_of_what_it_saves(name: str) -> None:
+    assert name in class_names()
+    assert lacking_of(name) == Lacking((), ())
