@@ -385,23 +385,26 @@ class Kill(NoProgress):
     done = 0
     def advance(self, num_bytes):
         Kill.done += num_bytes
-        if Kill.done > 60_000:
+        if Kill.done > 1_200_000:
             import glob
             (journal,) = glob.glob(sys.argv[2] + "/.out.shardkit-*/journal.jsonl")
             while open(journal).read().count('"file"') < 2:
                 os.sched_yield()
             os.kill(os.getpid(), signal.SIGKILL)
 
-shardkit.consolidate(sys.argv[1], sys.argv[2] + "/out", max_shard_size="20KB", jobs=1, progress=Kill())
+shardkit.consolidate(sys.argv[1], sys.argv[2] + "/out", max_shard_size="400KB", jobs=1, progress=Kill())
 """
 
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_what_an_interrupted_run_read_is_still_compared(tmp_path: Path, damaged: bool) -> None:
-    """The damage lies in a file that the killed run had finished, and the next one does not touch."""
-    whole = torch.arange(20_000.0)
+    """The damage lies in a file that the killed run had finished, and the next one does not touch.
+
+    What the journal has not kept of it would be far more than is read again for the check.
+    """
+    whole = torch.arange(400_000.0)
     model = {
-        f"t{n}.weight": whole[n * 5000 : (n + 1) * 5000] for n in range(4)
+        f"t{n}.weight": whole[n * 100_000 : (n + 1) * 100_000] for n in range(4)
     }  # of one storage: partial CRCs
     torch.save(model, tmp_path / "model.pt")
     if damaged:
@@ -412,20 +415,20 @@ def test_what_an_interrupted_run_read_is_still_compared(tmp_path: Path, damaged:
     assert done.returncode == -signal.SIGKILL
     if damaged:
         with pytest.raises(IntegrityError, match=r"t0.weight, t1.weight, t2.weight and 1 more: model.pt"):
-            shardkit.consolidate(tmp_path / "model.pt", tmp_path / "out", max_shard_size="20KB")
+            shardkit.consolidate(tmp_path / "model.pt", tmp_path / "out", max_shard_size="400KB")
     else:
-        result = shardkit.consolidate(tmp_path / "model.pt", tmp_path / "out", max_shard_size="20KB")
+        result = shardkit.consolidate(tmp_path / "model.pt", tmp_path / "out", max_shard_size="400KB")
         assert result.resumed_files >= 2
-        assert (result.checked_bytes, result.unchecked) == (80_000, ())
+        assert (result.checked_bytes, result.unchecked) == (1_600_000, ())
 
 
 def test_a_run_that_did_not_compare_is_not_gone_on_with(tmp_path: Path) -> None:
     script = _KILLED.replace("jobs=1,", "jobs=1, check_source=False,")
-    saved = save_dcp(tmp_path / "c", {f"t{n}.weight": torch.arange(5000.0) + n for n in range(4)})
+    saved = save_dcp(tmp_path / "c", {f"t{n}.weight": torch.arange(100_000.0) + n for n in range(4)})
     subprocess.run([sys.executable, "-c", script, str(saved), str(tmp_path)], check=False, timeout=600)
     assert any(name.startswith(".out.shardkit-") for name in os.listdir(tmp_path))
-    result = shardkit.consolidate(saved, tmp_path / "out", max_shard_size="20KB")
-    assert (result.resumed_files, result.checked_bytes, result.unchecked) == (0, 80_000, ())
+    result = shardkit.consolidate(saved, tmp_path / "out", max_shard_size="400KB")
+    assert (result.resumed_files, result.checked_bytes, result.unchecked) == (0, 1_600_000, ())
 
 
 def test_the_command(tmp_path: Path) -> None:
