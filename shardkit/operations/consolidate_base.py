@@ -9,7 +9,7 @@ import glob
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardkit import manifest
 from shardkit.core.dtypes import DType
@@ -22,6 +22,7 @@ from shardkit.formats.hub_files import select_weights
 from shardkit.formats.hub_repo import fetch_files, looks_like_repo_id, open_headers
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.keys import KeyRule
+from shardkit.keys.renaming import find_rules
 
 ADAPTER_CONFIG = "adapter_config.json"
 SAVED_ROOT = "model"  # what `shardkit.save` puts a model's names under
@@ -113,6 +114,37 @@ def saved_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...] | None:
     directory = checkpoint.catalog.directory
     content = manifest.read(directory) if directory and checkpoint.writer == "shardkit" else None
     return None if content is None else read_key_rules(content)
+
+
+def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
+    """Return the rules that give the Hub's names of what preshard wrote; none where they are the model's own, or unknown.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    directory = checkpoint.catalog.directory
+    content = manifest.read(directory) if directory and checkpoint.writer == "shardkit" else None
+    if content is None or read_key_rules(content) is not None:
+        return ()
+    try:
+        return source_key_rules(content["tensors"]) or ()
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return ()  # of another kind, or damaged: what it says of tensors is for others to judge
+
+
+def source_key_rules(tensors: Mapping[str, Any]) -> tuple[KeyRule, ...] | None:
+    """Return what makes the source's names of the model's, where preshard renamed; None where they are the same.
+
+    Args:
+        tensors: as the manifest describes them.
+
+    Raises:
+        ValueError: the name of a source is none.
+    """
+    names = {fqn: tensor["source"]["name"] for fqn, tensor in tensors.items() if "source" in tensor}
+    if not all(isinstance(name, str) for name in names.values()):
+        raise ValueError("a tensor's source has no name")
+    return find_rules(names) or None
 
 
 def read_key_rules(content: Mapping[str, object]) -> tuple[KeyRule, ...] | None:

@@ -37,7 +37,7 @@ from shardkit.operations.consolidate_assets import (
     main_dtype,
     model_assets,
 )
-from shardkit.operations.consolidate_base import SAVED_ROOT, Base, saved_key_rules
+from shardkit.operations.consolidate_base import SAVED_ROOT, Base, hub_key_rules, saved_key_rules
 from shardkit.operations.consolidate_dtypes import check_choice, choose_dtypes
 from shardkit.operations.consolidate_fit import Fit, ask_class, check_fit, may_ask, name_by_class, name_merged
 from shardkit.operations.consolidate_modules import TrainedModule, trained_modules
@@ -364,6 +364,9 @@ def _select(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> S
     if checkpoint.layout == "hub" and not catalog.tensors:  # a file without tensors is a file all the same
         return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
     rules = saved_key_rules(checkpoint) if options.weights == "model" else None
+    root = SAVED_ROOT
+    if rules is None and (of_source := hub_key_rules(checkpoint)):
+        rules, root = of_source, ""
     is_known = rules is not None and options.root is None and not options.strip_prefix
     return select_model(
         catalog.tensors,
@@ -371,7 +374,7 @@ def _select(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> S
         catalog.paths,
         checkpoint.roots,
         weights=options.weights,
-        root=SAVED_ROOT if is_known else options.root,
+        root=root if is_known else options.root,
         strip_prefix=options.strip_prefix,
         add_prefix=options.add_prefix,
         rename=options.rename,

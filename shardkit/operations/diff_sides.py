@@ -17,6 +17,8 @@ from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.formats.sharded.detect import open_checkpoint
 from shardkit.keys import select_model
 from shardkit.keys.names import natural
+from shardkit.keys.renaming import apply_key_rules
+from shardkit.operations.consolidate_base import SAVED_ROOT, hub_key_rules, saved_key_rules
 from shardkit.operations.consolidate_ties import place_of, tie_candidates
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 from shardkit.operations.same_bytes import same_bytes
@@ -177,6 +179,8 @@ def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Nam
         base = found.get(other)
         if not isinstance(found.get(side), Mapping):
             found[side] = _select(opened[side], base if isinstance(base, Mapping) else None)
+    for side, other in ((0, 1), (1, 0)):
+        found[side] = _as_on_hub(opened[side], found[side], found[other])
     names = dict[int, Names]()
     notes = []
     for side, label in enumerate("AB"):
@@ -203,6 +207,24 @@ def _select(checkpoint: Checkpoint, base: Names | None) -> Names | str:
     except SourceError as error:
         return error.message
     return {name: stored for stored, name in selection.names.items()}
+
+
+def _as_on_hub(checkpoint: Checkpoint, names: Names | str, other: Names | str) -> Names | str:
+    """Return a side's names as its manifest knows them from the Hub, where more of them are the other side's then."""
+    own = hub_key_rules(checkpoint)
+    rules = own or saved_key_rules(checkpoint)
+    if not rules or isinstance(other, str):
+        return names
+    before = "" if own else f"{SAVED_ROOT}."
+    below = {
+        stored.removeprefix(before): stored
+        for stored in checkpoint.catalog.tensors
+        if stored.startswith(before)
+    }
+    changed = apply_key_rules(rules, below).names
+    renamed = {changed.get(name, name): stored for name, stored in below.items()}
+    known = 0 if isinstance(names, str) else len(names.keys() & other.keys())
+    return renamed if len(renamed.keys() & other.keys()) > known else names
 
 
 def _stored(checkpoint: Checkpoint) -> Names:

@@ -24,8 +24,7 @@ from shardkit.formats.chunk_list import ChunkList, ListedChunk
 from shardkit.formats.dcp_check import is_grid
 from shardkit.formats.strict import read_small
 from shardkit.keys import KeyRule
-from shardkit.keys.renaming import find_rules
-from shardkit.operations.consolidate_base import read_key_rules
+from shardkit.operations.consolidate_base import read_key_rules, source_key_rules
 from shardkit.transfer.digest import crc32
 
 METADATA = ".metadata"
@@ -231,7 +230,7 @@ def _opened(directory: str, content: Mapping[str, Any]) -> Presharded:
     return Presharded(
         catalog=catalog,
         digest=content["crc32"],
-        key_rules=read_key_rules(content) or _source_rules(content["tensors"]),
+        key_rules=read_key_rules(content) or source_key_rules(content["tensors"]),
         mesh=mesh,
         placements=placements,
         ties=ties,
@@ -243,14 +242,6 @@ def _plain_name(name: object) -> str:
     if not isinstance(name, str) or os.path.basename(name) != name or not name or "\0" in name:
         raise IntegrityError(f"{manifest.NAME}: {escape(str(name))!r} is no file name", hint="preshard again")
     return name
-
-
-def _source_rules(tensors: Mapping[str, Any]) -> tuple[KeyRule, ...] | None:
-    """Return what makes the source's names of the model's, where preshard renamed; None where they are the same."""
-    names = {fqn: tensor["source"]["name"] for fqn, tensor in tensors.items() if "source" in tensor}
-    if not all(isinstance(name, str) for name in names.values()):
-        raise ValueError("a tensor's source has no name")
-    return find_rules(names) or None
 
 
 def _whole_number(value: object, what: str) -> int:
