@@ -9,9 +9,6 @@ from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-PATIENT = {"HF_HUB_DOWNLOAD_TIMEOUT": "600", "HF_HUB_ETAG_TIMEOUT": "600"}
-"""For the environment of who asks: 10 s is little on a busy machine."""
-
 
 class Answers(BaseHTTPRequestHandler):
     """Answers with JSON, and says nothing about it."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardkit.formats.hub import open_model
-from tests.hub_server import PATIENT, Answers, serving
+from tests.hub_server import Answers, serving
 from tests.operations.consolidate_checkpoints import CONFIG, assert_bit_equal, hub, load, save, weights
 
 
@@ -115,7 +115,6 @@ def consolidate(server, tmp_path, token="hf_secret", **request):
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     env |= {
         "HF_ENDPOINT": server.url,
-        **PATIENT,
         "HF_HOME": str(tmp_path / "cache"),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_DISABLE_XET": "1",

@@ -17,7 +17,7 @@ import pytest
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats.hub_repo import looks_like_repo_id
 from shardkit.formats.source import open_source
-from tests.hub_server import PATIENT, serving
+from tests.hub_server import serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -191,7 +191,6 @@ def fetch(hub, cache, *sources, script=SCRIPT, **environment):
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     env |= {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        **PATIENT,
         "HF_HOME": str(cache),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "NO_PROXY": "127.0.0.1",

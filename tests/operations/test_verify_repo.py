@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.hub_server import PATIENT, Answers, serving
+from tests.hub_server import Answers, serving
 from tests.operations.consolidate_checkpoints import hub, weights
 
 COMMIT = "c0ffee" + "0" * 34
@@ -95,7 +95,6 @@ def verify(server, tmp_path, *requests, **environment):
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     env |= {
         "HF_ENDPOINT": server.url,
-        **PATIENT,
         "HF_HOME": str(tmp_path / "cache"),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "NO_PROXY": "127.0.0.1",
