@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 
 from shardkit.core.text import escape
+from shardkit.layout.class_ties import tie
 from shardkit.layout.dtypes import safe_creation
 from shardkit.layout.traced import CannotBuildError
 from shardkit.layout.units import collect
@@ -42,8 +43,8 @@ def build_model(directory: str, *, trust_remote_code: bool, dtype: torch.dtype |
         raise CannotBuildError(
             f"{model_class.__name__} needs a package that is not here: {escape(str(error))}"
         ) from error
-    model.tie_weights()
     assert isinstance(model, nn.Module)
+    tie(model)
     return model
 
 

@@ -15,13 +15,14 @@ from shardkit.core.regions import Region, intersect, relative_to
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.formats.inside import may_follow_links
+from shardkit.layout.class_ties import broken_ties
 from shardkit.training.agree import agree, agreed, gather_json, world
 from shardkit.training.broadcast import fill_broadcast
 from shardkit.training.buffers import compute_buffers
 from shardkit.training.compare import say_checked
 from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights
 from shardkit.training.direct import fill_direct
-from shardkit.training.fit import check_fit, check_ties
+from shardkit.training.fit import check_fit, check_ties, check_untied
 from shardkit.training.from_rank import RankSource, check_sources
 from shardkit.training.hub_names import remember
 from shardkit.training.initialise import initialise, new_rows
@@ -181,6 +182,7 @@ def _open(
         agree(error, phase="opening the source")
     with agreed("holding the source against the model"):
         if weights is not None:
+            check_untied(broken_ties(model), weights)
             check_fit(expected, ties, weights, initialises=False)
             if world()[0] == able.index(True):  # it reads names of one parameter that are stored apart
                 check_ties(ties, weights)

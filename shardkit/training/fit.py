@@ -11,6 +11,7 @@ from typing import Literal
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError, UsageError
+from shardkit.layout.class_ties import BrokenTie
 from shardkit.operations.same_bytes import same_bytes
 from shardkit.training.context import ExpectedTensor, Weights
 from shardkit.training.match import converts
@@ -110,6 +111,29 @@ def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:
             f"the model ties names whose values in {escape(weights.path)} differ: one of them would be lost",
             problems=problems,
             hint="build the model with tie_word_embeddings=False in its config",
+        )
+
+
+def check_untied(broken: Iterable[BrokenTie], weights: Weights | None) -> None:
+    """Refuse a model whose class ties what it has as several parameters: filled with one value, they would train apart.
+
+    A source that stores two values makes them two in earnest.
+
+    Args:
+        broken: of the model.
+        weights: the source, opened for this model; None where there is none.
+
+    Raises:
+        LayoutError: there are such parameters; names all of them.
+        IntegrityError, ResourceError: a file cannot be read as described.
+    """
+    apart = [tie for tie in broken if weights is None or not diverged_ties([tie], weights)]
+    if apart:
+        raise LayoutError(
+            "the model's class ties parameters that are several in this model: they would train apart",
+            problems=[f"{escape(other)} and {escape(kept)}" for kept, other in apart],
+            hint="call model.tie_weights() before the model is wrapped, and wrap tied modules in one unit; if they are"
+            " meant to be two, set model.config.tie_word_embeddings = False",
         )
 
 

@@ -20,11 +20,12 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
 from shardkit.formats.hub import read_config, read_index
 from shardkit.formats.inside import may_follow_links
+from shardkit.layout.class_ties import BrokenTie, broken_ties, tie
 from shardkit.training.agree import agree, gather_json
 from shardkit.training.buffers import InitBuffers
 from shardkit.training.build import BuildModel, build_model, find_config
 from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights, clean_name
-from shardkit.training.fit import Fit, Missing, check_fit, check_ties, diverged_ties
+from shardkit.training.fit import Fit, Missing, check_fit, check_ties, check_untied, diverged_ties
 from shardkit.training.from_rank import RankSource, check_sources
 from shardkit.training.initialise import not_repeated
 from shardkit.training.vocabulary import MULTIPLE, align_vocab
@@ -47,6 +48,8 @@ class _Plain:
     """FQN -> rows before the vocabulary was aligned."""
     writes: Mapping[str, int]
     """FQN -> how often each parameter was written while the model was built."""
+    retied: tuple[BrokenTie, ...]
+    """What was several parameters of the given model, and is one as its class has it."""
 
     def digest(self, seed: int, missing: Missing, *, has_source: bool) -> str:
         """Return what must be the same on all ranks."""
@@ -149,6 +152,7 @@ def prepare(
     if blueprint is not None:
         _warn_not_repeated(blueprint, plain, fit)
     notes = (
+        *(() if isinstance(build_model, (str, os.PathLike)) else _tied_notes(plain, found.untied)),
         *_grown_notes(fit.grown, plain),
         *_untied_notes(found.untied),
         *(found.weights.notes if found.weights else ()),
@@ -225,6 +229,7 @@ def _build(
     what: BuildModel, *, tokenizer: Sized | int | None, align: bool | int | None, **options: Any
 ) -> _Plain:
     model = build_model(what, **options)
+    retied = tuple(tie(model))
     if align and tokenizer is None:
         raise UsageError("align_vocab is given without a tokenizer", hint="give tokenizer= too")
     grown: dict[str, int] = {}
@@ -234,7 +239,7 @@ def _build(
     tied = {name for group in ties for name in group}  # written by each of their modules
     named = ((clean_name(name), param) for name, param in model.named_parameters())
     writes = {fqn: times_written(param) for fqn, param in named if fqn not in tied}
-    return _Plain(model=model, expected=expected, ties=ties, grown=grown, writes=writes)
+    return _Plain(model=model, expected=expected, ties=ties, grown=grown, writes=writes, retied=retied)
 
 
 def describe(model: nn.Module) -> tuple[dict[str, ExpectedTensor], tuple[tuple[str, ...], ...]]:
@@ -349,6 +354,11 @@ def _untie(plain: _Plain, fqns: Sequence[str]) -> _Plain:
     return replace(plain, expected=expected, ties=ties)
 
 
+def _tied_notes(plain: _Plain, untied: Sequence[str]) -> list[str]:
+    tied = [f"{other} to {kept}" for kept, other in plain.retied if not {kept, other} & set(untied)]
+    return [f"tied, as the model's class has it: {listed(tied)}"] if tied else []
+
+
 def _untied_notes(fqns: Sequence[str]) -> list[str]:
     return [f"not tied, the source has values of their own for them: {listed(fqns)}"] if fqns else []
 
@@ -369,6 +379,7 @@ def _open(
     variant: str | None,
 ) -> _Source:
     if source is None:
+        check_untied(broken_ties(plain.model), None)
         every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
         return _Source(fit=Fit(initialised=every, notes=("no source: every tensor is initialised",)))
     if isinstance(source, RankSource) and not source.is_here:
@@ -381,6 +392,7 @@ def _open(
         if not isinstance(source, RankSource) and (isinstance(error, ResourceError) or _is_absent(source)):
             return _Source(absent=error)
         raise
+    check_untied(broken_ties(plain.model), weights)
     fit = check_fit(plain.expected, plain.ties, weights, missing=missing, grown=plain.grown)
     return _Source(weights=weights, fit=fit)
 

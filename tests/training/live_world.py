@@ -21,9 +21,11 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from transformers import AutoModelForCausalLM
 
 import shardkit
 from tests.distributed.processes import fork, wait
+from tests.training import models
 
 torch.set_num_threads(1)
 
@@ -53,6 +55,7 @@ def write_sources(out: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     large = {f"ws.{at}": torch.randn(ROWS, 1024, generator=generator) for at in range(NUM_LARGE)}
     save_file(large, out / "large.safetensors")
+    models.save("qwen3", out / "tied")
     for seed in (1, 2):
         torch.manual_seed(seed)
         save_file(Small().state_dict(), out / f"small-{seed}.safetensors")
@@ -132,6 +135,18 @@ def statistics_of_a_second_finalize(out: Path) -> list[float]:
     return list(model.norm.running_mean.tolist())  # type: ignore[union-attr, operator]
 
 
+def wrapped_apart() -> nn.Module:
+    """Return a tied model whose head is a unit of its own: `fully_shard` has made two parameters of one."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(models.config_of("qwen3"))
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    fully_shard(model.lm_head)
+    fully_shard(model)
+    assert isinstance(model, nn.Module)
+    return model
+
+
 def message(work: Callable[[], object]) -> str:
     try:
         work()
@@ -158,6 +173,7 @@ def run_two(out: Path) -> dict[str, Any]:
         "strategy": message(by_rank),
         "type": message(lambda: shardkit.load_into(Small(), 3 if rank else source)),  # type: ignore[arg-type]
         "head": message(lambda: shardkit.load_into(Large(), source)),
+        "apart": message(lambda: shardkit.load_into(wrapped_apart(), out / "tied/model.safetensors")),
         "other": message(lambda: shardkit.finalize(nn.Linear(2, 2), shardkit.prepare(Small, None))),
     }
 

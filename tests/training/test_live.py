@@ -47,6 +47,7 @@ def test_buffers_start_anew_with_a_second_finalize(world: World) -> None:
         ("strategy", "rank 1: direct, global"),
         ("type", "rank 1: TypeError"),
         ("head", "prepare(..., missing=...)"),
+        ("apart", "lm_head.weight and model.embed_tokens.weight"),
         ("other", "first.weight: was prepared and is not in the wrapped model"),
     ],
 )
