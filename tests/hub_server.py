@@ -26,11 +26,16 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    """Of connections not yet accepted. Past five, the default, the kernel drops them, and the client waits in vain."""
+
+
 @contextlib.contextmanager
 def serving(handler: type[BaseHTTPRequestHandler], **state: Any) -> Iterator[Any]:
     """Give a server that runs; `state` are attributes of it for the handler, besides `url`."""
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server: Any = _Server(("127.0.0.1", 0), handler)
     server.url = f"http://127.0.0.1:{server.server_port}"
     vars(server).update(state)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
