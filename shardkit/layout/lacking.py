@@ -69,9 +69,14 @@ class Question:
         if reason is not None:
             self._answer = Answer(failure=reason)
         if self._answer is None:
-            with contextlib.ExitStack() as opened:
-                self._ask(opened, config, shapes)
-                self._stack = opened.pop_all()
+            try:
+                with contextlib.ExitStack() as opened:
+                    self._ask(opened, config, shapes)
+                    self._stack = opened.pop_all()
+            except OSError as error:  # no room for scratch files
+                self._answer = Answer(
+                    failure=f"nothing can be written for the process that asks it: {error.strerror}"
+                )
 
     def __enter__(self) -> Question:
         return self

@@ -292,6 +292,15 @@ def test_a_child_that_is_killed_was_not_asked(
         assert asked.answer().failure == "the process that asks it ended by signal 9"
 
 
+def test_without_room_for_scratch_files_the_class_is_not_asked(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lacking, "_answers", {})
+    monkeypatch.setattr(lacking.tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with Question(*question(models, head)) as asked:
+        assert "nothing can be written" in str(asked.answer().failure)
+
+
 def test_the_command_asks_without_importing_torch_itself(models: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = checkpoint_of(models["qwen3"], final_norm, tmp_path / "step-3")
     code = (
