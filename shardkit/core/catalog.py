@@ -89,6 +89,8 @@ class SourceFile:
     decode: Callable[[OnRead], memoryview] | None = None
     """For bytes that exist only after decoding (legacy `.bin`): gives them, row-major and contiguous.
     Such a file holds a single tensor."""
+    decoded_from: tuple[int, int] | None = None
+    """(first byte, end) of what decoding reads of the file at `path`, where that is one range."""
     checksums: Checksums | None = None
     """What the bytes of the file at `path` can be compared with; None where nothing is recorded."""
     is_proved: bool = False

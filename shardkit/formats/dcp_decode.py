@@ -75,7 +75,8 @@ def strided_file(source: SourceFile, entry: TensorEntry, record: TensorRecord) -
         on_read(source.path, record.data_start, data)
         return gather(data, record)
 
-    return _decoded_file(source, entry, record.nbytes, decode)
+    file = _decoded_file(source, entry, record.nbytes, decode)
+    return replace(file, decoded_from=(record.data_start, record.data_start + record.data_nbytes))
 
 
 def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:

@@ -15,12 +15,13 @@ from shardkit.core.units import KIB, MIB, parse_size
 from shardkit.errors import Interrupted, ResourceError, UsageError
 from shardkit.operations.destination import Replaceable, check_replaceable, is_sharded_checkpoint
 from shardkit.transfer import storage
+from shardkit.transfer.chains import Run
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.images import ImageSet
 from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
 from shardkit.transfer.plan import TransferPlan
 from shardkit.transfer.progress import Progress
-from shardkit.transfer.source_check import OFF, CheckedSource, Run, SourceCheck
+from shardkit.transfer.source_check import OFF, CheckedSource, SourceCheck
 from shardkit.transfer.staging import Staging, abandoned, journal_of, named, remove_abandoned
 
 _MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB

@@ -22,7 +22,7 @@ def compare_together(check: SourceCheck, sources: SourceFiles, names: Iterable[s
 
     Args:
         check: knows what this rank read.
-        sources: open; what nobody read of an entry is read, if it is little.
+        sources: open; what is missing of an entry is read, if it is little.
         names: the catalog's tensors that were wanted, by any rank.
 
     Returns:
@@ -43,7 +43,9 @@ def compare_together(check: SourceCheck, sources: SourceFiles, names: Iterable[s
     gaps = {key: crcs for each in gather_json(mine, phase=_PHASE) for key, crcs in each.items()}
     with agreed(_PHASE):
         for rest in rests:
-            check.complete(rest, gaps[check.key(rest.entry)])
+            crcs = gaps.get(check.key(rest.entry))
+            if crcs is not None and len(crcs) == len(rest.gaps):
+                check.complete(rest, crcs)
         sources.check_unchanged()
         check.raise_differences(hint=DAMAGED)
     found = check.summary(names if rank == 0 else ())

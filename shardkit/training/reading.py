@@ -143,6 +143,20 @@ def _boxes(part: Region, sizes: Shape, limit: int) -> Iterator[Region]:
             yield Region((*index, start, *tail_offsets), (*(1,) * cut, size, *tail_sizes))
 
 
+def _ends(part: Region, sizes: Shape) -> Iterator[int]:
+    """Yield where, in the first and last rows that a box reaches into, it begins and ends, at every level: in elements.
+
+    Ranks that hold other columns of these rows read nearly the same bytes as this one. What each tells of them, cut
+    here, begins and ends where something of another's does.
+    """
+    strides, stops = _strides(sizes), part.stops
+    last = tuple(stop - 1 for stop in stops)
+    for corner in (part.offsets, last):
+        for dim, stride in enumerate(strides):
+            row = flat_offset(corner[:dim], sizes[:dim]) * sizes[dim] * stride
+            yield from (row, row + part.offsets[dim] * stride, row + stops[dim] * stride)
+
+
 def _strides(sizes: Shape) -> Shape:
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
@@ -255,6 +269,9 @@ class Worker:
             nbytes = (last + 1) * itemsize
             buffer = self._room(read, nbytes)
             place = read.place + first.source * itemsize
+            self._reader.mark(
+                read.file, (read.place + each * itemsize for each in _ends(read.part, read.sizes))
+            )
             self._reader.read_into(read.file, memory_of(buffer), place, read.fqn)
             self.filled.read_bytes += nbytes
         if self._device is not None and read.target.device.type != "cpu":

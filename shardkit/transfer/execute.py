@@ -18,6 +18,7 @@ from shardkit.core.text import escape
 from shardkit.core.units import KIB, MIB
 from shardkit.errors import ResourceError
 from shardkit.transfer import storage
+from shardkit.transfer.chains import Run
 from shardkit.transfer.cloner import Cloner
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.fill import Filler, Stretch, copy_range, image_crc
@@ -25,7 +26,7 @@ from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan
 from shardkit.transfer.progress import Progress
 from shardkit.transfer.scatter import Scatter
-from shardkit.transfer.source_check import Run, SourceCheck
+from shardkit.transfer.source_check import SourceCheck
 from shardkit.transfer.sources import SourceFiles
 
 _BUFFER_BYTES = MIB  # the processor's cache keeps it; 8 MiB is slower on every file system tried
@@ -131,6 +132,7 @@ class Execution:
         self._states: dict[int, _ImageState] = {}
         self._thread = threading.local()
         self._tensor_crcs: dict[str, int] = {}
+        self._scattered_runs: dict[str, list[list[Run]]] = {}
         self._sync_pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-sync")
         self._syncs: list[Future[None]] = []
         self._cloner = Cloner() if options.share_extents else None
@@ -202,7 +204,11 @@ class Execution:
                 (n, hole) for n, hole in self._plan.scattered[fqn] if images[n].name not in self._skipped
             ]
             dtype = self._plan.scattered[fqn][0][1].dtype
-            self._tensor_crcs[fqn] = scatter.run(fqn, dtype, holes, with_digest=options.digests)
+            crc, runs = scatter.run(fqn, dtype, holes, with_digest=options.digests)
+            with self._lock:
+                self._tensor_crcs[fqn] = crc
+                for name in {images[n].name for n, _ in holes}:
+                    self._scattered_runs.setdefault(name, []).append(runs)
 
         return [partial(job, fqn) for fqn in self._plan.scattered]
 
@@ -244,11 +250,12 @@ class Execution:
     def _finish(self, image: Image, state: _ImageState, sources: SourceFiles) -> None:
         """Bring a whole file to the disk and hand it over."""
         stretches = [state.stretches[start] for start in sorted(state.stretches)]
-        with self._opened(image) as fd, sources.reader(compares=False) as reader:
+        with self._opened(image) as fd, sources.reader() as reader:
             for stretch in stretches:
                 if self._cloner is not None and stretch.clones is not None:
                     for piece in self._cloner.wait(stretch.clones):
                         copy_range(reader, fd, image.name, piece, self._check)
+            runs = reader.take_runs()
             storage.fsync(fd)
         crc = None
         if self._options.digests:
@@ -261,7 +268,9 @@ class Execution:
         )
         if self._is_over.is_set():  # what was read since may have come from files that were closed
             raise CancelledError
-        self._on_finished(digest, [run for stretch in stretches for run in stretch.runs])
+        runs += (run for stretch in stretches for run in stretch.runs)
+        runs += (run for each in self._scattered_runs.get(image.name, ()) for run in each)
+        self._on_finished(digest, runs)
         with self._lock:
             self._digests[image.name] = digest
 

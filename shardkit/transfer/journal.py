@@ -14,7 +14,7 @@ from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.source_check import SourceCheck
 from shardkit.transfer.stream import read_back
 
-_FORMAT = 3
+_FORMAT = 4
 _CHECK_BUFFER = 1 << 20
 
 

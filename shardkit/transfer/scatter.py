@@ -13,10 +13,11 @@ from contextlib import AbstractContextManager
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, blocks, flat_offset, intersect, relative_to, runs
+from shardkit.transfer.chains import Run
 from shardkit.transfer.convert import Converter
 from shardkit.transfer.digest import crc32
 from shardkit.transfer.images import Hole
-from shardkit.transfer.sources import SourceFiles
+from shardkit.transfer.sources import Reader, SourceFiles
 from shardkit.transfer.stream import write_all
 
 OpenTarget = Callable[[int], AbstractContextManager[tuple[int, str]]]
@@ -48,15 +49,29 @@ class Scatter:
         self._catalog, self._sources, self._open = catalog, sources, open_target
         self._band_bytes, self._check, self._advance = band_bytes, check, advance
 
-    def run(self, fqn: str, target: DType, holes: Sequence[tuple[int, Hole]], *, with_digest: bool) -> int:
-        """Fill the given holes of a tensor; return the CRC-32 of the whole tensor as `target`.
+    def run(
+        self, fqn: str, target: DType, holes: Sequence[tuple[int, Hole]], *, with_digest: bool
+    ) -> tuple[int, list[Run]]:
+        """Fill the given holes of a tensor; return the CRC-32 of the whole tensor as `target`, and what was read to be compared.
 
         The digest is that of the logical bytes where the source holds the tensor as one chunk, and 0
         without `with_digest`. With no hole left to fill (a resumed run) the tensor is only read, for the digest and
         to compare it with what its source records.
         """
         if not (holes or with_digest or self._sources.check):
-            return 0
+            return 0, []
+        with self._sources.reader() as reader:
+            return self._run(reader, fqn, target, holes, with_digest=with_digest), reader.take_runs()
+
+    def _run(
+        self,
+        reader: Reader,
+        fqn: str,
+        target: DType,
+        holes: Sequence[tuple[int, Hole]],
+        *,
+        with_digest: bool,
+    ) -> int:
         entry = self._catalog.tensors[fqn]
         converter = Converter(entry.dtype, target) if target is not entry.dtype else None
         crc = 0
@@ -64,7 +79,7 @@ class Scatter:
             region = self._catalog.chunks.region(chunk)
             for block in blocks(region.sizes, max(self._band_bytes // entry.dtype.itemsize, 1)):
                 self._check()
-                band = self._read(entry, chunk, region, block)
+                band = self._read(reader, entry, chunk, region, block)
                 if converter is not None:
                     converted = bytearray(block.num_elements * target.itemsize)
                     converter(memoryview(band), memoryview(converted))
@@ -74,12 +89,13 @@ class Scatter:
                 self._deal_out(band, Region(corner, block.sizes), holes)
         return crc
 
-    def _read(self, entry: TensorEntry, chunk: int, region: Region, block: Region) -> bytearray:
+    def _read(
+        self, reader: Reader, entry: TensorEntry, chunk: int, region: Region, block: Region
+    ) -> bytearray:
         itemsize, table = entry.dtype.itemsize, self._catalog.chunks
         band = bytearray(block.num_elements * itemsize)
         start = table.start[chunk] + flat_offset(block.offsets, region.sizes) * itemsize
-        with self._sources.reader() as reader:
-            reader.read_into(table.file[chunk], memoryview(band), start, entry.fqn)
+        reader.read_into(table.file[chunk], memoryview(band), start, entry.fqn)
         return band
 
     def _deal_out(self, band: bytearray, block: Region, holes: Sequence[tuple[int, Hole]]) -> None:

@@ -1,9 +1,10 @@
 """Comparing a source with the CRC-32 that its own files record, as its bytes move.
 
 torch's zips have a CRC-32 for each entry, and an entry is a storage: several tensors may view it, and threads, bands
-and ranks each read a part of it. So every run of bytes that is read gives (entry, offset, length, CRC-32); runs that
-tile an entry are combined, in whatever order they came. What nobody wanted of an entry is read at the end, if it is
-little; otherwise the entry is counted as unchecked, with the reason.
+and ranks each read a part of it. So every run of bytes that is read gives (entry, offset, length, CRC-32). A run that is
+the whole entry is compared at once. Of the others each has to be on a chain of runs that make up the entry, in whatever
+order they came (`chains`). What such chains lack is read at the end, if it is little; otherwise the run's bytes are
+counted as unchecked, with the reason.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from shardkit.core.catalog import Catalog, Checksums
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError
+from shardkit.transfer.chains import Difference, Run, Span, Verdict, covered, gaps, joined, judge, overlaps
 from shardkit.transfer.digest import crc32, crc32_combine
 
 if TYPE_CHECKING:
@@ -26,38 +28,25 @@ if TYPE_CHECKING:
 
 NOT_RECORDED = "no CRC-32 is recorded"
 IN_PART = "only a part was needed"
+OVERLAPPING = "read in parts that overlap"
 SHORT_RUNS = "read in very short pieces"
 NOT_READ = "blocks shared with the output, not read"
 
 _MAX_MORE = 0.05  # of the bytes that are wanted: what may be read beside them to check an entry
 _FREE_NBYTES = 128 << 10  # of the same: what Linux reads ahead of its own accord
 _SHORT_NBYTES = 4096
-_MAX_SHORT = 4096  # runs of one stretch that may be short
 _MAX_KEPT = 1 << 18  # runs that wait for others
 _BUFFER_NBYTES = 1 << 20
 _MAX_NAMED = 3
 _UNSEEN, _EQUAL, _DIFFERENT, _UNRECORDED = range(4)
 
 
-class Run(NamedTuple):
-    """Neighbouring bytes of an entry that were read."""
-
-    entry: int
-    """Number of the entry, over all files."""
-    start: int
-    """First byte in the file."""
-    stop: int
-    crc: int
-    fqn: str
-    """The tensor that some of it was read for."""
-
-
 class Rest(NamedTuple):
     """What is missing of an entry."""
 
     entry: int
-    gaps: list[tuple[int, int]]
-    """(first byte, end) in the file, of each part that nobody read."""
+    gaps: list[Span]
+    """Each part that has to be read so that all runs are on chains."""
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +62,7 @@ class Unchecked:
     num_entries: int
     """Storages in torch's files, tensors elsewhere."""
     entry_bytes: int
-    """What was read of them."""
+    """What was read of them and not compared."""
 
 
 OFF = (
@@ -123,9 +112,17 @@ class SourceCheck:
         for table in self._tables:
             self._firsts.append(self._firsts[-1] + len(table))
         self._states = bytearray(self._firsts[-1])
-        self._kept: dict[int, list[Run]] = {}
-        self._num_kept, self._dropped = 0, set[int]()
-        self._different: dict[int, Run] = {}
+        self._held: dict[int, dict[Span, int]] = {}
+        self._num_held, self._max_held = 0, _MAX_KEPT
+        self._verdicts: dict[int, Verdict] = {}
+        self._dropped: dict[int, int] = {}
+        self._different: dict[int, Difference] = {}
+        self._fqns: dict[int, str] = {}
+        self._marks = self._find_marks()
+        self._plain_files: dict[int, int] = {}
+        for index, at in enumerate(self._table_of):
+            if not catalog.files[index].decode:
+                self._plain_files.setdefault(at, index)
         self._tables_digest: int | None = None
         self._seen_bytes = 0
         self._first_readers: dict[int, int] = {}
@@ -136,49 +133,102 @@ class SourceCheck:
         """Return what one thread tells of its reads."""
         return Runs(self)
 
-    def find(self, file: int, start: int, stop: int) -> tuple[int, int, int, bool] | None:
-        """Return (number, first byte, end, whether it has a CRC-32) of the entry that holds bytes of a file."""
-        return self._find(self._table_of[file], start, stop)
+    def table_of(self, file: int) -> int:
+        """Return the number of the table of what a file records; -1 where it records nothing."""
+        return self._table_of[file]
 
-    def find_at(self, path: str, start: int, stop: int) -> tuple[int, int, int, bool] | None:
+    def table_at(self, path: str) -> int:
         """Return the same, given a file's path."""
-        return self._find(self._numbers.get(path, -1), start, stop)
+        return self._numbers.get(path, -1)
 
-    def find_all(self, file: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield (first byte, end) of each part of a range of a file that lies in one entry."""
-        table = self._tables[self._table_of[file]] if self._table_of[file] >= 0 else None
-        if table is not None:
-            first = max(bisect_right(table.starts, start) - 1, 0)
-            for row in range(first, bisect_left(table.starts, stop)):
-                begin, end = max(start, table.starts[row]), min(stop, table.stops[row])
-                if begin < end:
-                    yield begin, end
+    def find(self, number: int, start: int, stop: int) -> tuple[int, int, bool] | None:
+        """Return (number, where a run has to end, whether it has a CRC-32) of the entry that holds a range of a file.
 
-    def extent(self, entry: int) -> tuple[int, int]:
-        """Return first byte and end of an entry."""
-        return self._entry(entry)[:2]
-
-    def _find(self, number: int, start: int, stop: int) -> tuple[int, int, int, bool] | None:
+        Args:
+            number: of the file's table.
+            start, stop: the range; None where one run cannot hold it.
+        """
         if number < 0:
             return None
         table = self._tables[number]
         row = bisect_right(table.starts, start) - 1
         if row < 0 or stop > table.stops[row]:
             return None
-        return self._firsts[number] + row, table.starts[row], table.stops[row], table.crcs[row] != 0
+        entry, limit = self._firsts[number] + row, table.stops[row]
+        marks = self._marks.get(entry)
+        if marks is not None:
+            place = bisect_right(marks, start)
+            limit = min(limit, marks[place]) if place < len(marks) else limit
+            if stop > limit:
+                return None
+        return entry, limit, table.crcs[row] != 0
+
+    def find_all(self, number: int, start: int, stop: int) -> Iterator[Span]:
+        """Yield each part of a range of a file that one run can hold."""
+        table = self._tables[number] if number >= 0 else None
+        if table is not None:
+            first = max(bisect_right(table.starts, start) - 1, 0)
+            for row in range(first, bisect_left(table.starts, stop)):
+                begin, end = max(start, table.starts[row]), min(stop, table.stops[row])
+                marks = self._marks.get(self._firsts[number] + row, ())
+                cuts = marks[bisect_right(marks, begin) : bisect_left(marks, end)]
+                if begin < end:
+                    yield from pairwise((begin, *cuts, end))
+
+    def mark(self, file: int, places: Iterable[int]) -> None:
+        """End runs of a file at some bytes: others read from there, or up to there."""
+        number = self._table_of[file]
+        for place in places:
+            found = self.find(number, place, place)
+            if found is not None:
+                with self._lock:
+                    marks = self._marks.setdefault(found[0], [])
+                    at = bisect_left(marks, place)
+                    if marks[at : at + 1] != [place]:
+                        marks.insert(at, place)
+
+    def _find_marks(self) -> dict[int, list[int]]:
+        """Return by entry where the chunks in it begin and end that overlap: each is then read in parts that all share."""
+        table, spans = self._catalog.chunks, dict[int, list[Span]]()
+        numbers = [
+            -1 if file.decode else number
+            for file, number in zip(self._catalog.files, self._table_of, strict=True)
+        ]
+        for index, start, nbytes in zip(table.file, table.start, table.nbytes, strict=True):
+            if nbytes and numbers[index] >= 0:
+                spans.setdefault(numbers[index], []).append((start, start + nbytes))
+        for file in self._catalog.files:
+            if file.decoded_from is not None and file.path in self._numbers:
+                spans.setdefault(self._numbers[file.path], []).append(file.decoded_from)
+        found = dict[int, list[int]]()
+        for number, each in spans.items():
+            for (start, stop), marks in overlaps(each).items():
+                place = self._entry_at(number, start, stop)
+                if place is not None:
+                    found.setdefault(place, []).extend(marks)
+        return found
+
+    def extent(self, entry: int) -> tuple[int, int]:
+        """Return first byte and end of an entry."""
+        return self._entry(entry)[:2]
+
+    def _entry_at(self, number: int, start: int, stop: int) -> int | None:
+        """Return the entry that holds a range of a file; None where none does as a whole."""
+        if number < 0:
+            return None
+        table = self._tables[number]
+        row = bisect_right(table.starts, start) - 1
+        return None if row < 0 or stop > table.stops[row] else self._firsts[number] + row
 
     def add(self, runs: Iterable[Run]) -> None:
         """Take what was read; may be called from any thread."""
         with self._lock:
             for run in runs:
-                if self._states[run.entry]:
-                    continue
-                start, stop, _ = self._entry(run.entry)
+                start, stop, recorded = self._entry(run.entry)
                 if run.start == start and run.stop == stop:
-                    self._forget(run.entry)
-                    self._compare(run)
+                    self._compare(run, recorded)
                 else:
-                    self._keep(run, start, stop)
+                    self._keep(run)
 
     def _entry(self, entry: int) -> tuple[int, int, int]:
         """Return first byte, end and recorded CRC-32 of an entry."""
@@ -186,46 +236,65 @@ class SourceCheck:
         table, row = self._tables[number], entry - self._firsts[number]
         return table.starts[row], table.stops[row], table.crcs[row]
 
-    def _forget(self, entry: int) -> None:
-        for run in self._kept.pop(entry, ()):
-            self._num_kept -= 1
-            self._seen_bytes -= run.stop - run.start
-
-    def _compare(self, run: Run) -> None:
-        recorded = self._entry(run.entry)[2]
-        self._seen_bytes += run.stop - run.start
+    def _compare(self, run: Run, recorded: int) -> None:
+        """Take a run that is a whole entry."""
+        if not self._states[run.entry]:
+            self._seen_bytes += run.stop - run.start
         if not recorded:
             self._states[run.entry] = _UNRECORDED
-        elif recorded == run.crc:
+        elif recorded != run.crc:
+            self._differ(run.entry, Difference(run.start, run.stop, run.crc, recorded), run.fqn)
+        elif self._states[run.entry] != _DIFFERENT:
             self._states[run.entry] = _EQUAL
-        else:
-            self._states[run.entry] = _DIFFERENT
-            self._different[run.entry] = run
+        elif run.fqn:  # what the journal told has no name
+            self._fqns.setdefault(run.entry, run.fqn)
 
-    def _keep(self, run: Run, start: int, stop: int) -> None:
-        """Put a part of an entry beside the others, joined with those that end or begin where it does."""
-        held = self._kept.setdefault(run.entry, [])
-        if any(other.start <= run.start and run.stop <= other.stop for other in held):  # a replica
+    def _differ(self, entry: int, difference: Difference, fqn: str) -> None:
+        self._states[entry] = _DIFFERENT
+        self._different.setdefault(entry, difference)
+        if fqn:
+            self._fqns.setdefault(entry, fqn)
+
+    def _keep(self, run: Run, *, is_bounded: bool = True) -> None:
+        """Put a part of an entry beside the others."""
+        entry, start, stop, crc, fqn = run
+        if fqn:
+            self._fqns.setdefault(entry, fqn)
+        known = self._held.setdefault(entry, {}).get((start, stop))
+        if known is not None:
+            if known != crc:
+                self._differ(entry, Difference(start, stop, crc, known), fqn)
             return
-        place = bisect_left(held, run[1:3], key=itemgetter(1, 2))
-        before = next((other for other in held[:place] if other.stop == run.start), None)
-        after = next((other for other in held[place:] if other.start == run.stop), None)
-        if self._num_kept >= _MAX_KEPT and before is None and after is None:
-            self._dropped.add(run.entry)
+        self._seen_bytes += stop - start
+        if is_bounded and self._num_held >= self._max_held and not self._has_made_room():
+            self._dropped[entry] = self._dropped.get(entry, 0) + stop - start
             return
-        for other, joined in ((before, True), (after, False)):
-            if other is not None:
-                held.remove(other)
-                self._num_kept -= 1
-                self._seen_bytes -= other.stop - other.start
-                run = _join(other, run) if joined else _join(run, other)
-        if run.start == start and run.stop == stop:
-            self._forget(run.entry)
-            self._compare(run)
-            return
-        held.insert(bisect_left(held, run[1:3], key=itemgetter(1, 2)), run)
-        self._num_kept += 1
-        self._seen_bytes += run.stop - run.start
+        self._held.setdefault(entry, {})[start, stop] = crc
+        self._num_held += 1
+        self._verdicts.pop(entry, None)
+
+    def _has_made_room(self) -> bool:
+        """Forget the runs that are proved by now; False where there are so few that trying again and again would cost."""
+        if self._max_held < _MAX_KEPT:
+            return False
+        for entry in list(self._held):
+            verdict = self._verdict(entry)
+            if verdict is not None and verdict.has_chain and not verdict.loose and not verdict.wrong:
+                self._num_held -= len(self._held.pop(entry))
+                self._verdicts.pop(entry)
+                self._states[entry] = self._states[entry] or _EQUAL
+        if self._num_held > _MAX_KEPT // 2:
+            self._max_held = 0
+        return self._max_held > 0
+
+    def _verdict(self, entry: int) -> Verdict | None:
+        """Return what the runs of an entry tell that is not read as a whole; None where nothing is recorded."""
+        start, stop, recorded = self._entry(entry)
+        if recorded and entry not in self._verdicts:
+            verdict = self._verdicts[entry] = judge(self._held[entry], start, stop, recorded)
+            if verdict.wrong is not None:
+                self._differ(entry, verdict.wrong, "")
+        return self._verdicts.get(entry)
 
     def read_rest(self, sources: SourceFiles) -> None:
         """Read what is missing of entries of which nearly all was read, and compare them.
@@ -255,23 +324,23 @@ class SourceCheck:
         ]
 
     def _rests(self) -> Iterator[Rest]:
-        for entry, held in self._kept.items():
-            start, stop, crc = self._entry(entry)
-            if crc and self._file_of(entry) is not None:
-                yield Rest(entry, _gaps(held, start, stop))
+        for entry, held in self._held.items():
+            verdict = self._verdict(entry)
+            if verdict is not None and verdict.loose and self._file_of(entry) is not None:
+                yield Rest(entry, gaps(held, *self.extent(entry)))
 
     def parts(self) -> dict[str, list[int]]:
-        """Return what was read of entries that are not complete, as plain data for others who read of the same files.
+        """Return the runs that are parts of entries, as plain data for others who read of the same files.
 
         By file, four numbers for each run: the entry's first byte, the run's first byte and end, its CRC-32.
         """
         told: dict[str, list[int]] = {}
-        for entry, held in self._kept.items():
+        for entry, held in self._held.items():
             file = self._file_of(entry)
             if file is not None:
-                numbers = told.setdefault(self._catalog.files[file].name, [])
-                for run in held:
-                    numbers += (self._entry(entry)[0], run.start, run.stop, run.crc)
+                numbers, first = told.setdefault(self._catalog.files[file].name, []), self.extent(entry)[0]
+                for (start, stop), crc in held.items():
+                    numbers += (first, start, stop, crc)
         return told
 
     def take_parts(self, told: Sequence[Mapping[str, list[int]]], place: int) -> None:
@@ -282,25 +351,17 @@ class SourceCheck:
             place: of this one among them.
         """
         entries = {}
-        for entry in self._kept:
+        for entry in self._held:
             file = self._file_of(entry)
             if file is not None:
-                entries[self._catalog.files[file].name, self._entry(entry)[0]] = entry
-        own = self._kept
-        self._kept, self._num_kept = {}, 0
-        self._seen_bytes -= sum(run.stop - run.start for held in own.values() for run in held)
-        known: dict[tuple[int, int, int], int] = {}
+                entries[self._catalog.files[file].name, self.extent(entry)[0]] = entry
         for reader, each in enumerate(told):
             for name, numbers in each.items():
                 for begin, start, stop, crc in zip(*[iter(numbers)] * 4, strict=True):
                     entry = entries.get((name, begin), -1)
-                    if entry < 0:
-                        continue
-                    self._first_readers.setdefault(entry, reader)
-                    run = Run(entry, start, stop, crc, own[entry][0].fqn)
-                    if known.setdefault((entry, start, stop), crc) != crc:  # they do not see the same bytes
-                        self._states[entry], self._different[entry] = _DIFFERENT, run
-                    self.add([run])
+                    if entry >= 0:
+                        self._first_readers.setdefault(entry, reader)
+                        self._keep(Run(entry, start, stop, crc, self._fqns.get(entry, "")), is_bounded=False)
         self._not_mine = self._left | {
             entry for entry, reader in self._first_readers.items() if reader != place
         }
@@ -310,9 +371,9 @@ class SourceCheck:
         table = self._catalog.chunks
         for row in rows:
             start, stop = table.start[row], table.start[row] + table.nbytes[row]
-            found = self.find(table.file[row], start, stop)
-            if found is not None and (found[1], found[2]) == (start, stop) and self._states[found[0]]:
-                self._left.add(found[0])
+            entry = self._entry_at(self._table_of[table.file[row]], start, stop)
+            if entry is not None and self.extent(entry) == (start, stop) and self._states[entry]:
+                self._left.add(entry)
 
     def is_first_reader(self, entry: int) -> bool:
         """True where nobody before this one among all read something of an entry."""
@@ -323,14 +384,14 @@ class SourceCheck:
         return f"{self._name(entry)} {self._entry(entry)[0]}"
 
     def read_gaps(self, rest: Rest, sources: SourceFiles) -> list[int]:
-        """Return the CRC-32 of each part of an entry that nobody read.
+        """Return the CRC-32 of each part that is missing of an entry.
 
         Raises:
             IntegrityError, ResourceError: as `Reader.read_into`.
         """
         file, crcs = self._file_of(rest.entry), list[int]()
         assert file is not None
-        fqn, buffer = self._kept[rest.entry][0].fqn, memoryview(bytearray(min(rest.nbytes, _BUFFER_NBYTES)))
+        fqn, buffer = self._fqns.get(rest.entry, ""), memoryview(bytearray(min(rest.nbytes, _BUFFER_NBYTES)))
         with sources.reader(compares=False) as reader:
             for start, stop in rest.gaps:
                 crc = 0
@@ -342,27 +403,13 @@ class SourceCheck:
         return crcs
 
     def complete(self, rest: Rest, crcs: Sequence[int]) -> None:
-        """Compare an entry, given the CRC-32 of each part of it that nobody read."""
-        held = self._kept[rest.entry]
-        found = {run.start: run for run in reversed(held)}
+        """Take the CRC-32 of each part that was missing of an entry."""
         for (start, stop), crc in zip(rest.gaps, crcs, strict=True):
-            found[start] = Run(rest.entry, start, stop, crc, held[0].fqn)
-        start, stop, _ = self._entry(rest.entry)
-        run = found[start]
-        while run.stop < stop:
-            run = _join(run, found[run.stop])
-        self._forget(rest.entry)
-        self._compare(run)
+            self._keep(Run(rest.entry, start, stop, crc, self._fqns.get(rest.entry, "")), is_bounded=False)
 
     def _file_of(self, entry: int) -> int | None:
         """Return the file that an entry lies in, as it is."""
-        number = bisect_right(self._firsts, entry) - 1
-        plain = (
-            index
-            for index, at in enumerate(self._table_of)
-            if at == number and not self._catalog.files[index].decode
-        )
-        return next(plain, None)
+        return self._plain_files.get(bisect_right(self._firsts, entry) - 1)
 
     def raise_differences(self, *, hint: str) -> None:
         """Refuse a source that is not what its own files record.
@@ -370,8 +417,8 @@ class SourceCheck:
         Raises:
             IntegrityError: naming tensor, file and place of every entry that differs.
         """
-        if self._different:
-            problems = self.differences()
+        problems = self.differences()
+        if problems:
             raise IntegrityError(
                 f"the source is damaged: {count(len(problems), 'stretch', 'stretches')} "
                 f"{'does' if len(problems) == 1 else 'do'} not have the CRC-32 recorded in the file",
@@ -381,20 +428,20 @@ class SourceCheck:
 
     def differences(self) -> list[str]:
         """Return a line for each entry whose bytes are not those that were recorded."""
+        for entry in self._held:
+            self._verdict(entry)
         if not self._different:
             return []
         owners = self._owners()
         lines = []
         for entry in sorted(self._different):
-            run = self._different[entry]
-            start, stop, recorded = self._entry(entry)
-            name = self._name(entry)
-            found = owners.get(entry) or [run.fqn]
+            start, stop, crc, other = self._different[entry]
+            found = owners.get(entry) or [self._fqns.get(entry, "a tensor")]
             shown = ", ".join(map(escape, found[:_MAX_NAMED]))
             more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+            told = "recorded is" if (start, stop) == self.extent(entry) else "in another reading it is"
             lines.append(
-                f"{shown}{more}: {name}: bytes {start} to {stop} have CRC-32 {run.crc:08x}, "
-                f"recorded is {recorded:08x}"
+                f"{shown}{more}: {self._name(entry)}: bytes {start} to {stop} have CRC-32 {crc:08x}, {told} {other:08x}"
             )
         return lines
 
@@ -405,9 +452,10 @@ class SourceCheck:
             for row in entry.chunk_ids:
                 if self._catalog.files[table.file[row]].decode:
                     continue
-                place = self.find(table.file[row], table.start[row], table.start[row] + table.nbytes[row])
-                if place is not None and place[0] in self._different:
-                    names = found.setdefault(place[0], [])
+                start, stop = table.start[row], table.start[row] + table.nbytes[row]
+                place = self._entry_at(self._table_of[table.file[row]], start, stop)
+                if place is not None and place in self._different:
+                    names = found.setdefault(place, [])
                     if not names or names[-1] != fqn:
                         names.append(fqn)
         return found
@@ -432,20 +480,15 @@ class SourceCheck:
             if not any(states):
                 continue
             for row, state in enumerate(states):
-                if first + row in self._not_mine:
+                entry, nbytes = first + row, table.stops[row] - table.starts[row]
+                if not state or entry in self._not_mine or entry in self._held or entry in self._dropped:
                     continue
-                if state in (_EQUAL, _DIFFERENT):
-                    checked += table.stops[row] - table.starts[row]
-                elif state == _UNRECORDED:
-                    counts.add(NOT_RECORDED, table.stops[row] - table.starts[row])
-        for entry, held in self._kept.items():
-            if entry in self._not_mine or looks_for_unread:  # the ends of what was not read otherwise
-                continue
-            reason = SHORT_RUNS if entry in self._dropped else IN_PART
-            counts.add(reason if self._entry(entry)[2] else NOT_RECORDED, _covered(held))
-        for entry in self._dropped - self._kept.keys():
-            if not self._states[entry] and not looks_for_unread:
-                counts.add(SHORT_RUNS, 0)
+                if state == _UNRECORDED:
+                    counts.add(NOT_RECORDED, nbytes)
+                else:
+                    checked += nbytes
+        for entry in self._held.keys() | self._dropped.keys():
+            checked += self._count_parts(entry, counts, looks_for_unread)
         if (
             looks_for_unread
             or min(self._table_of, default=0) < 0
@@ -453,6 +496,29 @@ class SourceCheck:
         ):
             checked += self._count_others(names, counts, looks_for_unread)
         return CheckedSource(checked_bytes=checked, unchecked=counts.listed())
+
+    def _count_parts(self, entry: int, counts: _Counts, looks_for_unread: bool) -> int:
+        """Count what is unchecked of an entry that was not read as a whole, or not only so; return what is checked."""
+        held, dropped = self._held.get(entry, {}), self._dropped.get(entry, 0)
+        start, stop, recorded = self._entry(entry)
+        verdict = self._verdict(entry) if held else None
+        loose = held if verdict is None else verdict.loose
+        has_chain = self._is_proved(entry)
+        nbytes = min(covered(loose) + dropped, stop - start)
+        if entry in self._not_mine:
+            return 0
+        if not recorded:
+            counts.add(NOT_RECORDED, stop - start if self._states[entry] else nbytes)
+            return 0
+        if nbytes and (has_chain or not looks_for_unread):  # otherwise counted with what was not read
+            is_whole = has_chain or covered(held) == stop - start
+            counts.add(SHORT_RUNS if dropped else OVERLAPPING if is_whole else IN_PART, nbytes)
+        return stop - start - nbytes if has_chain else 0
+
+    def _is_proved(self, entry: int) -> bool:
+        """True for an entry that some runs make up."""
+        verdict = self._verdict(entry) if entry in self._held else None
+        return self._states[entry] > 0 or (verdict is not None and verdict.has_chain)
 
     def _count_others(self, names: Iterable[str], counts: _Counts, looks_for_unread: bool) -> int:
         """Count chunks outside all entries, and those that nobody read; return the bytes that decoding proves."""
@@ -472,11 +538,11 @@ class SourceCheck:
             elif self._table_of[file] < 0:
                 counts.add(NOT_RECORDED, nbytes)
             elif looks_for_unread and not files[file].decode:
-                place = self.find(file, start, start + nbytes)
-                if place is not None and not self._states[place[0]]:
-                    wanted[place[0]] = wanted.get(place[0], 0) + nbytes
+                place = self._entry_at(self._table_of[file], start, start + nbytes)
+                if place is not None and not self._is_proved(place):
+                    wanted[place] = wanted.get(place, 0) + nbytes
         for entry, nbytes in wanted.items():
-            is_read = entry in self._dropped or _covered(self._kept.get(entry, ())) >= nbytes
+            is_read = entry in self._dropped or covered(self._held.get(entry, ())) >= nbytes
             reason = (SHORT_RUNS if entry in self._dropped else IN_PART) if is_read else NOT_READ
             counts.add(reason if self._entry(entry)[2] else NOT_RECORDED, nbytes)
         return proved
@@ -498,7 +564,7 @@ class SourceCheck:
     def dump(self, runs: Iterable[Run]) -> dict[str, Any]:
         """Return runs as plain data: what the numbers are about, numbers of whole entries that are right, and the parts of others."""
         whole, parts, last = list[int](), list[int](), 0
-        for entry, start, stop, crc, _ in sorted(joined(runs)):
+        for entry, start, stop, crc, _ in sorted(self.joined(runs)):
             begin, end, recorded = self._entry(entry)
             if (begin, end) == (start, stop) and (crc == recorded or not recorded):
                 whole.append(entry - last)  # a million of them are small numbers
@@ -522,17 +588,16 @@ class SourceCheck:
             start, stop, recorded = self._entry(entry)
             runs.append(Run(entry, start, stop, recorded, ""))
         for entry, offset, nbytes, crc in zip(*[iter(parts)] * 4, strict=True):
-            if not 0 <= entry < len(self._states):
+            begin, end = self.extent(entry) if 0 <= entry < len(self._states) else (0, 0)
+            if not 0 <= offset < offset + nbytes <= end - begin:
                 return False
-            begin = self._entry(entry)[0]
             runs.append(Run(entry, begin + offset, begin + offset + nbytes, crc, ""))
         self.add(runs)
         return True
 
-    def drop(self, entries: Iterable[int]) -> None:
-        """Remember that runs of entries were too short to be kept."""
-        with self._lock:
-            self._dropped.update(entries)
+    def joined(self, runs: Iterable[Run]) -> list[Run]:
+        """Return runs in the order of entries and bytes, each with its neighbours where nobody begins or ends between."""
+        return joined(runs, self._marks)
 
 
 class _Counts:
@@ -562,55 +627,56 @@ class Runs:
 
     def __init__(self, check: SourceCheck) -> None:
         self._check = check
-        self._file, self._entry, self._start, self._stop, self._limit = -1, -1, 0, 0, 0
+        self._table, self._entry, self._start, self._stop, self._limit = -1, -1, 0, 0, 0
         self._crc, self._fqn, self._has_crc = 0, "", False
         self._ended: list[Run] = []
 
     def add(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
         """Tell of bytes that were read; return their CRC-32, None where there is nothing to compare them with."""
-        stop = start + len(data)
-        if file != self._file or start != self._stop or stop > self._limit:
-            found = self._check.find(file, start, stop)
-            if found is None:
-                self._add_across(file, start, stop, data, fqn)
-                return None
-            self._begin(found, file, start, fqn)
-        return self._go_on(data, stop)
-
-    def can_sum(self, file: int, start: int, stop: int) -> bool:
-        """True for bytes that lie in one entry that has a CRC-32: whoever reads them may take theirs."""
-        found = self._check.find(file, start, stop)
-        return found is not None and found[3]
-
-    def add_summed(self, file: int, start: int, stop: int, crc: int, fqn: str) -> None:
-        """Tell of bytes that were read, for which `can_sum` is true, and of their CRC-32."""
-        if file != self._file or start != self._stop or stop > self._limit:
-            self._begin(self._check.find(file, start, stop), file, start, fqn)
-        self._join(crc, stop)
-
-    def _add_across(self, file: int, start: int, stop: int, data: memoryview | bytes, fqn: str) -> None:
-        """Tell of bytes that lie in several entries: a byte entry is a zip as a whole."""
-        view = memoryview(data)
-        for begin, end in self._check.find_all(file, start, stop):
-            if (file, begin) != (self._file, self._stop) or end > self._limit:
-                self._begin(self._check.find(file, begin, end), file, begin, fqn)
-            self._go_on(view[begin - start : end - start], end)
+        return self._add(self._check.table_of(file), start, data, fqn)
 
     def read(self, path: str, start: int, data: memoryview, fqn: str) -> None:
         """Tell of bytes of a file that were read to decode a tensor."""
-        stop = start + len(data)
-        self._begin(self._check.find_at(path, start, stop), -1, start, fqn)
-        self._go_on(data, stop)
+        self._add(self._check.table_at(path), start, data, fqn)
 
-    def _begin(self, found: tuple[int, int, int, bool] | None, file: int, start: int, fqn: str) -> None:
+    def can_sum(self, file: int, start: int, stop: int) -> bool:
+        """True for bytes that one run can hold, of an entry that has a CRC-32: whoever reads them may take theirs."""
+        found = self._check.find(self._check.table_of(file), start, stop)
+        return found is not None and found[2]
+
+    def add_summed(self, file: int, start: int, stop: int, crc: int, fqn: str) -> None:
+        """Tell of bytes that were read, for which `can_sum` is true, and of their CRC-32."""
+        table = self._check.table_of(file)
+        if table != self._table or start != self._stop or stop > self._limit:
+            self._begin(table, start, stop, fqn)
+        self._join(crc, stop)
+
+    def take_over(self, runs: Iterable[Run]) -> None:
+        """Tell of what another read, and this one uses too."""
+        self._ended += runs
+
+    def _add(self, table: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
+        stop = start + len(data)
+        if (table != self._table or start != self._stop or stop > self._limit) and not self._begin(
+            table, start, stop, fqn
+        ):
+            view = memoryview(data)  # in several entries, as a byte entry is: a zip as a whole
+            for begin, end in self._check.find_all(table, start, stop):
+                self._begin(table, begin, end, fqn)
+                self._go_on(view[begin - start : end - start], end)
+            return None
+        return self._go_on(data, stop)
+
+    def _begin(self, table: int, start: int, stop: int, fqn: str) -> bool:
+        """Begin a run; False where none can hold the range."""
+        found = self._check.find(table, start, stop)
         self._end()
         if found is not None:
-            self._entry, _, self._limit, self._has_crc = found
-            self._file, self._start, self._stop, self._crc, self._fqn = file, start, start, 0, fqn
+            self._entry, self._limit, self._has_crc = found
+            self._table, self._start, self._stop, self._crc, self._fqn = table, start, start, 0, fqn
+        return found is not None
 
     def _go_on(self, data: memoryview | bytes, stop: int) -> int | None:
-        if self._entry < 0:
-            return None
         if not self._has_crc:
             self._stop = stop
             return None
@@ -625,77 +691,21 @@ class Runs:
     def _end(self) -> None:
         if self._entry >= 0 and self._stop > self._start:
             self._ended.append(Run(self._entry, self._start, self._stop, self._crc, self._fqn))
-        self._file = self._entry = -1
+        self._table = self._entry = -1
 
     def take(self) -> list[Run]:
         """Hand over what was read since the last time, and return it."""
         self._end()
         if not self._ended:
             return []
-        runs = joined(self._ended)
+        runs = self._check.joined(self._ended)
         self._ended = []
-        if len(runs) > _MAX_SHORT:
-            runs = self._without_short(runs)
         self._check.add(runs)
         return runs
-
-    def _without_short(self, runs: list[Run]) -> list[Run]:
-        """Leave out short runs, unless they are entries; read in very many pieces, one costs more than its bytes."""
-        kept, left_out = list[Run](), list[int]()
-        for run in runs:
-            if run.stop - run.start >= _SHORT_NBYTES or self._check.extent(run.entry) == (
-                run.start,
-                run.stop,
-            ):
-                kept.append(run)
-            else:
-                left_out.append(run.entry)
-        if left_out:
-            self._check.drop(left_out)
-        return kept
-
-
-def joined(runs: Iterable[Run]) -> list[Run]:
-    """Return runs in the order of entries and bytes, each with its neighbours; what was read twice once."""
-    found = list[Run]()
-    for run in sorted(runs, key=lambda run: (run.entry, run.start, -run.stop)):
-        last = found[-1] if found else None
-        if last is None or last.entry != run.entry or last.stop < run.start:
-            found.append(run)
-        elif last.stop == run.start:
-            found[-1] = _join(last, run)
-        elif last.stop < run.stop:
-            found.append(run)
-    return found
-
-
-def _join(a: Run, b: Run) -> Run:
-    return Run(a.entry, a.start, b.stop, crc32_combine(a.crc, b.crc, b.stop - b.start), a.fqn or b.fqn)
-
-
-def _gaps(held: Sequence[Run], start: int, stop: int) -> list[tuple[int, int]]:
-    """Return what has to be read beside some runs so that runs tile an entry; runs that overlap others are not used."""
-    gaps, at = list[tuple[int, int]](), start
-    for run in held:
-        if run.start >= at:
-            if run.start > at:
-                gaps.append((at, run.start))
-            at = run.stop
-    if at < stop:
-        gaps.append((at, stop))
-    return gaps
 
 
 def _length(extent: tuple[int, int]) -> int:
     return extent[1] - extent[0]
-
-
-def _covered(held: Sequence[Run]) -> int:
-    nbytes, at = 0, 0
-    for run in held:
-        nbytes += max(run.stop - max(run.start, at), 0)
-        at = max(at, run.stop)
-    return nbytes
 
 
 def _are_ints(values: object) -> TypeGuard[list[int]]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 from shardkit.core.catalog import FileStamp, OnRead, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.transfer import storage
+from shardkit.transfer.chains import Run
 from shardkit.transfer.digest import crc32
 from shardkit.transfer.reflink import BLOCK
-from shardkit.transfer.source_check import Run, Runs, SourceCheck
+from shardkit.transfer.source_check import Runs, SourceCheck
 
 MAX_BORROWED = 64  # by one reader
 _MIN_OPEN, _MAX_OPEN = 32, 4096
@@ -79,7 +79,7 @@ class SourceFiles:
         self._open: dict[int, int] = {}
         self._users: dict[int, int] = {}
         self._stamps = {file: source.stamp for file, source in enumerate(files) if source.stamp}
-        self._decoded: dict[int, memoryview] = {}
+        self._decoded: dict[int, tuple[memoryview, list[Run]]] = {}
         # Half of what this process may have open: the smallest usual limit is 256.
         self._max_open = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, _MIN_OPEN), _MAX_OPEN)
 
@@ -152,18 +152,26 @@ class SourceFiles:
             raise _changed([source.name])
         return fd
 
-    def decoded(self, file: int, on_read: OnRead) -> memoryview:
-        """Return the bytes of a file that has to be decoded."""
+    def decoded(self, file: int, fqn: str) -> tuple[memoryview, list[Run]]:
+        """Return the bytes of a file that has to be decoded, for tensor `fqn`, and what was read for them to be compared."""
         with self._lock:
-            content = self._decoded.get(file)
-            if content is None:
-                decode = self._files[file].decode
+            found = self._decoded.get(file)
+            if found is None:
+                decode, runs = self._files[file].decode, None if self.check is None else self.check.runs()
                 assert decode is not None
                 if file in self._stamps and _stamp_now(self._files[file].path) != self._stamps[file]:
                     raise _changed([self._files[file].name])
+
+                def tell(path: str, start: int, data: memoryview) -> None:
+                    if self.on_read is not None:
+                        self.on_read(path, start, data)
+                    if runs is not None:
+                        runs.read(path, start, data, fqn)
+
                 self._decoded.clear()  # one tensor at a time: decoding may have had to copy it
-                content = self._decoded[file] = decode(on_read)
-            return content
+                content = decode(tell)
+                found = self._decoded[file] = content, [] if runs is None else runs.take()
+            return found
 
     def check_unchanged(self) -> None:
         """Compare every file with what it was when its description was read, or when it was first opened.
@@ -199,6 +207,7 @@ class Reader:
     def __init__(self, sources: SourceFiles, runs: Runs | None = None) -> None:
         self._sources, self._recent, self._runs = sources, sources.recent, runs
         self._borrowed: dict[int, int] = {}
+        self._decoded_runs: list[Run] | None = None
 
     def __enter__(self) -> Reader:
         return self
@@ -209,6 +218,7 @@ class Reader:
 
     def take_runs(self) -> list[Run]:
         """Hand over what was read to be compared, and return it."""
+        self._decoded_runs = None
         return [] if self._runs is None else self._runs.take()
 
     def tell(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
@@ -220,6 +230,11 @@ class Reader:
         if self._sources.on_read is not None:
             self._sources.on_read(self._sources.path(file), start, memoryview(data))
         return None if self._runs is None else self._runs.add(file, start, data, fqn)
+
+    def mark(self, file: int, places: Iterable[int]) -> None:
+        """End what is told of a file's bytes at some of them: others read from there, or up to there."""
+        if self._sources.check is not None:
+            self._sources.check.mark(file, places)
 
     def release(self) -> None:
         """Let others have the descriptors."""
@@ -283,7 +298,11 @@ class Reader:
         fd, size = self._borrowed.get(file), len(buffer)
         if fd is None:
             if self._sources.is_decoded(file):
-                buffer[:] = self._sources.decoded(file, partial(self._decoding, fqn))[start : start + size]
+                content, runs = self._sources.decoded(file, fqn)
+                buffer[:] = content[start : start + size]
+                if self._runs is not None and self._decoded_runs is not runs:
+                    self._decoded_runs = runs
+                    self._runs.take_over(runs)
                 return None
             fd = self.descriptor(file)
         if self._runs is None or size <= _COMPARED_NBYTES:
@@ -316,12 +335,6 @@ class Reader:
                     hint="the file changed during the run; start again once it is complete",
                 )
             done += count
-
-    def _decoding(self, fqn: str, path: str, start: int, data: memoryview) -> None:
-        if self._sources.on_read is not None:
-            self._sources.on_read(path, start, data)
-        if self._runs is not None:
-            self._runs.read(path, start, data, fqn)
 
 
 def _changed(names: Sequence[str]) -> IntegrityError:

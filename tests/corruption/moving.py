@@ -28,7 +28,6 @@ from torch import nn
 
 import shardkit
 from shardkit.errors import IntegrityError
-from shardkit.transfer import source_check
 from shardkit.transfer.source_check import SourceCheck
 from tests.corruption.outputs import make, weights
 from tests.corruption.sweep import SCRATCH
@@ -120,7 +119,8 @@ def compared() -> Iterator[list[Stretch]]:
         for number, table in enumerate(check._tables):
             first = check._firsts[number]
             for row in range(len(table)):
-                if check._states[first + row] == source_check._EQUAL:
+                verdict = check._verdict(first + row) if first + row in check._held else None
+                if check._is_proved(first + row) and not (verdict and verdict.loose):
                     found.append(Stretch(check._paths[number], table.starts[row], table.stops[row]))
         return summary(check, *args, **kwargs)
 

@@ -422,6 +422,39 @@ def test_what_an_interrupted_run_read_is_still_compared(tmp_path: Path, damaged:
         assert (result.checked_bytes, result.unchecked) == (1_600_000, ())
 
 
+@pytest.mark.parametrize("way", ["tied", "turned"])
+def test_each_reading_of_an_interrupted_run_is_compared(tmp_path: Path, way: str) -> None:
+    """A storage is damaged while one of the two runs reads it, and is as it was while the other does."""
+    whole, file = torch.arange(100_000.0), tmp_path / "model.pt"
+    model = {f"{name}.weight": torch.arange(100_000.0) + number for number, name in enumerate("abc", 1)}
+    if way == "tied":  # read for the first file before the kill, for the last one after it
+        model |= {"a.weight": whole, "z.weight": whole}
+    else:  # read before any file is finished, and of all files
+        model |= {"a.weight": whole.view(1000, 100).T, "d.weight": whole + 9}
+    torch.save(model, file)
+
+    def flip_unseen() -> None:
+        times = file.stat()
+        flip(file, whole)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    if way == "turned":
+        content = file.read_bytes()
+        flip_unseen()
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(file), str(tmp_path)], check=False, timeout=600)
+    assert done.returncode == -signal.SIGKILL
+    if way == "turned":
+        times = file.stat()
+        with open(file, "r+b") as opened:
+            opened.write(content)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    else:
+        flip_unseen()
+    with pytest.raises(IntegrityError, match=r"a.weight.*: model.pt: bytes "):
+        shardkit.consolidate(file, tmp_path / "out", max_shard_size="400KB")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_that_did_not_compare_is_not_gone_on_with(tmp_path: Path) -> None:
     script = _KILLED.replace("jobs=1,", "jobs=1, check_source=False,")
     saved = save_dcp(tmp_path / "c", {f"t{n}.weight": torch.arange(100_000.0) + n for n in range(4)})

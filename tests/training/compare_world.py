@@ -6,10 +6,12 @@ python compare_world.py OUT
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardkit
@@ -98,6 +101,36 @@ def answers(out: Path) -> dict[str, Any]:
     return told
 
 
+def copies(out: Path) -> dict[str, Any]:
+    """Each rank reads its own copy, as on disks of nodes; one of them is damaged in what rank 1 keeps, or rank 0."""
+    told: dict[str, Any] = {}
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    for sizes in ((600, 800), (300, 2050), (7, 90, 80), (9, 2200, 2)):
+        weight = torch.arange(prod(sizes), dtype=torch.float32).view(sizes)
+        for at in (None, 0.1, 0.4, 0.6, 0.99):
+            path = out / f"copies{len(told)}" / str(rank)
+            if rank == 0:  # two saves would be two checkpoints
+                dcp.save({"weight": weight}, checkpoint_id=path, no_dist=True)
+                shutil.copytree(path, path.with_name("1"))
+            dist.barrier()
+            dim = len(sizes) - 1 if sizes[-1] > 2 else 1
+            mine = weight.tensor_split(2, dim)[rank]
+            if at is not None and rank == (at > 0.5):
+                value = mine.flatten()[int(at * mine.numel())].item()
+                flip(path / "__0_0.distcp", weight.flatten()[int(value) :], 0)
+            model = nn.Module()
+            empty = distribute_tensor(torch.zeros(sizes), mesh, [Shard(dim)])
+            model.register_parameter("weight", nn.Parameter(empty))
+            key = f"{sizes} {at}"
+            try:
+                shardkit.load_into(model, path)
+            except ShardkitError as error:
+                told[key] = type(error).__name__
+            else:
+                told[key] = torch.equal(model.weight.to_local(), mine)  # type: ignore[operator,union-attr]
+    return told
+
+
 def answers_of_four(out: Path) -> dict[str, Any]:
     """Fill what two ranks hold the same of, and what is cut along both dims."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -146,7 +179,7 @@ def build_on_meta() -> nn.Module:
 
 def work(rank: int, out: Path, size: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{out}/store{size}", rank=rank, world_size=size)
-    told = answers(out) if size == 2 else answers_of_four(out)
+    told = {**answers(out), "copies": copies(out)} if size == 2 else answers_of_four(out)
     (out / f"told{rank}of{size}.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()

@@ -83,6 +83,15 @@ def test_load_into_refuses_damage_too(told: list[dict[str, Any]], source: str) -
         assert f"{FILES[source]}: bytes " in problem
 
 
+def test_columns_of_a_ranks_own_copy_are_compared(told: list[dict[str, Any]]) -> None:
+    """Ranks that hold columns read overlapping spans, or a run for each row: what one read proves nothing of another's."""
+    first, second = (rank["copies"] for rank in told)
+    assert first == second
+    assert len(first) == 20
+    for key, answer in first.items():
+        assert answer == (True if key.endswith("None") else "IntegrityError"), key
+
+
 @pytest.mark.parametrize("way", ["hsdp", "fsdp x tp"])
 @pytest.mark.parametrize("strategy", ["direct", "broadcast"])
 @pytest.mark.parametrize("source", ["one", "three", "listed", "hub"])

@@ -19,7 +19,14 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError
 from shardkit.transfer import source_check
-from shardkit.transfer.source_check import IN_PART, NOT_READ, NOT_RECORDED, SHORT_RUNS, SourceCheck
+from shardkit.transfer.source_check import (
+    IN_PART,
+    NOT_READ,
+    NOT_RECORDED,
+    OVERLAPPING,
+    SHORT_RUNS,
+    SourceCheck,
+)
 from shardkit.transfer.sources import SourceFiles
 
 UINT8 = BY_NAME["uint8"]
@@ -114,7 +121,7 @@ def test_any_runs_in_any_order_by_any_threads(
         assert flip
         (problem,) = error.problems
     else:
-        # Of runs that overlap others in part nothing can be said without reading more; that is counted.
+        # Of runs that overlap others nothing can be said without reading more; that is counted.
         assert checked + sum(nbytes for _, nbytes in unchecked.values()) == sum(sizes)
         assert replicas or not (flip or unchecked)
         assert not flip or unchecked
@@ -192,12 +199,64 @@ def test_what_was_never_read_is_told(tmp_path: Path) -> None:
     assert (part.reason, part.num_entries, part.entry_bytes) == (NOT_READ, 1, 200)
 
 
-def test_very_many_short_runs_are_given_up(tmp_path: Path) -> None:
+def test_a_second_reading_proves_nothing_about_the_first(tmp_path: Path) -> None:
+    """A part was damaged in the first reading, and is not in the second, which is whole: of another copy, or hours later."""
+    catalog, content = source(tmp_path, [1000])
+    ((start, stop),) = places(catalog)
+    damaged = bytearray(content)
+    damaged[start + 450] ^= 1
+    for first, second in (
+        ([(start, stop)], [(start, stop)]),
+        ([(start + 400, start + 500)], [(start, stop)]),
+        ([(start, start + 500)], [(start, start + 500), (start + 500, stop)]),
+        (
+            [(start + 400, start + 500)],
+            [(start, start + 400), (start + 400, start + 500), (start + 500, stop)],
+        ),
+        ([(start, start + 500)], [(start, start + 300), (start + 300, start + 500), (start + 500, stop)]),
+    ):
+        for readings in (((damaged, first), (content, second)), ((content, second), (damaged, first))):
+            check = SourceCheck(catalog)
+            for seen, runs in readings:
+                for run in runs:
+                    read(check, bytes(seen), [run])
+            if second == [(start, stop)] and first != second:
+                assert finish(check, catalog) == (900, {OVERLAPPING: (1, 100)})
+            else:
+                with pytest.raises(IntegrityError):
+                    finish(check, catalog)
+
+
+def test_views_that_overlap_are_read_in_parts_that_both_share(tmp_path: Path) -> None:
+    catalog, content = source(tmp_path, [1000])
+    ((start, stop),) = places(catalog)
+    for name, first, end in (("a", start, start + 600), ("b", start + 400, stop)):
+        box = Region((0,), (end - first,))
+        catalog.add_tensor(name, UINT8, box.sizes, iter([(0, first, end - first, box)]))
+    check = SourceCheck(catalog)
+    read(check, content, [(start, start + 600), (start + 400, stop)])
+    assert finish(check, catalog) == (1000, {})
+    check = SourceCheck(catalog)
+    damaged = bytearray(content)
+    damaged[start + 500] ^= 1
+    read(check, content, [(start, start + 600)])
+    read(check, bytes(damaged), [(start + 400, stop)])
+    with pytest.raises(IntegrityError, match="in another reading"):
+        finish(check, catalog)
+
+
+def test_very_many_short_runs(tmp_path: Path) -> None:
     catalog, content = source(tmp_path, [40_000, 7])
     (start, stop), last = places(catalog)
     check = SourceCheck(catalog)
     read(check, content, [*((at, at + 3) for at in range(start, stop, 5)), last])
-    assert finish(check, catalog) == (7, {SHORT_RUNS: (1, 0)})
+    assert finish(check, catalog) == (7, {IN_PART: (1, 24_000)})
+    check = SourceCheck(catalog)
+    runs = [(at, at + 2) for at in range(start, stop, 2)]
+    random.Random(0).shuffle(runs)
+    read(check, content, [*runs[::2], last])
+    read(check, content, runs[1::2])
+    assert finish(check, catalog) == (40_007, {})
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +265,14 @@ def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ((start, stop),) = places(catalog)
     check = SourceCheck(catalog)
     read(check, content, [(at, at + 50) for at in range(start, stop, 100)])
-    assert finish(check, catalog) == (0, {SHORT_RUNS: (1, 200)})
+    assert finish(check, catalog) == (0, {SHORT_RUNS: (1, 500)})
+    check = SourceCheck(catalog)  # what is proved makes room for others
+    for half in (start, start + 500):
+        read(check, content, [(half, half + 200)])
+        read(check, content, [(half + 200, half + 500)])
+    for at in range(start, stop, 250):
+        read(check, content, [(at, at + 250)])
+    assert finish(check, catalog) == (1000, {})
 
 
 @pytest.mark.parametrize("damaged", [(), (30,)])
