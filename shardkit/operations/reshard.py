@@ -152,7 +152,7 @@ def reshard(
         path = check_destination(
             os.fspath(output), resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint
         )
-        parts = take_apart(resolved.path)
+        parts = take_apart(resolved.path, check_source=check_source)
     manifests = find_manifests(
         [part.catalog for part in parts.parts],
         resolved.path,

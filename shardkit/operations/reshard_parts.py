@@ -52,6 +52,8 @@ class Part:
     paths: dict[str, tuple[str | int, ...]] | None
     """planner_data of the save."""
     notes: tuple[str, ...]
+    damaged: tuple[str, ...] = ()
+    """Why byte entries are not what torch wrote; a line for each."""
     unboxed: frozenset[str] = frozenset()
     """Names of tensors whose chunks do not tell whether they were sharded: flat partitions, or saved whole."""
     key_rules: tuple[KeyRule, ...] = ()
@@ -79,8 +81,13 @@ class Parts:
         return tuple(file.name for file in self.files)
 
 
-def take_apart(path: str) -> Parts:
+def take_apart(path: str, *, check_source: bool = True) -> Parts:
     """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint of another kind.
+
+    Args:
+        path: the checkpoint.
+        check_source: refuse byte entries that are not the zips that torch writes; otherwise they are carried over as they
+            lie, with a warning.
 
     Raises:
         SourceError, IntegrityError, ResourceError: as opening does; a part of it was not saved to its end.
@@ -94,6 +101,13 @@ def take_apart(path: str) -> Parts:
     checkpoint = _open_weights(path)
     rules = saved_key_rules(checkpoint) or ()
     parts = tuple(_open_part(path, folder, rules if not folder else ()) for folder in found.folders)
+    damaged = [problem for part in parts for problem in part.damaged]
+    if damaged and check_source:
+        raise SourceError(
+            f"{count(len(damaged), 'byte entry is', 'byte entries are')} damaged",
+            problems=damaged,
+            hint="use another copy of the checkpoint; --check-source off carries them over as they lie",
+        )
     beside = _weights_beside(path, checkpoint, found)
     of_ranks = [file.name for file in found.files if _OF_A_RANK.search(os.path.basename(file.name))]
     states = [name for name in of_ranks if _OPTIMIZER.match(os.path.basename(name))]
@@ -104,13 +118,24 @@ def take_apart(path: str) -> Parts:
         empty=tuple(found.empty),
         weights_beside=beside,
         notes=(*found.notes(), *_notes(of_ranks, beside)),
-        warnings=(
-            f"the optimizer's state was not resharded: {listed(states)} are copied as they are, and fit the old "
-            "world size only",
-        )
-        if states
-        else (),
+        warnings=(*_state_warnings(states), *_damage_warnings(damaged)),
     )
+
+
+def _state_warnings(states: list[str]) -> Iterator[str]:
+    if states:
+        yield (
+            f"the optimizer's state was not resharded: {listed(states)} are copied as they are, and fit the old "
+            "world size only"
+        )
+
+
+def _damage_warnings(damaged: list[str]) -> Iterator[str]:
+    if damaged:
+        yield (
+            f"{count(len(damaged), 'byte entry is', 'byte entries are')} damaged and carried over as they lie "
+            f"(--check-source off): {'; '.join(damaged)}"
+        )
 
 
 def _open_weights(path: str) -> Checkpoint:
@@ -154,7 +179,10 @@ def _open_part(path: str, folder: str, key_rules: tuple[KeyRule, ...]) -> Part:
             hint="load it with torch.distributed.checkpoint and save it without extensions",
         )
     files = {file.name: number for number, file in enumerate(catalog.files)}
-    _record(catalog, [(files[opened.catalog.files[place.file].name], place) for place in placed.values()])
+    damaged = _record(
+        catalog,
+        [(name, files[opened.catalog.files[place.file].name], place) for name, place in placed.items()],
+    )
     for name, place in placed.items():
         file = files[opened.catalog.files[place.file].name]
         chunk = (file, place.start, place.nbytes, Region((0,), (place.nbytes,)))
@@ -165,23 +193,28 @@ def _open_part(path: str, folder: str, key_rules: tuple[KeyRule, ...]) -> Part:
         objects=tuple(placed),
         paths=opened.catalog.paths,
         notes=(*opened.catalog.notes, *_entry_notes(folder, opened.objects)),
+        damaged=tuple(damaged),
         key_rules=key_rules,
     )
 
 
-def _record(catalog: Catalog, placed: Sequence[tuple[int, Place]]) -> None:
+def _record(catalog: Catalog, placed: Sequence[tuple[str, int, Place]]) -> list[str]:
     """Let byte entries be compared, as they move, with the CRC-32s in the zips that they are.
 
-    What is no zip, or a damaged one, is carried over as it lies, and nothing is there to compare it with.
+    Returns:
+        A line for each that is no zip as torch writes it: nothing is there to compare it with, and torch would not
+        load it, or something else.
     """
+    damaged = list[str]()
     stretches: dict[int, list[tuple[int, int, int | None]]] = {}
-    for file, place in placed:
+    for name, file, place in placed:
         source, rows = catalog.files[file], stretches.setdefault(file, [])
         with open_regular(source.path, source.name, follow=False) as (fd, _):
             try:
                 reader = ZipReader(partial(_pread, fd), place.start, place.nbytes, escape(source.name))
                 entries = read_directory(reader, lambda name: True, max_entries=_MAX_ENTRIES)
-            except SourceError:
+            except SourceError as error:
+                damaged.append(f"{escape(name)}: {error.message}")
                 rows.append((place.start, place.nbytes, None))
             else:
                 rows += ((place.start + each.start, each.nbytes, each.crc) for each in entries.values())
@@ -189,6 +222,7 @@ def _record(catalog: Catalog, placed: Sequence[tuple[int, Place]]) -> None:
         held, more = catalog.files[file].checksums, Checksums.of(rows)
         checksums = more if held is None else held | more
         catalog.files[file] = replace(catalog.files[file], checksums=checksums)
+    return damaged
 
 
 def _pread(fd: int, start: int, nbytes: int) -> bytes:

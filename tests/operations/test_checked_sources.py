@@ -112,6 +112,20 @@ def test_byte_entries_move_checked(tmp_path: Path) -> None:
     )
 
 
+def test_a_byte_entry_that_is_no_zip_any_more_is_refused(tmp_path: Path) -> None:
+    """Damage in what says where its CRC-32s are is not "none is recorded"."""
+    save_dcp(tmp_path / "c", {**TENSORS, "scheduler": {"text": "a scheduler's state"}})  # type: ignore[dict-item]
+    file = tmp_path / "c" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[content.index(b"PK\1\2", content.index(b"a scheduler's state"))] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(SourceError, match="1 byte entry is damaged") as caught:
+        shardkit.reshard(tmp_path / "c", tmp_path / "out", world_size=2)
+    assert caught.value.problems[0].startswith("scheduler.text: ")
+    result = shardkit.reshard(tmp_path / "c", tmp_path / "out", world_size=2, check_source=False)
+    assert any("1 byte entry is damaged" in warning for warning in result.warnings)
+
+
 def test_columns_are_put_together_and_cut_again(tmp_path: Path) -> None:
     """Gathered and scattered: the ways of tensors that are cut along a later dim."""
     hub = tmp_path / "hub"
