@@ -32,7 +32,7 @@ _HEADS = {
     "generator_lm_head": "convbert electra",
     "head": "rwkv",
     "head.decoder": "ultrabert",
-    "lm_head.decoder": "bert_generation camembert data2vec_text esm gte ibert jina_embeddings_v3 longformer mpnet roberta"
+    "lm_head.decoder": "bert_generation camembert data2vec_text esm gte ibert jina_embeddings_v3 longformer luke mpnet roberta"
     " roberta_prelayernorm xlm_roberta xlm_roberta_xl xmod",
     "lm_head.out_proj": "t5gemma t5gemma2",
     "lm_loss": "xlnet",
@@ -75,12 +75,14 @@ _TIED_BY_DEFAULT = frozenset(
     " cohere_compass_text deepseek_vl deepseek_vl_hybrid ernie4_5_vl_moe_text fun_asr_nano gemma4_assistant"
     " gemma4_unified gemma4_unified_assistant gemma4_unified_text glmasr granite_docling_text granite_speech_plus"
     " granite_swa hunyuan_vl hunyuan_vl_text hyperclovax_vision_v2 kimi_k25 kosmos_2.5 kosmos_2_5_text_model"
-    " kosmos_2_text_model lfm3 lfm3_vl lighton_ocr luke mimi minicpm3 minicpm_ocr moss_transcribe_diarize neomme"
+    " kosmos_2_text_model lfm3 lfm3_vl lighton_ocr mimi minicpm3 minicpm_ocr moss_transcribe_diarize neomme"
     " paddleocr_vl paddleocr_vl_text pp_chart2table prophetnet qwen2_5_omni_text qwen3_asr qwen3_vl_moe_text"
     " t5_gemma_module t5gemma2_decoder t5gemma2_encoder t5gemma2_text voxtral_realtime zaya".split()
 )
 # Types that tie whatever their config says: to T5, `tie_word_embeddings: false` is about scales.
-_ALWAYS_TIED = frozenset("longt5 mt5 pop2piano t5 udop umt5 vilt".split())
+_ALWAYS_TIED = frozenset("longt5 mt5 t5 udop umt5 vilt".split())
+# Types whose setting is about other names: Luke ties its entities by it, Pop2Piano its towers, and neither its output.
+_TIE_OTHER_NAMES = frozenset({"luke", "pop2piano"})
 # Types that tie where their own config or that of their text part says so.
 _TEXT_MAY_TIE = frozenset(
     "fast_vlm glm4v glm4v_moe glm_ocr hunyuan_vl llava llava_next_video llava_onevision minimax_m3_vl paddleocr_vl"
@@ -113,6 +115,8 @@ def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
     part = next((part for key in _PARTS if (part := _part(config, key)) is not None), None)
     if model_type in _ALWAYS_TIED:
         return True
+    if model_type in _TIE_OTHER_NAMES:
+        return None
     if model_type in _PART_TIES and part is not None:
         return ties_embeddings(part)
     if said is None and model_type in _TIED_BY_DEFAULT:
@@ -122,7 +126,7 @@ def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
 
 def may_be_untied(config: Mapping[str, object] | None) -> bool:
     """True where a config can say that embeddings are not tied, and says nothing else by that."""
-    return model_type_of(config) not in _ALWAYS_TIED
+    return model_type_of(config) not in _ALWAYS_TIED | _TIE_OTHER_NAMES
 
 
 def _said(config: Mapping[str, object] | None) -> bool | None:

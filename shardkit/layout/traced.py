@@ -128,7 +128,9 @@ class ModelNames(NamedTuple):
     names: Mapping[str, str]
     """FQN -> the name in the files, of all that were found."""
     unused: frozenset[str]
-    """Names of the files that the model has no place for, or leaves out."""
+    """Names of the files that the model has no place for."""
+    ignored: frozenset[str]
+    """Names of the files that it leaves out, as `from_pretrained` does in silence."""
     made: frozenset[str]
     """Names of the model that the files lack, and that it makes itself."""
     unsaved: frozenset[str]
@@ -162,7 +164,8 @@ def ask_names(
     theirs: Mapping[str, str] = answer["names"]
     return ModelNames(
         names=theirs,
-        unused=frozenset((*answer["unused"], *answer["ignored"])),
+        unused=frozenset(answer["unused"]),
+        ignored=frozenset(answer["ignored"]),
         made=frozenset(answer["computed"]),
         unsaved=frozenset(answer["unsaved"]),
         ties=tuple(tuple(dict.fromkeys(theirs.get(fqn, fqn) for fqn in group)) for group in answer["ties"]),

@@ -1,6 +1,7 @@
 """The model that a checkpoint was trained from: its config, its files, and its tensors' names, shapes and dtypes.
 
-Never its weights. It is given with --base, or lies in the checkpoint where the trainer put it.
+Of its weights no more than whether two names have the same. It is given with --base, or lies in the checkpoint where the
+trainer put it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shardkit import manifest
+from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
@@ -23,6 +25,7 @@ from shardkit.formats.hub_repo import fetch_files, looks_like_repo_id, open_head
 from shardkit.formats.sharded.checkpoint import Checkpoint
 from shardkit.keys import KeyRule
 from shardkit.keys.renaming import find_rules
+from shardkit.operations.same_bytes import same_bytes
 
 ADAPTER_CONFIG = "adapter_config.json"
 SAVED_ROOT = "model"  # what `shardkit.save` puts a model's names under
@@ -48,6 +51,8 @@ class Base:
     """config.json, None where there is none."""
     tensors: Mapping[str, BaseTensor] | None
     """By name, in the order of its files; None where it has no weights to read headers of."""
+    catalog: Catalog | None = None
+    """Of its weights, where they lie here."""
     assets: Mapping[str, str]
     """Files beside the weights: name -> path; those of modules of their own hold weights too."""
     left_out: tuple[tuple[str, str], ...] = ()
@@ -58,6 +63,20 @@ class Base:
     """A trainer wrote it, and may have changed the config for the run."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
+
+
+def holds_equal(base: Base, one: str, other: str) -> bool:
+    """True where a base that lies here stores the same bytes under two names.
+
+    Raises:
+        IntegrityError, ResourceError: a file cannot be read as described.
+    """
+    catalog = base.catalog
+    if catalog is None or not {one, other} <= catalog.tensors.keys():
+        return False
+    rows = (row for name in (one, other) for row in catalog.tensors[name].chunk_ids)
+    is_raw = not any(catalog.files[catalog.chunks.file[row]].decode for row in rows)
+    return is_raw and same_bytes(catalog, one, other)
 
 
 def open_base(base: str, *, revision: str | None = None) -> Base:
@@ -167,11 +186,11 @@ def read_key_rules(content: Mapping[str, object]) -> tuple[KeyRule, ...] | None:
 
 
 def _open(label: str, directory: str, *, is_given: bool) -> Base:
-    tensors, notes, beside = None, [], tuple[tuple[str, str], ...]()
+    tensors, catalog, notes, beside = None, None, [], tuple[tuple[str, str], ...]()
     if _has_weights(directory, legacy=is_given):
         try:
             model = open_model(directory)
-            tensors, beside = _tensors_of(model), model.beside
+            tensors, catalog, beside = _tensors_of(model), model.catalog, model.beside
         except ShardkitError as error:
             if is_given:
                 raise
@@ -194,6 +213,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
         directory=directory,
         config=config,
         tensors=tensors,
+        catalog=catalog,
         assets=assets,
         left_out=tuple(each for each in beside if each[0] not in assets) if is_given else (),
         is_given=is_given,

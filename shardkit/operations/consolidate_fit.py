@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -89,7 +88,12 @@ def check_fit(
     if found.computed:
         said.append(f"not held against {label}, every model computes them: {listed(found.computed)}")
     if asked is not None:
-        spare = [name for name in found.missing if name in asked.unused]
+        # A block that the class has no place for was none of another objective's heads: it may be another model's.
+        spare = [
+            name
+            for name in found.missing
+            if name in asked.ignored or (name in asked.unused and not _IN_BLOCK.search(name))
+        ]
         made = [name for name in found.unexpected if name in asked.made]
         if spare:
             said.append(
@@ -127,18 +131,12 @@ def check_fit(
 
 
 def may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]) -> bool:
-    """True where a misfit may be the class's own doing: heads that it lacks, what it computes, ties, names of its own."""
+    """True where a misfit may be the class's own doing: what it leaves out or computes, ties, heads and names of its own."""
     if base is None or base.tensors is None or not base.is_given:
         return False
     theirs = {name: tensor.shape for name, tensor in base.tensors.items()}
     found = compare_with_base(shapes, theirs, ties=ties)
-    left = (*found.missing, *found.unexpected)
-    if not left or found.wrong_shapes:
-        return False
-    are_renamed = Counter(theirs[name] for name in found.missing) == Counter(
-        shapes[name] for name in found.unexpected
-    )
-    return are_renamed or not any(map(_IN_BLOCK.search, left))
+    return bool(found.missing or found.unexpected) and not found.wrong_shapes
 
 
 def name_by_class(names: Mapping[str, str], base: Base, asked: ModelNames) -> HubNames:

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shardkit._version import __version__
@@ -37,7 +38,7 @@ from shardkit.operations.consolidate_assets import (
     main_dtype,
     model_assets,
 )
-from shardkit.operations.consolidate_base import SAVED_ROOT, Base, hub_key_rules, saved_key_rules
+from shardkit.operations.consolidate_base import SAVED_ROOT, Base, holds_equal, hub_key_rules, saved_key_rules
 from shardkit.operations.consolidate_dtypes import check_choice, choose_dtypes
 from shardkit.operations.consolidate_fit import Fit, ask_class, check_fit, may_ask, name_by_class, name_merged
 from shardkit.operations.consolidate_modules import TrainedModule, trained_modules
@@ -297,7 +298,12 @@ def _fit(
     ) -> tuple[Ties, dict[str, Shape], list[tuple[str, ...]]]:
         known = asked.ties if asked else ()
         ties = resolve_ties(
-            chosen.catalog, chosen.names, declared=declared, base_names=base_tensors, known=known
+            chosen.catalog,
+            chosen.names,
+            declared=declared,
+            base_names=base_tensors,
+            known=known,
+            equal_in_base=partial(holds_equal, base) if base else lambda _one, _other: False,
         )
         shapes = {
             name: chosen.catalog.tensors[source].shape

@@ -6,7 +6,7 @@ tied to it, and says `tie_word_embeddings` in the config.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkit.core.catalog import Catalog
@@ -34,12 +34,14 @@ def resolve_ties(
     declared: bool | None,
     base_names: Collection[str] | None,
     known: Iterable[Sequence[str]] = (),
+    equal_in_base: Callable[[str, str], bool] = lambda _one, _other: False,
 ) -> Ties:
     """Decide which of the tensors that may be tied are left out.
 
     Equal values alone do not make a tie: the config must say so, or a base that lacks the name, or the checkpoint,
     which has one record for both. A name that the base stores is never left out, nor is any where the config says
-    that nothing is tied: `from_pretrained` would initialise it.
+    that nothing is tied: `from_pretrained` would initialise it. Of equal names that are tied, those that the base
+    lacks are left out. Two names that the base stores with two values are not tied, whatever its config says.
 
     Args:
         catalog: raw extents, by stored name.
@@ -47,7 +49,9 @@ def resolve_ties(
         declared: whether the config ties embeddings; None where it does not say.
         base_names: names that the base stores; None where that is not known.
         known: groups of names that are one parameter of the model, as its class says.
+        equal_in_base: whether the base stores the same bytes under two of its names.
     """
+    known = list(known)
     stored = {name: source for source, name in names.items()}
     dropped, diverged, untied = dict[str, str](), [], False
     for other, keepers, is_head in tie_candidates(catalog, stored):
@@ -57,21 +61,36 @@ def resolve_ties(
             is_one = base_has is False or place_of(catalog, stored[equal]) == place_of(catalog, stored[other])
             if declared is not False and not base_has and (declared or is_one):
                 dropped[other] = equal
-        elif is_head:
+        elif is_head and not (base_has and not any(equal_in_base(kept, other) for kept in keepers)):
             untied = True
             if declared or (declared is None and base_has is False):
                 diverged.append((keepers[0], other))
-    for group in known:
-        kept, *others = [name for name in group if name in stored] or [""]
-        for other in others:
-            base_has = base_names is not None and other in base_names
-            if other not in dropped and not base_has and same_bytes(catalog, stored[kept], stored[other]):
-                dropped[other] = kept
+    groups = [] if declared is False or base_names is None else ties.tie_groups(stored)
+    for group in (*known, *groups):
+        here = [name for name in group if name in stored and name not in dropped]
+        base_has_some = [name for name in here if base_names is not None and name in base_names]
+        kept_names = base_has_some or (here[:1] if group in known else [])
+        for other in here:
+            if other in kept_names or other in base_has_some:
+                continue
+            equal = next(
+                (kept for kept in kept_names if same_bytes(catalog, stored[kept], stored[other])), None
+            )
+            if equal is not None:
+                dropped[other] = equal
+    dropped |= _one_record(catalog, stored, dropped, base_names)
     return Ties(
-        dropped={**dropped, **_one_record(catalog, stored, dropped, base_names)},
+        dropped={other: _last(dropped, other) for other in dropped},
         diverged=tuple(diverged),
         untied=untied,
     )
+
+
+def _last(dropped: Mapping[str, str], name: str) -> str:
+    """Return the name that is kept for one that is left out: what it equals may be left out too."""
+    while name in dropped:
+        name = dropped[name]
+    return name
 
 
 def _one_record(

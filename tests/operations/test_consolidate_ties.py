@@ -13,8 +13,10 @@ import pytest
 import torch
 import transformers
 from consolidate_checkpoints import assert_bit_equal, load, save
+from safetensors.torch import save_file
 
 import shardkit
+from shardkit.errors import LayoutError
 from shardkit.keys import ties
 from shardkit.keys.ties import stored_ties, tied_names, ties_embeddings
 
@@ -119,6 +121,104 @@ def test_every_name_of_a_live_model_goes_through_a_base(name: str, weights: str,
     assert [head] == [other for _, other in result.untied]
 
 
+def tiny(class_name: str, model_type: str, **settings: Any) -> Any:
+    """Return a tiny model with random weights, of no table here."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, vocab_size=64, **settings)
+    model = getattr(transformers, class_name)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+SEQUENCES = {
+    **{f"num_{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")},
+    **{f"{side}_ffn_dim": 19 for side in ("encoder", "decoder")},
+    "hidden_size": 12,
+}
+
+
+@pytest.mark.parametrize(
+    ("class_name", "model_type", "settings"),
+    [
+        (
+            "LukeForMaskedLM",  # ties its entities, never its words to their output, and keeps the decoder's bias
+            "luke",
+            {**_ENCODER, "vocab_size": 64, "entity_vocab_size": 16, "entity_emb_size": 8},
+        ),
+        ("ProphetNetForConditionalGeneration", "prophetnet", SEQUENCES),  # one embedding for both sides
+    ],
+)
+def test_what_a_base_stores_is_written_and_nothing_else(
+    class_name: str, model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny(class_name, model_type, **{k: v for k, v in settings.items() if k != "vocab_size"})
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    live = {fqn: value.clone() for fqn, value in model.state_dict().items()}
+    assert live.keys() > load(base).keys()
+    result = shardkit.consolidate(save({"model": live}, tmp_path / "run"), tmp_path / "out", base=base)
+    assert_bit_equal(load(result.output), load(base))
+    assert not result.warnings
+    assert not result.untied
+    assert all(kept in load(base) for kept, _ in result.ties)
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written.get("tie_word_embeddings") == model.config.tie_word_embeddings
+    found, info = type(model).from_pretrained(result.output, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert_bit_equal(found.state_dict(), model.state_dict())
+    (base / "model.safetensors").unlink()  # a config alone knows less, and must say nothing wrong
+    result = shardkit.consolidate(tmp_path / "run", tmp_path / "out-2", base=base)
+    assert not result.untied
+    found, info = type(model).from_pretrained(result.output, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert_bit_equal(found.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["t5", "xlm-roberta"])
+@pytest.mark.parametrize("in_base", ["two values", "two copies"])
+def test_two_names_in_a_base(name: str, in_base: str, tmp_path: Path) -> None:
+    """Two values are not tied, whatever the config says; two copies are, until training makes them differ."""
+    model, base = build(name), tmp_path / "base"
+    model.save_pretrained(base)
+    stored, live = load(base), {fqn: value.clone() for fqn, value in model.state_dict().items()}
+    head, kept, _ = next(found for found in tied_names({n: v.shape for n, v in live.items()}) if found[2])
+    live[head] = live[head] + 1
+    stored[head] = live[head] if in_base == "two values" else stored[kept[0]].clone()
+    save_file(stored, base / "model.safetensors", {"format": "pt"})
+    result = shardkit.consolidate(save({"model": live}, tmp_path / "run"), tmp_path / "out", base=base)
+    assert torch.equal(load(result.output)[head], live[head])
+    before, after = (json.loads((where / "config.json").read_text()) for where in (base, tmp_path / "out"))
+    if in_base == "two values":
+        assert not result.warnings
+        assert not result.untied
+        assert before.get("tie_word_embeddings") == after.get("tie_word_embeddings")
+    else:
+        assert any(f"{head} are tied in the base" in line for line in result.warnings)
+
+
+def test_what_the_class_leaves_out_of_old_files_is_not_missed(tmp_path: Path) -> None:
+    """As in t5-small on the Hub: a bias of attention across, which T5 has no place for. A block is no such thing."""
+    model, base = build("t5"), tmp_path / "base"
+    model.save_pretrained(base)
+    stored = load(base)
+    spare = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    save_file({**stored, spare: torch.randn(32, 3)}, base / "model.safetensors", {"format": "pt"})
+    _, info = type(model).from_pretrained(base, output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"]
+    run = save({"model": {fqn: value.clone() for fqn, value in model.state_dict().items()}}, tmp_path / "run")
+    result = shardkit.consolidate(run, tmp_path / "out", base=base)
+    assert_bit_equal(load(result.output), stored)
+    assert not result.warnings
+    assert any(spare in note for note in result.notes)
+    lost = "decoder.block.1.layer.0.SelfAttention.q.weight"  # the config counts one block
+    save_file({**stored, lost: torch.randn(12, 12)}, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LayoutError, match="does not fit --base") as caught:
+        shardkit.consolidate(run, tmp_path / "out-2", base=base)
+    assert lost in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -210,3 +310,21 @@ def test_the_table_has_the_defaults_of_every_type_that_it_lists() -> None:
             is_forced = listed in ties._ALWAYS_TIED
             wrong[listed] = (kind(tie_word_embeddings=False) if is_forced else kind).tie_word_embeddings
     assert set(wrong.values()) == {True}, wrong
+
+
+def test_the_table_ties_no_output_that_the_class_does_not() -> None:
+    """The other way round: what a listed type is said to tie to its embedding, a class of its folder declares."""
+    declared: dict[str, set[str]] = {}
+    for folder, name, _ in declared_ties():
+        declared.setdefault(folder, set()).add(name)
+    listed = ties._TIED_BY_DEFAULT | ties._ALWAYS_TIED
+    assert {
+        kind
+        for kind in listed & declared.keys()
+        if f"{ties._HEAD_OF.get(kind, 'lm_head')}.weight" not in declared[kind]
+    } == set()
+    assert {
+        kind
+        for kind in ties._TIE_OTHER_NAMES
+        if f"{ties._HEAD_OF.get(kind, 'lm_head')}.weight" in declared[kind]
+    } == set()
