@@ -190,7 +190,7 @@ def _time(result: PreshardResult) -> str:
 
 def _how_to_load(result: PreshardResult) -> list[str]:
     return [
-        "load it on every rank, into a model on meta that is wrapped for this mesh:",
+        "load it on every rank, into a model on meta (without to_empty()) that is wrapped for this mesh:",
         "  import shardkit",
         f"  shardkit.load_into(model, {result.output!r})  # parameters and buffers",
     ]

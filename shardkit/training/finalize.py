@@ -121,8 +121,8 @@ def load_into(
     """Fill a model that anybody has wrapped, or nobody, from any source; every rank calls it.
 
     Args:
-        model: on meta, or with values, which are overwritten in place. Buffers that are in no checkpoint must have
-            their values.
+        model: on meta, or with values, which are overwritten in place. Buffers that are in no checkpoint are computed
+            where they are on meta, and must have their values elsewhere: `to_empty()` takes those away.
         source: Hub directory or id, pre-sharded directory, or any sharded checkpoint; or `from_rank(...)`.
         strategy: as for `finalize`.
         source_rank: as for `finalize`.

@@ -64,7 +64,7 @@ wrote /data/model-dp_shard4
   omitted  ids: a buffer
   time     4.00 s, 2.15 GB/s
 
-load it on every rank, into a model on meta that is wrapped for this mesh:
+load it on every rank, into a model on meta (without to_empty()) that is wrapped for this mesh:
   import shardkit
   shardkit.load_into(model, '/data/model-dp_shard4')  # parameters and buffers
 """
