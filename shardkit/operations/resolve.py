@@ -9,28 +9,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
-from shardkit.core.text import escape
+from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.formats.dcp import is_dcp
 from shardkit.formats.hub_files import PIPELINE
-from shardkit.formats.inside import read_inside
+from shardkit.formats.inside import locate, read_inside
 from shardkit.formats.sharded.accelerate import model_directories
 from shardkit.formats.sharded.detect import directory_of, layout_of, open_checkpoint
 from shardkit.formats.sharded.nearby import listing
 from shardkit.formats.sharded.trainers import find_structure
+from shardkit.formats.torch_file import open_torch_file
 from shardkit.operations.resolve_order import (
     BEYOND,
     EPOCH,
     EXPORT_ENDING,
+    HOME,
     NAMED,
     OTHER,
     RULES,
     STEP,
     TRACKERS,
+    Place,
     family_of,
     is_a_place,
     is_left_out,
@@ -43,6 +47,9 @@ _MAX_DEPTH = 3  # lightning_logs/version_3/checkpoints/ is the deepest that a tr
 _MAX_ENTRIES = 20_000
 _MAX_TRACKER = 4096
 _FILES = (".ckpt",)
+_META = "meta.pt"
+_UNDATED = "it is complete, and no step tells how old it is"
+_MAX_PEEKED = 256  # directories below a name that does not say that checkpoints are there
 _OF_TRAINER = re.compile(r"checkpoint-[0-9]+")
 _TRAINER_STATE = "trainer_state.json"
 
@@ -56,15 +63,15 @@ class ResolvedCheckpoint:
     layout: str
     """As `shardkit.inspect` names it."""
     step: int | None
-    """The training step, where its name or a tracker file tells."""
+    """The training step, where its name, a tracker file or Lightning's own record in it tells."""
     reason: str
     """Why it was taken, for people."""
     skipped: tuple[tuple[str, str], ...] = ()
-    """(path, reason) of what comes before it in that order, or may do so, but is incomplete or damaged."""
+    """(path, reason) of what was passed over: it is newer or may be, or comes before it but is incomplete."""
     warnings: tuple[str, ...] = ()
     """A line for each of these that is newer, or may be."""
     notes: tuple[str, ...] = ()
-    """A line for each whose step is lower."""
+    """A line for each whose step is lower, and for what was not looked at."""
 
     def __fspath__(self) -> str:
         return self.path
@@ -114,7 +121,7 @@ def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) ->
         found = replace(
             found,
             warnings=tuple(line for line, is_older in said if not is_older),
-            notes=tuple(line for line, is_older in said if is_older),
+            notes=(*(line for line, is_older in said if is_older), *search.notes),
         )
         if strict and found.warnings:
             raise SourceError(
@@ -135,16 +142,24 @@ def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) ->
 def _passed_over(found: ResolvedCheckpoint, home: str) -> Iterator[tuple[str, bool]]:
     """Yield (a line, is it older) for each that was skipped."""
     taken = os.path.relpath(found.path, home)
+    shown_taken = f"step {found.step}" if taken == os.curdir else escape(taken)
     for path, reason in found.skipped:
-        parent, name = os.path.split(path)
-        beside = taken if not parent else taken.removeprefix(parent + os.sep)
-        is_beside = not parent or beside != taken
-        is_older = is_beside and _is_older(name, beside.split(os.sep)[0])
-        is_newer = is_beside and _is_older(beside.split(os.sep)[0], name)
-        age = "may be newer"
-        if is_older or is_newer:
-            age = f"is {'older' if is_older else 'newer'} than {escape(taken)}"
-        yield f"passed over {escape(path)}, which {age}: {reason}", is_older
+        name, beside = _where_they_part(path, taken)
+        step, limit = step_of(name), step_of(beside)
+        if limit is None and beside == taken:
+            limit = found.step  # `last.ckpt` may hold one
+        is_known = step is not None and limit is not None and step != limit
+        is_older = is_known and (step or 0) < (limit or 0)
+        age = f"is {'older' if is_older else 'newer'} than {shown_taken}" if is_known else "may be newer"
+        shown = "the model at the top" if path == os.curdir else escape(path)
+        yield f"passed over {shown}, which {age}: {reason}", is_older
+
+
+def _where_they_part(path: str, other: str) -> tuple[str, str]:
+    """Return the first names in which two relative paths differ."""
+    names, others = path.split(os.sep), other.split(os.sep)
+    pairs = zip_longest(names, others, fillvalue="")
+    return next(((name, beside) for name, beside in pairs if name != beside), ("", ""))
 
 
 def _is_older(name: str, other: str) -> bool:
@@ -160,6 +175,7 @@ class _Search:
         self.home = home
         self.inside = os.path.join(os.path.realpath(home), "")
         self.skipped: list[tuple[str, str]] = []
+        self.notes: list[str] = []
         self.entries_left = _MAX_ENTRIES
 
     def looked_for(self) -> list[str]:
@@ -171,7 +187,11 @@ class _Search:
     def itself(self) -> ResolvedCheckpoint | None:
         """Return the path itself where it is a checkpoint, and not also a run of them."""
         layout = layout_of(self.home)
-        if layout is None or (layout == "hub" and self._holds_training_states()):
+        if layout is None:
+            return None
+        if layout == "hub" and self._holds_training_states():
+            first = "the checkpoints of its training come first; its weight file can be given by itself"
+            self._skip(self.home, self._damage(self.home) or first)
             return None
         tracked = _tracked(self.home)
         step = _step_at(self.home)
@@ -216,8 +236,88 @@ class _Search:
             if tracked and rule != BEYOND:
                 self._mention(directory, by_rule.get(BEYOND, []), tracked[0])
             best = max(found, key=lambda resolved: -1 if resolved.step is None else resolved.step)
-            return self._explain(best, rule, directory, len(names), len(found), tracked)
+            name = os.path.relpath(best.path, directory).split(os.sep)[0]
+            others = list[tuple[str, str]]()
+            if not self._is_in_a_checkpoint(directory):
+                others = [*self._others(directory, best, rule, order, depth), *_undated(best, found)]
+            has_others = bool(others) or (directory == self.home and self._has_model_at_the_top())
+            is_only = not self._has_skipped_beside(directory, name)
+            why = _why(best, rule, len(names), len(found), is_only=is_only, has_others=has_others)
+            why = why.format(tracker=tracked[0] if tracked else "")
+            for path, reason in others:
+                self._skip(path, reason)
+            reason = "; ".join(part for part in (f"{escape(name)}: {why}", best.reason) if part)
+            return replace(best, reason=reason, skipped=tuple(self.skipped))
         return None
+
+    def _others(
+        self,
+        directory: str,
+        best: ResolvedCheckpoint,
+        rule: int,
+        order: list[tuple[Place, str]],
+        depth: int,
+    ) -> list[tuple[str, str]]:
+        """Return (path, reason) of complete checkpoints in a directory that come after one by rule, but are newer or may be.
+
+        What is found damaged on the way is skipped.
+
+        Args:
+            order: of the names in the directory, newest first.
+            depth: how many levels of directories to go down.
+        """
+        taken = os.path.relpath(best.path, directory).split(os.sep)[0]
+        after = [name for _, name in order].index(taken) + 1
+        rest = [
+            (place, name)
+            for place, name in order[after:]
+            if place.rule != BEYOND and (place.rule != rule or rule == HOME)
+        ]
+        stepped = [name for place, name in rest if place.rule == STEP]
+        newer = [name for name in stepped if best.step is not None and (step_of(name) or 0) > best.step]
+        others = []
+        first = self._first(directory, newer, None, depth) if newer else None
+        if first is not None:
+            more = newer[newer.index(os.path.relpath(first.path, directory).split(os.sep)[0]) + 1 :]
+            also = f", as are {listed(more)}" if more else ""
+            others.append((first.path, f"{_what_it_is(best)} comes before it by its name{also}"))
+        if stepped and best.step is None:
+            are = "is" if len(stepped) == 1 else "are"
+            self.notes.append(
+                f"{listed(stepped)} {are} not newer than {escape(taken)}, going by its name alone"
+            )
+        is_said = rule > STEP  # by the trainer: it calls this one the last
+        for group in _groups((place, name) for place, name in rest if place.rule != STEP):
+            found = None if is_said and best.step is None else self._peek(directory, group)
+            if found is None or (found.step is None and is_said):
+                continue
+            if found.step is None or best.step is None:
+                others.append((found.path, _UNDATED))
+            elif found.step > best.step:
+                others.append((found.path, f"it is of step {found.step}, and {best.step} was taken"))
+        return others
+
+    def _peek(self, directory: str, names: list[str]) -> ResolvedCheckpoint | None:
+        """Return the first complete one of some names, without going deep; damaged ones that may be newer are skipped."""
+        search = _Search(self.home)
+        search.entries_left = _MAX_PEEKED
+        try:
+            found = search._first(directory, names, None, 1)
+        except SourceError:  # a directory of data, which no trainer fills with checkpoints
+            return None
+        tops = [os.path.relpath(os.path.join(directory, name), self.home) for name in names]
+        for path, reason in search.skipped:
+            if path in tops:
+                self._skip(os.path.join(self.home, path), reason)
+        return found
+
+    def _is_in_a_checkpoint(self, directory: str) -> bool:
+        """True where a directory is a checkpoint's own, so that what lies in it are parts of one."""
+        inside = os.path.relpath(directory, os.path.dirname(os.path.abspath(self.home)))
+        return any(
+            step_of(name) is not None and name[-1].isdigit()  # not ckpt-8b-sft
+            for name in inside.split(os.sep)
+        )
 
     def _first(
         self, directory: str, names: list[str], family: str | None, depth: int
@@ -236,7 +336,7 @@ class _Search:
         if layout is not None:
             reason = self._damage(path)
             if reason is None:
-                return self._take(path, layout, step, "")
+                return self._take(path, layout, _step_inside(path) if step is None else step, "")
         elif not os.path.isdir(path):
             reason = "not a checkpoint of a known layout"
         else:
@@ -256,32 +356,13 @@ class _Search:
             self._skip(path, "it holds no checkpoint of a known layout")
         return None
 
-    def _explain(
-        self,
-        found: ResolvedCheckpoint,
-        rule: int,
-        directory: str,
-        num_names: int,
-        num_found: int,
-        tracked: tuple[str, str] | None,
-    ) -> ResolvedCheckpoint:
-        """Put the choice that was made in one directory before those that were made below it."""
-        name = os.path.relpath(found.path, directory).split(os.sep)[0]
-        is_best_of_rest = self._has_skipped_beside(directory, name)
-        why = RULES[rule].format(tracker=tracked[0] if tracked else "")
-        if num_found > 1:
-            why = "it has the highest step of runs that are not numbered alike"
-        elif num_names == 1 and rule in (STEP, EPOCH, OTHER):
-            why = "it is the only complete one" if is_best_of_rest else "it is the only one"
-        if is_best_of_rest and (num_names > 1 or num_found > 1) and rule in (STEP, EPOCH, OTHER):
-            why += ", of those that are complete"
-        reason = "; ".join(part for part in (f"{escape(name)}: {why}", found.reason) if part)
-        return replace(found, reason=reason, skipped=tuple(self.skipped))
+    def _has_model_at_the_top(self) -> bool:
+        return any(path == os.curdir for path, _ in self.skipped)
 
     def _has_skipped_beside(self, directory: str, name: str) -> bool:
         """True where something else than `name` was passed over in a directory, unless its step is lower."""
         inside = [os.path.relpath(os.path.join(self.home, path), directory) for path, _ in self.skipped]
-        others = {path.split(os.sep)[0] for path in inside} - {name, os.pardir}
+        others = {path.split(os.sep)[0] for path in inside} - {name, os.pardir, os.curdir}
         return not all(_is_older(other, name) for other in others)
 
     def _damage(self, path: str) -> str | None:
@@ -305,8 +386,12 @@ class _Search:
             if is_left_out(entry.name):
                 continue
             path = entry.path
+            if entry.is_symlink() and not os.path.exists(path):
+                if is_a_place(entry.name):
+                    self._skip(path, f"a link to {escape(os.readlink(path))}, which is not there")
+                continue
             if entry.is_symlink() and not os.path.realpath(path).startswith(self.inside):
-                if is_a_place(entry.name) and os.path.exists(path):
+                if is_a_place(entry.name):
                     self._skip(path, f"a link that leads out of {escape(self.home)}: it was not followed")
                 continue
             if not os.path.isdir(path) and not (entry.name.endswith(_FILES) and os.path.isfile(path)):
@@ -368,6 +453,67 @@ class _Search:
         return ResolvedCheckpoint(
             path=path, layout=layout, step=step, reason=reason, skipped=tuple(self.skipped)
         )
+
+
+def _why(
+    best: ResolvedCheckpoint, rule: int, num_names: int, num_found: int, *, is_only: bool, has_others: bool
+) -> str:
+    """Return why one was taken from a directory.
+
+    Args:
+        num_names: how many names the rule holds for.
+        num_found: how many complete ones were found by it, of names that are not numbered alike.
+        is_only: nothing that may be newer is incomplete.
+        has_others: others that may be newer are complete too.
+    """
+    if rule not in (STEP, EPOCH, OTHER):
+        return RULES[rule]
+    if num_found > 1 and best.step is None:
+        return "nothing tells which one is the newest"
+    why = "it has the highest step of runs that are not numbered alike" if num_found > 1 else RULES[rule]
+    if num_names > 1 or num_found > 1:
+        return why if is_only else f"{why}, of those that are complete"
+    if has_others and rule != OTHER:
+        return f"it is the only {'one' if is_only else 'complete one'} with {'a step' if rule == STEP else 'an epoch'} in its name"
+    return "it is the only one" if is_only else "it is the only complete one"
+
+
+def _undated(best: ResolvedCheckpoint, found: Iterable[ResolvedCheckpoint]) -> list[tuple[str, str]]:
+    """Return (path, reason) of those that no step tells the age of, of several found by one rule."""
+    return [
+        (other.path, _UNDATED) for other in found if other is not best and None in (other.step, best.step)
+    ]
+
+
+def _groups(places: Iterable[tuple[Place, str]]) -> Iterator[list[str]]:
+    """Yield names that are numbered alike, or that trainers give one meaning, together."""
+    groups = dict[tuple[int, str], list[str]]()
+    for place, name in places:
+        groups.setdefault((place.rule, family_of(name) if place.rule in (HOME, OTHER) else ""), []).append(
+            name
+        )
+    yield from groups.values()
+
+
+def _what_it_is(found: ResolvedCheckpoint) -> str:
+    """Name one whose name tells no step, with what tells it."""
+    name = escape(os.path.basename(found.path))
+    if os.path.islink(found.path):
+        return f"{name}, a link to {escape(os.readlink(found.path))},"
+    return f"{name}, which holds step {found.step},"
+
+
+def _step_inside(path: str) -> int | None:
+    """Return the step that Lightning keeps in a .ckpt file, or in the meta.pt of a directory."""
+    file = os.path.join(path, _META) if os.path.isdir(path) else path
+    if not file.endswith((_META, *_FILES)) or not os.path.isfile(file):
+        return None
+    try:
+        tree = open_torch_file(locate(os.path.dirname(file), os.path.basename(file)), file).tree
+    except ShardkitError:
+        return None
+    step = tree.get("global_step") if isinstance(tree, dict) else None
+    return step if type(step) is int and step >= 0 else None
 
 
 def _step_at(path: str) -> int | None:

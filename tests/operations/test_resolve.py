@@ -410,6 +410,94 @@ def test_a_run_that_also_holds_its_final_model(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-30/pytorch_model_fsdp_0", weight=1)
     found = resolve_checkpoint(tmp_path)
     assert (found.layout, found.step) == ("accelerate", 30)
+    assert found.reason == "checkpoint-30: it is the only one with a step in its name"
+    (warning,) = found.warnings
+    assert warning.startswith("passed over the model at the top, which may be newer: ")
+    with pytest.raises(SourceError):
+        resolve_checkpoint(tmp_path, strict=True)
+    assert resolve_checkpoint(tmp_path / "model.safetensors", strict=True).layout == "hub"
+    (tmp_path / "model.safetensors").unlink()
+    assert resolve_checkpoint(tmp_path, strict=True).reason == "checkpoint-30: it is the only one"
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_last_one_that_is_older_than_a_numbered_one(tmp_path: Path, is_link: bool) -> None:
+    """Lightning goes on from last.ckpt; a run that was resumed elsewhere leaves an old one behind."""
+    run = tmp_path / "run"
+    run.mkdir()
+    names = {step: f"epoch={step // 100}-step={step}.ckpt" for step in (100, 200, 300)}
+    for step, name in names.items():
+        content = {"state_dict": {"w": torch.full((3,), float(step))}, "global_step": step, "epoch": 0}
+        torch.save({**content, "pytorch-lightning_version": "2.6.0"}, run / name)
+    if is_link:
+        (run / "last.ckpt").symlink_to(names[100])
+    else:
+        shutil.copy(run / names[100], run / "last.ckpt")
+    found = resolve_checkpoint(run)
+    assert (os.path.basename(found), found.step) == ("last.ckpt", 100)
+    what = f"a link to {names[100]}," if is_link else "which holds step 100,"
+    assert found.warnings == (
+        f"passed over {names[300]}, which is newer than last.ckpt: last.ckpt, {what} comes before it by its name, "
+        f"as are {names[200]}",
+    )
+    with pytest.raises(SourceError) as caught:
+        resolve_checkpoint(run, strict=True)
+    assert caught.value.problems == found.warnings
+    told: list[str] = []
+    consolidate(run, tmp_path / "out", on_warning=lambda text: told.append(f"{text}{os.listdir(tmp_path)}"))
+    assert told[0] == f"{found.warnings[0]}['run']", "before anything is written"
+    os.truncate(run / names[300], 900)
+    assert [path for path, _ in resolve_checkpoint(run).skipped] == [names[300], names[200]]
+    (run / "last.ckpt").unlink()
+    shutil.copy(run / names[200], run / "last.ckpt")
+    (run / names[300]).unlink()
+    assert resolve_checkpoint(run, strict=True).step == 200, "nothing is newer"
+
+
+def test_complete_ones_whose_age_nothing_tells(tmp_path: Path) -> None:
+    save(tmp_path / "step-200", weight=1)
+    save(tmp_path / "final/model", weight=2)
+    found = resolve_checkpoint(tmp_path)
+    assert (found.step, found.reason) == (200, "step-200: it is the only one with a step in its name")
+    assert found.warnings == (
+        "passed over final, which may be newer: it is complete, and no step tells how old it is",
+    )
+    with pytest.raises(SourceError):
+        resolve_checkpoint(tmp_path, strict=True)
+    (tmp_path / "final/model/__0_0.distcp").unlink()
+    found = resolve_checkpoint(tmp_path)
+    assert found.reason == "step-200: it is the only complete one"
+    assert "__0_0.distcp" in found.warnings[0]
+    shutil.rmtree(tmp_path / "final")
+    save(tmp_path / "last", weight=2)
+    found = resolve_checkpoint(tmp_path, strict=True)
+    assert os.path.relpath(found, tmp_path) == "last"
+    assert found.notes == ("step-200 is not newer than last, going by its name alone",)
+    (tmp_path / "last").rename(tmp_path / "sft")
+    (tmp_path / "step-200").rename(tmp_path / "dpo")
+    found = resolve_checkpoint(tmp_path)
+    assert found.reason.startswith("sft: nothing tells which one is the newest")
+    assert found.warnings[0].startswith("passed over dpo, which may be newer")
+
+
+def test_parts_of_one_checkpoint_are_not_taken_for_newer_ones(tmp_path: Path) -> None:
+    for name in ("weights", "average"):
+        save(tmp_path / "run/step-5" / name, weight=2)
+    for path in (tmp_path / "run", tmp_path / "run/step-5"):
+        assert resolve_checkpoint(path, strict=True).step == 5
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_links_to_nothing_are_named_where_they_matter(tmp_path: Path) -> None:
+    make(tmp_path, "step_7")
+    for name in ("step_8", "latest", "notes"):
+        (tmp_path / name).symlink_to(f"gone_{name}")
+    found = resolve_checkpoint(tmp_path)
+    assert found.reason == "step_7: it is the only complete one"
+    assert dict(found.skipped) == {
+        name: f"a link to gone_{name}, which is not there" for name in ("step_8", "latest")
+    }
+    assert len(found.warnings) == 2
 
 
 def test_a_deepspeed_run(tmp_path: Path) -> None:
@@ -424,7 +512,9 @@ def test_a_deepspeed_run(tmp_path: Path) -> None:
     assert found.reason == "latest names global_step10"
     shutil.copytree(tmp_path / "global_step10", tmp_path / "global_step11")
     (warning,) = resolve_checkpoint(tmp_path).warnings
-    assert warning.startswith("passed over global_step11, which may be newer: newer than what latest names")
+    assert warning.startswith(
+        "passed over global_step11, which is newer than step 10: newer than what latest names"
+    )
     shutil.rmtree(tmp_path / "global_step11")
     os.truncate(tmp_path / "global_step10/mp_rank_00_model_states.pt", 200)
     found = resolve_checkpoint(tmp_path)
