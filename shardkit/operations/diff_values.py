@@ -1,7 +1,8 @@
 """Bytes of two tensors side by side: which elements differ, by how much, and whether that is within a tolerance.
 
 Bits are compared as integers of the elements' size, so NaN payloads and signs of zeros count. Values are compared
-as float64, which holds every shorter float exactly. Rounding starts there too, so nothing is rounded twice.
+as float64, which holds every shorter float exactly. Rounding starts there too, so nothing is rounded twice, but for
+what torch's cast of float64 does: it rounds through float32.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ RoundedSide = Literal["a", "b"]
 """The side that may hold the other's values, rounded."""
 Roundings = dict[tuple[RoundedSide, DType], int]
 """(the side, what it is rounded to) -> how many values other than 0 became 0."""
+_Way = tuple[RoundedSide, DType, bool]
+"""The side, what it is rounded to, and whether through float32."""
 
 
 class Tolerance(NamedTuple):
@@ -96,12 +99,16 @@ def rounded(values: Array, dtype: DType) -> Array:
         return np.where(np.isnan(values), np.nan, result)
 
 
-def _off_rounding(source: Array, other: Array, dtype: DType) -> tuple[Array, int]:
+def _off_rounding(source: Array, other: Array, dtype: DType, *, is_twice: bool) -> tuple[Array, int]:
     """Tell which values of one side are not the source's rounded, and count those that rounding made 0.
 
     A finite number that becomes infinite is not taken for rounded.
+
+    Args:
+        is_twice: to float32 first, as `tensor.to` does with float64. Source: torch 2.6 to 2.15,
+            c10::convert<BFloat16, double> and <Half, double>, whose constructors take a float.
     """
-    wanted = rounded(source, dtype)
+    wanted = rounded(rounded(source, BY_NAME["float32"]) if is_twice else source, dtype)
     off = wanted.view(np.uint64) != other.view(np.uint64)
     off &= ~(np.isnan(source) & np.isnan(other))
     off |= np.isinf(wanted) & np.isfinite(source)
@@ -127,10 +134,23 @@ class Measure:
         self.first_changed: int | None = None
         """Row-major."""
         self.num_outside = 0
-        self.num_off_rounding: int | None = 0 if is_shorter(a, b) or is_shorter(b, a) else None
-        sides: tuple[RoundedSide, ...] = ("b", "a") if a.is_convertible and b.is_convertible else ()
-        self.roundings: Roundings = {(side, dtype): 0 for side in sides for dtype in ROUNDED_TO}
-        """Those that hold for all elements that were looked at."""
+        self._counts_off = is_shorter(a, b) or is_shorter(b, a)
+        sides: tuple[tuple[RoundedSide, DType], ...] = (
+            (("b", a), ("a", b)) if a.is_convertible and b.is_convertible else ()
+        )
+        ways: list[_Way] = [
+            (side, dtype, is_twice)
+            for side, source in sides
+            for dtype in ROUNDED_TO
+            for is_twice in ((False, True) if source.name == "float64" else (False,))
+        ]
+        self._flushed: dict[_Way, int] = dict.fromkeys(ways, 0)
+        """How many values other than 0 became 0, of those ways that hold for all elements that were looked at."""
+        shorter: RoundedSide = "a" if is_shorter(a, b) else "b"
+        self._off: dict[_Way, int] = {
+            (shorter, {"a": a, "b": b}[shorter], is_twice): 0
+            for is_twice in ((False, True) if "float64" in (a.name, b.name) else (False,))
+        }
         self.num_unchecked: int | None = None if a is b else 0
         """Elements at the beginning, in equal bands, that `check_rounding` still has to see; None where all are equal."""
         self._has_other_value = a is not b  # beside NaNs whose bits differ
@@ -152,28 +172,39 @@ class Measure:
 
     def check_rounding(self, left: memoryview, right: memoryview) -> None:
         """Drop each of `roundings` that does not hold for these elements, and count what is off in those that do."""
-        counts_off = self.num_off_rounding is not None
-        shorter: RoundedSide = "a" if is_shorter(self._a, self._b) else "b"
-        to = {"a": self._a, "b": self._b}[shorter]
+        counted = self._off if self._counts_off else {}
         for start in range(0, len(left) // self._a.itemsize, _ROUNDED_AT_ONCE):
-            wanted = list(self.roundings)
-            if counts_off and (shorter, to) not in wanted:
-                wanted.append((shorter, to))
+            wanted = dict.fromkeys((*self._flushed, *counted))
             if not wanted:
                 return
             stop = start + _ROUNDED_AT_ONCE
             a = _values(left[start * self._a.itemsize : stop * self._a.itemsize], self._a)
             b = _values(right[start * self._b.itemsize : stop * self._b.itemsize], self._b)
             self._has_other_value = self._has_other_value or not bool(_are_same(a, b).all())
-            for side, dtype in wanted:
-                off, num_flushed = _off_rounding(*((a, b) if side == "b" else (b, a)), dtype)
+            for way in wanted:
+                side, dtype, is_twice = way
+                sides = (a, b) if side == "b" else (b, a)
+                off, num_flushed = _off_rounding(*sides, dtype, is_twice=is_twice)
                 num_off = int(np.count_nonzero(off))
-                if counts_off and (side, dtype) == (shorter, to):
-                    self.num_off_rounding = (self.num_off_rounding or 0) + num_off
+                if way in counted:
+                    counted[way] += num_off
                 if num_off:
-                    self.roundings.pop((side, dtype), None)
-                elif (side, dtype) in self.roundings:
-                    self.roundings[side, dtype] += num_flushed
+                    self._flushed.pop(way, None)
+                elif way in self._flushed:
+                    self._flushed[way] += num_flushed
+
+    @property
+    def roundings(self) -> Roundings:
+        """Those that hold for all elements that were looked at: the one way or, throughout, the other."""
+        found: Roundings = {}
+        for (side, dtype, _), num_flushed in self._flushed.items():
+            found.setdefault((side, dtype), num_flushed)
+        return found
+
+    @property
+    def num_off_rounding(self) -> int | None:
+        """Elements that are not the longer side's rounded; None where neither side is longer."""
+        return min(self._off.values()) if self._counts_off else None
 
     @property
     def may_be_rounded(self) -> bool:

@@ -75,6 +75,31 @@ def test_float64_is_rounded_once() -> None:
             assert np.array_equal(rounded(values, BY_NAME["float16"]), expected, equal_nan=True)
 
 
+@pytest.mark.parametrize(("dtype", "short"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_float64_is_rounded_as_torch_casts_or_once(dtype: str, short: torch.dtype, tmp_path: Path) -> None:
+    """torch goes through float32: beside a tie that may end on the other side. A tensor is the one or the other."""
+    state = {name: value.double() for name, value in floats().items()}
+    half = 2.0**-8 if dtype == "bf16" else 2.0**-11
+    state[Q][0, :2] = torch.tensor([1 + half + 2.0**-40, -(1 + 3 * half - 2.0**-40)], dtype=torch.float64)
+    once = torch.tensor([1 + 2 * half, -(1 + 2 * half)], dtype=torch.float64)
+    run = save(training_state(state), tmp_path / "run" / "step-3")
+    out = consolidate(run, tmp_path / "out", dtype=dtype).output
+    cast = {name: value.to(short) for name, value in state.items()}
+    assert cast[Q][0, :2].double().tolist() == [1, -(1 + 4 * half)], "torch rounds twice"
+    exact = {**cast, Q: cast[Q].clone()}
+    exact[Q][0, :2] = once
+    for other in (out, hub(tmp_path / "exact", exact)):
+        for a, b in ((run, other), (other, run)):
+            result = diff(a, b)
+            assert {t.status for t in result.tensors} == {"rounded"}
+            assert {t.num_off_rounding for t in result.tensors} == {0}
+            assert verify(a, against=b).ok
+    mixed = {**exact, Q: exact[Q].clone()}
+    mixed[Q][0, 0] = 1
+    (tensor,) = diff(run, hub(tmp_path / "mixed", mixed)).differences
+    assert (tensor.name, tensor.num_off_rounding) == (Q, 1)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_an_export_is_its_run_rounded(dtype: str, tmp_path: Path) -> None:
     """An fp32 run and what consolidate makes of it: diff and verify say so, in both orders."""
