@@ -135,7 +135,9 @@ class Properties(Record):
         if state[1] is not _STRIDED:
             raise Refusal("a tensor that is not strided")
         if len(state) > 5 and not _are_strides(state[5]):
-            raise Refusal("TensorProperties.strides is not None or a tuple of at most 64 integers")
+            raise Refusal(
+                "TensorProperties.strides is neither None nor a tuple of at most 64 integers from 0 on"
+            )
         self.dtype = state[0]
 
 

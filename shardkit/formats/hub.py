@@ -12,7 +12,7 @@ from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import ResourceError, SourceError
-from shardkit.formats.hub_assets import list_weights, module_folders, weights_beside
+from shardkit.formats.hub_assets import list_around, list_weights, module_folders, weights_beside
 from shardkit.formats.hub_files import Kind, Weights, select_file, select_weights
 from shardkit.formats.inside import link_notes, locate, locate_weights, read_inside
 from shardkit.formats.safetensors import SafetensorsHeader, read_header
@@ -90,7 +90,8 @@ def open_model(directory: str, *, variant: str | None = None) -> HubModel:
     except OSError as error:
         raise ResourceError(f"{escape(directory)}: {error.strerror}") from None
     model = open_weights(directory, select_weights(names, _label(directory), variant=variant))
-    return with_beside(model, list_weights(directory), module_folders(directory))
+    model = with_beside(model, list_weights(directory), module_folders(directory))
+    return replace(model, beside=(*model.beside, *list_around(directory)))
 
 
 def with_beside(model: HubModel, names: Iterable[str], folders: Collection[str] = ()) -> HubModel:

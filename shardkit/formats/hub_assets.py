@@ -15,7 +15,7 @@ from typing import Any
 from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.formats.inside import locate, read_inside
-from shardkit.formats.strict import parse_integer
+from shardkit.formats.strict import is_unicode, parse_integer
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
@@ -78,8 +78,45 @@ _MAX_FILES = 20_000
 
 _WEIGHTS = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data"),
-    *("*.h5", "*.msgpack", "*.npz", "*.ot", "*.tflite", "*.nemo"),
+    *("*.h5", "*.msgpack", "*.npz", "*.npy", "*.ot", "*.tflite", "*.nemo", "*.pkl", "*.pickle", "*.distcp"),
 )
+# Names that surely hold no weights. What is neither one of these nor carried along is named: a list of all forms that
+# weights have would never be complete.
+_NO_WEIGHTS = (
+    *("*.json", "*.jsonl", "*.txt", "*.md", "*.rst", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.conf"),
+    *(
+        "*.py",
+        "*.pyc",
+        "*.pyi",
+        "*.sh",
+        "*.js",
+        "*.css",
+        "*.html",
+        "*.ipynb",
+        "*.jinja",
+        "*.jinja2",
+        "*.c",
+        "*.cpp",
+    ),
+    *(
+        "*.cu",
+        "*.h",
+        "*.csv",
+        "*.tsv",
+        "*.xml",
+        "*.log",
+        "*.out",
+        "*.err",
+        "*.lock",
+        "*.proto",
+        "*.sha256",
+        "*.md5",
+    ),
+    *("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.ico", "*.pdf", "*.wav", "*.mp3", "*.flac"),
+    *("*.ogg", "*.mp4", "*.webm", "*.ttf", "*.woff2", "*.metadata", ".git*", ".ds_store", "*.tfevents.*"),
+    *("license*", "notice*", "readme*", "use_policy*", "latest", "latest_universal", "metadata.pkl"),
+)
+_NOT_WALKED = (".git", os.path.join(".cache", "huggingface"))  # of git and of `hf download`
 # (a pattern of names, what is said of them). The first that matches speaks.
 _BESIDE = (
     ("adapter*", "an adapter, which is not merged into the weights"),
@@ -120,7 +157,17 @@ def asset_patterns() -> tuple[str, ...]:
 
 def is_weights(name: str) -> bool:
     """True for the name of a file that holds weights, in any of the forms that lie on the Hub."""
-    return any(fnmatchcase(os.path.basename(name), pattern) for pattern in _WEIGHTS)
+    return _matches(name, _WEIGHTS)
+
+
+def may_hold_weights(name: str) -> bool:
+    """True for a file that is not known to hold anything else."""
+    return is_weights(name) or not (is_asset(name) or _matches(name, _NO_WEIGHTS))
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    own = os.path.basename(name).lower()
+    return any(fnmatchcase(own, pattern) for pattern in patterns)
 
 
 def modules(directory: str) -> dict[str, str]:
@@ -135,11 +182,12 @@ def modules(directory: str) -> dict[str, str]:
             found[module["path"]] = str(module.get("name", ""))
     for name in _json(directory, _ROUTER, dict).get("types", ()):
         found.setdefault(str(name), "")
-    folders = {os.path.normpath(path): name for path, name in found.items()}
-    unsafe = [path for path in folders if os.path.isabs(path) or os.pardir in path.split(os.sep)]
+    unsafe = [path for path in found if "\0" in path or not is_unicode(path)]
+    folders = {os.path.normpath(path): name for path, name in found.items() if path not in unsafe}
+    unsafe += [path for path in folders if os.path.isabs(path) or os.pardir in path.split(os.sep)]
     if unsafe:
         raise SourceError(
-            f"{MODULES} of {escape(directory)} names directories outside of the model's",
+            f"{MODULES} or {_ROUTER} of {escape(directory)} names directories that cannot be in the model's",
             problems=map(escape, unsafe),
             hint="the modules of a model lie in its own directory",
         )
@@ -165,7 +213,7 @@ def _json(directory: str, name: str, kind: type) -> Any:
 def weights_beside(
     names: Iterable[str], taken: Collection[str], folders: Collection[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, what it is) of the files with weights that are not the model's own. Pure.
+    """Yield (name, what it is) of the files that hold weights, or may, and are not the model's own. Pure.
 
     Those in one directory are one entry, unless a module lies there.
 
@@ -176,7 +224,7 @@ def weights_beside(
     """
     inside = dict[str, list[str]]()
     for name in sorted(names):
-        if name in taken or not is_weights(name):
+        if name in taken or not may_hold_weights(name):
             continue
         folder, _, rest = name.partition("/")
         is_module = fnmatchcase(folder, _FOLDERS[1]) or any(name.startswith(f"{each}/") for each in folders)
@@ -186,7 +234,7 @@ def weights_beside(
             inside.setdefault(folder, []).append(name)
     for folder, held in inside.items():
         what = {_what(os.path.basename(name)) for name in held}
-        which = held[0].removeprefix(f"{folder}/") if len(held) == 1 else count(len(held), "weight file")
+        which = held[0].removeprefix(f"{folder}/") if len(held) == 1 else count(len(held), "file")
         yield f"{folder}/", f"{which}: {what.pop() if len(what) == 1 else _NOT_NAMED}"
 
 
@@ -195,23 +243,43 @@ def _what(name: str) -> str:
 
 
 def list_weights(directory: str) -> list[str]:
-    """Return the names of all files with weights in a directory and those below it, hidden ones aside."""
-    return [name for name in _walk(directory, "") if is_weights(name)]
+    """Return the names of all files in a directory and those below it that hold weights, or may."""
+    return [name for name in _walk(directory, "", hidden=True) if may_hold_weights(name)]
 
 
-def _walk(directory: str, folder: str) -> Iterator[str]:
+def list_around(directory: str) -> list[tuple[str, str]]:
+    """Return (name, what it is) of weights in the directory above, of which this one is a module.
+
+    Raises:
+        SourceError: as for `modules`, of the directory above.
+    """
+    here = os.path.realpath(directory)
+    above, own = os.path.split(here)
+    if own not in module_folders(above):
+        return []
+    found = [name for name in list_weights(above) if not name.startswith(f"{own}/")]
+    return [
+        (os.path.join(os.pardir, name), f"{what}; {MODULES} above names {own} as one of its modules")
+        for name, what in weights_beside(found, (), module_folders(above))
+    ]
+
+
+def _walk(directory: str, folder: str, *, hidden: bool = False) -> Iterator[str]:
     """Yield the files below a folder, relative to the directory; links to directories are not followed."""
     seen = 0
     for here, inner, names in os.walk(os.path.join(directory, folder)):
         place = os.path.relpath(here, directory)
         place = "" if place == os.curdir else place
         is_deep = place.count(os.sep) + 1 >= _MAX_DEPTH
-        inner[:] = [] if is_deep else sorted(name for name in inner if not name.startswith("."))
+        shown = [name for name in inner if hidden or not name.startswith(".")]
+        inner[:] = (
+            [] if is_deep else sorted(name for name in shown if os.path.join(place, name) not in _NOT_WALKED)
+        )
         for name in sorted(names):
             seen += 1
             if seen > _MAX_FILES:
                 return
-            if not name.startswith("."):
+            if hidden or not name.startswith("."):
                 yield os.path.join(place, name)
 
 

@@ -28,6 +28,7 @@ _MAX_LESSONS = 16  # spellings tried for one class of records
 _MAX_NAME = 200  # bytes of a module or a name that GLOBAL may give
 _SIZE = b"\x94\x85\x94R\x94"  # what follows the tuple of a torch.Size: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE
 _STATE = b"\x94}\x94("  # what follows NEWOBJ of a record: MEMOIZE EMPTY_DICT MEMOIZE MARK
+_MAX_KEYS_SHOWN = 4
 _INT64 = 9  # bytes of the longest LONG1 that can be an unsigned 64-bit value
 
 
@@ -323,7 +324,7 @@ def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
             else:
                 raise Refusal(f"opcode 0x{op:02x} is not one that checkpoints use")
     except Refusal as refusal:
-        raise _error(where, pos, str(refusal)) from None
+        raise _error(where, pos, f"{refusal}{_place([*outer, stack])}") from None
     except (IndexError, struct.error):
         reason = "it ends too early" if pos >= len(data) else "an opcode finds nothing to work on"
     except KeyError:
@@ -340,6 +341,13 @@ def _error(where: str, pos: int, reason: str) -> SourceError:
         f"{where} is damaged or not what torch writes: {reason} (near byte {pos})",
         hint="nothing in it was executed; if it comes from another tool, its format is not supported",
     )
+
+
+def _place(stacks: list[list[Any]]) -> str:
+    """Return where in the dicts the value lies that is being made: the last key of each that is open."""
+    keys = [next((item for item in reversed(stack) if type(item) is str), None) for stack in stacks]
+    found = [escape(key) for key in keys if key is not None]
+    return f", in {' / '.join(found[:_MAX_KEYS_SHOWN])}" if found else ""
 
 
 def _may_begin(kind: RunKind, stack: list[Any], outer: list[list[Any]]) -> bool:

@@ -292,7 +292,12 @@ def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
         if os.path.realpath(os.path.join(home, name)) not in carried
     ]
     if job.base is not None:
-        beside += [(name, f"of the base: {what}") for name, what in job.base.left_out]
+        said = {os.path.realpath(os.path.join(home, name)) for name, _ in beside}
+        beside += [
+            (name, f"of the base: {what}")
+            for name, what in job.base.left_out
+            if os.path.realpath(os.path.join(job.base.directory, name)) not in said
+        ]
     return (
         *(
             SkippedPart(

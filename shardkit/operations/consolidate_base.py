@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.formats.hub import HubModel, open_model, read_config
-from shardkit.formats.hub_assets import CONFIG, asset_patterns, list_assets, module_folders
+from shardkit.formats.hub_assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
 from shardkit.formats.hub_files import select_weights
 from shardkit.formats.hub_repo import fetch_files, looks_like_repo_id, open_headers
 from shardkit.formats.sharded.checkpoint import Checkpoint
@@ -198,10 +199,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
     assets, refused = list_assets(directory)
     config = read_config(directory)
     if is_given and config is None and ADAPTER_CONFIG not in os.listdir(directory):
-        raise SourceError(
-            f"--base {escape(label)} has no {CONFIG}",
-            hint="give the directory of a Hub model, or its repo id",
-        )
+        raise _no_config(label, directory)
     if refused:
         notes.append(
             f"{len(refused)} files of {escape(label)} are links that leave it and were not copied: "
@@ -219,6 +217,29 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
         is_given=is_given,
         notes=tuple(notes),
     )
+
+
+def _no_config(label: str, directory: str) -> SourceError:
+    """Say what a directory without a config is; a sentence-transformers model has it in a module's."""
+    parts = [folder for folder in module_folders(directory) if read_config(os.path.join(directory, folder))]
+    models = [part for part in parts if _has_weights(os.path.join(directory, part), legacy=True)]
+    models = [part for part in models if _is_model(os.path.join(directory, part))]
+    if not models:
+        hint = "give the directory of a Hub model, or its repo id"
+        return SourceError(f"--base {escape(label)} has no {CONFIG}", hint=hint)
+    part = models[0]
+    place, copy = shlex.quote(os.path.join(label, part)), shlex.quote(os.path.join("OUT", part))
+    return SourceError(
+        f"--base {escape(label)} has no {CONFIG}: its {MODULES} says that the model lies in a directory below",
+        problems=[f"{escape(each)}: a model of its own" for each in models],
+        hint=f"write into a copy, which keeps the other modules: cp -r {shlex.quote(label)} OUT; "
+        f"shardkit consolidate CHECKPOINT {copy} --base {place} --overwrite",
+    )
+
+
+def _is_model(directory: str) -> bool:
+    config = read_config(directory) or {}
+    return "model_type" in config or "architectures" in config
 
 
 def _has_weights(directory: str, *, legacy: bool) -> bool:

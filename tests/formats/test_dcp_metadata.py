@@ -222,8 +222,9 @@ def test_strides_of_torch_2_15_are_passed_over(strides: object) -> None:
     "strides", [7, [4, 1], ("a",), (1.0,), (True,), (-1,), (1 << 63,), (1,) * 65], ids=repr
 )
 def test_strides_that_no_tensor_has(strides: object) -> None:
-    with pytest.raises(SourceError, match=r"TensorProperties\.strides|torch\.Size|opcode"):
+    with pytest.raises(SourceError, match=r"TensorProperties\.strides|torch\.Size|opcode") as caught:
         parse_metadata(with_fields(strides))
+    assert "state_dict_metadata / m.w / properties" in caught.value.message
 
 
 def test_further_fields_of_a_tensor_are_refused_by_name() -> None:

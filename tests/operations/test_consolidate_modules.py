@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -153,10 +154,25 @@ BESIDE: Mapping[str, str] = {
     "optimizer.pt": "the optimizer",
     "tiny-q4.gguf": "GGUF",
     "tf_model.h5": "TensorFlow",
-    "onnx/": "2 weight files: a copy of the model in another form (ONNX)",
+    "onnx/": "2 files: a copy of the model in another form (ONNX)",
     "openvino/": "OpenVINO",
     "original/": "authors' own form",
     "vae/": "not among the model's weight files",
+    ".hidden/": "not among the model's weight files",
+    **dict.fromkeys(
+        [
+            *("x.PT", "x.pkl", "extra.pickle", "e.npy", "e.npz", "a.dduf", "y.mlmodel", "z.tar", "w.bin.gz"),
+            *(
+                "model.safetensors.bak",
+                "q.safetensors.part",
+                "__0_0.distcp",
+                "lora.pt2",
+                "checkpoint",
+                ".w.bin",
+            ),
+        ],
+        "not among the model's weight files",
+    ),
 }
 
 
@@ -164,7 +180,8 @@ def test_every_other_file_with_weights_is_named(tmp_path: Path) -> None:
     model = hub(tmp_path / "model", weights())
     files = [*BESIDE, "onnx/model.onnx", "onnx/model_fp16.onnx", "openvino/openvino_model.bin"]
     files += ["original/consolidated.00.pth", "vae/diffusion_pytorch_model.safetensors", "vae/config.json"]
-    files += [".cache/huggingface/x.bin", "vocab.txt"]
+    files += [".cache/huggingface/x.bin", ".git/objects/pack/p.pack", ".gitattributes", "vocab.txt", "a.PNG"]
+    files += [".hidden/w.bin", "tokenizer.model", "LICENSE", "runs/events.out.tfevents.1.host"]
     for name in files:
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         if not name.endswith("/"):
@@ -172,10 +189,55 @@ def test_every_other_file_with_weights_is_named(tmp_path: Path) -> None:
     result = consolidate(model, tmp_path / "one")
     based = consolidate(save({"model": weights()}, tmp_path / "step-3"), tmp_path / "two", base=model)
     sharded = preshard(model, tmp_path / "three", world_size=2, wrap="none")
+    twice = consolidate(model, tmp_path / "four", base=model)
+    assert [(part.what, part.where) for part in twice.skipped] == list(skipped(result).items()), "once each"
     for found in (skipped(result), skipped(based), dict(sharded.skipped)):
         assert found.keys() == BESIDE.keys()
         assert all(why in found[name] for name, why in BESIDE.items())
     assert all(reason.startswith("of the base: ") for reason in skipped(based).values())
+
+
+def test_a_transformer_in_a_directory_of_its_own(tmp_path: Path) -> None:
+    """As sentence-transformers saved until version 5. What the message says to type keeps every module."""
+    listed = [{"path": "0_Transformer", "name": "0"}, {"path": "2_Dense", "name": "2"}]
+    model = tmp_path / "model"
+    hub(model / "0_Transformer", weights())
+    (model / "2_Dense").mkdir()
+    save_file(dense(), model / "2_Dense" / "model.safetensors")
+    (model / "2_Dense" / "config.json").write_text("{}")
+    (model / "modules.json").write_text(json.dumps(listed))
+    trained = {name: value + 1 for name, value in weights().items()}
+    run = save({"model": trained}, tmp_path / "step-3")
+    with pytest.raises(SourceError, match="the model lies in a directory below") as caught:
+        consolidate(run, tmp_path / "out", base=model)
+    assert f"--base {model}/0_Transformer" in (caught.value.hint or "")
+    shutil.copytree(model, tmp_path / "OUT")
+    transformer = model / "0_Transformer"
+    result = consolidate(run, tmp_path / "OUT" / "0_Transformer", base=transformer, overwrite=True)
+    assert "weights of a module of its own" in skipped(result)["../2_Dense/model.safetensors"]
+    sharded = preshard(transformer, tmp_path / "sharded", world_size=2, wrap="none")
+    assert "../2_Dense/model.safetensors" in dict(sharded.skipped)
+    before = {path.relative_to(model) for path in model.rglob("*")}
+    assert before <= {path.relative_to(tmp_path / "OUT") for path in (tmp_path / "OUT").rglob("*")}
+    written = load_file(tmp_path / "OUT" / "0_Transformer" / "model.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in trained.items())
+
+
+@pytest.mark.parametrize(
+    "path", ["\0", "a\0b", "\ud800", "a\nb", "x" * 300, "a/" * 3000, ".", "", "/", "..", "*"]
+)
+@pytest.mark.parametrize("name", ["modules.json", "router_config.json"])
+def test_no_name_of_a_module_is_our_fault(name: str, path: str, tmp_path: Path) -> None:
+    content = [{"path": path, "name": "1"}] if name == "modules.json" else {"types": {path: "x"}}
+    model = hub(tmp_path / "model", weights())
+    (model / name).write_text(json.dumps(content))
+    run = save({"model": weights()}, tmp_path / "step-3")
+    for source, base in ((model, None), (run, model)):
+        if path in ("\0", "a\0b", "\ud800", "/", ".."):
+            with pytest.raises(SourceError, match="cannot be in the model's"):
+                consolidate(source, tmp_path / "out", base=base, overwrite=True)
+        else:
+            consolidate(source, tmp_path / "out", base=base, overwrite=True)
 
 
 def test_modules_outside_of_the_model(tmp_path: Path) -> None:
@@ -183,7 +245,7 @@ def test_modules_outside_of_the_model(tmp_path: Path) -> None:
         tmp_path / "model", weights(), modules__json=json.dumps([{"path": "../elsewhere", "name": "1"}])
     )
     save_file(dense(), tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match="outside of the model's"):
+    with pytest.raises(SourceError, match="cannot be in the model's"):
         consolidate(model, tmp_path / "out")
     (model / "modules.json").write_text(json.dumps(MODULES))
     (model / "2_Dense").mkdir()
@@ -240,7 +302,7 @@ def test_what_lies_beside_a_trainers_checkpoint_is_named(tmp_path: Path) -> None
         "q4.gguf": "GGUF",
         "2_Dense/model.safetensors": "a module of its own",
         "head/": "head.bin: not among",
-        "parts/": "2 weight files: not among",
+        "parts/": "2 files: not among",
     }
     for name in [*stray, "head/head.bin", "parts/a.pt", "parts/b.pt", "notes.txt"]:
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
