@@ -190,6 +190,7 @@ class SourceCheck:
     def _find_marks(self) -> dict[int, list[int]]:
         """Return by entry where the chunks in it begin and end that overlap: each is then read in parts that all share."""
         table, spans = self._catalog.chunks, dict[int, list[Span]]()
+        ends = list[tuple[int, int, int]]()
         numbers = [
             -1 if file.decode else number
             for file, number in zip(self._catalog.files, self._table_of, strict=True)
@@ -200,12 +201,17 @@ class SourceCheck:
         for file in self._catalog.files:
             if file.decoded_from is not None and file.path in self._numbers:
                 spans.setdefault(self._numbers[file.path], []).append(file.decoded_from)
+                ends.append((self._numbers[file.path], *file.decoded_from))
         found = dict[int, list[int]]()
         for number, each in spans.items():
             for (start, stop), marks in overlaps(each).items():
                 place = self._entry_at(number, start, stop)
                 if place is not None:
                     found.setdefault(place, []).extend(marks)
+        for number, start, stop in ends:  # what was decoded once may be used for several files, by itself
+            place = self._entry_at(number, start, stop)
+            if place is not None:
+                found[place] = sorted({*found.get(place, ()), start, stop})
         return found
 
     def extent(self, entry: int) -> tuple[int, int]:
@@ -692,6 +698,12 @@ class Runs:
         if self._entry >= 0 and self._stop > self._start:
             self._ended.append(Run(self._entry, self._start, self._stop, self._crc, self._fqn))
         self._table = self._entry = -1
+
+    def collect(self) -> list[Run]:
+        """Return what was read since the last time, and hand nothing over."""
+        self._end()
+        runs, self._ended = self._ended, []
+        return runs
 
     def take(self) -> list[Run]:
         """Hand over what was read since the last time, and return it."""

@@ -170,7 +170,7 @@ class SourceFiles:
 
                 self._decoded.clear()  # one tensor at a time: decoding may have had to copy it
                 content = decode(tell)
-                found = self._decoded[file] = content, [] if runs is None else runs.take()
+                found = self._decoded[file] = content, [] if runs is None else runs.collect()
             return found
 
     def check_unchanged(self) -> None:
