@@ -16,6 +16,7 @@ from shardkit.formats.sharded.detect import directory_of
 from shardkit.formats.strict import read_small
 
 _MAX_CRC = 1 << 32
+_SAFETENSORS = ".safetensors"
 _NEW_ONE = "shardkit manifest writes a new one"
 _WAYS_OUT = (
     "use another copy of it; where you changed it on purpose, give a new manifest (shardkit manifest, "
@@ -84,6 +85,7 @@ def add_checksums(catalog: Catalog, path: str) -> None:
         path: the source, a directory or a file.
 
     Raises:
+        IntegrityError: files have the recorded sizes, and other tensors.
         ResourceError: a manifest may not be read.
     """
     if any(_lacks(file) for file in catalog.files):
@@ -100,7 +102,7 @@ def find_manifests(
     """Let what records no CRC-32 be compared with what manifests of it say.
 
     A manifest lies in a directory (`shardkit.json`) or else beside it (`<path>.shardkit.json`). A file of another size
-    than one says, and a tensor of another dtype or shape, is not compared: it is about others.
+    than one says is not compared: it is about another.
 
     Args:
         catalogs: of raw extents; their files get checksums.
@@ -111,7 +113,7 @@ def find_manifests(
     Raises:
         UsageError: `given`, and not to be compared.
         SourceError: `given` is not there, or not of this source.
-        IntegrityError: `given` is not what was written.
+        IntegrityError: `given` is not what was written; or files have the recorded sizes, and other tensors.
         ResourceError: a manifest may not be read.
     """
     found = SourceManifests()
@@ -200,8 +202,43 @@ def _take(read: _Read, catalogs: Iterable[Catalog], found: SourceManifests) -> N
             found.files.setdefault(path, crc)
     tensors = read.content.get("tensors")
     tensors = tensors if isinstance(tensors, dict) else {}
+    for catalog in catalogs:
+        _check_headers(catalog, listed, tensors)
     if any([_add_checksums(catalog, listed, tensors) for catalog in catalogs]):
         found.paths.append(read.path)
+
+
+def _check_headers(
+    catalog: Catalog, listed: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Any]
+) -> None:
+    """Refuse safetensors files whose headers no longer name what was recorded: a header has no checksum of its own.
+
+    Only where the manifest is about these files and no others: each is there, in its size.
+    """
+    files = {os.path.realpath(file.path): file for file in catalog.files}
+    weights = {path for path in listed if path.endswith(_SAFETENSORS)}
+    if weights != files.keys() or any(listed[path].get("size") != file.size for path, file in files.items()):
+        return
+    problems = []
+    for fqn, said in tensors.items():
+        entry = catalog.tensors.get(fqn)
+        if not isinstance(said, dict):
+            continue
+        if entry is None:
+            problems.append(f"{escape(fqn)}: recorded, and not in the files")
+        elif (said.get("dtype"), said.get("shape")) != (entry.dtype.name, list(entry.shape)):
+            found, recorded = (
+                f"{entry.dtype.name} {list(entry.shape)}",
+                f"{said.get('dtype')} {said.get('shape')}",
+            )
+            problems.append(f"{escape(fqn)}: {found}, recorded is {escape(recorded)}")
+    if problems:
+        names = ", ".join(escape(file.name) for file in catalog.files[:3])
+        raise IntegrityError(
+            f"{names}{', ...' if len(files) > 3 else ''}: the names that the source's manifest has are others",
+            problems=problems,
+            hint=_WAYS_OUT,
+        )
 
 
 def _is_crc(value: object) -> TypeGuard[int]:

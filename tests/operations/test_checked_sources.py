@@ -259,12 +259,38 @@ def test_what_a_manifest_does_not_describe_is_counted(tmp_path: Path) -> None:
     shardkit.write_manifest(hub, inside=True)
     content = json.loads((hub / "shardkit.json").read_text())
     del content["tensors"][NAME]["crc32"]
-    content["tensors"]["layers.2.weight"]["dtype"] = "int32"
+    del content["tensors"]["layers.2.weight"]
     (hub / "shardkit.json").write_bytes(manifest.dump(content))
     for name, run in MOVES.items():
         result = run(hub, tmp_path / name)
         assert result.checked_bytes == 24_000
         assert unchecked(result) == {"no CRC-32 is recorded": (2, 48_000)}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("where", ["of consolidate", "inside"])
+def test_a_header_that_names_other_tensors_is_refused(tmp_path: Path, where: str, move: str) -> None:
+    """The header of a safetensors file has no checksum: a flip in a name, dtype or shape gives another tensor."""
+    hub, run = tmp_path / "hub", MOVES[move]
+    if where == "inside":
+        shardkit.write_manifest(save_hub(hub), inside=True)
+    else:
+        shardkit.consolidate(save_dcp(tmp_path / "c"), hub, manifest=True)
+    file = hub / "model.safetensors"
+    whole = file.read_bytes()
+    assert run(hub, tmp_path / "whole").checked_bytes == 72_000
+    for old, new, told in (
+        (b"layers.2.weight", b"layers.2.wdight", "layers.2.weight: recorded, and not in the files"),
+        (b'"F32"', b'"I32"', "int32"),
+    ):
+        assert old in whole
+        file.write_bytes(whole.replace(old, new, 1))
+        with pytest.raises(IntegrityError, match=r"model.safetensors: the names") as caught:
+            run(hub, tmp_path / "out")
+        assert told in "".join(caught.value.problems)
+        assert not (tmp_path / "out").exists()
+        assert run(hub, tmp_path / "out", check_source=False).checked_bytes == 0
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_a_manifest_of_what_records_no_checksum(tmp_path: Path) -> None:
