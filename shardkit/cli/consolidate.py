@@ -17,6 +17,7 @@ from shardkit.cli.output import (
     json_option,
     limited,
     links_option,
+    on_or_off,
     size_runs,
     source_manifest_option,
 )
@@ -71,12 +72,8 @@ Examples:
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; repeatable.")
 @click.option("--allow-missing", is_flag=True, help="Tensors of the base may be missing.")
 @click.option("--allow-unexpected", is_flag=True, help="Tensors may be there that the base does not have.")
-@click.option(
+@on_or_off(
     "--ask-class",
-    type=click.Choice(["on", "off"]),
-    default="on",
-    show_default=True,
-    callback=lambda _context, _option, value: value == "on",
     help="Ask the config's class whether from_pretrained would find all weights; off saves seconds.",
 )
 @click.option("--merge-lora", is_flag=True, help="Add an adapter to the weights that it was trained on.")

@@ -39,16 +39,22 @@ def links_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def check_source_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--check-source`, which whatever moves a source's bytes has."""
+def on_or_off(name: str, *, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return an option that is on unless it is said to be off; the command gets a bool."""
     return click.option(
-        "--check-source",
+        name,
         type=click.Choice(["on", "off"]),
         default="on",
         show_default=True,
         callback=lambda _context, _option, value: value == "on",
-        help="Compare what is read with the checksums in the source; off lets damage through.",
-    )(command)
+        help=help,
+    )
+
+
+def check_source_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--check-source`, which whatever moves a source's bytes has."""
+    help = "Compare what is read with the checksums in the source; off lets damage through."
+    return on_or_off("--check-source", help=help)(command)
 
 
 def source_manifest_option(command: Callable[..., Any]) -> Callable[..., Any]:
