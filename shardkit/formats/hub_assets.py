@@ -82,39 +82,14 @@ _WEIGHTS = (
 )
 # Names that surely hold no weights. What is neither one of these nor carried along is named: a list of all forms that
 # weights have would never be complete.
-_NO_WEIGHTS = (
-    *("*.json", "*.jsonl", "*.txt", "*.md", "*.rst", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.conf"),
-    *(
-        "*.py",
-        "*.pyc",
-        "*.pyi",
-        "*.sh",
-        "*.js",
-        "*.css",
-        "*.html",
-        "*.ipynb",
-        "*.jinja",
-        "*.jinja2",
-        "*.c",
-        "*.cpp",
-    ),
-    *(
-        "*.cu",
-        "*.h",
-        "*.csv",
-        "*.tsv",
-        "*.xml",
-        "*.log",
-        "*.out",
-        "*.err",
-        "*.lock",
-        "*.proto",
-        "*.sha256",
-        "*.md5",
-    ),
-    *("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.ico", "*.pdf", "*.wav", "*.mp3", "*.flac"),
-    *("*.ogg", "*.mp4", "*.webm", "*.ttf", "*.woff2", "*.metadata", ".git*", ".ds_store", "*.tfevents.*"),
-    *("license*", "notice*", "readme*", "use_policy*", "latest", "latest_universal", "metadata.pkl"),
+_NO_WEIGHTS = tuple(
+    """
+    *.json *.jsonl *.txt *.md *.rst *.yaml *.yml *.toml *.cfg *.ini *.conf *.py *.pyc *.pyi *.sh *.js
+    *.css *.html *.ipynb *.jinja *.jinja2 *.c *.cpp *.cu *.h *.csv *.tsv *.xml *.log *.out *.err *.lock
+    *.proto *.sha256 *.md5 *.png *.jpg *.jpeg *.gif *.svg *.webp *.ico *.pdf *.wav *.mp3 *.flac *.ogg
+    *.mp4 *.webm *.ttf *.woff2 *.metadata .git* .ds_store *.tfevents.* license* notice* readme*
+    use_policy* latest latest_universal metadata.pkl
+    """.split()
 )
 _NOT_WALKED = (".git", os.path.join(".cache", "huggingface"))  # of git and of `hf download`
 # (a pattern of names, what is said of them). The first that matches speaks.
