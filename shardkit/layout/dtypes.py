@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardkit.layout.units import collect
 
@@ -82,16 +83,13 @@ def class_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
         wanted: a floating dtype.
     """
     made, buffers = dict[str, torch.dtype](), dict[str, torch.dtype]()
-    outermost: list[str] = []
-    for path, module in model.named_modules():
-        if is_transformers(module) and not any(f"{path}.".startswith(outer) for outer in outermost):
-            outermost.append(f"{path}." if path else "")
-            twin = _twin(module, wanted)
-            prefix = _ADAPTED.sub("", outermost[-1])
-            if twin is not None:
-                made |= {prefix + fqn: dtype for fqn, dtype in _made(twin, wanted)}
-                buffers |= {prefix + fqn: x.dtype for fqn, x in twin.named_buffers() if x.is_floating_point()}
-    kept = _kept(model, wanted) if outermost else None
+    holds_any = False
+    for prefix, twin in meta_twins(model, wanted):
+        holds_any = True
+        if twin is not None:
+            made |= {prefix + fqn: dtype for fqn, dtype in _made(twin, wanted)}
+            buffers |= {prefix + fqn: x.dtype for fqn, x in twin.named_buffers() if x.is_floating_point()}
+    kept = _kept(model, wanted) if holds_any else None
     return ClassDtypes(wanted=wanted, kept=kept, made=made, buffers=buffers)
 
 
@@ -107,14 +105,34 @@ def _made(model: nn.Module, wanted: torch.dtype) -> Iterator[tuple[str, torch.dt
             yield fqn, parameter.dtype
 
 
-def _twin(model: Any, wanted: torch.dtype) -> nn.Module | None:
+def meta_twins(model: nn.Module, wanted: torch.dtype | None) -> Iterator[tuple[str, nn.Module | None]]:
+    """Build each outermost model of transformers in a live model once more, on meta.
+
+    Args:
+        model: any model; wrappers around it and adapters in it do not matter.
+        wanted: a floating dtype; None is the config's.
+
+    Yields:
+        What the twin's names have before them in the model, and the twin; None where the class cannot be built.
+    """
+    outermost: list[str] = []
+    for path, module in model.named_modules():
+        if is_transformers(module) and not any(f"{path}.".startswith(outer) for outer in outermost):
+            outermost.append(f"{path}." if path else "")
+            yield _ADAPTED.sub("", outermost[-1]), _twin(module, wanted)
+
+
+def _twin(model: Any, wanted: torch.dtype | None) -> nn.Module | None:
+    # fully_shard makes a subclass of FSDPModule and of the module's own class.
+    plain: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    options = {} if wanted is None else {"dtype": wanted}
     with (
         contextlib.suppress(Exception),
         torch.random.fork_rng(devices=[]),
         torch.device("meta"),
         safe_creation(),
     ):
-        twin = type(model)._from_config(copy.deepcopy(model.config), dtype=wanted)
+        twin = plain._from_config(copy.deepcopy(model.config), **options)
         return twin if isinstance(twin, nn.Module) else None
     return None
 

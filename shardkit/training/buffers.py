@@ -6,17 +6,19 @@ what computes them runs twice, over two different fillings, and each result must
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardkit._torch import non_persistent_buffers, shares_memory
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError
-from shardkit.layout.dtypes import is_transformers
+from shardkit.layout.dtypes import is_transformers, meta_twins
 from shardkit.training.bits import FILLS, filled, same_bits
 from shardkit.training.context import clean_name
 
@@ -53,7 +55,9 @@ class _Attribute:
     tensor: torch.Tensor
 
 
-def compute_buffers(model: nn.Module, init_buffers: InitBuffers | None) -> None:
+def compute_buffers(
+    model: nn.Module, init_buffers: InitBuffers | None, *, seeds: tuple[int, int] = (0, 0)
+) -> None:
     """Compute every buffer that is on meta, by `init_buffers` or transformers' own `_init_weights`.
 
     Persistent buffers that neither computes stay on meta: the source may have them.
@@ -61,6 +65,8 @@ def compute_buffers(model: nn.Module, init_buffers: InitBuffers | None) -> None:
     Args:
         model: its parameters are on meta.
         init_buffers: given the model, with memory for its buffers.
+        seeds: of random numbers, for the first and the second filling. By two of them, a random buffer is one that
+            nobody computes.
 
     Raises:
         LayoutError: buffers or plain tensor attributes that nobody computes; lists all of them.
@@ -69,7 +75,9 @@ def compute_buffers(model: nn.Module, init_buffers: InitBuffers | None) -> None:
     attributes = list(meta_attributes(model))
     if not places and not attributes:
         return
-    first, second = (_run(model, places, init_buffers, byte) for byte in FILLS)
+    first, second = (
+        _run(model, places, init_buffers, byte, seed) for byte, seed in zip(FILLS, seeds, strict=True)
+    )
     lost = {fqn for fqn, value in second.items() if not same_bits(first[fqn], value)}
     values = {id(place.meta): second[place.fqn] for place in places if place.fqn not in lost}
     for place in places:
@@ -81,6 +89,46 @@ def compute_buffers(model: nn.Module, init_buffers: InitBuffers | None) -> None:
     )
 
 
+def unlike_computed(model: nn.Module) -> list[str]:
+    """Return the names of buffers that are in no checkpoint and far from what the model's class computes.
+
+    `to_empty()` leaves such: memory that nobody has written. Rounding is no difference, and neither are random
+    buffers, those that a forward changes as it goes (rotary tables that grow with the length), and those of models
+    that are not transformers' own, whose values nobody can tell.
+
+    Args:
+        model: wrapped or not; it is left as it is.
+    """
+    held = {
+        place.fqn: place.meta
+        for place in _places(model)
+        if not place.persistent and not place.meta.is_meta and not isinstance(place.meta, DTensor)
+    }
+    if not held:
+        return []
+    found: list[str] = []
+    for prefix, twin in meta_twins(model, None):
+        if twin is None:
+            continue
+        with contextlib.suppress(Exception):  # what it has computed by then counts
+            compute_buffers(twin, None, seeds=(0, 1))
+        for place in _places(twin):
+            fqn = clean_name(prefix + place.fqn)
+            if fqn in held and not place.meta.is_meta and not _are_close(held[fqn], place.meta):
+                found.append(fqn)
+    originals = {fqn: "{}{}original_{}".format(*fqn.rpartition(".")) for fqn in found}
+    return [fqn for fqn in found if originals[fqn] not in held or originals[fqn] in found]
+
+
+def _are_close(held: torch.Tensor, computed: torch.Tensor) -> bool:
+    """True for values that may differ by rounding to 16 bits. A buffer that the model has made larger is its own matter."""
+    if held.shape != computed.shape:
+        return True
+    if not held.is_floating_point() or not computed.is_floating_point():
+        return torch.equal(held.cpu(), computed)
+    return torch.allclose(held.cpu().float(), computed.float(), rtol=0.02, atol=1e-6, equal_nan=True)
+
+
 def _places(model: nn.Module) -> Iterator[_Place]:
     for path, module in model.named_modules():
         hidden = non_persistent_buffers(module)
@@ -89,7 +137,7 @@ def _places(model: nn.Module) -> Iterator[_Place]:
 
 
 def _run(
-    model: nn.Module, places: list[_Place], init_buffers: InitBuffers | None, byte: int
+    model: nn.Module, places: list[_Place], init_buffers: InitBuffers | None, byte: int, seed: int
 ) -> dict[str, torch.Tensor]:
     """Compute the buffers over memory filled with one byte; return the value of each by name."""
     memory: dict[int, torch.Tensor] = {}  # one for each buffer, also where several modules share it
@@ -98,7 +146,7 @@ def _run(
             memory[id(place.meta)] = filled(place.meta, byte)
         place.put(memory[id(place.meta)])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # a random buffer is the same in both runs, and on all ranks
+        torch.default_generator.manual_seed(seed)  # a random buffer is the same on all ranks
         if init_buffers is not None:
             init_buffers(model)
         else:

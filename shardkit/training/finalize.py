@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit.core.regions import Region, intersect, relative_to
-from shardkit.core.text import count, escape
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.formats.inside import may_follow_links
 from shardkit.layout.class_ties import broken_ties
 from shardkit.training.agree import agree, agreed, gather_json, world
 from shardkit.training.broadcast import fill_broadcast
-from shardkit.training.buffers import compute_buffers
+from shardkit.training.buffers import compute_buffers, unlike_computed
 from shardkit.training.compare import say_checked
 from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights
 from shardkit.training.direct import fill_direct
@@ -122,7 +122,8 @@ def load_into(
 
     Args:
         model: on meta, or with values, which are overwritten in place. Buffers that are in no checkpoint are computed
-            where they are on meta, and must have their values elsewhere: `to_empty()` takes those away.
+            where they are on meta, and must have their values elsewhere: `to_empty()` takes those away. A warning names
+            those of a transformers model that are not what its class computes.
         source: Hub directory or id, pre-sharded directory, or any sharded checkpoint; or `from_rank(...)`.
         strategy: as for `finalize`.
         source_rank: as for `finalize`.
@@ -142,6 +143,7 @@ def load_into(
         check_options(strategy, source_rank)
         reshard(model)
         place = _device(model, device)
+        _say_unlike_computed(unlike_computed(model))
         _give_buffers(model, place)
         materialise(model, place)
         shards = local_shards(model)
@@ -223,6 +225,16 @@ def _give_buffers(model: nn.Module, device: torch.device) -> None:
         if value.is_meta
     }
     restore_buffers(model, memory, device)
+
+
+def _say_unlike_computed(buffers: Sequence[str]) -> None:
+    if buffers and world()[0] == 0:
+        _log.warning(
+            "%s in no checkpoint, and not what the model's class computes: %s. After to_empty() buffers hold whatever "
+            "memory held; leave the model on meta, or put their values back",
+            "1 buffer is" if len(buffers) == 1 else f"{len(buffers)} buffers are",
+            listed(buffers),
+        )
 
 
 def fill(

@@ -8,6 +8,7 @@ Writes OUT/<world size>-<rank>.json: by scenario what was found.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,27 @@ def wrapped_apart() -> nn.Module:
     return model
 
 
+def warned_of(out: Path, *, emptied: bool) -> list[str]:
+    """Return the warnings of `load_into` for a model on meta, or one that `to_empty` gave whatever memory held."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(models.config_of("qwen3"))
+    model.tie_weights()
+    fully_shard(model.model.layers[0])
+    fully_shard(model)
+    if emptied:
+        model.to_empty(device="cpu")
+        for buffer in model.buffers():
+            buffer.fill_(7)
+    said: list[str] = []
+    log = logging.getLogger("shardkit")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    shardkit.load_into(model, out / "tied/model.safetensors")
+    log.removeHandler(handler)
+    return said
+
+
 def message(work: Callable[[], object]) -> str:
     try:
         work()
@@ -174,6 +196,8 @@ def run_two(out: Path) -> dict[str, Any]:
         "type": message(lambda: shardkit.load_into(Small(), 3 if rank else source)),  # type: ignore[arg-type]
         "head": message(lambda: shardkit.load_into(Large(), source)),
         "apart": message(lambda: shardkit.load_into(wrapped_apart(), out / "tied/model.safetensors")),
+        "meta": warned_of(out, emptied=False),
+        "emptied": warned_of(out, emptied=True),
         "other": message(lambda: shardkit.finalize(nn.Linear(2, 2), shardkit.prepare(Small, None))),
     }
 

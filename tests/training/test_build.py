@@ -12,6 +12,7 @@ from torch import nn
 
 from shardkit._torch import non_persistent_buffers
 from shardkit.errors import LayoutError, UsageError
+from shardkit.training.buffers import unlike_computed
 from shardkit.training.build import build_model
 from tests.training import models
 
@@ -198,6 +199,24 @@ class Odd(nn.Module):
         self.recorded = self.again = recorded
         self.graph = None
         nn.init.normal_(held)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-vl"])
+def test_buffers_unlike_what_the_class_computes_are_found(name: str) -> None:
+    model = models.reference(name)
+    wrapped = nn.ModuleDict({"net": model})
+    assert unlike_computed(wrapped) == unlike_computed(wrapped.to(torch.bfloat16)) == []
+    buffers = {f"net.{fqn}": buffer for fqn, buffer in model.named_buffers()}
+    hidden = {fqn for fqn in buffers if fqn not in wrapped.state_dict()}
+    grown = [fqn for fqn in hidden if fqn.endswith(".original_inv_freq")]
+    for fqn in grown:  # as a forward that is longer than the model was trained for does
+        buffers[fqn.replace("original_", "")].mul_(0.5)
+    assert unlike_computed(wrapped) == []
+    for noise in (0.0, float("nan")):
+        for buffer in buffers.values():
+            buffer.fill_(noise)
+        assert set(unlike_computed(wrapped)) == hidden
+    assert grown
 
 
 def test_ties_are_one_object_however_they_are_held() -> None:

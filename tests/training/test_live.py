@@ -40,6 +40,15 @@ def test_buffers_start_anew_with_a_second_finalize(world: World) -> None:
     assert [rank["statistics"] for rank in world.found("2")] == [[0.0] * 8] * 2
 
 
+def test_buffers_that_nobody_wrote_are_warned_of(world: World) -> None:
+    first, second = world.found("2")
+    assert first["meta"] == second["meta"] == second["emptied"] == []  # rank 0 says it, once
+    (said,) = first["emptied"]
+    assert "buffers are in no checkpoint, and not what the model's class computes: " in said
+    assert "model.rotary_emb.inv_freq" in said
+    assert "leave the model on meta" in said
+
+
 @pytest.mark.parametrize(
     ("scenario", "text"),
     [
