@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.hub_client import HubClient
 
 # Tests never look anything up on the network, whatever the machine's settings are.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,3 +39,11 @@ def make_hub(tmp_path: Path) -> Callable[..., Path]:
         return directory
 
     return make
+
+
+@pytest.fixture(scope="session")
+def hub_client() -> Iterator[HubClient]:
+    """Scripts that take a server for the Hub run in forks of one process."""
+    client = HubClient()
+    yield client
+    client.close()

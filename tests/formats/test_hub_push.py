@@ -5,9 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -110,25 +107,21 @@ except shardkit.ShardkitError as error:
 """
 
 
-def consolidate(server, tmp_path, token="hf_secret", **request):
-    """In a fresh interpreter, because huggingface_hub reads its environment at import."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    env |= {
-        "HF_ENDPOINT": server.url,
-        "HF_HOME": str(tmp_path / "cache"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        **({"HF_TOKEN": token} if token else {}),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps({"checkpoint": str(tmp_path / "c"), **request})],
-        env=env, capture_output=True, text=True, timeout=600, check=True, cwd=tmp_path,
-    )  # fmt: skip
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def consolidate(server, hub_client, tmp_path):
+    """Return a function that consolidates in an environment of its own."""
+
+    def consolidate(token="hf_secret", **request):
+        environment = {
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            **({"HF_TOKEN": token} if token else {}),
+        }
+        request = {"checkpoint": str(tmp_path / "c"), **request}
+        where = {"url": server.url, "cache": tmp_path / "cache", "directory": tmp_path}
+        return hub_client(SCRIPT, request, environment=environment, **where)[-1]
+
+    return consolidate
 
 
 @pytest.fixture
@@ -137,10 +130,8 @@ def checkpoint(tmp_path):
     return save({"model": weights(torch.bfloat16)}, tmp_path / "c")
 
 
-def test_a_new_repo_gets_what_was_written(server, checkpoint, tmp_path):
+def test_a_new_repo_gets_what_was_written(server, checkpoint, consolidate, tmp_path):
     result = consolidate(
-        server,
-        tmp_path,
         base=str(tmp_path / "base"),
         push_to_hub="me/model",
         private=True,
@@ -161,12 +152,12 @@ def test_a_new_repo_gets_what_was_written(server, checkpoint, tmp_path):
     assert_bit_equal(load(copy), weights(torch.bfloat16))
 
 
-def test_weights_of_an_earlier_upload_go(server, checkpoint, tmp_path):
+def test_weights_of_an_earlier_upload_go(server, checkpoint, consolidate, tmp_path):
     server.repo["dev"] = dict.fromkeys(
         ["model-00001-of-00001.safetensors", "model.safetensors.index.json", "model.safetensors", "notes.md"],
         b"old",
     )
-    result = consolidate(server, tmp_path, push_to_hub="me/old", branch="dev")
+    result = consolidate(push_to_hub="me/old", branch="dev")
     assert result["pushed_to"].endswith("/tree/dev")
     assert sorted(server.repo["dev"]) == ["model.safetensors", "notes.md"]
     assert server.repo["dev"]["model.safetensors"] != b"old"
@@ -174,27 +165,27 @@ def test_weights_of_an_earlier_upload_go(server, checkpoint, tmp_path):
     assert not {"private", "visibility"} & server.created[0].keys()
 
 
-def test_what_fails_its_checks_is_never_uploaded(server, checkpoint, tmp_path):
-    error = consolidate(server, tmp_path, push_to_hub="me/model", damaged=True)
+def test_what_fails_its_checks_is_never_uploaded(server, checkpoint, consolidate, tmp_path):
+    error = consolidate(push_to_hub="me/model", damaged=True)
     assert error["message"] == "damaged"
     assert not server.asked
     assert not (tmp_path / "c-hf").exists()
 
 
-def test_a_dry_run_uploads_nothing(server, checkpoint, tmp_path):
-    assert consolidate(server, tmp_path, push_to_hub="me/model", dry_run=True)["pushed_to"] is None
+def test_a_dry_run_uploads_nothing(server, checkpoint, consolidate, tmp_path):
+    assert consolidate(push_to_hub="me/model", dry_run=True)["pushed_to"] is None
     assert not server.asked
 
 
-def test_a_refusal_leaves_the_model_and_says_how_to_go_on(server, checkpoint, tmp_path):
-    error = consolidate(server, tmp_path, push_to_hub="me/refused")
+def test_a_refusal_leaves_the_model_and_says_how_to_go_on(server, checkpoint, consolidate, tmp_path):
+    error = consolidate(push_to_hub="me/refused")
     assert (error["error"], error["exit_code"]) == ("ResourceError", 5)
     assert "HTTP 403" in error["message"]
     assert f"hf upload me/refused {tmp_path / 'c-hf'}" in error["hint"]
     assert open_model(str(tmp_path / "c-hf")).catalog.tensors.keys() == weights().keys()
 
 
-def test_nobody_logged_in_is_known_before_any_work(server, checkpoint, tmp_path):
-    error = consolidate(server, tmp_path, token=None, push_to_hub="me/model")
+def test_nobody_logged_in_is_known_before_any_work(server, checkpoint, consolidate, tmp_path):
+    error = consolidate(token=None, push_to_hub="me/model")
     assert (error["error"], error["exit_code"]) == ("UsageError", 2)
     assert not (tmp_path / "c-hf").exists()

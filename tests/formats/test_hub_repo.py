@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import struct
-import subprocess
-import sys
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
@@ -186,28 +183,20 @@ for source, revision in json.loads(sys.argv[1]):
 """
 
 
-def fetch(hub, cache, *sources, script=SCRIPT, **environment):
-    """Run `open_source` in a fresh interpreter, because huggingface_hub reads its environment at import."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    env |= {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HOME": str(cache),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
-        **environment,
-    }
-    pairs = [source if isinstance(source, tuple) else (source, None) for source in sources]
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(pairs)],
-        env=env, capture_output=True, text=True, timeout=600, check=True, cwd=os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
-    )  # fmt: skip
-    return [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.fixture
+def fetch(hub, hub_client):
+    """Return a function that runs `open_source` in an environment of its own."""
+
+    def fetch(cache, *sources, script=SCRIPT, url=hub.url, **environment):
+        pairs = [source if isinstance(source, tuple) else (source, None) for source in sources]
+        return hub_client(script, pairs, url=url, cache=cache, environment=environment)
+
+    return fetch
 
 
-def test_needed_files_only_then_offline(hub, tmp_path):
+def test_needed_files_only_then_offline(hub, fetch, tmp_path):
     hub.fetched.clear()
-    (online,) = fetch(hub, tmp_path, "org/good")
+    (online,) = fetch(tmp_path, "org/good")
     identity, label, config, tensors, last_bytes = online
     assert (identity["repo"], identity["commit"]) == ("org/good", COMMIT)
     assert [file["name"] for file in identity["files"]] == ["x-2.safetensors", "x [1].safetensors"]
@@ -221,7 +210,7 @@ def test_needed_files_only_then_offline(hub, tmp_path):
         "x-2.safetensors",
     ]
     hub.fetched.clear()
-    offline, other = fetch(hub, tmp_path, "org/good", "gpt2", HF_HUB_OFFLINE="1")
+    offline, other = fetch(tmp_path, "org/good", "gpt2", HF_HUB_OFFLINE="1")
     assert offline == online
     assert not hub.fetched
     assert other[0] == "ResourceError"
@@ -238,11 +227,11 @@ def plan_of(result):
 
 
 @pytest.mark.parametrize("repo", ["org/good", "org/lfs", "org/hushed", "gpt2"])
-def test_a_dry_run_reads_headers_only_and_plans_the_same(hub, tmp_path, repo):
+def test_a_dry_run_reads_headers_only_and_plans_the_same(hub, fetch, tmp_path, repo):
     hub.weight_bytes = 0
     hub.asked.clear()
     planned = f"-> {tmp_path}/out -n"
-    (dry,) = fetch(hub, tmp_path / "cache", (repo, planned), HF_TOKEN="hf_secret")
+    (dry,) = fetch(tmp_path / "cache", (repo, planned), HF_TOKEN="hf_secret")
     assert hub.weight_bytes == header_bytes(repo)
     data_bytes = sum(
         len(data) for name, data in REPOS[repo].items() if name.endswith(".safetensors") and "/" not in name
@@ -251,24 +240,24 @@ def test_a_dry_run_reads_headers_only_and_plans_the_same(hub, tmp_path, repo):
     assert not (tmp_path / "out").exists()
     by_host = {host.split(":")[0]: token for host, _, token in hub.asked}
     assert by_host == {"127.0.0.1": "Bearer hf_secret", **({"localhost": None} if repo == "org/lfs" else {})}
-    (real,) = fetch(hub, tmp_path / "cache", (repo, f"-> {tmp_path}/out"), HF_TOKEN="hf_secret")
+    (real,) = fetch(tmp_path / "cache", (repo, f"-> {tmp_path}/out"), HF_TOKEN="hf_secret")
     assert (tmp_path / "out" / ".metadata").exists()
     assert plan_of(dry) == plan_of(real)
     assert real["download_bytes"] == 0
     hub.weight_bytes = 0
-    (again,) = fetch(hub, tmp_path / "cache", (repo, f"-> {tmp_path}/other -n"), HF_HUB_OFFLINE="1")
+    (again,) = fetch(tmp_path / "cache", (repo, f"-> {tmp_path}/other -n"), HF_HUB_OFFLINE="1")
     assert hub.weight_bytes == again["download_bytes"] == 0
     # Without the Hub nobody knows what else the repo holds.
     assert plan_of({**again, "output": dry["output"], "skipped": dry["skipped"]}) == plan_of(dry)
 
 
-def test_a_dry_run_opens_the_same_catalog(hub, tmp_path):
+def test_a_dry_run_opens_the_same_catalog(fetch, tmp_path):
     """The identity, too: it holds sizes and digests of headers."""
     code = SCRIPT.replace("revision=revision)", "revision=revision, headers_only=True)").replace(
         "file.path, ", "os.devnull, "
     )
-    (dry,) = fetch(hub, tmp_path, "org/good", script=code)
-    (real,) = fetch(hub, tmp_path, "org/good")
+    (dry,) = fetch(tmp_path, "org/good", script=code)
+    (real,) = fetch(tmp_path, "org/good")
     assert dry[:-1] == real[:-1]
     assert dry[-1] == ["", ""]
 
@@ -276,9 +265,9 @@ def test_a_dry_run_opens_the_same_catalog(hub, tmp_path):
 @pytest.mark.parametrize(
     ("repo", "most_bytes"), [("org/big", header_bytes("org/big")), ("org/norange", BIG // 2)]
 )
-def test_no_more_is_read_than_the_header(hub, tmp_path, repo, most_bytes):
+def test_no_more_is_read_than_the_header(hub, fetch, tmp_path, repo, most_bytes):
     hub.weight_bytes = 0
-    (dry,) = fetch(hub, tmp_path / "cache", (repo, f"-> {tmp_path}/out -n"))
+    (dry,) = fetch(tmp_path / "cache", (repo, f"-> {tmp_path}/out -n"))
     assert dry["read_bytes"] == BIG
     assert hub.weight_bytes <= most_bytes
     assert not [
@@ -286,10 +275,10 @@ def test_no_more_is_read_than_the_header(hub, tmp_path, repo, most_bytes):
     ]
 
 
-def test_a_dry_run_refuses_what_the_real_run_would(hub, tmp_path):
+def test_a_dry_run_refuses_what_the_real_run_would(fetch, tmp_path):
     repos = ["org/gap", "org/short", "org/lacks"]
-    dry = fetch(hub, tmp_path / "cache", *((repo, f"-> {tmp_path}/out -n") for repo in repos))
-    real = fetch(hub, tmp_path / "cache", *((repo, f"-> {tmp_path}/out") for repo in repos))
+    dry = fetch(tmp_path / "cache", *((repo, f"-> {tmp_path}/out -n") for repo in repos))
+    real = fetch(tmp_path / "cache", *((repo, f"-> {tmp_path}/out") for repo in repos))
     assert dry == real
     assert [error["error"] for error in dry] == ["SourceError"] * 3
     assert "1 bytes after the end of a belong to no tensor" in " ".join(dry[0]["problems"])
@@ -297,37 +286,35 @@ def test_a_dry_run_refuses_what_the_real_run_would(hub, tmp_path):
     assert "expected at least 8 bytes, found 0" in " ".join(dry[1]["problems"])
     assert "x-2.safetensors" in dry[2]["problems"]
     wrong, down = (
-        *fetch(hub, tmp_path / "cache", ("org/wrong", f"-> {tmp_path}/out -n")),
-        *fetch(
-            hub, tmp_path / "none", ("org/good", f"-> {tmp_path}/out -n"), HF_ENDPOINT="http://127.0.0.1:9"
-        ),
+        *fetch(tmp_path / "cache", ("org/wrong", f"-> {tmp_path}/out -n")),
+        *fetch(tmp_path / "none", ("org/good", f"-> {tmp_path}/out -n"), url="http://127.0.0.1:9"),
     )
     assert (wrong["error"], down["error"]) == ("ResourceError", "ResourceError")
     assert "another range" in wrong["message"]
 
 
-def test_a_dry_run_takes_what_is_cached_and_no_more_when_offline(hub, tmp_path):
-    (_,) = fetch(hub, tmp_path / "cache", "org/good")
+def test_a_dry_run_takes_what_is_cached_and_no_more_when_offline(hub, fetch, tmp_path):
+    (_,) = fetch(tmp_path / "cache", "org/good")
     (shard,) = (tmp_path / "cache").rglob("x-2.safetensors")
     shard.unlink()
-    (offline,) = fetch(hub, tmp_path / "cache", ("org/good", f"-> {tmp_path}/out -n"), HF_HUB_OFFLINE="1")
+    (offline,) = fetch(tmp_path / "cache", ("org/good", f"-> {tmp_path}/out -n"), HF_HUB_OFFLINE="1")
     assert offline["error"] == "ResourceError"
     assert "HF_HUB_OFFLINE" in offline["message"]
     hub.weight_bytes = 0
-    (dry,) = fetch(hub, tmp_path / "cache", ("org/good", f"-> {tmp_path}/out -n"))
+    (dry,) = fetch(tmp_path / "cache", ("org/good", f"-> {tmp_path}/out -n"))
     assert hub.weight_bytes == len(SHARDED["x-2.safetensors"]) - 3
     assert dry["download_bytes"] == len(SHARDED["x-2.safetensors"])
 
 
-def test_a_dry_run_of_tied_copies_says_that_it_did_not_compare_them(hub, tmp_path):
-    (dry,) = fetch(hub, tmp_path / "cache", ("org/tied", f"-> {tmp_path}/out -n"))
-    (real,) = fetch(hub, tmp_path / "cache", ("org/tied", f"-> {tmp_path}/out"))
+def test_a_dry_run_of_tied_copies_says_that_it_did_not_compare_them(fetch, tmp_path):
+    (dry,) = fetch(tmp_path / "cache", ("org/tied", f"-> {tmp_path}/out -n"))
+    (real,) = fetch(tmp_path / "cache", ("org/tied", f"-> {tmp_path}/out"))
     assert any("taken for granted" in note for note in dry["notes"])
     assert not any("taken for granted" in note for note in real["notes"])
     assert (len(dry["warnings"]), len(real["warnings"])) == (0, 1)
 
 
-def test_a_dry_run_of_a_legacy_repo_says_that_it_was_downloaded(hub, tmp_path):
+def test_a_dry_run_of_a_legacy_repo_says_that_it_was_downloaded(fetch, tmp_path):
     import io
 
     import torch
@@ -335,15 +322,14 @@ def test_a_dry_run_of_a_legacy_repo_says_that_it_was_downloaded(hub, tmp_path):
     buffer = io.BytesIO()
     torch.save({"a": torch.zeros(3)}, buffer)
     REPOS["org/legacy"] = {"pytorch_model.bin": buffer.getvalue()}
-    first, second = fetch(hub, tmp_path / "cache", *[("org/legacy", f"-> {tmp_path}/out -n")] * 2)
+    first, second = fetch(tmp_path / "cache", *[("org/legacy", f"-> {tmp_path}/out -n")] * 2)
     assert "downloaded into the cache" in " ".join(first["notes"])
     assert not any("downloaded" in note for note in second["notes"])
     assert first["download_bytes"] == 0
 
 
-def test_refusals(hub, tmp_path):
+def test_refusals(fetch, tmp_path):
     rows = fetch(
-        hub,
         tmp_path,
         "org/absent",
         "org/gated",
@@ -362,8 +348,8 @@ def test_refusals(hub, tmp_path):
     assert good[2] is None
 
 
-def test_no_server(hub, tmp_path):
-    (row,) = fetch(hub, tmp_path, "org/good", HF_ENDPOINT="http://127.0.0.1:9")
+def test_no_server(fetch, tmp_path):
+    (row,) = fetch(tmp_path, "org/good", url="http://127.0.0.1:9")
     assert row[0] == "ResourceError"
     assert "\n" not in row[1]
     assert "cannot be downloaded" in row[1]

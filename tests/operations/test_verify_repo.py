@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -90,33 +87,23 @@ for request in requests:
 """
 
 
-def verify(server, tmp_path, *requests, **environment):
-    """Several in one fresh interpreter, because huggingface_hub reads its environment at import."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    env |= {
-        "HF_ENDPOINT": server.url,
-        "HF_HOME": str(tmp_path / "cache"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        **environment,
-    }
-    asked = [{"path": "model", "hub": "me/model", **request} for request in requests]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(asked)],
-        env=env, capture_output=True, text=True, timeout=600, check=True, cwd=tmp_path,
-    )  # fmt: skip
-    return [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.fixture
+def verify(server, hub_client, tmp_path):
+    """Return a function that verifies several in one environment of its own."""
+
+    def verify(*requests, **environment):
+        asked = [{"path": "model", "hub": "me/model", **request} for request in requests]
+        where = {"url": server.url, "cache": tmp_path / "cache", "directory": tmp_path}
+        return hub_client(SCRIPT, asked, environment=environment, **where)
+
+    return verify
 
 
-def test_each_flipped_byte_is_found_and_nothing_downloaded(server, model, tmp_path):
+def test_each_flipped_byte_is_found_and_nothing_downloaded(server, model, verify, tmp_path):
     files = [path for path in sorted(model.iterdir()) if path.is_file()]
     names = [path.name for path in files if path.stat().st_size]
     flips = [{"flip": {f"model/{name}": (model / name).stat().st_size - 2}} for name in names]
     whole, tagged, one_file, *damaged = verify(
-        server,
-        tmp_path,
         {},
         {"revision": "v2", "full": True},
         {"path": "model/model.safetensors"},
@@ -140,12 +127,12 @@ def test_each_flipped_byte_is_found_and_nothing_downloaded(server, model, tmp_pa
     assert not (tmp_path / "cache" / "hub").exists()
 
 
-def test_missing_extra_and_differing_files_are_told_apart(server, model, tmp_path):
+def test_missing_extra_and_differing_files_are_told_apart(server, model, verify, tmp_path):
     os.remove(model / "chat_template.jinja")
     (model / "shardkit.json.bak").write_text("x")
     (model / ".cache" / "huggingface").mkdir(parents=True)
     (model / ".cache" / "huggingface" / "state").write_text("what hf download keeps here")
-    (result,) = verify(server, tmp_path, {"write": {"model/tokenizer.json": "\n"}})
+    (result,) = verify({"write": {"model/tokenizer.json": "\n"}})
     found = {problem["file"]: problem["message"].partition(":")[0] for problem in result["problems"]}
     assert found == {
         "chat_template.jinja": "missing",
@@ -154,13 +141,11 @@ def test_missing_extra_and_differing_files_are_told_apart(server, model, tmp_pat
     }
 
 
-def test_what_cannot_be_asked(server, model, tmp_path):
-    absent, local, no_repo = verify(
-        server, tmp_path, {"hub": "me/absent"}, {"hub": None, "revision": "v2"}, {"hub": "me/x/y"}
-    )
+def test_what_cannot_be_asked(server, model, verify, tmp_path):
+    absent, local, no_repo = verify({"hub": "me/absent"}, {"hub": None, "revision": "v2"}, {"hub": "me/x/y"})
     assert (absent["error"], absent["exit_code"]) == ("SourceError", 3)
     assert "no such model" in absent["message"]
     assert (local["error"], "--hub" in local["message"]) == ("UsageError", True)
     assert "not a repo id" in no_repo["message"]
-    (offline,) = verify(server, tmp_path, {}, HF_HUB_OFFLINE="1")
+    (offline,) = verify({}, HF_HUB_OFFLINE="1")
     assert (offline["error"], "HF_HUB_OFFLINE" in offline["message"]) == ("UsageError", True)
