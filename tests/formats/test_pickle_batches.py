@@ -152,7 +152,7 @@ def test_any_protocol(protocol: int, taken: list[int]) -> None:
 
 def test_no_changed_byte_is_taken_for_another(taken: list[int]) -> None:
     """Wherever bytes are changed, removed or repeated: what is read, and what is refused, stay the same."""
-    sources = [pickle.dumps(metadata(60)), pickle.dumps(metadata(60, shared_names=True))]
+    sources = [pickle.dumps(metadata(30)), pickle.dumps(metadata(30, shared_names=True))]
     rng, accepted = random.Random(3), 0
     for trial in range(240):
         changed = bytearray(rng.choice(sources))

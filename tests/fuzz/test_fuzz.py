@@ -102,7 +102,7 @@ _BROKEN = """
         Refusals.latest, begun = f"refused {{data}}", time.process_time()
         {body}
         return data > b"3"
-    run.FOUND, run._HANG_SECONDS, run._MAX_SECONDS = Path({found!r}), 3, 0.5
+    run.FOUND, run._HANG_SECONDS, run._MAX_SECONDS = Path({found!r}), 1.5, 0.5
     run.load = lambda name: Target(check, lambda: [b""], lambda rng, seeds: b"%d" % rng.randrange(9))
     sys.argv = ["run", "broken", "--count", "40", "--seed", "4"]
     sys.exit(run.main())
@@ -161,7 +161,7 @@ def test_the_runner_counts_and_repeats_itself(tmp_path: Path) -> None:
             "crash or hang",
         ),
         ("while data == b'7': pass", "crash or hang"),
-        ("while data == b'7' and time.process_time() < begun + 1: pass", "slow"),
+        ("while data == b'7' and time.process_time() < begun + 0.6: pass", "slow"),
         ("b'x' * (300 << 20) if data == b'7' else None", "memory"),
     ],
 )
