@@ -1,15 +1,13 @@
 """Tiny model directories, and traces that do not pay for imports each time."""
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shardkit.layout import traced
+from tests.distributed.processes import fork_server
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,49 +62,10 @@ CONFIGS: dict[str, dict[str, object]] = {
 }
 
 
-class TraceServer:
-    """The process of trace_server.py; `spawn` stands in for `traced._spawn`."""
-
-    def __init__(self, scratch: Path) -> None:
-        self._log = scratch / "log"
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("trace_server.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                **traced._SET,
-                "HF_HOME": str(scratch),
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            },
-        )
-
-    def spawn(self, payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
-        request = {"payload": payload.decode(), "cwd": str(Path.cwd()), "log": str(self._log)}
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        status = int(self._process.stdout.readline())
-        return subprocess.CompletedProcess([], status, stdout=self._log.read_bytes())
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
-@pytest.fixture(scope="session")
-def trace_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TraceServer]:
-    server = TraceServer(tmp_path_factory.mktemp("trace-server"))
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def fast_trace(trace_server: TraceServer, monkeypatch: pytest.MonkeyPatch) -> TraceServer:
-    """Traces of this test come from the session's server."""
-    monkeypatch.setattr(traced, "_spawn", trace_server.spawn)
-    return trace_server
+def fast_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces of this test come from forks of a process that has imported everything."""
+    monkeypatch.setattr(traced, "_spawn", fork_server().trace)
 
 
 @pytest.fixture
