@@ -91,7 +91,7 @@ def test_three_phases_ask_for_the_model_where_the_source_has_no_config(
 def test_a_training_loop_goes_on_in_another_world_and_back_to_the_hub(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     whole = torchrun(1, "train_fsdp2.py", tmp_path / "model", tmp_path / "whole", 4).splitlines()
-    first = torchrun(4, "train_fsdp2.py", tmp_path / "model", tmp_path / "run", 2).splitlines()
+    first = torchrun(2, "train_fsdp2.py", tmp_path / "model", tmp_path / "run", 2).splitlines()
     second = torchrun(3, "train_fsdp2.py", tmp_path / "model", tmp_path / "run", 4).splitlines()
     losses = [[float(line.split()[-1]) for line in lines] for lines in (whole, [*first, *second])]
     assert len(losses[0]) == 4

@@ -1,13 +1,10 @@
-"""Tiny model directories, and traces that do not pay for imports each time."""
+"""Tiny model directories."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from shardkit.layout import traced
-from tests.distributed.processes import fork_server
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,12 +57,6 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
     "bert-lm": {**BERT, "architectures": ["BertForMaskedLM"]},
 }
-
-
-@pytest.fixture
-def fast_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traces of this test come from forks of a process that has imported everything."""
-    monkeypatch.setattr(traced, "_spawn", fork_server().trace)
 
 
 @pytest.fixture

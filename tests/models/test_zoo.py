@@ -10,7 +10,7 @@ from tests.distributed.processes import ROOT
 from tests.models import __main__ as zoo
 from tests.models.outcomes import check_table, expected, named
 from tests.models.table import render
-from tests.models.zoo import LEFT_TO_MAKE_ZOO, ZOO
+from tests.models.zoo import IN_MAKE_TEST, ZOO
 from tests.models.zoo_world import difference
 
 EVERY_STEP = "test_every_step_ends_as_expected"
@@ -36,14 +36,14 @@ def _is_of_a_model(item: pytest.Item) -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", [name for name in ZOO if name not in LEFT_TO_MAKE_ZOO])
+@pytest.mark.parametrize("name", [name for name in ZOO if name in IN_MAKE_TEST])
 def test_every_step_ends_as_expected(results: dict[str, dict[str, str]], name: str) -> None:
     assert named(results[name], name) == expected(name)
 
 
 def test_the_table_is_of_the_zoo() -> None:
     check_table()
-    assert ZOO.keys() >= LEFT_TO_MAKE_ZOO
+    assert ZOO.keys() >= IN_MAKE_TEST
     assert len({each.model_type for each in ZOO.values()}) >= 60
 
 

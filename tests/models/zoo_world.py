@@ -123,8 +123,7 @@ def prepare_model(name: str, out: Path) -> None:
     home.mkdir()
     make_hub(architecture, home / "hub")
     log.step("reference", partial(reference, architecture, home / "hub", home))
-    with mock.patch.object(traced, "_spawn", forked_trace):
-        log.step("preshard", partial(preshard, home))
+    log.step("preshard", partial(preshard, home))
     (home / "prepared.json").write_text(json.dumps(log.found))
 
 
@@ -288,11 +287,12 @@ def contents(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def in_two(names: list[str], work: Callable[[str], None]) -> None:
-    """Do something for each model, in two processes."""
+    """Do something for each model, in two processes; what traces has imported everything already."""
 
     def part(first: int) -> None:
-        for name in names[first::2]:
-            work(name)
+        with mock.patch.object(traced, "_spawn", forked_trace):
+            for name in names[first::2]:
+                work(name)
 
     wait([fork(partial(part, first)) for first in range(2)])
 

@@ -35,6 +35,8 @@ from tests.operations.consolidate_checkpoints import (
     weights,
 )
 
+pytestmark = pytest.mark.usefixtures("fast_trace")
+
 MakeHub = Callable[..., Path]
 TIED = {**CONFIG, "tie_word_embeddings": True}
 

@@ -13,6 +13,8 @@ from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.operations import consolidate_base
 from tests.operations.consolidate_checkpoints import CONFIG, assert_bit_equal, hub, load, save, weights
 
+pytestmark = pytest.mark.usefixtures("fast_trace")
+
 PROJECTIONS = ("q_proj", "v_proj")
 SETTINGS = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": list(PROJECTIONS)}
 

@@ -20,7 +20,10 @@ from shardkit.operations.preshard import preshard
 from shardkit.operations.verify import verify
 from tests.operations.consolidate_checkpoints import hub, save, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("fast_trace"),
+]
 
 DENSE = "2_Dense/model.safetensors"
 MODULES = [

@@ -20,6 +20,8 @@ from shardkit.errors import LayoutError
 from shardkit.keys import ties
 from shardkit.keys.ties import stored_ties, tied_names, ties_embeddings
 
+pytestmark = pytest.mark.usefixtures("fast_trace")
+
 _ENCODER = {
     "vocab_size": 101,
     "hidden_size": 12,

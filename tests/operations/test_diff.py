@@ -39,6 +39,8 @@ from tests.operations.consolidate_checkpoints import (
 )
 from tests.operations.test_consolidate_trainers import TRAINERS, write_run
 
+pytestmark = pytest.mark.usefixtures("fast_trace")
+
 Q = "model.layers.1.self_attn.q_proj.weight"
 MIB = 1 << 20
 

@@ -24,6 +24,8 @@ from shardkit.training.weights import open_weights
 from tests.distributed.processes import ROOT, run_script
 from tests.training import models
 
+pytestmark = pytest.mark.usefixtures("fast_trace")
+
 RULES = {
     "qwen2-vl": [("model.language_model.", "model."), ("model.visual.", "visual.")],
     "qwen2-vl-tied": [("model.language_model.", "model."), ("model.visual.", "visual.")],
