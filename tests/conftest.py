@@ -48,6 +48,7 @@ def hub_client() -> Iterator[HubClient]:
     yield client
     client.close()
 
+
 @pytest.fixture
 def fast_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces of this test come from forks of a process that has imported everything."""

@@ -22,6 +22,7 @@ _IMPORTED = (
     "shardkit.layout.trace_child",
     "shardkit.training",
     "torch._dynamo",  # which the first step of an optimizer imports, in each rank
+    "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.tensor.parallel",
     "torch.testing._internal.distributed.fake_pg",

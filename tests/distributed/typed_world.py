@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig
 
 import shardkit
 from shardkit.cli import main as command_line
-from tests.distributed.processes import ROOT, fork, wait
+from shardkit.layout import traced
+from tests.distributed.processes import ROOT, fork, forked_trace, wait
 from tests.training.models import llama
 
 torch.set_num_threads(1)
@@ -60,7 +62,10 @@ def save_model(folder: Path, make: Callable[[], Any]) -> str:
     config = make()
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / MODEL)
     os.chdir(folder)
-    done = CliRunner().invoke(command_line, ["preshard", MODEL, "--world-size", "2"], prog_name="shardkit")
+    with mock.patch.object(traced, "_spawn", forked_trace):
+        done = CliRunner().invoke(
+            command_line, ["preshard", MODEL, "--world-size", "2"], prog_name="shardkit"
+        )
     assert done.exit_code == 0, done.output
     _, _, said = done.stdout.partition("load it on every rank")
     return "\n".join(line.strip() for line in said.splitlines()[1:])

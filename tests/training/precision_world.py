@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,12 @@ from torch.distributed.tensor import DTensor
 import shardkit
 from shardkit._torch import fsdp2_units
 from shardkit.keys.names import clean_name
+from shardkit.layout import traced
 from shardkit.training.diagnose import diagnose
 from shardkit.training.finalize import finalize
 from shardkit.training.prepare import prepare
 from shardkit.training.wrap import wrap
-from tests.distributed.processes import fork, wait
+from tests.distributed.processes import fork, forked_trace, wait
 from tests.training import models
 
 torch.set_num_threads(1)
@@ -364,10 +366,10 @@ def main() -> None:
         save(out / name, case)
     for name, case in KEPT.items():
         save(out / f"kept-{name}", case)
-    for name in PRESHARDED:
-        shardkit.preshard(
-            str(out / f"kept-{name}"), str(out / f"presharded-{name}"), world_size=SIZE, dtype="bf16"
-        )
+    with mock.patch.object(traced, "_spawn", forked_trace):
+        for name in PRESHARDED:
+            kept, presharded = out / f"kept-{name}", out / f"presharded-{name}"
+            shardkit.preshard(str(kept), str(presharded), world_size=SIZE, dtype="bf16")
     wait([fork(partial(rank, out, number)) for number in range(SIZE)])
 
 
