@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from tests.distributed.processes import agent_store
+from tests.distributed.processes import agent_store, run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -61,11 +62,24 @@ def torchrun(num_processes: int, script: str, *arguments: object) -> str:
     return done.stdout
 
 
+def launched(printed: Path, num_processes: int, script: str, *arguments: object) -> str:
+    """Run an example on ranks that are forked; return what it printed."""
+    request = {
+        "script": str(EXAMPLES / script),
+        "arguments": [str(argument) for argument in arguments],
+        "num_processes": num_processes,
+        "printed": str(printed),
+    }
+    run_script("launch_world.py", json.dumps(request), env={"CUDA_VISIBLE_DEVICES": ""})
+    return printed.read_text()
+
+
 @pytest.mark.dist
-def test_fsdp2_example_starts_from_the_presharded_weights(tmp_path: Path) -> None:
+def test_fsdp2_example_starts_from_the_presharded_weights(tmp_path: Path, fast_trace: object) -> None:
     loss = make_model(tmp_path / "model")
     shardkit.preshard(tmp_path / "model", tmp_path / "checkpoint", world_size=2)
-    word, printed = torchrun(2, "fsdp2_load.py", tmp_path / "model", tmp_path / "checkpoint").split()
+    said = launched(tmp_path / "said", 2, "fsdp2_load.py", tmp_path / "model", tmp_path / "checkpoint")
+    word, printed = said.split()
     assert word == "loss"
     assert float(printed) == pytest.approx(loss, abs=2e-6)
 
@@ -90,9 +104,16 @@ def test_three_phases_ask_for_the_model_where_the_source_has_no_config(
 @pytest.mark.dist
 def test_a_training_loop_goes_on_in_another_world_and_back_to_the_hub(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
-    whole = torchrun(1, "train_fsdp2.py", tmp_path / "model", tmp_path / "whole", 4).splitlines()
-    first = torchrun(2, "train_fsdp2.py", tmp_path / "model", tmp_path / "run", 2).splitlines()
-    second = torchrun(3, "train_fsdp2.py", tmp_path / "model", tmp_path / "run", 4).splitlines()
+    whole, first, second = (
+        launched(
+            tmp_path / f"said-{size}", size, "train_fsdp2.py", tmp_path / "model", out, steps
+        ).splitlines()
+        for size, out, steps in (
+            (1, tmp_path / "whole", 4),
+            (4, tmp_path / "run", 2),
+            (3, tmp_path / "run", 4),
+        )
+    )
     losses = [[float(line.split()[-1]) for line in lines] for lines in (whole, [*first, *second])]
     assert len(losses[0]) == 4
     assert losses[1] == pytest.approx(losses[0], abs=2e-5)
