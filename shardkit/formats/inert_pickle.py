@@ -105,10 +105,7 @@ class InertPickle:
             self._pos += 1
             if op == 0x2E:  # STOP
                 break
-            handler = handlers.get(op)
-            if handler is None:
-                raise Refusal(f"opcode 0x{op:02x} is not one of protocols 2 to 5")
-            handler(self)
+            handlers[op](self)
         else:
             raise Refusal(f"it has more than {_MAX_OPCODES} opcodes")
         if self._pos != len(data):
@@ -124,7 +121,9 @@ class InertPickle:
             raise Refusal(f"what it describes takes more than {_MAX_CHARGED} bytes of memory")
 
     def _push_new(self, value: object, nbytes: int) -> None:
-        self._charge(nbytes)
+        self._charged += nbytes
+        if self._charged > _MAX_CHARGED:  # most opcodes come here: a call of `_charge` for each would be felt
+            self._charge(0)
         self._stack.append(value)
 
     def _push_again(self, value: object) -> None:
@@ -167,9 +166,6 @@ class InertPickle:
             raise Refusal(f"an integer of {nbytes} bytes")
         self._push_new(int.from_bytes(self._take(nbytes), "little", signed=True), _NUMBER + nbytes)
 
-    def _int(self, layout: str, nbytes: int) -> None:
-        self._push_new(struct.unpack(layout, self._take(nbytes))[0], _NUMBER)
-
     def _text(self, nbytes: int) -> None:
         data = self._take(nbytes)
         self._charge(_TEXT + nbytes * (1 if data.isascii() else 4))
@@ -196,6 +192,13 @@ class InertPickle:
             target.extend(items)
         elif not isinstance(target, Opaque):
             raise Refusal(f"APPENDS to something of type {type(target).__name__}")
+
+    def _append_one(self) -> None:
+        item, stack = self._stack.pop(), self._stack
+        if type(stack[-1]) is list:
+            stack[-1].append(item)
+        else:
+            self._append([item])
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -279,6 +282,9 @@ class InertPickle:
     def _persistent_id(self) -> None:
         self._push_new(self._persistent(self._stack.pop()), _OPAQUE)
 
+    def _unknown(self) -> None:
+        raise Refusal(f"opcode 0x{self._data[self._pos - 1]:02x} is not one of protocols 2 to 5")
+
 
 def _sized(layout: str, method: Callable[[InertPickle, int], None]) -> Callable[[InertPickle], None]:
     """An opcode with an unsigned number behind it, "<B" to "<Q"."""
@@ -292,28 +298,40 @@ def _sized(layout: str, method: Callable[[InertPickle, int], None]) -> Callable[
     return handle
 
 
+def _number(layout: str) -> Callable[[InertPickle], None]:
+    """An opcode that pushes the number behind it."""
+    number = struct.Struct(layout)
+
+    def handle(vm: InertPickle) -> None:
+        start = vm._pos
+        vm._pos = start + number.size
+        vm._push_new(number.unpack_from(vm._data, start)[0], _NUMBER)
+
+    return handle
+
+
 def _constant(value: object) -> Callable[[InertPickle], None]:
     return lambda vm: vm._stack.append(value)
 
 
 _VM = InertPickle
-_HANDLERS: dict[int, Callable[[InertPickle], None]] = {
+_KNOWN: dict[int, Callable[[InertPickle], None]] = {
     0x28: _VM._mark,
     0x30: _VM._pop,
     0x31: _VM._drop_mark,
     0x32: _VM._dup,
     0x42: _sized("<I", _VM._bytes),  # BINBYTES
     0x43: _sized("<B", _VM._bytes),  # SHORT_BINBYTES
-    0x47: lambda vm: vm._int(">d", 8),  # BINFLOAT
-    0x4A: lambda vm: vm._int("<i", 4),  # BININT
+    0x47: _number(">d"),  # BINFLOAT
+    0x4A: _number("<i"),  # BININT
     0x4B: _sized("<B", lambda vm, value: vm._stack.append(value)),  # BININT1
-    0x4D: lambda vm: vm._int("<H", 2),  # BININT2
+    0x4D: _number("<H"),  # BININT2
     0x4E: _constant(None),
     0x51: _VM._persistent_id,
     0x52: lambda vm: vm._reduce(1),
     0x58: _sized("<I", _VM._text),  # BINUNICODE
     0x5D: lambda vm: vm._push_new([], _LIST),
-    0x61: lambda vm: vm._append([vm._stack.pop()]),
+    0x61: _VM._append_one,
     0x62: _VM._build,
     0x63: _VM._global,
     0x64: _VM._dict,
@@ -348,3 +366,5 @@ _HANDLERS: dict[int, Callable[[InertPickle], None]] = {
     0x96: _sized("<Q", _VM._bytes),  # BYTEARRAY8
     0x29: lambda vm: vm._stack.append(()),
 }
+_HANDLERS = tuple(_KNOWN.get(op, _VM._unknown) for op in range(256))
+"""By opcode."""
