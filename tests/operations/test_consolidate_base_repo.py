@@ -14,7 +14,7 @@ from tests.formats.test_hub_repo import REPOS, fetch, hub
 from tests.operations.consolidate_checkpoints import CONFIG, assert_bit_equal, load, weights
 from tests.operations.consolidate_checkpoints import save as save_checkpoint
 
-__all__ = ["hub"]  # a fixture
+__all__ = ["fetch", "hub"]  # fixtures
 SCRIPT = """
 import json, sys
 import shardkit
@@ -53,13 +53,15 @@ def repos(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return added
 
 
-def test_only_headers_of_its_weights_are_read(hub: Any, repos: dict[str, Any], tmp_path: Path) -> None:
+def test_only_headers_of_its_weights_are_read(
+    hub: Any, fetch: Any, repos: dict[str, Any], tmp_path: Path
+) -> None:
     checkpoint = save_checkpoint({"model": weights()}, tmp_path / "c")
     bases = ("org/base", "org/legacy", "org/bare", "org/nowhere")
     hub.fetched.clear()
     hub.weight_bytes = 0
     given, legacy, bare, absent = fetch(
-        hub, tmp_path / "cache", *((base, str(checkpoint)) for base in bases), script=SCRIPT
+        tmp_path / "cache", *((base, str(checkpoint)) for base in bases), script=SCRIPT
     )
     data_bytes = sum(value.nbytes for value in weights(torch.bfloat16).values())
     assert (
@@ -83,11 +85,13 @@ def test_only_headers_of_its_weights_are_read(hub: Any, repos: dict[str, Any], t
     assert (absent["error"], absent["exit_code"]) == ("SourceError", 3)
 
 
-def test_modules_of_their_own_are_fetched(hub: Any, repos: dict[str, Any], tmp_path: Path) -> None:
+def test_modules_of_their_own_are_fetched(
+    hub: Any, fetch: Any, repos: dict[str, Any], tmp_path: Path
+) -> None:
     """sentence-transformers' modules.json names a directory; of it, and of nothing else, the weights are fetched."""
     checkpoint = save_checkpoint({"model": weights()}, tmp_path / "c")
     hub.fetched.clear()
-    (given,) = fetch(hub, tmp_path / "cache", ("org/sentence", str(checkpoint)), script=SCRIPT)
+    (given,) = fetch(tmp_path / "cache", ("org/sentence", str(checkpoint)), script=SCRIPT)
     name = "1_Dense/model.safetensors"
     assert {name, "1_Dense/config.json", "modules.json"} <= set(given["assets"])
     assert (Path(given["output"]) / name).read_bytes() == repos["org/sentence"][name]
