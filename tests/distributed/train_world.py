@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from tests.distributed.processes import fork, wait
+from tests.distributed.processes import end_world, fork, wait
 
 torch.set_num_threads(1)
 
@@ -146,7 +146,7 @@ def world(base: Path, name: str, size: int, work: Any) -> None:
             "gloo", init_method=f"file://{base}/{name}.store", rank=number, world_size=size
         )
         work()
-        dist.destroy_process_group()
+        end_world()
 
     wait([fork(partial(rank, number)) for number in range(size)])
 

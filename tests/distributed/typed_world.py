@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig
 import shardkit
 from shardkit.cli import main as command_line
 from shardkit.layout import traced
-from tests.distributed.processes import ROOT, fork, forked_trace, wait
+from tests.distributed.processes import ROOT, end_world, fork, forked_trace, wait
 from tests.training.models import llama
 
 torch.set_num_threads(1)
@@ -132,7 +132,7 @@ def rank(out: Path, printed: Mapping[str, str], texts: Mapping[str, str], number
             hidden = set(dict(model.named_buffers())) - set(model.state_dict())
             found[f"{name} buffers"] = sorted(hidden)
     (out / f"typed-{number}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    end_world()
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.errors import ShardkitError
-from tests.distributed.processes import fork, wait
+from tests.distributed.processes import end_world, fork, wait
 from tests.distributed.trainers.accelerate_cases import allow_cpu
 from tests.training.models import inputs, reference
 
@@ -136,7 +136,7 @@ def rank(out: Path, number: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=number, world_size=2)
     (out / f"accelerate-{number}.json").write_text(json.dumps(work(out)))
-    dist.destroy_process_group()
+    end_world()
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from shardkit.training.finalize import finalize, load_into
 from shardkit.training.prepare import prepare
 from shardkit.training.save import save
 from shardkit.training.wrap import wrap
-from tests.distributed.processes import fork, wait
+from tests.distributed.processes import end_world, fork, wait
 from tests.training import models
 
 torch.set_num_threads(1)
@@ -66,7 +66,7 @@ def run(rank: int, out: Path) -> None:
         assert all(torch.equal(expected[key], found[key]) for key in expected), name
         load_into(model, out / f"{name}-dcp")
         assert all(torch.equal(expected[key], value) for key, value in whole(model).items()), name
-    dist.destroy_process_group()
+    end_world()
 
 
 if __name__ == "__main__":

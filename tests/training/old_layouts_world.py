@@ -31,7 +31,7 @@ from shardkit.layout import trace_child, traced
 from shardkit.training.finalize import finalize
 from shardkit.training.prepare import prepare
 from shardkit.training.wrap import wrap
-from tests.distributed.processes import fork, wait
+from tests.distributed.processes import end_world, fork, wait
 from tests.training import old_layouts
 
 torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def run(rank: int, out: Path) -> None:
             with torch.no_grad():
                 assert torch.equal(model.eval()(**inputs).logits, logits), (name, ending, strategy)
         dcp.save({"model": state}, checkpoint_id=out / f"{name}-run")
-    dist.destroy_process_group()
+    end_world()
 
 
 def spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:

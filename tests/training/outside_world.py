@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardkit
 from shardkit.keys.names import clean_name
 from shardkit.training.gradients import clip_grad_norm_
-from tests.distributed.processes import fork, wait
+from tests.distributed.processes import end_world, fork, wait
 
 torch.set_num_threads(1)
 
@@ -168,7 +168,7 @@ def rank_main(out: Path, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=SIZE)
     found = {" ".join(map(str, each)): case(out, rank, *each) for each in CASES}
     (out / f"outside-{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    end_world()
 
 
 def main() -> None:

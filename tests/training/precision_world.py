@@ -33,7 +33,7 @@ from shardkit.training.diagnose import diagnose
 from shardkit.training.finalize import finalize
 from shardkit.training.prepare import prepare
 from shardkit.training.wrap import wrap
-from tests.distributed.processes import fork, forked_trace, wait
+from tests.distributed.processes import end_world, fork, forked_trace, wait
 from tests.training import models
 
 torch.set_num_threads(1)
@@ -357,7 +357,7 @@ def rank(out: Path, number: int) -> None:
     found["kept"] = {name: train(out, mesh, name) for name in KEPT}
     found["policies"] = policies(mesh)
     (out / f"logits-{number}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    end_world()
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from shardkit.errors import ShardkitError
 from shardkit.training.initialise import initialise, new_rows
 from shardkit.training.prepare import describe, prepare
 from shardkit.training.weights import open_weights
-from tests.distributed.processes import fork, wait
+from tests.distributed.processes import end_world, fork, wait
 from tests.training import models
 
 torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def run(rank: int, root: Path) -> None:
         "gloo", init_method=f"file://{root}/store", rank=rank, world_size=SIZE, timeout=timedelta(seconds=600)
     )
     (root / f"{rank}.json").write_text(json.dumps(scenarios(rank, root)))
-    dist.destroy_process_group()
+    end_world()
 
 
 if __name__ == "__main__":

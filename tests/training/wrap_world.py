@@ -41,7 +41,7 @@ from shardkit.training.optimizer import parameter_names, rebind_optimizer
 from shardkit.training.save import save
 from shardkit.training.units import layer_policy
 from shardkit.training.wrap import wrap
-from tests.distributed.processes import fork, wait
+from tests.distributed.processes import end_world, fork, wait
 from tests.training.models import inputs, reference
 
 torch.set_num_threads(1)
@@ -542,7 +542,7 @@ def rank(out: Path, name: str, number: int) -> None:
     size, work = WORLDS[name]
     dist.init_process_group("gloo", init_method=f"file://{out}/{name}.store", rank=number, world_size=size)
     (out / f"{name}-{number}.json").write_text(json.dumps(work(out)))
-    dist.destroy_process_group()
+    end_world()
 
 
 def main() -> None:
