@@ -74,6 +74,7 @@ def main(model_directory: str, checkpoint: str) -> None:
     loss = train_one_step(model, device_type)
     if dist.get_rank() == 0:
         print(f"loss {loss:.6f}")
+    dist.barrier()  # no rank leaves while another still sends
     dist.destroy_process_group()
 
 

@@ -41,6 +41,7 @@ def main(source: str, model_directory: str) -> None:
     loss = model(input_ids=tokens, labels=tokens).loss
     if dist.get_rank() == 0:
         print(f"loss {float(loss.detach()):.6f}")
+    dist.barrier()  # no rank leaves while another still sends
     dist.destroy_process_group()
 
 

@@ -79,6 +79,7 @@ def main(model_directory: str, run: str, num_steps: str = "4") -> None:
     train(model_directory, Path(run) / "last", int(num_steps), device_type)
     # A sharded model refers to itself, and keeps threads of the process group that must not outlive Python.
     gc.collect()
+    dist.barrier()  # no rank leaves while another still sends
     dist.destroy_process_group()
 
 

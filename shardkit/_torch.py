@@ -153,6 +153,14 @@ def fsdp_shards(model: nn.Module) -> Iterator[FSDPShard]:
                 )
 
 
+def class_before_sharding(module: object) -> type[Any]:
+    """Return a module's class as it was before `fully_shard`, which makes one of FSDPModule and it.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fully_shard.py, fully_shard.
+    """
+    return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+
+
 @_known
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     """Return the names of a module's own buffers that are in no state dict."""

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from shardkit._torch import fsdp1_unit, fsdp2_units, init_fake_world, is_fsdp1_part
+from shardkit._torch import class_before_sharding, fsdp1_unit, fsdp2_units, init_fake_world, is_fsdp1_part
 
 init_fake_world(4)
 mesh = init_device_mesh("cpu", (4,))
@@ -45,6 +45,8 @@ model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 model[1].bias = model[0].bias
 precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=CPUOffloadPolicy(pin_memory=False))
+assert type(model) is not nn.Sequential
+assert (class_before_sharding(model), class_before_sharding(model[0])) == (nn.Sequential, nn.Linear)
 (unit,) = fsdp2_units(model, is_root=True)
 assert (unit.mesh, unit.mixed_precision, unit.cpu_offload) == (mesh, precision, True)
 assert unit.compute_dtypes == (torch.bfloat16,)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from shardkit._torch import class_before_sharding
 from shardkit.layout.units import collect
 
 # `_keep_in_fp32_modules` is about fp16 alone, the strict ones about bf16 too.
@@ -123,8 +123,7 @@ def meta_twins(model: nn.Module, wanted: torch.dtype | None) -> Iterator[tuple[s
 
 
 def _twin(model: Any, wanted: torch.dtype | None) -> nn.Module | None:
-    # fully_shard makes a subclass of FSDPModule and of the module's own class.
-    plain: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    plain: Any = class_before_sharding(model)
     options = {} if wanted is None else {"dtype": wanted}
     with (
         contextlib.suppress(Exception),

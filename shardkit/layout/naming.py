@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardkit._torch import class_before_sharding
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
@@ -297,10 +298,12 @@ class _Transforms(NamedTuple):
 @contextlib.contextmanager
 def _own_classes(model: nn.Module) -> Iterator[None]:
     """Undo for a moment that `fully_shard` has given modules classes of its own: transformers goes by their names."""
-    changed = [(module, type(module)) for module in model.modules() if FSDPModule in type(module).__bases__]
+    changed: list[tuple[Any, type]] = [
+        (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
+    ]
     try:
-        for module, sharded in changed:
-            module.__class__ = next(base for base in sharded.__bases__ if base is not FSDPModule)
+        for module, _ in changed:
+            module.__class__ = class_before_sharding(module)
         yield
     finally:
         for module, sharded in changed:

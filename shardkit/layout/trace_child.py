@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardkit._torch import init_fake_world
+from shardkit._torch import class_before_sharding, init_fake_world
 from shardkit.core.mesh import REPLICATE, Axis, Mesh, Placement, Placements
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
@@ -265,9 +265,7 @@ def _units(model: nn.Module, classes: dict[int, str]) -> list[tuple[str, str]]:
     found = [("", classes[id(model)])]
     for path, module in model.named_modules():
         if path and isinstance(module, FSDPModule):
-            # fully_shard makes a subclass of FSDPModule and of the module's own class.
-            plain = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
-            found.append((clean_name(path), plain.__name__))
+            found.append((clean_name(path), class_before_sharding(module).__name__))
     return found
 
 

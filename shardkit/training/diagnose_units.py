@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardkit._torch import Fsdp2Unit, fsdp1_unit, fsdp2_units, shard_of
+from shardkit._torch import Fsdp2Unit, class_before_sharding, fsdp1_unit, fsdp2_units, shard_of
 from shardkit.core.text import count
 from shardkit.training.context import clean_name
 
@@ -215,9 +215,6 @@ def _is_outermost(path: str, roots: list[str]) -> bool:
 
 def plain_class(module: nn.Module) -> str:
     """Return the name of a module's class as it was before wrapping."""
-    if isinstance(module, FSDPModule):
-        # fully_shard makes a subclass of FSDPModule and of the module's own class.
-        return next(base.__name__ for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     if isinstance(module, FullyShardedDataParallel):
         return plain_class(module.module)
-    return type(module).__name__
+    return class_before_sharding(module).__name__

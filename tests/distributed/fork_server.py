@@ -1,8 +1,9 @@
-"""Runs scripts and traces in forks of one process that has imported what they import: that takes far longer than they do.
+"""Runs scripts, code and traces in forks of one process that has imported what they import: that takes far longer than they do.
 
-A request is a line of JSON, `{"script": path, "argument": ...}` or `{"trace": payload}`, with "cwd", "env" and "log", a
-file for what is printed. The answers are two lines: the pid of the fork, which leads a session of its own, and its exit
-status.
+The arguments are names of modules; those that this environment lacks are left out. A request is a line of JSON: one of
+`{"script": path, "argument": ...}`, `{"code": Python, "argument": ...}` and `{"trace": payload}`, with "cwd", "env",
+and "out" and "err", files for what is printed. The answers are two lines: the pid of the fork, which leads a session of
+its own, and its exit status.
 """
 
 import contextlib
@@ -16,30 +17,11 @@ import sys
 import types
 from typing import Any
 
-_IMPORTED = (
-    "accelerate",
-    "safetensors.torch",
-    "shardkit.layout.trace_child",
-    "shardkit.training",
-    "torch._dynamo",  # which the first step of an optimizer imports, in each rank
-    "torch.distributed.checkpoint._fsspec_filesystem",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.tensor.parallel",
-    "torch.testing._internal.distributed.fake_pg",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2_vl.modeling_qwen2_vl",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-)
-
 
 def work(request: dict[str, Any]) -> None:
     os.setsid()
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for fd, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -48,6 +30,9 @@ def work(request: dict[str, Any]) -> None:
 
         sys.stdin = types.SimpleNamespace(buffer=io.BytesIO(request["trace"].encode()))  # type: ignore[assignment]
         trace_child.main()
+    elif "code" in request:
+        sys.argv = ["-c", request["argument"]]
+        exec(compile(request["code"], "<code>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = [request["script"], request["argument"]]
         sys.path.insert(0, os.path.dirname(request["script"]))
@@ -75,10 +60,8 @@ def fork(request: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    for name in _IMPORTED:
-        with contextlib.suppress(
-            ImportError
-        ):  # an old torch has not all, nor has an environment without trainers
+    for name in sys.argv[1:]:
+        with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()
     for line in sys.stdin:

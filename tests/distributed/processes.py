@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -12,13 +13,32 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardkit.layout import traced
 
 ROOT = Path(__file__).parents[2]
+_M_MMAP_THRESHOLD = -3  # malloc.h
 _HANGS_S = 1200  # only what hangs takes so long, however busy the machine is
+_OF_WORLDS = (
+    "accelerate",
+    "safetensors.torch",
+    "shardkit.layout.trace_child",
+    "shardkit.training",
+    "torch._dynamo",  # which the first step of an optimizer imports, in each rank
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor.parallel",
+    "torch.testing._internal.distributed.fake_pg",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2_vl.modeling_qwen2_vl",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+"""An old torch has not all of them, nor has an environment without trainers."""
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -44,6 +64,17 @@ def end_world() -> None:
 
     dist.barrier()
     dist.destroy_process_group()
+
+
+def return_freed_memory() -> None:
+    """Have malloc hand back what is free, and from now on each freed block of 1 MiB or more: what is left is in use.
+
+    It would keep blocks of up to 32 MiB, as many as others of the process happen to lie above them, and a fork of it
+    would find room in there.
+    """
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    libc.malloc_trim(0)
 
 
 def wait(children: list[int]) -> None:
@@ -73,17 +104,21 @@ def agent_store() -> Iterator[dict[str, str]]:
 class ForkServer:
     """The process of fork_server.py."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """Start it.
+
+        Args:
+            modules: imported before the first fork.
+            environment: variables beside those of this process, in all forks too.
+        """
         self._home = tempfile.TemporaryDirectory(prefix="fork-server-")
-        self._log = Path(self._home.name, "log")
         self._own = {
-            **traced._SET,
             "HF_HOME": self._home.name,
-            "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            **(environment or {}),
         }
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+            [sys.executable, str(Path(__file__).with_name("fork_server.py")), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -91,24 +126,38 @@ class ForkServer:
         )
 
     def run(
-        self, request: Mapping[str, object], *, timeout_s: float, env: Mapping[str, str] | None = None
+        self,
+        request: Mapping[str, object],
+        *,
+        timeout_s: float = _HANGS_S,
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+        is_apart: bool = False,
     ) -> subprocess.CompletedProcess[bytes]:
         """Have one request answered.
 
         Args:
-            request: "script" and "argument", or "trace".
+            request: "script" or "code" with "argument", or "trace".
             timeout_s: seconds.
-            env: variables of the fork, beside those of this process. What is read on import has been read.
+            env: variables of the fork beside those of this process, None for one that it has not. What is read on
+                import has been read.
+            cwd: this process's by default.
+            is_apart: stderr is not in stdout, but has a place of its own.
 
         Raises:
             subprocess.TimeoutExpired: it took longer, and was killed.
         """
         assert self._process.stdin
         assert self._process.stdout
+        out, err = (Path(self._home.name, name) for name in ("out", "err" if is_apart else "out"))
+        for path in (out, err):
+            path.write_bytes(b"")
+        named = {**os.environ, **self._own, **(env or {})}
         place = {
-            "cwd": str(Path.cwd()),
-            "env": {**os.environ, **self._own, **(env or {})},
-            "log": str(self._log),
+            "cwd": str(cwd or Path.cwd()),
+            "env": {name: value for name, value in named.items() if value is not None},
+            "out": str(out),
+            "err": str(err),
         }
         self._process.stdin.write(json.dumps({**request, **place}) + "\n")
         self._process.stdin.flush()
@@ -118,20 +167,24 @@ class ForkServer:
         status = int(self._process.stdout.readline())
         is_late = not timer.is_alive()
         timer.cancel()
-        output = self._log.read_bytes()
         if is_late:
-            raise subprocess.TimeoutExpired("fork_server.py", timeout_s, output=output)
-        return subprocess.CompletedProcess([], status, stdout=output)
+            raise subprocess.TimeoutExpired("fork_server.py", timeout_s, output=out.read_bytes())
+        return subprocess.CompletedProcess([], status, stdout=out.read_bytes(), stderr=err.read_bytes())
 
     def trace(self, payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
         """Stand in for `traced._spawn`."""
         return self.run({"trace": payload.decode()}, timeout_s=timeout_s)
 
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+        self._home.cleanup()
+
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Return the server of this process, which ends with it."""
-    return ForkServer()
+    """Return the server for worlds and traces of this process, which ends with it."""
+    return ForkServer(_OF_WORLDS, {**traced._SET, "OMP_NUM_THREADS": "1"})
 
 
 def run_script(

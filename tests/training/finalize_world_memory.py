@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardkit
 from shardkit.training.finalize import load_into
 from shardkit.training.local import local_shards
-from tests.distributed.processes import fork, wait
+from tests.distributed.processes import fork, return_freed_memory, wait
 
 torch.set_num_threads(1)
 WIDTH, ROWS, LAYERS = 1024, 5000, 8  # 157 MiB in bf16, in tensors of 10 MiB
@@ -96,6 +96,7 @@ class Watch:
     """Anonymous memory at its highest, and bytes read by system calls, of a block."""
 
     def __enter__(self) -> Watch:
+        return_freed_memory()
         self._ended, self.peak, self._own = threading.Event(), 0, 0
         self._thread = threading.Thread(target=self._look)
         self._before, self._read = self._anonymous(), read_bytes()
@@ -191,6 +192,7 @@ def run(rank: int, size: int, name: str, out: Path) -> None:
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
+    return_freed_memory()
     make_source(out)
     load_into(nn.Linear(2, 2), make_small(out))  # imports what is imported late, once for all
     for size, measures in MEASURES.items():

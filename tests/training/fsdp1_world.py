@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 import shardkit
 from shardkit.errors import ShardkitError
-from tests.distributed.processes import agent_store, fork, wait
+from tests.distributed.processes import agent_store, fork, return_freed_memory, wait
 from tests.distributed.trainers.accelerate_cases import allow_cpu
 from tests.distributed.trainers.lightning_cases import OnCpu
 from tests.training.finalize_world import blocks_of, run_model, same
@@ -413,6 +413,7 @@ def world(work: Callable[..., None], *arguments: Any, size: int = SIZE) -> None:
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
+    return_freed_memory()
     for name in ("llama", "llama-tied", "gpt2", "bert", "qwen3"):
         run_model(name, save(name, out / name))
     (out / "bare").mkdir()

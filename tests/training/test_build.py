@@ -14,6 +14,7 @@ from shardkit._torch import non_persistent_buffers
 from shardkit.errors import LayoutError, UsageError
 from shardkit.training.buffers import unlike_computed
 from shardkit.training.build import build_model
+from tests.distributed.processes import return_freed_memory
 from tests.training import models
 
 MODELS = ["llama-tied", "gpt2", "bert-lm", "qwen2-vl", "qwen3-moe"]
@@ -110,6 +111,7 @@ def test_memory_stays_that_of_no_parameter() -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(16384, 16384, bias=False) for _ in range(48)))  # 1 GiB each
 
+    return_freed_memory()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = peak_kib("VmRSS")
     model = build_model(build)

@@ -16,6 +16,7 @@ from shardkit.errors import LayoutError
 from shardkit.training.context import ModelInitializationContext
 from shardkit.training.initialise import initialise, new_rows
 from shardkit.training.prepare import prepare
+from tests.distributed.processes import return_freed_memory
 from tests.training import models
 
 
@@ -185,6 +186,7 @@ def test_one_module_is_in_memory_at_a_time() -> None:
     one = scratch(lambda: nn.Linear(4096, 4096, bias=False))
     assert list(initialise(one, one.initialised))  # what the first one loads and starts is no part of it
     del one
+    return_freed_memory()
     Path("/proc/self/clear_refs").write_text("5")
     before = kib("VmRSS")
     assert sum(value.numel() for _, value in initialise(ctx, ctx.initialised)) == 8 << 24
