@@ -18,7 +18,7 @@ from shardkit.core.catalog import Catalog, Checksums, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError
-from shardkit.transfer import source_check
+from shardkit.transfer import source_check, sources
 from shardkit.transfer.source_check import (
     IN_PART,
     NOT_READ,
@@ -128,6 +128,30 @@ def test_any_runs_in_any_order_by_any_threads(
         return
     start, stop = places(catalog)[entry]
     assert problem.startswith(f"t{entry}: source.bin: bytes {start} to {stop} have CRC-32 ")
+
+
+@pytest.mark.parametrize("listens", [False, True])
+@pytest.mark.parametrize("sizes", [[2500], [900, 1100, 500]])
+@pytest.mark.parametrize("flipped", [None, 10, 700, 1009, 1010, 2300])
+def test_a_long_read_is_compared_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flipped: int | None, sizes: list[int], listens: bool
+) -> None:
+    """In one entry or over several, and where somebody is told of each piece."""
+    monkeypatch.setattr(sources, "_COMPARED_NBYTES", 1000)
+    catalog, content = source(tmp_path, sizes, damaged=() if flipped is None else (flipped,))
+    begin, end = places(catalog)[0][0], places(catalog)[-1][1]
+    check, heard, buffer = SourceCheck(catalog), list[int](), bytearray(end - begin)
+    told = (lambda path, start, data: heard.append(len(data))) if listens else None
+    with SourceFiles(catalog.files, check=check, on_read=told) as files, files.reader() as reader:
+        crc = reader.read_into(0, memoryview(buffer), begin, "t")
+    assert crc == (crc32(content[begin:end]) if len(sizes) == 1 and not listens else None)
+    assert buffer == content[begin:end]
+    assert sum(heard) == listens * len(buffer)
+    if flipped is None:
+        assert finish(check, catalog) == (sum(sizes), {})
+    else:
+        with pytest.raises(IntegrityError):
+            finish(check, catalog)
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(960, (1000, {})), (900, (0, {IN_PART: (1, 900)}))])
