@@ -8,12 +8,8 @@ the three phases), NAME-out (consolidated), and results.json: what preshard and 
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import subprocess
 import sys
-import types
 import warnings
 from functools import partial
 from pathlib import Path
@@ -27,11 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from shardkit.layout import trace_child, traced
+from shardkit.layout import traced
 from shardkit.training.finalize import finalize
 from shardkit.training.prepare import prepare
 from shardkit.training.wrap import wrap
-from tests.distributed.processes import end_world, fork, wait
+from tests.distributed.processes import end_world, fork, forked_trace, wait
 from tests.training import old_layouts
 
 torch.set_num_threads(1)
@@ -64,15 +60,6 @@ def run(rank: int, out: Path) -> None:
     end_world()
 
 
-def spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
-    """Trace in a fork of this process, which has imported everything."""
-    child = os.fork()
-    if child == 0:
-        sys.stdin = types.SimpleNamespace(buffer=io.BytesIO(payload))  # type: ignore[assignment]
-        trace_child.main()
-    return subprocess.CompletedProcess([], os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stdout=b"")
-
-
 def stock(name: str, out: Path) -> None:
     """What preshard wrote, by stock torch into the state dict of the live model; what it computes stays."""
     _, expected = old_layouts.judge(name, out / name)
@@ -97,7 +84,7 @@ def back(name: str, out: Path) -> shardkit.ConsolidateResult:
 
 
 def main(out: Path) -> None:
-    traced._spawn = spawn
+    traced._spawn = forked_trace
     told = {}
     for name in old_layouts.OLD:
         old_layouts.write(name, out / name)
