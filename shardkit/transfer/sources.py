@@ -19,7 +19,8 @@ from shardkit.transfer.source_check import Runs, SourceCheck
 MAX_BORROWED = 64  # by one reader
 _MIN_OPEN, _MAX_OPEN = 32, 4096
 # Read at a time where a CRC-32 is taken: with the file's pages it fits the cache of one core (2 MiB), out of which the
-# CRC-32 costs a tenth of reading; out of memory it costs half of it. A quarter of it does as well for `finalize`, twice as much worse.
+# CRC-32 costs a tenth of reading; out of memory it costs half of it. For `finalize` a quarter of it does as well, and
+# twice as much is worse.
 _COMPARED_NBYTES = 1 << 20
 
 
