@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError
+from functools import partial
 
 from shardkit.errors import UsageError
 from shardkit.operations.verify_result import Report
 from shardkit.transfer.progress import Progress
+from shardkit.transfer.threads import run_all
 
 Task = Callable[[Report], None]
 
@@ -52,20 +54,14 @@ def in_threads(tasks: Sequence[Task], jobs: int, report: Report) -> None:
     Raises:
         BaseException: the first that a task raises, or Ctrl-C, once no task runs any more.
     """
-    if not tasks:
-        return
     stop = threading.Event()
     progress = _Stoppable(report.progress, stop)
     parts = [Report(progress=progress) for _ in tasks]
-    futures: list[Future[None]] = []
-    with ThreadPoolExecutor(min(jobs, len(tasks)), thread_name_prefix="shardkit-read") as pool:
-        try:
-            futures.extend(pool.submit(task, part) for task, part in zip(tasks, parts, strict=True))
-            for future in futures:
-                future.result()
-        except BaseException:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+    run_all(
+        [partial(task, part) for task, part in zip(tasks, parts, strict=True)],
+        jobs,
+        stop,
+        name="shardkit-read",
+    )
     for part in parts:
         report.add(part)

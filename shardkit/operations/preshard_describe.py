@@ -23,6 +23,7 @@ from shardkit.transfer import storage
 from shardkit.transfer.digest import combine
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
 from shardkit.transfer.stream import read_back
+from shardkit.transfer.threads import until_done
 
 METADATA = ".metadata"
 _PART = METADATA + ".part"
@@ -100,6 +101,7 @@ class Descriptions:
                 self.add_file, [digest for name, digest in digests.items() if name not in self._lists]
             )
         )
+        until_done([self._metadata])
         described = self._job.describe()
         if self._job.digest != "none":
             for fqn, crc in self._tensor_crcs(digests, scattered).items():

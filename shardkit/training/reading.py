@@ -26,6 +26,7 @@ from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.reflink import BLOCK
 from shardkit.transfer.source_check import CheckedSource
 from shardkit.transfer.sources import Reader, SourceFiles
+from shardkit.transfer.threads import until_done
 
 _STRAIGHT_NBYTES = 16 * MIB  # of one system call; so that two threads share a large tensor
 STAGED_NBYTES = 4 * MIB  # of a thread's buffer; what fits the processor's cache is copied out fastest
@@ -183,7 +184,9 @@ def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _N
     filled = Filled()
     with one_thread_each(converts), ThreadPoolExecutor(num_threads) as pool:
         try:
-            for part in [pool.submit(_work, feed, sources) for _ in range(num_threads)]:
+            parts = [pool.submit(_work, feed, sources) for _ in range(num_threads)]
+            until_done(parts)
+            for part in parts:
                 filled.add(part.result())
         finally:
             feed.stop()  # one failed: the others need not go on

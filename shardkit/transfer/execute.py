@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,6 +28,7 @@ from shardkit.transfer.progress import Progress
 from shardkit.transfer.scatter import Scatter
 from shardkit.transfer.source_check import SourceCheck
 from shardkit.transfer.sources import SourceFiles
+from shardkit.transfer.threads import run_all, until_done
 
 _BUFFER_BYTES = MIB  # the processor's cache keeps it; 8 MiB is slower on every file system tried
 _BAND_BYTES = 16 * MIB
@@ -159,6 +160,7 @@ class Execution:
                     self._create_files(sources)
                     self._in_threads(self._scatter_jobs(sources))
                     self._in_threads(self._task_jobs(sources))
+                    until_done([sync for sync in self._syncs if not sync.done()])
                     for sync in self._syncs:
                         sync.result()
                 except BaseException:
@@ -297,18 +299,4 @@ class Execution:
             raise CancelledError
 
     def _in_threads(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Run jobs; the first error stops the others and is raised once none of them runs any more."""
-        if not jobs:
-            return
-        futures: list[Future[None]] = []
-        with ThreadPoolExecutor(self._options.jobs, thread_name_prefix="shardkit") as pool:
-            try:
-                futures.extend(pool.submit(job) for job in jobs)
-                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            finally:  # also on Ctrl-C: the pool waits for threads that stop at their next check
-                if len(futures) < len(jobs) or any(not f.done() or f.exception() for f in futures):
-                    self._stop.set()
-                pool.shutdown(cancel_futures=True)
-        errors = [e for f in done if (e := f.exception()) and not isinstance(e, CancelledError)]
-        if errors:
-            raise errors[0]
+        run_all(jobs, self._options.jobs, self._stop, name="shardkit")

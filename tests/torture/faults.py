@@ -18,6 +18,7 @@ CHANGES = (*WRITES, "ftruncate", "fsync", "mkdir", "rmdir", "unlink", "rename", 
 CALLS = ("open_fd", "close_fd", *READS, *CHANGES)
 SPACE = (*WRITES, "ftruncate", "fsync", "mkdir")
 """Calls that a full disk refuses; and `open_fd` where it makes a file."""
+_LONGEST_DEAF_S = 20.0
 
 
 class Faults:
@@ -100,7 +101,9 @@ class Faults:
                 is_handled = callable(signal.getsignal(self._fault["signum"]))
                 os.kill(os.getpid(), self._fault["signum"])
                 if is_handled:  # by the main thread, which may be long in coming: the run must not end before
-                    self._heard.wait()
+                    # One that comes when the main thread is just about to wait is heard at the end of that wait, which
+                    # may be for this thread.
+                    self._heard.wait(_LONGEST_DEAF_S)
             case "change":
                 change(self._fault["how"], self._fault["path"])
         return call(*args, **kwargs)

@@ -1,0 +1,65 @@
+"""Jobs in a few threads, for a main thread that goes on hearing signals while it waits for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+_UNHEARD_S = 0.5
+
+
+def run_all(
+    jobs: Sequence[Callable[[], None]], num_threads: int, stop: threading.Event, *, name: str
+) -> None:
+    """Run jobs in their order, some at a time; the first error, or Ctrl-C, stops the others.
+
+    Args:
+        jobs: what each does ends soon once `stop` is set, with CancelledError if need be.
+        num_threads: that run jobs at the same time, at most.
+        stop: set where a job fails.
+        name: of the threads.
+
+    Raises:
+        BaseException: what a job raised, or Ctrl-C, once none of them runs any more.
+    """
+    if not jobs:
+        return
+    waiting, lock = iter(jobs), threading.Lock()
+
+    def work() -> None:
+        while not stop.is_set():
+            with lock:
+                job = next(waiting, None)
+            if job is None:
+                return
+            job()
+
+    futures: list[Future[None]] = []
+    with ThreadPoolExecutor(min(num_threads, len(jobs)), thread_name_prefix=name) as pool:
+        try:
+            futures.extend(pool.submit(work) for _ in range(min(num_threads, len(jobs))))
+            until_done(futures)
+        except BaseException:  # Ctrl-C: the pool waits for threads that stop at their next check
+            stop.set()
+            raise
+        if any(future.done() and future.exception() for future in futures):
+            stop.set()
+    errors = [error for future in futures if (error := future.exception())]
+    for error in errors:
+        if not isinstance(error, CancelledError):
+            raise error
+
+
+def until_done(futures: Collection[Future[Any]]) -> None:
+    """Wait until all are done, or one has failed.
+
+    A signal that comes when the main thread is just about to wait does not wake it (CPython looks for signals before it,
+    and after it). So it never waits for long.
+    """
+    others = set(futures)
+    while others:
+        done, others = wait(others, _UNHEARD_S, return_when=FIRST_EXCEPTION)
+        if any(future.exception() for future in done):
+            return
