@@ -21,10 +21,8 @@ from typing import Any
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.formats.pickle_batches import RunKind, Runs
-from shardkit.formats.pickle_runs import Spelling, learn
 from shardkit.formats.pickle_slots import fetched_slots
 
-_MAX_LESSONS = 16  # spellings tried for one class of records
 _MAX_NAME = 200  # bytes of a module or a name that GLOBAL may give
 _SIZE = b"\x94\x85\x94R\x94"  # what follows the tuple of a torch.Size: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE
 _STATE = b"\x94}\x94("  # what follows NEWOBJ of a record: MEMOIZE EMPTY_DICT MEMOIZE MARK
@@ -106,9 +104,8 @@ def parse(data: bytes, vocabulary: Vocabulary, where: str) -> object:
 def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
     """The interpreter's loop.
 
-    One long function with literal opcodes, in the order of their frequency: a million chunks are 70
-    million opcodes, and a call or a look-up of a constant for each would be seconds. Records that are
-    spelled like the one before, nearly all, are not executed but matched (`pickle_runs`).
+    One long function with literal opcodes, in the order of their frequency: a call or a look-up of a constant for
+    each would be seconds where records do not come in columns (`Vocabulary.runs`).
     Reading past the end raises IndexError or struct.error; a slice that comes out short does so at the
     next opcode, because the last byte has to be STOP.
     """
@@ -119,9 +116,6 @@ def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
     stack: list[Any] = []
     outer: list[list[Any]] = []  # the stacks below each open MARK
     unbuilt: list[Record] = []
-    born: list[int] = []  # where each of them began
-    spellings: dict[type[Record], Spelling] = {}
-    lessons: dict[type[Record], int] = {}
     field_orders: dict[type[Record], list[str]] = {}  # the keys, checked, of the last of each class
     runs = {kind.classes[-1]: Runs(data, kind, keep, memo, _call_of) for kind in vocabulary.runs}
     unpack_u32, unpack_i32 = struct.Struct("<I").unpack_from, struct.Struct("<i").unpack_from
@@ -178,21 +172,7 @@ def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
                 if type(cls) is not Global or cls.new is None:
                     raise Refusal(f"NEWOBJ of {_describe(cls)}")
                 record = stack[-1] = cls.new()
-                spelling = spellings.get(type(record))
-                if spelling is not None:
-                    match = spelling.match(data, pos - 2)
-                    if match and keep.find(1, num_memoized, num_memoized + spelling.num_slots) < 0:
-                        pos = match.end()
-                        num_memoized += spelling.num_slots
-                        record.build(spelling.state(match.groups()))
-                        if type(record) in runs and _may_begin(runs[type(record)].kind, stack, outer):
-                            taken = runs[type(record)].take(pos, num_memoized)
-                            if taken is not None:
-                                stack += taken.values
-                                pos, num_memoized = taken.stop, num_memoized + taken.num_slots
-                        continue
                 unbuilt.append(record)
-                born.append(pos - 2)
                 if data[pos : pos + 4] == _STATE and not keep[num_memoized] and not keep[num_memoized + 1]:
                     num_memoized += 2
                     pos += 4
@@ -213,13 +193,7 @@ def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
                     _set_items(state, items, None)
                     field_orders[type(record)] = list(state)
                 record.build(state)
-                start, kind = born[len(unbuilt)], type(record)
-                del born[len(unbuilt) :]
-                if lessons.setdefault(kind, 0) < _MAX_LESSONS:
-                    lessons[kind] += 1
-                    learned = learn(data, start, pos, memo, _call_of)
-                    if learned is not None:
-                        spellings[kind] = learned
+                kind = type(record)
                 if kind in runs and _may_begin(runs[kind].kind, stack, outer):
                     taken = runs[kind].take(pos, num_memoized)
                     if taken is not None:
@@ -240,7 +214,6 @@ def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
                 while not unbuilt or unbuilt.pop() is not record:
                     if not unbuilt:
                         raise Refusal(f"BUILD of {_describe(record)}")
-                del born[len(unbuilt) :]
                 record.build(state)
             elif op == 0x52:  # REDUCE
                 args, function = stack.pop(), stack.pop()

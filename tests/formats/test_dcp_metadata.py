@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardkit.core.regions import Region
 from shardkit.errors import SourceError
-from shardkit.formats import pickle_vm
 from shardkit.formats.dcp_metadata import parse_metadata
 
 
@@ -291,50 +290,3 @@ def test_mutations_are_refused_or_read_as_torch_does() -> None:
         for fqn, entry in found.tensors.items():
             assert tuple(theirs.state_dict_metadata[fqn].size) == entry.shape
     assert accepted > 50
-
-
-def repetitive() -> Metadata:
-    """Enough chunks that most are read by the pattern of the ones before."""
-    tensors, places = {}, {}
-    for name, sizes in (("a", (70, 4)), ("b", (300,)), ("c", (3, 70_000, 2))):
-        rows = [(i, *(0 for _ in sizes[1:])) for i in range(0, sizes[0], 10)]
-        chunks = [
-            ChunkStorageMetadata(torch.Size(row), torch.Size([min(10, sizes[0] - row[0]), *sizes[1:]]))
-            for row in rows
-        ]
-        tensors[name] = TensorStorageMetadata(TensorProperties(torch.int8), torch.Size(sizes), chunks)
-        for i, row in enumerate(rows):
-            places[MetadataIndex(name, torch.Size(row), i)] = _StorageInfo(
-                f"__{i}_0.distcp", i << (5 * i % 45), 1000
-            )
-    return Metadata(tensors, None, places)
-
-
-def outcome(data: bytes) -> object:
-    try:
-        found = parse_metadata(data)
-    except SourceError:
-        return "refused"
-    columns = (list(found.chunks.file), list(found.chunks.start), list(found.chunks.nbytes))
-    regions = [found.chunks.region(row) for row in range(len(found.chunks))]
-    return columns, regions, found.tensors, found.files, found.orphans, found.objects
-
-
-@pytest.mark.parametrize("protocol", [2, 4])
-def test_repeated_records_mean_what_their_opcodes_mean(
-    protocol: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = pickle.dumps(repetitive(), protocol)
-    rng = random.Random(5)
-    accepted = 0
-    for trial in range(400):
-        changed = bytearray(source)
-        for _ in range(rng.choice((1, 1, 2)) if trial else 0):
-            changed[rng.randrange(len(changed) // 3, len(changed))] = rng.choice((0, 255, rng.randrange(256)))
-        monkeypatch.setattr(pickle_vm, "_MAX_LESSONS", 16)
-        with_patterns = outcome(bytes(changed))
-        monkeypatch.setattr(pickle_vm, "_MAX_LESSONS", 0)
-        assert outcome(bytes(changed)) == with_patterns
-        accepted += with_patterns != "refused"
-    assert accepted > 20
-    assert len(outcome(source)[1]) == 38  # type: ignore[index]

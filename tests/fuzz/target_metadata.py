@@ -28,12 +28,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardkit.errors import ShardkitError
-from shardkit.formats import dcp_metadata, pickle_batches, pickle_vm
+from shardkit.formats import dcp_metadata, pickle_batches
 from shardkit.formats.bytecheckpoint import _pickles
 from shardkit.formats.bytecheckpoint_pickle import ByteMetadata, bytecheckpoint_vocabulary
 from shardkit.formats.dcp_metadata import DcpMetadata, join_fields, parse_metadata
 from shardkit.formats.dcp_pickle import Metadata, metadata_names, metadata_vocabulary
-from shardkit.formats.pickle_runs import learn
 from shardkit.formats.pickle_vm import parse
 from shardkit.formats.tensor_pickle import parse_tensor
 from tests.fuzz.mutate import pick
@@ -97,18 +96,10 @@ def _eager() -> Iterator[None]:
 
 def _parse_slowly(data: bytes) -> DcpMetadata:
     """Parse opcode by opcode, and join chunk by chunk."""
-    pickle_vm.learn = _learn_nothing
-    try:
-        top = parse(data, metadata_vocabulary(len(data)), ".metadata")
-        if not isinstance(top, Metadata):
-            raise ShardkitError("of another class")
-        return join_fields(top.fields, ".metadata")
-    finally:
-        pickle_vm.learn = learn
-
-
-def _learn_nothing(*args: Any) -> None:
-    """Stands in for `pickle_runs.learn`."""
+    top = parse(data, metadata_vocabulary(len(data)), ".metadata")
+    if not isinstance(top, Metadata):
+        raise ShardkitError("of another class")
+    return join_fields(top.fields, ".metadata")
 
 
 def check_bytecheckpoint(data: bytes) -> bool:
