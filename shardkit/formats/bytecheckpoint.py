@@ -22,7 +22,7 @@ from shardkit.formats.dcp import METADATA, DcpDirectory, open_metadata
 from shardkit.formats.dcp_decode import difference, strided_file
 from shardkit.formats.dcp_metadata import join_fields
 from shardkit.formats.dcp_pickle import RECORDS
-from shardkit.formats.pickle_vm import parse
+from shardkit.formats.pickle_vm import parse_in_columns
 from shardkit.formats.strict import open_regular, read_exactly, read_small, stamp_of
 from shardkit.formats.tensor_pickle import StoredTensor, parse_tensor
 from shardkit.formats.torch_record import TensorRecord
@@ -50,7 +50,7 @@ def open_bytecheckpoint_files(directory: str) -> DcpDirectory:
         ResourceError: a file may not be read.
     """
     data = read_small(os.path.join(directory, METADATA), METADATA, _MAX_METADATA, follow=False)
-    top = parse(data, bytecheckpoint_vocabulary(len(data)), METADATA)
+    top = parse_in_columns(data, bytecheckpoint_vocabulary, METADATA)
     if not isinstance(top, ByteMetadata):
         raise SourceError(f"{METADATA} holds {type(top).__name__}, not the Metadata of a ByteCheckpoint")
     metadata = join_fields(top.fields, METADATA)

@@ -10,12 +10,14 @@ from typing import Any
 from shardkit.formats.dcp_pickle import (
     MAX_BYTES,
     RECORDS,
+    RUNS,
     Index,
     StorageInfo,
     checked_fields,
     metadata_names,
     store_places,
 )
+from shardkit.formats.dcp_runs import StorageInfoRun
 from shardkit.formats.pickle_vm import Global, Record, Refusal, Vocabulary
 
 _META_TYPE = "bytecheckpoint.checkpointer.meta_type"
@@ -53,8 +55,13 @@ class ByteMetadata(Record):
         self.fields = checked_fields(state, "Metadata", _FIELDS)
 
 
-def bytecheckpoint_vocabulary(nbytes: int) -> Vocabulary:
-    """Return what a ByteCheckpoint's `.metadata` of `nbytes` bytes may say; for one parse."""
+def bytecheckpoint_vocabulary(nbytes: int, *, runs: bool = False) -> Vocabulary:
+    """Return what a ByteCheckpoint's `.metadata` of `nbytes` bytes may say; for one parse.
+
+    Args:
+        nbytes: size of the file.
+        runs: take records that are spelled alike in columns.
+    """
     return Vocabulary(
         names={
             **metadata_names(nbytes),
@@ -64,12 +71,13 @@ def bytecheckpoint_vocabulary(nbytes: int) -> Vocabulary:
         max_bytes=MAX_BYTES,
         set_records=_store_either,
         has_bytes=True,
+        runs=RUNS if runs else (),
     )
 
 
 def _store_either(target: dict[Any, Any], items: list[Any]) -> None:
     """Store ByteCheckpoint's dicts of records: places, or pickles (None for what is not a tensor)."""
-    if len(items) < 2 or type(items[1]) is StorageInfo:
+    if len(items) < 2 or type(items[1]) in (StorageInfo, StorageInfoRun):
         store_places(target, items)
         return
     table = target.get(RECORDS)

@@ -27,7 +27,7 @@ from shardkit.formats.dcp_pickle import (
     metadata_vocabulary,
 )
 from shardkit.formats.dcp_runs import StorageTable
-from shardkit.formats.pickle_vm import parse
+from shardkit.formats.pickle_vm import parse_in_columns
 
 Path = tuple[str | int, ...]
 
@@ -87,12 +87,7 @@ def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
     Raises:
         SourceError: damaged, hostile, from another tool, or contradicting itself; names the tensors.
     """
-    try:
-        top = parse(data, metadata_vocabulary(len(data), runs=True), where)
-    except (
-        SourceError
-    ):  # once more, step by step: what is wrong is then told by the record that it is wrong with
-        top = parse(data, metadata_vocabulary(len(data)), where)
+    top = parse_in_columns(data, metadata_vocabulary, where)
     if not isinstance(top, Metadata):
         raise SourceError(f"{where} holds {type(top).__name__}, not the Metadata of a checkpoint")
     return join_fields(top.fields, where)

@@ -228,7 +228,7 @@ def metadata_vocabulary(nbytes: int, *, runs: bool = False) -> Vocabulary:
         names=metadata_names(nbytes),
         max_bytes=MAX_BYTES,
         set_records=store_places,
-        runs=_RUNS if runs else (),
+        runs=RUNS if runs else (),
     )
 
 
@@ -369,7 +369,7 @@ _NAMES: dict[tuple[str, str], object] = {
     (_PLANNER, "WriteItemType"): Global("WriteItemType", call=_make_enum),
 }
 
-_RUNS = (
+RUNS = (
     RunKind((Chunk,), list, _make_size, chunk_run),
     RunKind((Index, StorageInfo), dict, _make_size, storage_run),
 )

@@ -105,8 +105,8 @@ def _parse_slowly(data: bytes) -> DcpMetadata:
 def check_bytecheckpoint(data: bytes) -> bool:
     """The same for ByteCheckpoint's own classes; the pickles inside are read too."""
 
-    def read() -> tuple[DcpMetadata, Any]:
-        top = parse(data, bytecheckpoint_vocabulary(len(data)), ".metadata")
+    def read(runs: bool = False) -> tuple[DcpMetadata, Any]:
+        top = parse(data, bytecheckpoint_vocabulary(len(data), runs=runs), ".metadata")
         if not isinstance(top, ByteMetadata):
             raise ShardkitError("of another class")
         table = _pickles(top.fields.get("all_tensor_metadata"))
@@ -115,9 +115,14 @@ def check_bytecheckpoint(data: bytes) -> bool:
         return join_fields(top.fields, ".metadata"), table
 
     found = attempt(read)
+    with _eager():
+        in_columns = attempt(lambda: read(runs=True))
     if found is None:
+        assert in_columns is None, "the shortcut accepts what is refused"
         return False
     metadata, table = found
+    # In columns some spellings are refused that are right: `parse_in_columns` reads them once more.
+    assert in_columns is None or _plain(in_columns[0]) == _plain(metadata), "the shortcut changes the outcome"
     fields = _fields(Unpickler(data, _names()).load())
     _compare(metadata, fields)
     numbered = {number: inner for inner, number in table.pickles.items()}
@@ -230,21 +235,27 @@ def _sample(number: int, *, classes: Any = None, world: int = 0) -> Any:
             index = MetadataIndex(fqn, offsets, rank)
             place = {"relative_path": f"__{rank}_0.distcp", "offset": i * 70000, "length": 1000 + i}
             storage[index] = info(**place, **options)
-            inner[index] = pickle_seeds()[rng.randrange(2)]
+            # What is fetched again later does not come in columns.
+            inner[MetadataIndex(fqn, offsets, rank) if number % 2 else index] = pickle_seeds()[
+                rng.randrange(2)
+            ]
         entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
         paths[fqn] = (fqn,) if number % 2 else ("model", "layers", i, "weight")
     for fqn in ("optimizer.step", "rng")[: number % 3]:
         entries[fqn] = BytesStorageMetadata()
         storage[MetadataIndex(fqn)] = info(relative_path="__0_0.distcp", offset=9, length=99)
         paths[fqn] = (fqn,)
-    if classes:
-        fields = {"state_dict_metadata": entries, "planner_data": paths, "storage_data": storage}
-        return classes.Metadata(**fields, all_tensor_metadata=inner, bytecheckpoint_version="0.0.2")
     # Units are only taken in columns where the file goes on for a while behind them.
-    meta = StorageMeta(checkpoint_id="/a/b" * (500 if is_long else 1), save_id="c") if number % 4 else None
-    metadata = TorchMetadata(entries, None if number == 6 else paths, storage, meta)
+    path = "/a/b" * (500 if is_long else 1)
     if is_long:  # nor where any opcode could fetch what is in a unit: the first 256 slots of the memo
         paths |= {f"k{i}": (f"k{i}",) for i in range(130)}
+    if classes:
+        fields = {"planner_data": paths, "state_dict_metadata": entries, "storage_data": storage}
+        more = {"bytecheckpoint_version": "0.0.2", "user_defined_dict": {"path": path}}
+        return classes.Metadata(**fields, all_tensor_metadata=inner, **more)
+    meta = StorageMeta(checkpoint_id=path, save_id="c") if number % 4 else None
+    metadata = TorchMetadata(entries, None if number == 6 else paths, storage, meta)
+    if is_long:
         metadata.__dict__ = {"planner_data": paths, **vars(metadata)}
     return metadata
 
@@ -271,7 +282,12 @@ def bytecheckpoint_seeds() -> list[bytes]:
     parents = ("bytecheckpoint", "bytecheckpoint.checkpointer")
     modules = {_BYTE_MODULE: module, **{name: types.ModuleType(name) for name in parents}}
     with mock.patch.dict(sys.modules, modules):
-        return [pickle.dumps(_sample(number, classes=module), 4) for number in range(12)]
+        return [
+            pickle.dumps(_sample(number, classes=module, world=world), 4)
+            for number in range(12)
+            for world in (0, 6 + number)
+            if not world or number % 4
+        ]
 
 
 _WORDS = (

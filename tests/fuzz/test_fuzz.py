@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.formats import dcp_metadata
+from shardkit.formats.dcp_runs import StorageTable
 from shardkit.formats.pickle_batches import Runs
 from tests.fuzz.run import FOUND
 from tests.fuzz.target import Refusals
@@ -139,6 +140,13 @@ def test_metadata_runs_are_taken_in_columns() -> None:
         assert all(map(target.check, target.seeds()))
     assert taken["runs"] >= 10
     assert taken["tensors"] >= 10
+
+
+def test_places_of_a_bytecheckpoint_are_taken_in_columns() -> None:
+    target, extend = load("bytecheckpoint"), StorageTable.extend
+    with mock.patch.object(StorageTable, "extend", autospec=True, side_effect=extend) as taken:
+        assert all(map(target.check, target.seeds()))
+    assert taken.call_count >= 3
 
 
 def test_the_runner_counts_and_repeats_itself(tmp_path: Path) -> None:
