@@ -178,8 +178,9 @@ def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
                     pos += 4
                 stack.append(value)
             elif op == 0x94:  # MEMOIZE
+                last = stack[-1]  # there has to be one, fetched or not
                 if keep[num_memoized]:
-                    memo[num_memoized] = stack[-1]
+                    memo[num_memoized] = last
                 num_memoized += 1
             elif op == 0x29:  # EMPTY_TUPLE
                 if data[pos] != 0x81:
@@ -249,8 +250,9 @@ def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
                     raise Refusal(f"memo slot {slot}")
                 if slot in memo:
                     raise Refusal(f"memo slot {slot} set again")
+                last = stack[-1]
                 if keep[slot]:
-                    memo[slot] = stack[-1]
+                    memo[slot] = last
                 num_memoized = len(keep)  # a MEMOIZE after it would have no number: no pickler mixes them
             elif op == 0x58:  # BINUNICODE
                 stop = pos + 4 + unpack_u32(data, pos)[0]
