@@ -34,7 +34,7 @@ from common import (
 CHILD = """
 import json, os, resource, sys, time
 import shardkit
-from shardkit.operations import preshard
+import shardkit.operations.preshard.preshard
 options = json.loads(sys.argv[1])
 begun = time.monotonic()
 result = shardkit.preshard(**options)

@@ -38,15 +38,15 @@ LOADERS = {
 ALLOWED = {
     "__init__.py": {"importlib": "public names load when they are first used; the names are ours"},
     "cli/__init__.py": {"importlib": "commands load when they are run; the names are ours"},
-    "formats/dcp_decode.py": {"importlib": "one of two zstd modules, both named here"},
-    "formats/sharded/detect.py": {"importlib": "layouts load when their turn comes; the names are ours"},
-    "formats/torch_bin.py": {"zipfile": "names and checksums of a zip, nothing is unpacked"},
+    "formats/dcp/decode.py": {"importlib": "one of two zstd modules, both named here"},
+    "formats/registry.py": {"importlib": "layouts load when their turn comes; the names are ours"},
+    "formats/torchsave/bin.py": {"zipfile": "names and checksums of a zip, nothing is unpacked"},
     "layout/choose.py": {"importlib": "whether transformers is installed"},
     "layout/traced.py": {"subprocess": "models are built and traced in a child process"},
     "layout/units.py": {"importlib": "a wrap policy that the person who runs it names, `module:function`"},
     "operations/environment.py": {"importlib": "versions of packages"},
-    "training/lightning.py": {"importlib": "lightning, under either of its names"},
-    "training/safe_object.py": {"zipfile": "writes one in memory"},
+    "training/bridges/lightning.py": {"importlib": "lightning, under either of its names"},
+    "training/bridges/safe_object.py": {"zipfile": "writes one in memory"},
     "transfer/cloner.py": {"subprocess": "a process that clones extents, running a file of ours"},
 }
 """File -> what of GUARDED it imports, and why that cannot be steered by a file."""

@@ -30,53 +30,53 @@ if TYPE_CHECKING:
         SourceError,
         UsageError,
     )
-    from shardkit.operations.consolidate import consolidate
-    from shardkit.operations.consolidate_result import ConsolidateResult
-    from shardkit.operations.diff import diff
-    from shardkit.operations.diff_result import DiffResult
+    from shardkit.operations.consolidate.consolidate import consolidate
+    from shardkit.operations.consolidate.result import ConsolidateResult
+    from shardkit.operations.diff.diff import diff
+    from shardkit.operations.diff.result import DiffResult
     from shardkit.operations.environment import Environment, environment
-    from shardkit.operations.inspection import inspect
-    from shardkit.operations.inspection_result import InspectResult
-    from shardkit.operations.preshard import PreshardResult, preshard
-    from shardkit.operations.reshard import ReshardResult, reshard
+    from shardkit.operations.inspect.inspect import inspect
+    from shardkit.operations.inspect.result import InspectResult
+    from shardkit.operations.manifest.manifest import ManifestResult, write_manifest
+    from shardkit.operations.preshard.preshard import PreshardResult, preshard
+    from shardkit.operations.reshard.reshard import ReshardResult, reshard
     from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
-    from shardkit.operations.verify import verify
-    from shardkit.operations.verify_result import VerifyProblem, VerifyResult
-    from shardkit.operations.write_manifest import ManifestResult, write_manifest
-    from shardkit.training.context import ModelInitializationContext
-    from shardkit.training.diagnose import Diagnosis, diagnose
+    from shardkit.operations.verify.result import VerifyProblem, VerifyResult
+    from shardkit.operations.verify.verify import verify
+    from shardkit.training.bridges.fsdp1 import param_init_fn
+    from shardkit.training.bridges.hf_environment import hf_ram_efficient_loading
+    from shardkit.training.bridges.lightning import FSDPDiagnosticsCallback
+    from shardkit.training.bridges.safe_reader import SafeReader
+    from shardkit.training.diagnostics.diagnose import Diagnosis, diagnose
+    from shardkit.training.diagnostics.memory import PhaseMemory
     from shardkit.training.finalize import finalize, load_into
-    from shardkit.training.from_rank import from_rank
-    from shardkit.training.fsdp1 import param_init_fn
     from shardkit.training.gradients import clip_grad_norm_, grad_norm
-    from shardkit.training.hf_environment import hf_ram_efficient_loading
-    from shardkit.training.lightning import FSDPDiagnosticsCallback
-    from shardkit.training.memory import PhaseMemory
+    from shardkit.training.model.units import layer_policy
     from shardkit.training.optimizer import parameter_names, rebind_optimizer
     from shardkit.training.prepare import prepare
-    from shardkit.training.safe_reader import SafeReader
+    from shardkit.training.ranks.context import ModelInitializationContext
     from shardkit.training.save import SaveResult, save
-    from shardkit.training.units import layer_policy
+    from shardkit.training.source.from_rank import from_rank
     from shardkit.training.wrap import bf16_mixed_precision, wrap
 
 _HOMES = {
-    "consolidate": "shardkit.operations.consolidate",
-    "ConsolidateResult": "shardkit.operations.consolidate_result",
-    "diff": "shardkit.operations.diff",
-    "DiffResult": "shardkit.operations.diff_result",
-    "preshard": "shardkit.operations.preshard",
-    "PreshardResult": "shardkit.operations.preshard",
-    "inspect": "shardkit.operations.inspection",
-    "InspectResult": "shardkit.operations.inspection_result",
-    "reshard": "shardkit.operations.reshard",
-    "ReshardResult": "shardkit.operations.reshard",
+    "consolidate": "shardkit.operations.consolidate.consolidate",
+    "ConsolidateResult": "shardkit.operations.consolidate.result",
+    "diff": "shardkit.operations.diff.diff",
+    "DiffResult": "shardkit.operations.diff.result",
+    "preshard": "shardkit.operations.preshard.preshard",
+    "PreshardResult": "shardkit.operations.preshard.preshard",
+    "inspect": "shardkit.operations.inspect.inspect",
+    "InspectResult": "shardkit.operations.inspect.result",
+    "reshard": "shardkit.operations.reshard.reshard",
+    "ReshardResult": "shardkit.operations.reshard.reshard",
     "resolve_checkpoint": "shardkit.operations.resolve",
     "ResolvedCheckpoint": "shardkit.operations.resolve",
-    "verify": "shardkit.operations.verify",
-    "VerifyProblem": "shardkit.operations.verify_result",
-    "VerifyResult": "shardkit.operations.verify_result",
-    "write_manifest": "shardkit.operations.write_manifest",
-    "ManifestResult": "shardkit.operations.write_manifest",
+    "verify": "shardkit.operations.verify.verify",
+    "VerifyProblem": "shardkit.operations.verify.result",
+    "VerifyResult": "shardkit.operations.verify.result",
+    "write_manifest": "shardkit.operations.manifest.manifest",
+    "ManifestResult": "shardkit.operations.manifest.manifest",
     "environment": "shardkit.operations.environment",
     "Environment": "shardkit.operations.environment",
     **dict.fromkeys(

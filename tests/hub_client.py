@@ -14,8 +14,12 @@ from typing import Any
 from tests.distributed.processes import ROOT, ForkServer
 
 IMPORTED = (
-    *("shardkit.operations.preshard", "shardkit.operations.consolidate", "shardkit.operations.verify"),
-    *("shardkit.formats.hub_headers", "shardkit.formats.hub_push", "shardkit.formats.hub_repo"),
+    *(
+        "shardkit.operations.preshard.preshard",
+        "shardkit.operations.consolidate.consolidate",
+        "shardkit.operations.verify.verify",
+    ),
+    *("shardkit.formats.hub.headers", "shardkit.formats.hub.push", "shardkit.formats.hub.repo"),
     "shardkit.formats.source",
 )
 

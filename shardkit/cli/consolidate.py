@@ -22,11 +22,11 @@ from shardkit.cli.output import (
     source_manifest_option,
 )
 from shardkit.cli.progress import make_progress
+from shardkit.core.sizes import format_size
 from shardkit.core.text import escape
-from shardkit.core.units import format_size
 
 if TYPE_CHECKING:
-    from shardkit.operations.consolidate_result import ConsolidateResult, SkippedPart
+    from shardkit.operations.consolidate.result import ConsolidateResult, SkippedPart
 
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -134,7 +134,7 @@ def command(*, checkpoint: str, output: str | None, as_json: bool, no_progress: 
     out, show_bars = Output(as_json=as_json), not (as_json or no_progress)
     if not show_bars:
         _silence_hub(options)
-    from shardkit.operations.consolidate import consolidate
+    from shardkit.operations.consolidate.consolidate import consolidate
 
     progress = make_progress(enabled=show_bars)
     result = consolidate(checkpoint, output, progress=progress, on_warning=out.warn, **options)

@@ -11,10 +11,10 @@ import click
 from shardkit.cli.inspect import short_dtype
 from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, links_option, more, table
 from shardkit.cli.progress import make_progress
+from shardkit.core.sizes import format_size
 from shardkit.core.text import escape
-from shardkit.core.units import format_size
-from shardkit.operations.diff import SORTS, diff
-from shardkit.operations.diff_result import DiffResult, TensorDiff, TensorStats
+from shardkit.operations.diff.diff import SORTS, diff
+from shardkit.operations.diff.result import DiffResult, TensorDiff, TensorStats
 
 _DIFFERS = 1
 

@@ -19,10 +19,10 @@ from shardkit.cli.output import (
     size_runs,
     table,
 )
+from shardkit.core.sizes import format_size
 from shardkit.core.text import escape
-from shardkit.core.units import format_size
-from shardkit.operations.inspection import inspect
-from shardkit.operations.inspection_result import InspectedFile, InspectResult
+from shardkit.operations.inspect.inspect import inspect
+from shardkit.operations.inspect.result import InspectedFile, InspectResult
 
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _MAX_FILES = 20

@@ -9,11 +9,11 @@ import click
 
 from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, links_option
 from shardkit.cli.progress import make_progress
+from shardkit.core.sizes import format_size
 from shardkit.core.text import escape
-from shardkit.core.units import format_size
 
 if TYPE_CHECKING:
-    from shardkit.operations.write_manifest import ManifestResult
+    from shardkit.operations.manifest.manifest import ManifestResult
 
 
 @click.command(
@@ -44,7 +44,7 @@ def command(*, path: str, output: str | None, as_json: bool, no_progress: bool, 
     All of it is read, and held against the checksums in it: what is damaged already gets no manifest.
     """
     out = Output(as_json=as_json)
-    from shardkit.operations.write_manifest import write_manifest
+    from shardkit.operations.manifest.manifest import write_manifest
 
     progress = make_progress(enabled=not (as_json or no_progress))
     result = write_manifest(path, output, progress=progress, **options)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import click
 
+from shardkit.core.sizes import format_size
 from shardkit.core.text import count as count
 from shardkit.core.text import escape
-from shardkit.core.units import format_size
 
 if TYPE_CHECKING:
     from shardkit.transfer.source_check import Unchecked

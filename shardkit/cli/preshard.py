@@ -22,11 +22,11 @@ from shardkit.cli.output import (
     source_manifest_option,
 )
 from shardkit.cli.progress import make_progress
+from shardkit.core.sizes import format_size
 from shardkit.core.text import escape
-from shardkit.core.units import format_size
 
 if TYPE_CHECKING:
-    from shardkit.operations.preshard import PreshardResult
+    from shardkit.operations.preshard.preshard import PreshardResult
 
 
 @click.command(
@@ -108,7 +108,7 @@ def command(*, source: str, output: str | None, as_json: bool, no_progress: bool
     warn_of_torch(out)
     if not show_bars:
         _silence_hub(source)
-    from shardkit.operations.preshard import preshard
+    from shardkit.operations.preshard.preshard import preshard
 
     result = preshard(source, output, progress=make_progress(enabled=show_bars), **options)
     out.result(result, render)
@@ -125,7 +125,7 @@ def warn_of_torch(out: Output) -> None:
 
 def _silence_hub(source: str) -> None:
     """Switch off huggingface_hub's bars, if it is going to be used at all."""
-    from shardkit.formats.hub_repo import looks_like_repo_id
+    from shardkit.formats.hub.repo import looks_like_repo_id
 
     if not os.path.lexists(source) and looks_like_repo_id(source):
         from huggingface_hub.utils.tqdm import disable_progress_bars

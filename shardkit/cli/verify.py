@@ -9,11 +9,11 @@ import click
 
 from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, links_option, more
 from shardkit.cli.progress import make_progress
+from shardkit.core.sizes import format_size
 from shardkit.core.text import escape
-from shardkit.core.units import format_size
 from shardkit.errors import ResourceError
-from shardkit.operations.verify import verify
-from shardkit.operations.verify_result import VerifyProblem, VerifyResult
+from shardkit.operations.verify.result import VerifyProblem, VerifyResult
+from shardkit.operations.verify.verify import verify
 
 _PROBLEMS = 1
 

@@ -1,0 +1,1 @@
+"""Checkpoints of every format: opened to catalogs, written from images."""

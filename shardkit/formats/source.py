@@ -6,8 +6,8 @@ import os
 
 from shardkit.core.text import escape
 from shardkit.errors import SourceError, UsageError
-from shardkit.formats.hub import HubModel, open_model
-from shardkit.formats.hub_repo import fetch_model, looks_like_repo_id
+from shardkit.formats.hub.directory import HubModel, open_model
+from shardkit.formats.hub.repo import fetch_model, looks_like_repo_id
 
 
 def open_source(

@@ -1,0 +1,1 @@
+"""Which rank holds which region of which tensor: wrap policies, traced from the real model or declared."""

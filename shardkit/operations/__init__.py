@@ -1,0 +1,1 @@
+"""What people ask for: a folder for each verb, and what the verbs share."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from shardkit.formats.dcp_images import DcpImages
+from shardkit.formats.dcp.images import DcpImages
 
 
 class DcpOutput(Protocol):

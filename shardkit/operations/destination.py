@@ -7,12 +7,12 @@ import re
 import shutil
 from collections.abc import Callable
 
-from shardkit import manifest
+from shardkit.core.sizes import format_size
 from shardkit.core.text import escape, listed
-from shardkit.core.units import format_size
 from shardkit.errors import ResourceError, ShardkitError, UsageError
-from shardkit.formats.hub_assets import is_asset, is_asset_folder
-from shardkit.transfer.staging import reclaimable_bytes, recover
+from shardkit.files import manifest
+from shardkit.files.staging import reclaimable_bytes, recover
+from shardkit.formats.hub.assets import is_asset, is_asset_folder
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -47,7 +47,7 @@ def _has_manifest(path: str) -> bool:
 
 def _is_resharded(path: str) -> bool:
     """True for a checkpoint of a trainer that keeps DCP directories in folders, where all of these are ours."""
-    from shardkit.formats.sharded.detect import layout_of
+    from shardkit.formats.registry import layout_of
 
     if layout_of(path) in (None, *_NOT_OF_FOLDERS):  # a run's directory, a folder of somebody's own
         return False

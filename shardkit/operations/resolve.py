@@ -16,14 +16,14 @@ from typing import Any
 
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, SourceError
-from shardkit.formats.dcp import is_dcp
-from shardkit.formats.hub_files import PIPELINE
-from shardkit.formats.inside import locate, read_inside
-from shardkit.formats.sharded.accelerate import model_directories
-from shardkit.formats.sharded.detect import directory_of, layout_of, open_checkpoint
-from shardkit.formats.sharded.nearby import listing
-from shardkit.formats.sharded.trainers import find_structure
-from shardkit.formats.torch_file import open_torch_file
+from shardkit.files.links import locate, read_inside
+from shardkit.formats.beside import listing
+from shardkit.formats.checkpoints.accelerate import model_directories
+from shardkit.formats.checkpoints.trainers import find_structure
+from shardkit.formats.dcp.directory import is_dcp
+from shardkit.formats.hub.files import PIPELINE
+from shardkit.formats.registry import directory_of, layout_of, open_checkpoint
+from shardkit.formats.torchsave.file import open_torch_file
 from shardkit.operations.resolve_order import (
     BEYOND,
     EPOCH,

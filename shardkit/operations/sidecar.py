@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, UsageError
-from shardkit.transfer import storage
-from shardkit.transfer.staging import Staging, remove_abandoned
+from shardkit.files import storage
+from shardkit.files.staging import Staging, remove_abandoned
 
 
 def check_sidecar(path: str, *, overwrite: bool, outside: Sequence[str] = ()) -> str:

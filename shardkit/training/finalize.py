@@ -14,26 +14,26 @@ from torch.distributed.tensor import DTensor
 from shardkit.core.regions import Region, intersect, relative_to
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
-from shardkit.formats.inside import may_follow_links
+from shardkit.files.links import may_follow_links
 from shardkit.layout.class_ties import broken_ties
-from shardkit.training.agree import agree, agreed, gather_json, world
-from shardkit.training.broadcast import fill_broadcast
-from shardkit.training.buffers import compute_buffers, unlike_computed
-from shardkit.training.compare import say_checked
-from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights
-from shardkit.training.direct import fill_direct
-from shardkit.training.fit import check_fit, check_ties, check_untied
-from shardkit.training.from_rank import RankSource, check_sources
-from shardkit.training.hub_names import remember
-from shardkit.training.initialise import initialise, new_rows
-from shardkit.training.local import LocalShard, local_shards, materialise, refuse_fsdp1, reshard
-from shardkit.training.match import match
+from shardkit.training.fill.broadcast import fill_broadcast
+from shardkit.training.fill.compare import say_checked
+from shardkit.training.fill.direct import fill_direct
+from shardkit.training.fill.match import match
+from shardkit.training.fill.readers import SourceRank
+from shardkit.training.fill.reading import Filled, window
+from shardkit.training.model.buffers import compute_buffers, unlike_computed
+from shardkit.training.model.fit import check_fit, check_ties, check_untied
+from shardkit.training.model.initialise import initialise, new_rows
+from shardkit.training.model.proof import prove_filled, prove_model
+from shardkit.training.model.restore import equalise_buffers, named_buffers, restore_buffers, retie
 from shardkit.training.optimizer import rebind_optimizer
-from shardkit.training.proof import prove_filled, prove_model
-from shardkit.training.reading import Filled, window
-from shardkit.training.restore import equalise_buffers, named_buffers, restore_buffers, retie
-from shardkit.training.sources import SourceRank
-from shardkit.training.weights import open_weights
+from shardkit.training.ranks.agree import agree, agreed, gather_json, world
+from shardkit.training.ranks.context import ExpectedTensor, ModelInitializationContext, Weights
+from shardkit.training.ranks.local import LocalShard, local_shards, materialise, refuse_fsdp1, reshard
+from shardkit.training.source.from_rank import RankSource, check_sources
+from shardkit.training.source.hub_names import remember
+from shardkit.training.source.weights import open_weights
 
 Strategy = Literal["auto", "direct", "broadcast"]
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import Fsdp1Unit, foreach_norms, foreach_scale_, fsdp1_unit, is_fsdp1_part
 from shardkit.errors import ShardkitError, UsageError
-from shardkit.training.local import reshard
+from shardkit.training.ranks.local import reshard
 
 Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 

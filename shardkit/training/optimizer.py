@@ -21,8 +21,8 @@ from torch import nn
 
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import UsageError
-from shardkit.training.context import clean_name
-from shardkit.training.local import reshard
+from shardkit.training.ranks.context import clean_name
+from shardkit.training.ranks.local import reshard
 
 Names = Sequence[Sequence[str]]
 """FQNs of an optimizer's parameters, group by group, in the order of each group's `params`."""

@@ -18,18 +18,18 @@ from torch import nn
 from shardkit._torch import non_persistent_buffers, times_written
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
-from shardkit.formats.hub import read_config, read_index
-from shardkit.formats.inside import may_follow_links
+from shardkit.files.links import may_follow_links
+from shardkit.formats.hub.directory import read_config, read_index
 from shardkit.layout.class_ties import BrokenTie, broken_ties, tie
-from shardkit.training.agree import agree, gather_json
-from shardkit.training.buffers import InitBuffers
-from shardkit.training.build import BuildModel, build_model, find_config
-from shardkit.training.context import ExpectedTensor, ModelInitializationContext, Weights, clean_name
-from shardkit.training.fit import Fit, Missing, check_fit, check_ties, check_untied, diverged_ties
-from shardkit.training.from_rank import RankSource, check_sources
-from shardkit.training.initialise import not_repeated
-from shardkit.training.vocabulary import MULTIPLE, align_vocab
-from shardkit.training.weights import first_dtype, open_weights
+from shardkit.training.model.buffers import InitBuffers
+from shardkit.training.model.build import BuildModel, build_model, find_config
+from shardkit.training.model.fit import Fit, Missing, check_fit, check_ties, check_untied, diverged_ties
+from shardkit.training.model.initialise import not_repeated
+from shardkit.training.model.vocabulary import MULTIPLE, align_vocab
+from shardkit.training.ranks.agree import agree, gather_json
+from shardkit.training.ranks.context import ExpectedTensor, ModelInitializationContext, Weights, clean_name
+from shardkit.training.source.from_rank import RankSource, check_sources
+from shardkit.training.source.weights import first_dtype, open_weights
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".metadata", ".json")
 _T = TypeVar("_T")

@@ -25,21 +25,20 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from shardkit import manifest
 from shardkit._version import __version__
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, ResourceError, ShardkitError
-from shardkit.formats.dcp import METADATA
-from shardkit.formats.strict import read_small
+from shardkit.files import manifest, storage
+from shardkit.files.staging import Staging, remove_abandoned
+from shardkit.files.strict_json import read_small
+from shardkit.formats.dcp.directory import METADATA
 from shardkit.operations.destination import check_destination
-from shardkit.training.agree import agree, gather_json, lost
-from shardkit.training.context import KeyRules, clean_name
-from shardkit.training.diagnose import diagnose
-from shardkit.training.hub_names import recall
+from shardkit.training.diagnostics.diagnose import diagnose
 from shardkit.training.optimizer import stepped_by
+from shardkit.training.ranks.agree import agree, gather_json, lost
+from shardkit.training.ranks.context import KeyRules, clean_name
 from shardkit.training.save_state import State, Writer, checkpoint_state, find_aliases
-from shardkit.transfer import storage
-from shardkit.transfer.staging import Staging, remove_abandoned
+from shardkit.training.source.hub_names import recall
 
 _PHASE = "saving"
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit._torch import describe_as_before, fsdp1_unit, non_persistent_buffers
-from shardkit.training.context import clean_name
-from shardkit.transfer import storage
+from shardkit.files import storage
+from shardkit.training.ranks.context import clean_name
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 _METADATA = ".metadata"

@@ -36,8 +36,8 @@ from shardkit.errors import MeshError, PolicyError, UsageError
 from shardkit.keys.names import clean_name
 from shardkit.layout.dtypes import ClassDtypes, class_dtypes
 from shardkit.layout.sharding import PlannedUnit, plan_units, shard_units
-from shardkit.training.local import local_tensor
-from shardkit.training.units import CHECKPOINTING, POLICY, Policy, choose_units, match_policy
+from shardkit.training.model.units import CHECKPOINTING, POLICY, Policy, choose_units, match_policy
+from shardkit.training.ranks.local import local_tensor
 
 # Names that torchtitan, transformers, Lightning and torch's own tutorials give the axes of their meshes.
 _REPLICATE_AXES = ("dp_replicate", "replicate", "ddp")

@@ -1,0 +1,1 @@
+"""From a plan to bytes: threads, bounded memory, digests, what is checked on the way. It decides nothing."""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from shardkit.transfer.digest import crc32_combine
+from shardkit.files.digest import crc32_combine
 
 Span = tuple[int, int]
 """(first byte, end) in the file."""

@@ -16,7 +16,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardkit.transfer import clone_child, storage
+from shardkit.files import storage
+from shardkit.transfer import clone_child
 from shardkit.transfer.sources import MAX_BORROWED
 
 # Of one batch: fewer than a reader keeps open, so that all are still lent when they are sent.

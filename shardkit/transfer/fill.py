@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shardkit.core.dtypes import DType
-from shardkit.core.units import MIB
+from shardkit.core.sizes import MIB
+from shardkit.files.digest import combine, crc32, crc32_combine, zeros
+from shardkit.files.reflink import BLOCK, shared_part
 from shardkit.transfer.chains import Run
 from shardkit.transfer.cloner import Cloner, CloneRange, clone
 from shardkit.transfer.convert import Converter
-from shardkit.transfer.digest import combine, crc32, crc32_combine, zeros
 from shardkit.transfer.gather import bands
 from shardkit.transfer.images import Hole, Image, Piece
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
-from shardkit.transfer.reflink import BLOCK, shared_part
 from shardkit.transfer.sources import Reader, SourceFiles
 from shardkit.transfer.stream import Stream, read_back, write_all
 from shardkit.transfer.windows import Window, segments_of

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from shardkit.errors import ShardkitError
-from shardkit.transfer import storage
+from shardkit.files import storage
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.source_check import SourceCheck
 from shardkit.transfer.stream import read_back

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, blocks, flat_offset, intersect, relative_to, runs
+from shardkit.files.digest import crc32
 from shardkit.transfer.chains import Run
 from shardkit.transfer.convert import Converter
-from shardkit.transfer.digest import crc32
 from shardkit.transfer.images import Hole
 from shardkit.transfer.sources import Reader, SourceFiles
 from shardkit.transfer.stream import write_all

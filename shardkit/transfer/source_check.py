@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from shardkit.core.catalog import Catalog, Checksums
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError
+from shardkit.files.digest import crc32, crc32_combine
 from shardkit.transfer.chains import Difference, Run, Span, Verdict, covered, gaps, joined, judge, overlaps
-from shardkit.transfer.digest import crc32, crc32_combine
 
 if TYPE_CHECKING:
     from shardkit.transfer.sources import SourceFiles

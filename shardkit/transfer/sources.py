@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from shardkit.core.catalog import FileStamp, OnRead, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
-from shardkit.transfer import storage
+from shardkit.files import storage
+from shardkit.files.digest import crc32
+from shardkit.files.reflink import BLOCK
 from shardkit.transfer.chains import Run
-from shardkit.transfer.digest import crc32
-from shardkit.transfer.reflink import BLOCK
 from shardkit.transfer.source_check import Runs, SourceCheck
 
 MAX_BORROWED = 64  # by one reader

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError
-from shardkit.transfer import storage
-from shardkit.transfer.digest import crc32
+from shardkit.files import storage
+from shardkit.files.digest import crc32
 
 _WRITTEN_GAP = 4096
 

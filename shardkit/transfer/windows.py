@@ -13,8 +13,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardkit.transfer import storage
-from shardkit.transfer.digest import crc32
+from shardkit.files import storage
+from shardkit.files.digest import crc32
 from shardkit.transfer.images import Frame, Piece
 from shardkit.transfer.plan import FlatSource
 from shardkit.transfer.sources import Reader

@@ -47,7 +47,7 @@ class Stretch(NamedTuple):
 
 def _deepspeed(writer: str) -> Callable[[Path], Path]:
     def write(out: Path) -> Path:
-        from tests.formats.sharded import test_deepspeed
+        from tests.formats.deepspeed import test_checkpoint
 
         config = ModuleType("deepspeed.runtime.zero.config")
         stages = enum.IntEnum(
@@ -57,7 +57,7 @@ def _deepspeed(writer: str) -> Callable[[Path], Path]:
         for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero"):
             sys.modules.setdefault(name, ModuleType(name))
         sys.modules[config.__name__] = config
-        path: Path = getattr(test_deepspeed, writer)(out, 3, stages)
+        path: Path = getattr(test_checkpoint, writer)(out, 3, stages)
         return path
 
     return write

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.errors import ShardkitError
-from shardkit.formats.dcp import open_dcp, open_dcp_lazily
-from shardkit.formats.hub import open_model
-from shardkit.operations.verify import verify
-from shardkit.operations.verify_result import VerifyProblem
+from shardkit.formats.dcp.directory import open_dcp, open_dcp_lazily
+from shardkit.formats.hub.directory import open_model
+from shardkit.operations.verify.result import VerifyProblem
+from shardkit.operations.verify.verify import verify
 from tests.corruption.damage import KINDS, SIZES, changed_bytes, damaged
 from tests.corruption.outputs import FOREIGN, OURS, make
 

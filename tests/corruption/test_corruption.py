@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardkit.operations.verify import verify
-from shardkit.operations.verify_spelling import Difference
+from shardkit.operations.verify.spelling import Difference
+from shardkit.operations.verify.verify import verify
 from tests.corruption.damage import KINDS, changed_bytes, damaged
 from tests.corruption.outputs import OURS, make
 from tests.corruption.sweep import DATA, HEADER, METADATA, RECORD, Extent, Places, sweep
@@ -117,8 +117,8 @@ def test_objects_that_are_spelled_otherwise_are_no_damage(
 ) -> None:
     """Where most records are not as torch 2.13 writes them, another version did; and tensors may be in objects."""
     unlike = Difference(0, 1, 2)
-    monkeypatch.setattr("shardkit.operations.verify_dcp.spelling", lambda *_: unlike)
-    monkeypatch.setattr("shardkit.operations.verify_bytes.object_spelling", lambda *_: unlike)
+    monkeypatch.setattr("shardkit.operations.verify.dcp.spelling", lambda *_: unlike)
+    monkeypatch.setattr("shardkit.operations.verify.bytes.object_spelling", lambda *_: unlike)
     assert verify(made("stock"), full=True).ok
 
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.distributed.processes import fork, wait
-from tests.operations.consolidate_checkpoints import CONFIG
+from tests.operations.consolidate.checkpoints import CONFIG
 
 torch.set_num_threads(1)
 

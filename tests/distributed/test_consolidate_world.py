@@ -9,11 +9,11 @@ import pytest
 from safetensors.torch import load_file
 
 import shardkit
-from shardkit import manifest
 from shardkit.errors import IntegrityError
-from shardkit.transfer.digest import crc32
+from shardkit.files import manifest
+from shardkit.files.digest import crc32
 from tests.distributed.processes import run_script
-from tests.operations.consolidate_checkpoints import CONFIG, EMBED, HEAD, assert_bit_equal, hub, load, raw
+from tests.operations.consolidate.checkpoints import CONFIG, EMBED, HEAD, assert_bit_equal, hub, load, raw
 
 pytestmark = pytest.mark.dist
 

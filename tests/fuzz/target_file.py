@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core.regions import Region
-from shardkit.formats.inert import Opaque
-from shardkit.formats.inert_pickle import InertPickle
-from shardkit.formats.torch_file import DistributedRef, TensorRef, TorchFile, leaves, open_torch_file
-from shardkit.formats.torch_values import TensorNames
-from shardkit.formats.torch_zip import Entry
-from tests.formats.dcp_samples import as_rank, replicate
+from shardkit.formats.torchsave.archive import Entry
+from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, leaves, open_torch_file
+from shardkit.formats.torchsave.values import TensorNames
+from shardkit.pickles.inert import InertPickle
+from shardkit.pickles.nodes import Opaque
+from tests.formats.dcp.samples import as_rank, replicate
 from tests.fuzz.mutate import pick
 from tests.fuzz.mutate_pickle import change_pickle
 from tests.fuzz.mutate_zip import change_saved, members

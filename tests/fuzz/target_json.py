@@ -15,15 +15,15 @@ from zlib import crc32
 import torch
 from safetensors.torch import save_file
 
-from shardkit import manifest
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region
-from shardkit.formats import chunk_list
-from shardkit.formats.hub import open_model, read_index
-from shardkit.operations.inspection import inspect
-from shardkit.operations.preshard import preshard
-from shardkit.operations.verify import verify
-from shardkit.training.presharded import open_presharded
+from shardkit.files import manifest
+from shardkit.formats.dcp import chunk_list
+from shardkit.formats.hub.directory import open_model, read_index
+from shardkit.operations.inspect.inspect import inspect
+from shardkit.operations.preshard.preshard import preshard
+from shardkit.operations.verify.verify import verify
+from shardkit.training.source.presharded import open_presharded
 from tests.fuzz.mutate import change_json, pick
 from tests.fuzz.target import Directory, MemoryFile, Target, attempt, load_json
 

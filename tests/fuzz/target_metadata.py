@@ -28,13 +28,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardkit.errors import ShardkitError
-from shardkit.formats import dcp_metadata, pickle_batches
-from shardkit.formats.bytecheckpoint import _pickles
-from shardkit.formats.bytecheckpoint_pickle import ByteMetadata, bytecheckpoint_vocabulary
-from shardkit.formats.dcp_metadata import DcpMetadata, join_fields, parse_metadata
-from shardkit.formats.dcp_pickle import Metadata, metadata_names, metadata_vocabulary
-from shardkit.formats.pickle_vm import parse
-from shardkit.formats.tensor_pickle import parse_tensor
+from shardkit.formats.checkpoints.bytecheckpoint_metadata import _pickles
+from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import ByteMetadata, bytecheckpoint_vocabulary
+from shardkit.formats.dcp import metadata as dcp_metadata
+from shardkit.formats.dcp.metadata import DcpMetadata, join_fields, parse_metadata
+from shardkit.formats.dcp.vocabulary import Metadata, metadata_names, metadata_vocabulary
+from shardkit.formats.torchsave.tensors import parse_tensor
+from shardkit.pickles import columns as pickle_batches
+from shardkit.pickles.interpreter import parse
 from tests.fuzz.mutate import pick
 from tests.fuzz.mutate_pickle import change_pickle
 from tests.fuzz.reference import Fields, Top, Unpickler

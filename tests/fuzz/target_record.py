@@ -14,10 +14,10 @@ import torch
 
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import ShardkitError
-from shardkit.formats.tensor_pickle import StoredTensor, parse_tensor
-from shardkit.formats.torch_record import TensorRecord, read_record
-from shardkit.formats.torch_record_bulk import BulkScanner
-from shardkit.formats.torch_record_scan import RecordScanner, Spelling
+from shardkit.formats.torchsave.record import TensorRecord, read_record
+from shardkit.formats.torchsave.scan import RecordScanner, Spelling
+from shardkit.formats.torchsave.scan_many import BulkScanner
+from shardkit.formats.torchsave.tensors import StoredTensor, parse_tensor
 from tests.fuzz.mutate import change_bytes, pick
 from tests.fuzz.mutate_pickle import change_pickle
 from tests.fuzz.mutate_zip import Member, build, change_header, change_saved, members

@@ -11,14 +11,14 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
 from shardkit.core.dtypes import BY_NAME
-from shardkit.formats.dcp_sharding_info import saved_offsets
-from shardkit.formats.safetensors import SafetensorsHeader, check_header, read_header
+from shardkit.formats.dcp.sharding_info import saved_offsets
+from shardkit.formats.hub.safetensors import SafetensorsHeader, check_header, read_header
 from tests.fuzz.mutate import change_bytes, change_json, pick
 from tests.fuzz.target import MemoryFile, Refusals, Target, attempt, load_json
 
 _file = MemoryFile()
 
-# What is refused on purpose although the library takes it; see formats/safetensors.py and formats/strict.py.
+# What is refused on purpose although the library takes it; see formats/hub/safetensors.py and files/strict_json.py.
 _STRICTER = (
     "JSON with the same key given twice",
     "the header does not begin with '{'",

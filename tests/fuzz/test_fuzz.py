@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.formats import dcp_metadata
-from shardkit.formats.dcp_runs import StorageTable
-from shardkit.formats.pickle_batches import Runs
+from shardkit.formats.dcp import metadata
+from shardkit.formats.dcp.runs import StorageTable
+from shardkit.pickles.columns import Runs
 from tests.fuzz.run import FOUND
 from tests.fuzz.target import Refusals
 from tests.fuzz.targets import TARGETS, load
@@ -135,7 +135,7 @@ def test_metadata_runs_are_taken_in_columns() -> None:
     target = load("metadata_runs")
     with (
         mock.patch.object(Runs, "take", counted("runs", Runs.take)),
-        mock.patch.object(dcp_metadata, "match_columns", counted("tensors", dcp_metadata.match_columns)),
+        mock.patch.object(metadata, "match_columns", counted("tensors", metadata.match_columns)),
     ):
         assert all(map(target.check, target.seeds()))
     assert taken["runs"] >= 10

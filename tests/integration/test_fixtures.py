@@ -24,7 +24,7 @@ from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.dtypes import BY_SAFETENSORS
 from shardkit.core.regions import relative_to, runs
 from shardkit.errors import SourceError
-from shardkit.formats.sharded.detect import layout_of, open_checkpoint
+from shardkit.formats.registry import layout_of, open_checkpoint
 
 HOME = Path(os.environ.get("SHARDKIT_FIXTURES", "nowhere")) / "sharded"
 NAMES = sorted(path.name for path in HOME.iterdir()) if HOME.is_dir() else []

@@ -14,7 +14,7 @@ import pytest
 
 import shardkit
 from tests.integration.test_fixtures import HOME
-from tests.operations.test_verify import flipped
+from tests.operations.verify.test_verify import flipped
 
 # One of each kind of layout.
 NAMES = (

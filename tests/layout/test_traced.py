@@ -12,12 +12,12 @@ import torch
 import transformers
 
 import shardkit
-from shardkit import manifest
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import BY_NAME, CASTS
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.errors import LayoutError, PolicyError, ResourceError
-from shardkit.formats import chunk_list
+from shardkit.files import manifest
+from shardkit.formats.dcp import chunk_list
 from shardkit.keys.names import natural
 from shardkit.layout import traced
 from shardkit.layout.choose import fit, make_layout

@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch.serialization import get_crc32_options, set_crc32_options
 
 import shardkit
-from shardkit import manifest
 from shardkit.errors import IntegrityError, SourceError, UsageError
-from shardkit.operations.consolidate_result import ConsolidateResult
-from shardkit.transfer import fill, source_check, sources, storage, stream, windows
-from shardkit.transfer.digest import crc32
+from shardkit.files import manifest, storage
+from shardkit.files.digest import crc32
+from shardkit.operations.consolidate.result import ConsolidateResult
+from shardkit.transfer import fill, source_check, sources, stream, windows
 from tests.corruption.outputs import columns
-from tests.formats.sharded.test_deepspeed import deepspeed_classes as deepspeed_classes
-from tests.formats.sharded.test_deepspeed import write_joined, write_partitioned
+from tests.formats.deepspeed.test_checkpoint import deepspeed_classes as deepspeed_classes
+from tests.formats.deepspeed.test_checkpoint import write_joined, write_partitioned
 
 TENSORS = {f"layers.{n}.weight": torch.arange(n, n + 6000.0).reshape(60, 100) for n in range(3)}
 NAME = "layers.1.weight"
@@ -419,7 +419,7 @@ def test_flats_of_deepspeed(
 _KILLED = """
 import os, signal, sys
 import shardkit
-from shardkit.transfer.progress import NoProgress
+from shardkit.core.progress import NoProgress
 
 class Kill(NoProgress):
     done = 0

@@ -11,7 +11,7 @@ import torch
 import shardkit
 from shardkit.errors import UsageError
 from shardkit.operations.destination import is_sharded_checkpoint
-from tests.operations.consolidate_checkpoints import save, weights
+from tests.operations.consolidate.checkpoints import save, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled")
 

@@ -20,9 +20,9 @@ from safetensors.numpy import save_file
 import shardkit
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.errors import ResourceError
-from shardkit.transfer import storage
-from shardkit.transfer.reflink import can_share_extents
-from tests.operations.test_scale import sparse_model
+from shardkit.files import storage
+from shardkit.files.reflink import can_share_extents
+from tests.operations.preshard.test_scale import sparse_model
 
 pytestmark = pytest.mark.root
 

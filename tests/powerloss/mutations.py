@@ -6,9 +6,8 @@ import os
 import stat
 from collections.abc import Callable
 
-from shardkit import manifest
-from shardkit.transfer import storage
-from shardkit.transfer.staging import Staging
+from shardkit.files import manifest, storage
+from shardkit.files.staging import Staging
 
 
 def _sync_only(wanted: Callable[[int], bool]) -> None:

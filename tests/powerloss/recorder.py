@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from shardkit.transfer import storage
+from shardkit.files import storage
 from tests.powerloss.log import ROOT, Change, Entries, Log, Resize, Sync, Write, apply
 
 CHANGING = (

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardkit.files.staging import abandoned, journal_of
 from shardkit.transfer.journal import read_finished
-from shardkit.transfer.staging import abandoned, journal_of
 from tests.powerloss.disk import Disk, State, Tree
 from tests.powerloss.log import Log
 from tests.powerloss.scenarios import SCENARIOS, Scenario, make_sources

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shardkit
-from shardkit.transfer import storage
+from shardkit.files import storage
 from tests.powerloss.disk import NOTHING, WHOLE, Disk, Part
 from tests.powerloss.log import ROOT, Change, Entries, Log, Resize, Sync, Write
 from tests.powerloss.mutations import MUTATIONS

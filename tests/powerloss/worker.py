@@ -19,7 +19,7 @@ import numpy  # noqa: F401 (what a run would import)
 import torch  # noqa: F401
 
 import shardkit
-from shardkit.transfer import owner, storage
+from shardkit.files import owner, storage
 from tests.powerloss.log import Log
 from tests.powerloss.mutations import MUTATIONS
 from tests.powerloss.recorder import Recorder

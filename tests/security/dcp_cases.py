@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardkit import manifest
+from shardkit.files import manifest
 from tests.security.case import ACCEPTED, HARMLESS, REFUSED, Case
 from tests.security.payloads import BOMBS, CALLS, PYTHON, bare, stealth
 

@@ -13,14 +13,14 @@ import pytest
 from safetensors.torch import save_file
 from torch import nn
 
-from shardkit import manifest
 from shardkit.core.regions import Region
 from shardkit.errors import SourceError
-from shardkit.operations.preshard import preshard
-from shardkit.training.context import Weights
+from shardkit.files import manifest
+from shardkit.files.digest import crc32
+from shardkit.operations.preshard.preshard import preshard
 from shardkit.training.prepare import describe
-from shardkit.training.weights import open_weights
-from shardkit.transfer.digest import crc32
+from shardkit.training.ranks.context import Weights
+from shardkit.training.source.weights import open_weights
 
 NAME, LIST, FILE = manifest.NAME, "__0_0.chunks.json", "__0_0.distcp"
 W = "0.weight"

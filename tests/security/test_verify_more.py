@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardkit
-from shardkit.formats.sharded.verl import is_verl
-from tests.formats.dcp_samples import quiet
+from shardkit.formats.checkpoints.verl import is_verl
+from tests.formats.dcp.samples import quiet
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from shardkit.transfer import storage
+from shardkit.files import storage
 
 READS = ("pread", "preadv")
 WRITES = ("pwrite", "write")

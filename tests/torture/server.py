@@ -35,13 +35,13 @@ import torch
 from shardkit.cli import main
 from shardkit.core.mesh import Placement
 from shardkit.layout.layout import Layout, TensorLayout
-from shardkit.operations import preshard_job
+from shardkit.operations.preshard import job
 from tests.torture.faults import Faults
 
 COMMANDS = ("preshard", "consolidate", "reshard", "verify", "manifest")
 ALSO = (
     "huggingface_hub.utils.tqdm",
-    "shardkit.formats.sharded.bytecheckpoint",
+    "shardkit.formats.checkpoints.bytecheckpoint",
     "shardkit.operations.environment",
 )
 """What they import when they run; half of a run's time if each fork did so."""
@@ -61,8 +61,8 @@ def cut_columns(layout: Layout) -> Layout:
 def run(request: dict[str, Any], report: int) -> int:
     """Carry out a run in this process; return the exit code."""
     if request.get("columns"):
-        make_layout = preshard_job.make_layout
-        preshard_job.make_layout = lambda *args, **more: cut_columns(make_layout(*args, **more))
+        make_layout = job.make_layout
+        job.make_layout = lambda *args, **more: cut_columns(make_layout(*args, **more))
     for name, limit in request.get("limits", {}).items():
         kind = getattr(resource, name)
         resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))
@@ -142,7 +142,7 @@ def serve(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     for command in COMMANDS:
         import_module(f"shardkit.cli.{command}")
-        import_module(f"shardkit.operations.{command.replace('manifest', 'write_manifest')}")
+        import_module(f"shardkit.operations.{command}.{command}")
     for name in ALSO:
         import_module(name)
     codecs.lookup("ascii")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from tests.operations.consolidate_checkpoints import CONFIG, hub, save, training_state, weights
+from tests.operations.consolidate.checkpoints import CONFIG, hub, save, training_state, weights
 
 
 @dataclass(frozen=True, slots=True)

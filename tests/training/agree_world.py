@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.errors import IntegrityError, LayoutError, ResourceError, ShardkitError
-from shardkit.training.agree import agree, gather_json
+from shardkit.training.ranks.agree import agree, gather_json
 from tests.distributed.processes import fork, wait
 
 torch.set_num_threads(1)

@@ -30,8 +30,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardkit
 from shardkit.training.finalize import finalize, load_into
-from shardkit.training.local import local_shards
 from shardkit.training.prepare import prepare
+from shardkit.training.ranks.local import local_shards
 from shardkit.training.wrap import wrap
 from tests.distributed.processes import fork, wait
 from tests.training.models import inputs, save

@@ -26,11 +26,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import shardkit.training.reading
+import shardkit.training.fill.reading
 from shardkit.errors import ShardkitError
 from shardkit.training.finalize import finalize, load_into
-from shardkit.training.local import local_shards
 from shardkit.training.prepare import prepare
+from shardkit.training.ranks.local import local_shards
 from tests.distributed.processes import fork
 
 torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def truncated(out: Path, strategy: str, rank: int) -> None:
 
 def unreadable(out: Path, rank: int) -> None:
     """The source fails in the middle of a large tensor; what was sent before is of no use."""
-    copy, real = own_copy(out, "unreadable"), shardkit.training.reading.Worker.fill
+    copy, real = own_copy(out, "unreadable"), shardkit.training.fill.reading.Worker.fill
     calls = 0
 
     def fail(self: Any, read: Any) -> None:
@@ -118,11 +118,11 @@ def unreadable(out: Path, rank: int) -> None:
         real(self, read)
 
     if dist.get_rank() == rank:
-        shardkit.training.reading.Worker.fill = fail
+        shardkit.training.fill.reading.Worker.fill = fail
     try:
         start(copy, "broadcast")
     finally:
-        shardkit.training.reading.Worker.fill = real
+        shardkit.training.fill.reading.Worker.fill = real
 
 
 def other_weights(out: Path, strategy: str) -> None:
@@ -252,7 +252,7 @@ def kill(rank: int, out: Path, name: str, strategy: str, victim: int, calls: int
     join(rank, out, name)
     ctx = prepare(Model, str(out / "model"))
     wrap(ctx.model)
-    real, done = shardkit.training.reading.Worker.fill, 0
+    real, done = shardkit.training.fill.reading.Worker.fill, 0
 
     def die(self: Any, read: Any) -> None:
         nonlocal done
@@ -265,7 +265,7 @@ def kill(rank: int, out: Path, name: str, strategy: str, victim: int, calls: int
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == victim:
-        shardkit.training.reading.Worker.fill = die
+        shardkit.training.fill.reading.Worker.fill = die
         if strategy == "broadcast" and victim:
             dist.recv = die_receiving
     told = tell(lambda: finalize(ctx.model, ctx, strategy=strategy) and None)

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardkit
 from shardkit.training.finalize import load_into
-from shardkit.training.local import local_shards
+from shardkit.training.ranks.local import local_shards
 from tests.distributed.processes import fork, return_freed_memory, wait
 
 torch.set_num_threads(1)

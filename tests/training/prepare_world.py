@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardkit.errors import ShardkitError
-from shardkit.training.initialise import initialise, new_rows
+from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.prepare import describe, prepare
-from shardkit.training.weights import open_weights
+from shardkit.training.source.weights import open_weights
 from tests.distributed.processes import end_world, fork, wait
 from tests.training import models
 

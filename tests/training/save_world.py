@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.errors import ShardkitError
+from shardkit.files import staging, storage
 from shardkit.training.finalize import load_into
 from shardkit.training.save import save
 from shardkit.training.wrap import wrap
-from shardkit.transfer import staging, storage
 from tests.distributed.processes import fork
 
 torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardkit.errors import LayoutError, SourceError, UsageError
-from shardkit.training.initialise import initialise
+from shardkit.training.model.initialise import initialise
 from shardkit.training.prepare import prepare
 from tests.distributed.processes import ROOT, run_script
 from tests.training import models

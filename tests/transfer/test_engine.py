@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.mesh import Axis, Mesh, Placement
+from shardkit.core.progress import NoProgress
 from shardkit.core.regions import Region, Shape, full_region
 from shardkit.errors import IntegrityError, ResourceError
-from shardkit.formats.dcp_images import DcpImages, Phase
+from shardkit.files import storage
+from shardkit.files.digest import crc32
+from shardkit.formats.dcp.images import DcpImages, Phase
 from shardkit.layout.layout import Layout, TensorLayout, Unit
-from shardkit.transfer import storage
-from shardkit.transfer.digest import crc32
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.plan import TransferPlan, build_plan
-from shardkit.transfer.progress import NoProgress
 
 Tensors = dict[str, tuple[DType, Shape, int | None]]
 """For each tensor: dtype, shape, and the dim that is cut (None where it is replicated)."""

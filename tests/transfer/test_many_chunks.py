@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, Shape
-from shardkit.transfer.digest import crc32
+from shardkit.files.digest import crc32
 from tests.transfer.test_engine import cut, planned, run, stored
 
 Cuts = tuple[tuple[int, ...], ...]

@@ -15,9 +15,9 @@ from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, Shape
 from shardkit.errors import IntegrityError
+from shardkit.files import storage
+from shardkit.files.digest import crc32
 from shardkit.transfer import plan as plans
-from shardkit.transfer import storage
-from shardkit.transfer.digest import crc32
 from shardkit.transfer.sources import Reader
 from tests.transfer.test_engine import Tensors, cut, planned, run, stored
 

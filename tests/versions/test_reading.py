@@ -16,9 +16,9 @@ from torch import nn
 
 import shardkit
 from shardkit.core.regions import Region
-from shardkit.formats import pickle_batches
-from shardkit.formats.dcp_metadata import parse_metadata
-from shardkit.formats.dcp_pickle import Properties
+from shardkit.formats.dcp.metadata import parse_metadata
+from shardkit.formats.dcp.vocabulary import Properties
+from shardkit.pickles import columns
 from tests.versions.values import CHECKPOINTABLE, NUM_WIDE, SHARDED, WIDE, plain, value, wide_rows
 
 pytestmark = pytest.mark.filterwarnings(
@@ -142,14 +142,14 @@ def test_a_file_of_torch_save(written: Path, tmp_path: Path) -> None:
 def test_large_metadata_in_columns(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = (written / "wide.metadata").read_bytes()
     taken: list[int] = []
-    take = pickle_batches.Runs.take
+    take = columns.Runs.take
 
-    def count(self: pickle_batches.Runs, pos: int, num_memoized: int) -> Any:
+    def count(self: columns.Runs, pos: int, num_memoized: int) -> Any:
         run = take(self, pos, num_memoized)
         taken.append(0 if run is None else run.stop - pos)
         return run
 
-    monkeypatch.setattr(pickle_batches.Runs, "take", count)
+    monkeypatch.setattr(columns.Runs, "take", count)
     found = parse_metadata(data)
     assert sum(taken) > 0.8 * len(data), "the shortcut was hardly taken"
     assert list(found.tensors) == list(WIDE)

@@ -1,0 +1,1 @@
+"""Places where bytes lie: every read and write of a file, and how a directory appears whole. No torch."""

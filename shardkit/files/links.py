@@ -1,0 +1,147 @@
+"""Files that are found in a checkpoint's directory: regular ones, or links that do not leave it.
+
+A path that a person gives may be a link to anywhere; what lies in the directory was chosen by whoever made it. The
+weights of a Hub model may be links to a store that models share: nothing but tensors is taken from them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ParamSpec, TypeVar
+
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import SourceError
+from shardkit.files.strict_json import FOLLOW, FOLLOWS_LINKS, read_small
+
+_MAX_LEVELS = 3  # of directories below one commit in the Hub's cache, for checkpoints that were uploaded
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def may_follow_links(operation: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let an operation follow links that leave a checkpoint's directory, where its `follow_links` is true."""
+
+    @functools.wraps(operation)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        token = FOLLOWS_LINKS.set(FOLLOWS_LINKS.get() or bool(kwargs.get("follow_links")))
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            FOLLOWS_LINKS.reset(token)
+
+    return run
+
+
+def locate(directory: str, name: str, trusted: bool = False) -> str:
+    """Return the path of a file, which need not be there.
+
+    Args:
+        directory: that it was found in.
+        name: relative to the directory.
+        trusted: a person named the file, so it may be a link to anywhere.
+
+    Raises:
+        SourceError: a link that leaves the directory, where `FOLLOWS_LINKS` does not allow it. The Hub's cache is
+            made of links, and they are allowed: snapshots/<commit>/<name> -> ../../blobs/<hash>.
+    """
+    path = os.path.join(directory, name)
+    if trusted or FOLLOWS_LINKS.get() or _is_inside(directory, path):
+        return path
+    raise SourceError(
+        f"{escape(name)}: a symbolic link that leaves its directory, to {escape(os.path.realpath(path))}",
+        hint=f"copy the directory with its links resolved (cp -rL), or {FOLLOW}",
+    )
+
+
+def locate_weights(directory: str, name: str) -> str:
+    """Return the path of a weight file, which may be a link to a regular file anywhere, and need not be there.
+
+    Raises:
+        SourceError: a link out of the directory to something else. It is not even opened: that may act on a device.
+    """
+    path = os.path.join(directory, name)
+    if os.path.exists(path) and not os.path.isfile(path) and not _is_inside(directory, path):
+        raise SourceError(
+            f"{escape(name)}: a symbolic link to {escape(os.path.realpath(path))}, which is no regular file",
+            hint="put the real file in its place",
+        )
+    return path
+
+
+def _is_inside(directory: str, path: str) -> bool:
+    real = os.path.realpath(path)
+    return any(real.startswith(os.path.join(place, "")) for place in _places(directory))
+
+
+def link_notes(directory: str, paths: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a note about the files of a directory that are links to files elsewhere, where there are any.
+
+    Args:
+        directory: that they were found in.
+        paths: name -> path.
+    """
+    found = [
+        f"{escape(name)} -> {escape(os.path.realpath(path))}"
+        for name, path in paths.items()
+        if not _is_inside(directory, path)
+    ]
+    if not found:
+        return ()
+    are = count(len(found), "weight file is a link", "weight files are links")
+    return (f"{are} to files outside of {escape(directory)}: {listed(found)}",)
+
+
+def locate_all(directory: str, names: Sequence[str]) -> list[str]:
+    """Return the paths of files, as `locate`.
+
+    Raises:
+        SourceError: lists every link that leaves the directory.
+    """
+    paths, problems, hint = list[str](), list[str](), None
+    for name in names:
+        try:
+            paths.append(locate(directory, name))
+        except SourceError as error:
+            problems.append(error.message)
+            hint = error.hint
+    if problems:
+        raise SourceError(
+            f"{len(problems)} of {len(names)} files lie outside of {escape(directory)}",
+            problems=problems,
+            hint=hint,
+        )
+    return paths
+
+
+def _places(directory: str) -> Iterator[str]:
+    """Yield where a file of a directory may lie."""
+    here = os.path.realpath(directory)
+    yield here
+    for level in range(_MAX_LEVELS):
+        top = os.path.dirname(os.path.dirname(here))
+        if is_snapshot(here) and (not level or os.path.basename(top).startswith("models--")):
+            yield os.path.join(top, "blobs")
+        here = os.path.dirname(here)
+
+
+def is_snapshot(directory: str) -> bool:
+    """True for the directory of one commit in the Hub's cache, which is made of links to files elsewhere."""
+    return os.path.basename(os.path.dirname(os.path.realpath(directory))) == "snapshots"
+
+
+def read_inside(directory: str, name: str, limit: int) -> bytes:
+    """Return the content of a small file that was found in a directory.
+
+    Args:
+        directory: that it was found in.
+        name: relative to the directory; that is also how messages call it.
+        limit: the most bytes that it may have.
+
+    Raises:
+        SourceError: missing, not a regular file, a link that leaves the directory, or larger than `limit`.
+        ResourceError: it may not be opened, or the device fails.
+    """
+    return read_small(locate(directory, name), name, limit)

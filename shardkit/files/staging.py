@@ -1,0 +1,350 @@
+"""Nothing is visible before it is whole: write beside the destination, then rename once.
+
+    .<name>.shardkit-<owner>/    the staging directory, a sibling of the destination
+        owner.json               whose it is, for people
+        journal.jsonl            what is finished, for resuming
+        data/                    becomes the destination
+        data.old/                the old destination, moved aside where directories cannot be exchanged
+
+A staging directory belongs to one run of one process: host, boot, pid namespace, pid, that process's start
+time and the run's number are in its name, so that taking over a dead owner's directory is a single rename
+and two runs cannot both win. No locks: on some network file systems every caller gets them.
+
+Where directories cannot be exchanged, a kill between the two renames leaves no destination: `data` and
+`data.old` both lie in the staging directory, and the next run puts the old one back before anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, UsageError
+from shardkit.files import storage
+from shardkit.files.digest import crc32
+from shardkit.files.owner import Owner
+
+_IS_THERE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # what a rename onto something says
+_MAX_NAME_BYTES = 120  # of the destination's name in the staging directory's; a name has at most 255
+
+
+class Staging:
+    """The staging directory of one destination, owned by this process."""
+
+    def __init__(self, destination: str, path: str, owner: Owner) -> None:
+        self.destination, self.path, self._owner = destination, path, owner
+        self.data = os.path.join(path, "data")
+        self.journal = journal_of(path)
+        self._aside = self.data + ".old"
+        self._identity: tuple[int, int] | None = None
+
+    @property
+    def is_committed(self) -> bool:
+        """True once the destination is what was written here; known also when the rename was interrupted."""
+        return self._identity is not None and _identity(self.destination) == self._identity
+
+    @classmethod
+    def create(cls, destination: str) -> Staging:
+        """Make a fresh staging directory beside `destination`.
+
+        Raises:
+            ResourceError: the parent does not exist or cannot be written.
+        """
+        staging = None
+        try:
+            owner = Owner.new_run()
+            staging = cls(destination, _staging_path(destination, owner), owner)
+            storage.mkdir(staging.path)
+            storage.mkdir(staging.data)
+            staging._write_owner()
+        except OSError as error:
+            if staging is not None:
+                staging.discard()
+            raise ResourceError(
+                f"cannot write beside {escape(destination)}: {error.strerror}",
+                hint="choose a destination in an existing directory that you may write to",
+            ) from error
+        return staging
+
+    @classmethod
+    def adopt(cls, destination: str, path: str) -> Staging | None:
+        """Take over a dead owner's directory, to go on in it; None when another run was faster.
+
+        Raises:
+            UsageError: it has what was at the destination, and something else is there now.
+        """
+        staging = cls._take(destination, path)
+        if staging is None:
+            return None
+        try:
+            staging._put_back()
+            storage.make_directories(staging.data)
+            staging._write_owner()
+        except OSError:
+            staging.release()
+            return None
+        except UsageError:
+            staging.release()
+            raise
+        return staging
+
+    @classmethod
+    def _take(cls, destination: str, path: str) -> Staging | None:
+        """Make a dead owner's directory ours, by renaming it."""
+        try:
+            owner = Owner.new_run()
+        except OSError:
+            return None
+        staging = cls(destination, _staging_path(destination, owner), owner)
+        try:
+            storage.rename(path, staging.path)
+            # Its run may have exchanged directories and gone no further. Until that is on the disk, what is to be
+            # removed here is what a power loss would bring back to the destination.
+            storage.sync_directory(os.path.dirname(destination))
+        except OSError:
+            staging.release()
+            return None
+        return staging
+
+    def _write_owner(self) -> None:
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": str(self._owner)}
+        storage.write_file(os.path.join(self.path, "owner.json"), json.dumps(owner).encode())
+
+    def release(self) -> None:
+        """Leave the directory to whoever resumes."""
+        self._owner.end()
+
+    def commit(self, *, overwrite: bool) -> None:
+        """Make `data` the destination, in one rename, and remove the rest.
+
+        With `overwrite` an existing destination is exchanged and then removed: at every moment the name
+        has the complete old content or the complete new one. Where the system cannot exchange, the old
+        one is moved aside first, and is put back by this run or by the next.
+
+        Raises:
+            UsageError: the destination exists.
+            ResourceError: the system cannot rename, or bring it to the disk; what was there is there again.
+        """
+        try:
+            storage.sync_directories(self.data)
+            self._identity = _identity(self.data)
+            if overwrite and os.path.lexists(self.destination):
+                self._exchange()
+            else:
+                rename_noreplace(self.data, self.destination)
+        except OSError as error:
+            if error.errno in _IS_THERE:
+                raise self._appeared() from error
+            raise ResourceError(f"cannot rename to {escape(self.destination)}: {error.strerror}") from error
+        self.complete()
+
+    def complete(self) -> None:
+        """Bring the rename to the disk, and remove the rest.
+
+        Raises:
+            ResourceError: it cannot be brought there; the destination is again what it was, where that can be.
+        """
+        try:
+            storage.sync_directory(os.path.dirname(self.destination))
+        except OSError as error:
+            self._undo()
+            still = " (it is there, and whole)" if self.is_committed else ""
+            raise ResourceError(
+                f"cannot bring {escape(self.destination)} to the disk{still}: {error.strerror}"
+            ) from error
+        self.discard()
+
+    def _appeared(self) -> UsageError:
+        aside = [f"what was there before: {escape(self._aside)}"] if os.path.lexists(self._aside) else []
+        return UsageError(f"{escape(self.destination)} appeared while it was being written", problems=aside)
+
+    def _exchange(self) -> None:
+        """Swap `data` and the destination; where that is not possible, move the old one aside first."""
+        if storage.renameat2(self.data, self.destination, storage.RENAME_EXCHANGE):
+            return
+        # What is moved aside must not be in a directory whose own name a power loss takes away.
+        storage.sync_directory(os.path.dirname(self.destination))
+        storage.rename(self.destination, self._aside)
+        try:
+            storage.rename(self.data, self.destination)
+        except BaseException:  # Ctrl-C too
+            if not self.is_committed:
+                storage.rename(self._aside, self.destination)
+            raise
+
+    def _undo(self) -> None:
+        """Let the destination be again what it was before `commit`, as far as the system lets us."""
+        with contextlib.suppress(OSError):
+            if os.path.lexists(self.data):  # the old one
+                storage.renameat2(self.data, self.destination, storage.RENAME_EXCHANGE)
+                return
+            storage.rename(self.destination, self.data)
+            if os.path.lexists(self._aside):
+                storage.rename(self._aside, self.destination)
+
+    def _put_back(self) -> None:
+        """Make good a replacement that stopped half-way: afterwards `data.old` is not there any more.
+
+        Raises:
+            UsageError: the old one could not go back, because something else is there by now.
+            OSError: the system refuses.
+        """
+        if not os.path.lexists(self._aside):
+            return
+        if not os.path.lexists(self.data):  # the new one is in place; what is left of the old one may go
+            replaced = os.path.join(self.path, "replaced")
+            storage.remove_tree(replaced)  # of a run that was resumed here after it had replaced something
+            storage.rename(self._aside, replaced)
+            return
+        try:
+            rename_noreplace(self._aside, self.destination)
+        except OSError as error:
+            if error.errno not in _IS_THERE:
+                raise
+            raise UsageError(
+                f"{escape(self.destination)} was moved aside by a run that did not end, and something else is there",
+                problems=[f"what was there before: {escape(self._aside)}"],
+                hint="keep what you want of the two, and remove that directory",
+            ) from error
+        storage.sync_directory(os.path.dirname(self.destination))
+
+    def discard(self) -> None:
+        """Remove the staging directory and all in it, once nothing in it has to go back."""
+        try:
+            self._put_back()
+        except (OSError, UsageError):  # the only copy of what was at the destination
+            pass
+        else:
+            storage.remove_tree(self.path)
+        finally:
+            self.release()
+
+
+def journal_of(path: str) -> str:
+    """Return the journal of a staging directory."""
+    return os.path.join(path, "journal.jsonl")
+
+
+def _staging_path(destination: str, owner: Owner) -> str:
+    parent, name = os.path.split(destination)
+    return os.path.join(parent, _prefix(name) + str(owner))
+
+
+def _prefix(name: str) -> str:
+    """What the names of all staging directories of a destination begin with; short enough for any name."""
+    data = os.fsencode(name)
+    if len(data) > _MAX_NAME_BYTES:
+        name = f"{os.fsdecode(data[: _MAX_NAME_BYTES - 9])}~{crc32(data):08x}"
+    return f".{name}.shardkit-"
+
+
+def abandoned(destination: str) -> list[str]:
+    """Return the staging directories of `destination` whose owners are provably dead."""
+    parent, name = os.path.split(destination)
+    prefix, found = _prefix(name), []
+    try:
+        entries = sorted(os.listdir(parent))
+    except OSError:
+        return []
+    for entry in entries:
+        owner = Owner.parse(entry.removeprefix(prefix)) if entry.startswith(prefix) else None
+        if owner is not None and owner.is_provably_dead():
+            found.append(os.path.join(parent, entry))
+    return found
+
+
+def remove_abandoned(destination: str) -> None:
+    """Remove what dead runs left beside `destination`; taken over first, so that nobody else can meanwhile."""
+    for path in abandoned(destination):
+        staging = Staging._take(destination, path)
+        if staging is not None:
+            staging.discard()
+
+
+def recover(destination: str) -> None:
+    """Put back what dead runs moved aside and did not replace.
+
+    Raises:
+        UsageError: something else has its name by now.
+        ResourceError: the system refuses.
+    """
+    for path in abandoned(destination):
+        if not os.path.lexists(os.path.join(path, "data.old")):
+            continue
+        staging = Staging._take(destination, path)
+        if staging is None:
+            continue
+        try:
+            staging._put_back()
+        except OSError as error:
+            place = escape(os.path.join(staging.path, "data.old"))
+            raise ResourceError(f"cannot move {place} back to its place: {error.strerror}") from error
+        finally:
+            staging.release()
+
+
+def named(destination: str, path: str) -> str:
+    """Return the absolute path of a staging directory that a person chose to resume from.
+
+    Args:
+        destination: absolute.
+        path: as given.
+
+    Raises:
+        UsageError: it is no staging directory of `destination`, or its run is under way.
+    """
+    path = os.path.abspath(path)
+    parent, name = os.path.realpath(os.path.dirname(path)), os.path.basename(path)
+    home, prefix = os.path.dirname(destination), _prefix(os.path.basename(destination))
+    found = os.path.join(parent, name)
+    owner = Owner.parse(name.removeprefix(prefix)) if name.startswith(prefix) else None
+    if owner is None or parent != home or os.path.islink(found) or not os.path.isdir(found):
+        raise UsageError(
+            f"{escape(path)} is not what an interrupted run left for {escape(destination)}",
+            hint=f"that is a directory {escape(os.path.join(home, prefix))}..., in which owner.json says whose it was",
+        )
+    if owner.is_provably_alive():
+        raise UsageError(f"{escape(path)} is in use: process {owner.pid} is writing to it")
+    return found
+
+
+def reclaimable_bytes(destination: str, resume_from: str | None = None) -> int:
+    """Return the disk that the files of dead runs take: a new run resumes from them or removes them.
+
+    Args:
+        destination: absolute.
+        resume_from: a staging directory that is resumed from, whoever owned it.
+    """
+    total = 0
+    for path in {*abandoned(destination), *([resume_from] if resume_from else [])}:
+        for directory, _, names in os.walk(path):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += os.lstat(os.path.join(directory, name)).st_blocks * 512
+    return total
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def rename_noreplace(source: str, target: str) -> None:
+    """Rename, unless something has the name already.
+
+    Raises:
+        FileExistsError: it has.
+        OSError: the system refuses.
+    """
+    if storage.renameat2(source, target, storage.RENAME_NOREPLACE):
+        return
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+    storage.rename(source, target)

@@ -1,0 +1,217 @@
+"""Opening and parsing files that somebody else wrote: regular files only, JSON by the letter."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from shardkit.core.catalog import FileStamp
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, SourceError
+from shardkit.files import storage
+
+FOLLOW = "pass --follow-links (follow_links=True) if you trust whoever made the links"
+DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
+# What opening a file says of the machine, or of its moment, and not of the file.
+_OF_THE_MACHINE = (
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EINTR,
+    errno.ESTALE,
+    errno.ENODEV,
+)
+
+# 2^64 has 20 digits; Python refuses to convert thousands of them, and takes its time below that.
+_MAX_DIGITS = 20
+_MAX_ANY_DIGITS = 1000  # of a config or a manifest, which may hold what no tensor has
+
+FOLLOWS_LINKS: ContextVar[bool] = ContextVar("follow_links", default=False)
+"""The person who runs the operation at hand allowed links that leave the checkpoint's directory."""
+
+
+@contextmanager
+def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple[int, int]]:
+    """Open a regular file for reading and give (descriptor, size in bytes).
+
+    Never waits: a FIFO, a device or a directory is refused without a byte being read.
+
+    Args:
+        path: where the file is.
+        name: how to call it in messages.
+        follow: a symbolic link is opened too, as it is where `FOLLOWS_LINKS` says so. What it was when somebody
+            looked at it before says nothing.
+
+    Raises:
+        SourceError: there is no such file, or it is not a regular one.
+        ResourceError: it may not be opened, or the machine cannot.
+    """
+    try:
+        # O_NONBLOCK: opening a FIFO for reading otherwise waits for a writer.
+        fd = storage.open_fd(
+            path,
+            os.O_RDONLY
+            | os.O_NONBLOCK
+            | os.O_CLOEXEC
+            | (0 if follow or FOLLOWS_LINKS.get() else os.O_NOFOLLOW),
+        )
+    except FileNotFoundError:
+        raise SourceError(f"{escape(name)}: no such file", hint="download the missing file") from None
+    except PermissionError as error:
+        raise ResourceError(
+            f"{escape(name)}: {error.strerror}", hint="the file must be readable by you"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        if not follow and getattr(error, "errno", None) == errno.ELOOP:
+            raise SourceError(
+                f"{escape(name)} is a symbolic link: only regular files of the directory are read",
+                hint=f"copy the checkpoint with its links resolved (cp -rL), or {FOLLOW}",
+            ) from None
+        reason = getattr(error, "strerror", None) or str(error)
+        refused = ResourceError if getattr(error, "errno", None) in _OF_THE_MACHINE else SourceError
+        raise refused(f"{escape(name)}: cannot be opened: {reason}") from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
+            raise SourceError(
+                f"{escape(name)}: expected a regular file, found {kind}",
+                hint="put the real file in its place",
+            )
+        yield fd, status.st_size
+    finally:
+        os.close(fd)
+
+
+def stamp_of(fd: int) -> FileStamp:
+    """Return the stamp of an open file: what is read from it later must come from the same one."""
+    status = os.fstat(fd)
+    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+
+
+@contextmanager
+def named_failures(name: str) -> Iterator[None]:
+    """Let what the system refuses while a file is read name it.
+
+    Raises:
+        ResourceError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(f"{escape(name)}: cannot be read: {error.strerror}") from error
+
+
+def read_exactly(fd: int, start: int, nbytes: int, name: str) -> bytes:
+    """Return `nbytes` bytes from byte `start` on.
+
+    Raises:
+        SourceError: the file ends before.
+        ResourceError: the device fails.
+    """
+    pieces: list[bytes] = []
+    while nbytes:
+        try:
+            piece = storage.pread(fd, nbytes, start)
+        except OSError as error:
+            raise ResourceError(f"{escape(name)}: reading at byte {start}: {error.strerror}") from None
+        if not piece:
+            raise SourceError(f"{escape(name)}: ended at byte {start} while it was read", hint=DOWNLOAD_AGAIN)
+        pieces.append(piece)
+        start, nbytes = start + len(piece), nbytes - len(piece)
+    return b"".join(pieces)
+
+
+def read_small(path: str, name: str, limit: int, *, follow: bool = True) -> bytes:
+    """Return the content of a file of at most `limit` bytes; `follow` as for `open_regular`.
+
+    Raises:
+        SourceError: missing, not a regular file, or larger than `limit`.
+        ResourceError: it may not be opened, or the device fails.
+    """
+    with open_regular(path, name, follow=follow) as (fd, size):
+        if size > limit:
+            raise SourceError(f"{escape(name)}: expected at most {limit} bytes, found {size}")
+        return read_exactly(fd, 0, size, name)
+
+
+def parse_integer(text: str) -> int:
+    """What `json.loads` takes as `parse_int` where integers of any use are allowed.
+
+    Raises:
+        ValueError: it has thousands of digits; Python refuses those too, in words of its own.
+    """
+    if len(text) > _MAX_ANY_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def parse_object(data: bytes, name: str) -> dict[str, object]:
+    """Parse strict JSON whose top level is an object.
+
+    Refused besides bad syntax: bytes that are not UTF-8, a key given twice at any level, NaN and
+    Infinity, integers of more than 20 digits, endless nesting.
+
+    Args:
+        data: the text, without a byte-order mark.
+        name: the file, for messages.
+
+    Raises:
+        SourceError: names the file and every key given twice.
+    """
+    twice: list[str] = []
+    try:
+        value = json.loads(
+            data.decode("utf-8", "strict"),
+            object_pairs_hook=lambda pairs: _no_duplicates(pairs, twice),
+            parse_constant=_refuse_constant,
+            parse_int=_parse_int,
+        )
+    except UnicodeDecodeError as error:
+        raise _not_json(name, f"byte {error.start} is not UTF-8") from None
+    except RecursionError:
+        raise _not_json(name, "nested too deeply") from None
+    except ValueError as error:  # JSONDecodeError is one
+        raise _not_json(name, str(error)) from None
+    if twice:
+        raise SourceError(
+            f"{escape(name)}: JSON with the same key given twice",
+            problems=[escape(key) for key in twice],
+            hint="which value is meant cannot be told: write the file anew or download it again",
+        )
+    if not isinstance(value, dict):
+        raise _not_json(name, f"expected an object at the top, found {type(value).__name__}")
+    return value
+
+
+def is_unicode(text: str) -> bool:
+    """False for text with a lone surrogate, which JSON escapes can spell and UTF-8 cannot."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _not_json(name: str, reason: str) -> SourceError:
+    return SourceError(f"{escape(name)}: not valid JSON: {escape(reason)}", hint=DOWNLOAD_AGAIN)
+
+
+def _no_duplicates(pairs: list[tuple[str, object]], twice: list[str]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice += [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    return result
+
+
+def _refuse_constant(text: str) -> object:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _parse_int(text: str) -> int | float:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text) if text != "-0" else -0.0  # "-0" is no unsigned integer to other parsers

@@ -1,0 +1,1 @@
+"""Checkpoints as trainers leave them: one module for each format, each opens to a `Checkpoint`."""

@@ -1,0 +1,110 @@
+"""A whole checkpoint in one file of `torch.save`: Lightning's `.ckpt`, a trainer's `{"model": ...}`, a state dict.
+
+Source: lightning 2.6, trainer/connectors/checkpoint_connector.py (dump_checkpoint).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from shardkit.core.text import escape
+from shardkit.errors import ShardkitError, SourceError
+from shardkit.files.strict_json import open_regular, read_exactly
+from shardkit.formats.beside import asset_directories, parent
+from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.rankfiles.files import Gathering
+from shardkit.formats.torchsave.file import TorchFile, open_torch_file
+from shardkit.formats.torchsave.values import DistributedRef, TensorRef
+
+_ZIP = b"PK\x03\x04"
+_FIRST = b"/data.pkl"  # the name of the first entry ends with it
+# The number that a file of before torch 1.6 begins with: torch/serialization.py, MAGIC_NUMBER.
+_BEFORE_ZIP = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
+_HEAD = 256
+_LIGHTNING = "pytorch-lightning_version"
+_AVERAGING, _CURRENT = "averaging_state", "current_model_state"
+
+Roots = dict[str, tuple[str | int, ...]]
+
+
+def is_full_file(path: str) -> bool:
+    """True for a file that begins like one of `torch.save`."""
+    try:
+        with open_regular(path, path) as (fd, size):
+            head = read_exactly(fd, 0, min(size, _HEAD), path)
+    except ShardkitError:
+        return False
+    if head.startswith(_ZIP):
+        return head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(_FIRST)
+    return head[2:].startswith(_BEFORE_ZIP)
+
+
+def open_full_file(path: str) -> Checkpoint:
+    """Open a file with a whole model in it, and whatever else was saved with it.
+
+    Raises:
+        SourceError: damaged, of before torch 1.6, no dict, without tensors, or only a part of a model.
+        ResourceError: the file may not be read.
+    """
+    name = os.path.basename(path)
+    file = open_torch_file(path, name)
+    if not isinstance(file.tree, dict):
+        raise SourceError(
+            f"{escape(name)}: holds no dict at its top, so no state dict either",
+            hint="save model.state_dict(), not the model itself",
+        )
+    is_lightning = _LIGHTNING in file.tree
+    gathering = Gathering(parent(path), lambda path: _is_beside(path, is_lightning=is_lightning))
+    gathering.add(file, file.tree)
+    gathered = gathering.finish()
+    if not gathered.catalog.tensors:
+        raise SourceError(
+            f"{escape(name)}: holds no tensors", hint="save model.state_dict(), not the model itself"
+        )
+    return Checkpoint(
+        path=path,
+        layout="full-file",
+        writer="Lightning (one file)" if is_lightning else "torch.save",
+        catalog=gathered.catalog,
+        select=gathered.select,
+        check=gathered.check,
+        roots=_roots(file.tree, is_lightning=is_lightning),
+        assets=asset_directories(parent(path)),
+        skipped=tuple(_skipped(file.tree, gathered.catalog.objects, gathering.left_out)),
+        notes=tuple(_notes(file)),
+    )
+
+
+def _is_beside(path: tuple[str | int, ...], *, is_lightning: bool) -> bool:
+    """True for what is surely no part of a model: nobody should be kept from it by an 8-bit optimizer's state."""
+    return path[0] != "state_dict" if is_lightning else str(path[0]).startswith("optim")
+
+
+def _skipped(
+    tree: dict[str | int, object], objects: tuple[str, ...], left_out: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    yield from ((name, "not a tensor") for name in map(str, tree) if name in objects)
+    yield from ((name, f"its bytes are not its values: {reason}") for name, reason in left_out.items())
+
+
+def _roots(tree: dict[str | int, object], *, is_lightning: bool) -> Roots:
+    """Return what the layout itself says about where the model is; names tell the rest."""
+    if all(isinstance(value, (TensorRef, DistributedRef)) for value in tree.values()):
+        return {"model": ()}
+    roots: Roots = {}
+    if is_lightning and "state_dict" in tree:
+        roots["model"] = ("state_dict",)
+        if _AVERAGING in tree and _CURRENT in tree:
+            roots["current"] = (_CURRENT,)
+        if "optimizer_states" in tree:
+            roots["optimizer"] = ("optimizer_states",)
+    return roots
+
+
+def _notes(file: TorchFile) -> Iterator[str]:
+    tree = file.tree
+    if isinstance(tree, dict) and _AVERAGING in tree and _CURRENT in tree:
+        yield "the weights are the running average that a WeightAveraging callback keeps, not the current ones"
+    if file.num_dropped:
+        yield f"{file.num_dropped} entries whose keys are neither text nor integers were left out"

@@ -1,0 +1,129 @@
+"""torch_checkpointing: a file of `torch.save` for each item of the checkpoint and each rank.
+
+    metadata.pkl             which items have tensors, how many ranks there were
+    model_0.pt, model_1.pt   DTensors
+    step_0.pt ...            items without tensors: not in metadata.pkl
+
+Source: torch_checkpointing 0.1.1, metadata_serialization.py and checkpoint_layout.py. `metadata.pkl` holds plain
+dicts; it is looked into, not executed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from shardkit.core.text import escape
+from shardkit.errors import ShardkitError, SourceError
+from shardkit.files.links import read_inside
+from shardkit.formats.beside import asset_directories, listing, matching
+from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.rankfiles.files import RankFile, gather_files
+from shardkit.pickles.inert import InertPickle
+from shardkit.pickles.nodes import Opaque
+
+_METADATA = "metadata.pkl"
+_MAX_METADATA = 1 << 25
+_MAX_RANKS = 1 << 17
+_TORCH = "TorchSerialization"
+
+_Tree = dict[str | int, object]
+
+
+def is_torch_checkpointing(path: str) -> bool:
+    """True for a directory whose `metadata.pkl` is torch_checkpointing's."""
+    if _METADATA not in listing(path):
+        return False
+    try:
+        _read_metadata(path)
+    except ShardkitError:
+        return False
+    return True
+
+
+def open_torch_checkpointing(path: str) -> Checkpoint:
+    """Open all items that have tensors. Names of a lone item are its own; of several, they begin with the item's.
+
+    Raises:
+        SourceError: damaged, saved in another serialization, files of ranks are missing or contradict each other.
+        ResourceError: a file may not be read.
+    """
+    items, num_ranks = _read_metadata(path)
+    names = [name for name in items if isinstance(name, str)]
+    files: list[RankFile] = []
+    problems: list[str] = []
+    for name in names:
+        for rank in range(num_ranks):
+            try:
+                found = _file_of(path, name, items[name], rank)
+            except ValueError as error:
+                problems.append(f"item {escape(name)}, rank {rank}: {error}")
+                continue
+            files.append(RankFile(found, (name,) if len(names) > 1 else ()))
+    if problems:
+        raise SourceError(
+            f"{len(problems)} files of {_METADATA} cannot be taken",
+            problems=problems,
+            hint="copy all files of the checkpoint, and save tensors with torch's own serialization",
+        )
+    gathered = gather_files(path, files)
+    is_alone = len(names) == 1
+    known = [name for name in names if name in ("model", "optimizer", "ema")]
+    return Checkpoint(
+        path=path,
+        layout="torch-checkpointing",
+        writer="torch_checkpointing",
+        catalog=gathered.catalog,
+        select=gathered.select,
+        check=gathered.check,
+        roots={name: () if is_alone else (name,) for name in known},
+        assets=asset_directories(path),
+        skipped=tuple(_skipped(path, {file.name for file in files})),
+    )
+
+
+def _read_metadata(path: str) -> tuple[_Tree, int]:
+    """Return the items that have tensors, and the number of ranks.
+
+    Raises:
+        SourceError: not the metadata of torch_checkpointing.
+    """
+    data = read_inside(path, _METADATA, _MAX_METADATA)
+    pickle = InertPickle(
+        data, lambda module, name: Opaque(f"{module}.{name}"), lambda value: Opaque("storage")
+    )
+    tree = pickle.run(_METADATA)
+    items = tree.get("metadata") if isinstance(tree, dict) else None
+    num_ranks = tree.get("world_size") if isinstance(tree, dict) else None
+    if not isinstance(items, dict) or type(num_ranks) is not int or not 0 < num_ranks <= _MAX_RANKS:
+        raise SourceError(f"{_METADATA} is not that of torch_checkpointing")
+    return items, num_ranks
+
+
+def _file_of(path: str, name: str, item: object, rank: int) -> str:
+    """Return the name of a rank's file of an item.
+
+    Raises:
+        ValueError: it is missing, lies elsewhere, or is no file of torch.save.
+    """
+    layouts = item.get("rank_to_layout_info") if isinstance(item, dict) else None
+    layout = layouts.get(rank) if isinstance(layouts, dict) else None
+    found = f"{name}_{rank}.pt"
+    if isinstance(layout, dict):
+        serialization = layout.get("serialization_format")
+        kind = serialization.get("type") if isinstance(serialization, dict) else None
+        if kind != _TORCH:
+            raise ValueError(f"saved with {escape(str(kind))}, not with torch.save")
+        found = str(layout.get("file_path", "")).replace("{rank}", str(rank))
+    directory = os.path.join(os.path.realpath(path), "")
+    if not os.path.realpath(os.path.join(path, found)).startswith(directory):
+        raise ValueError(f"{escape(found)} lies outside of the checkpoint")
+    if not os.path.lexists(os.path.join(path, found)):
+        raise ValueError(f"{escape(found)} is missing")
+    return found
+
+
+def _skipped(path: str, taken: set[str]) -> Iterator[tuple[str, str]]:
+    for name in matching(listing(path), "*_*.pt", "*_*.json"):
+        if name not in taken:
+            yield name, "holds no tensors"

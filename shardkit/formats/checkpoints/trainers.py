@@ -1,0 +1,261 @@
+"""Trainers that save plain DCP: what surrounds it, and what the beginnings of its names mean.
+
+Two tables. `_STRUCTURES`: the checkpoint is a directory below the one that people name, with the trainer's own
+files beside it. `_HEADS`: the directory is DCP itself, and the first steps of its names tell who wrote it.
+Tensor names are left as they are; where they differ from the Hub's, that is for key rules to settle.
+
+Source: docs and savers of mini_trainer 0.9, OLMo-core 2.3, NeMo Automodel 0.7, NeMo-RL 0.4, prime-rl 0.3,
+verl 0.9, SkyRL, VeOmni, fms-fsdp, Composer 0.30, AReaL, torchtitan 0.3, torchtune 0.6; torch's AppState recipe.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from shardkit.core.text import escape
+from shardkit.errors import ShardkitError
+from shardkit.files.links import locate
+from shardkit.files.strict_json import open_regular, read_exactly
+from shardkit.formats.beside import (
+    asset_directories,
+    has_any,
+    inner,
+    listing,
+    matching,
+    own_name,
+    parent,
+)
+from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.heads import heads_of
+
+Roots = Mapping[str, tuple[str | int, ...]]
+
+_WEIGHTS = (
+    ".metadata",
+    "__*.metadata",
+    "shard-*-model-*-of-*.safetensors",
+    "model_world_size_*_rank_*.pt",
+    "sharded",
+)
+_OPTIMIZERS = ("optim", "optimizer", "optimizers", "optimizer_state")
+_NOT_SHOWN = (".*", "*.md", "config.json", "*token*", "*.jinja", "huggingface", "hf", "*.yaml", "*.log")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """A directory that a trainer puts around a checkpoint."""
+
+    layout: str | None
+    """Stable identifier; None where it is that of what lies inside."""
+    writer: str | None
+    """For people; None where only what lies inside can tell."""
+    weights: tuple[str, ...]
+    """Where the checkpoint may lie in it, best first."""
+    beside: tuple[str, ...] = ()
+    """Patterns of which one must match a name beside it; any will do where there are none."""
+    roots: Roots = field(default_factory=dict)
+    """As in `Checkpoint`, where the trainer's own code fixes them."""
+    assets: tuple[str, ...] = (".",)
+    """Where config and tokenizer may lie in it."""
+    last: str | None = None
+    """The file that the trainer writes when everything else is there."""
+
+
+class Found(NamedTuple):
+    """A structure, recognised."""
+
+    structure: Structure
+    weights: str
+    """The directory of the checkpoint in it."""
+
+
+_STRUCTURES = (
+    Structure(
+        layout="verl-megatron",
+        writer="verl (Megatron)",
+        weights=("model/dist_ckpt", "dist_ckpt", "actor/model/dist_ckpt", "actor/dist_ckpt"),
+        assets=("model/huggingface", "huggingface", "actor/model/huggingface", "actor/huggingface"),
+    ),
+    Structure(
+        layout="mini-trainer",
+        writer="mini_trainer",
+        weights=("distributed",),
+        beside=("training_state.pt", "optimizer_rank_*.pt", "rng_state_rank_*.pt"),
+        roots={"model": ("model",)},
+        last="training_state.pt",
+    ),
+    Structure(
+        layout="olmo-core",
+        writer="OLMo-core",
+        weights=("model_and_optim",),
+        roots={"model": ("model",), "optimizer": ("optim",)},
+        last=".metadata.json",
+    ),
+    Structure(
+        layout="nemo-rl",
+        writer="NeMo-RL",
+        weights=("policy/weights/model", "policy/weights"),
+        assets=("policy/tokenizer", "policy"),
+    ),
+    Structure(layout="skyrl", writer="SkyRL", weights=("policy",), assets=("policy/huggingface",)),
+    Structure(
+        layout="prime-rl",
+        writer="prime-rl",
+        weights=("trainer",),
+        roots={"model": ("app", "model"), "optimizer": ("app", "optimizers")},
+    ),
+    Structure(
+        layout="nemo",
+        writer="NeMo 2.0",
+        weights=("weights",),
+        beside=("context",),
+        assets=("context", "context/nemo_tokenizer"),
+    ),
+    Structure(
+        layout="nemo-automodel",
+        writer="NeMo Automodel",
+        weights=("model",),
+        beside=("optim", "step_scheduler*", "losses.json"),
+        assets=("model/.hf_metadata", "model", "."),
+    ),
+    # No trainer in particular: the model's part of a checkpoint in a directory of its own.
+    Structure(layout=None, writer=None, weights=("model", "weights", "distcp", "dcp", "fsdp")),
+)
+
+
+class _Heads(NamedTuple):
+    """Names that begin like a trainer's."""
+
+    writer: str
+    model: tuple[str, ...] | None
+    """The root that must be there, and is the model's; None where the model's names stand at the top."""
+    optimizers: tuple[tuple[str, ...], ...]
+    """Where its optimizer state may be."""
+    mark: str | None = None
+    """A pattern that must match a name beside `.metadata`."""
+    also: tuple[str, ...] | None = None
+    """Another beginning that must be there."""
+
+
+_HEADS = (
+    _Heads("fms-fsdp", ("model_state",), (("optimizer_state",),)),
+    _Heads("VeOmni", ("model",), (("optimizer",),), mark="extra_state"),
+    _Heads("Composer", ("state", "model"), (("state", "optimizers"),)),
+    _Heads("AReaL", ("dcp", "model"), (("dcp", "optimizer"), ("dcp", "optim"))),
+    _Heads("prime-rl", ("app", "model"), (("app", "optimizers"),), also=("app", "progress")),
+    _Heads("prime-rl", ("app", "model"), (("app", "optimizers"),), also=("app", "optimizers")),
+    _Heads("torch's AppState recipe", ("app", "model"), (("app", "optim"), ("app", "optimizer"))),
+    _Heads("torchtitan", None, (("optimizer",),), also=("train_state",)),
+    _Heads("torchtitan", None, (("optimizer",),), also=("tok_embeddings.weight",)),
+)
+
+
+def find_structure(path: str) -> Found | None:
+    """Return the structure that a directory has, from the names in it; None where it is no such directory."""
+    names = listing(path)
+    if has_any(names, ".metadata", "__*.metadata"):
+        return None
+    for structure in _STRUCTURES:
+        if structure.beside and not has_any(names, *structure.beside):
+            continue
+        for below in structure.weights:
+            found = inner(path, below) if below.partition("/")[0] in names else None
+            if found is not None and has_any(listing(found), *_WEIGHTS):
+                return Found(structure, found)
+    return None
+
+
+def inside(checkpoint: Checkpoint, found: Found, path: str) -> Checkpoint:
+    """Return the checkpoint inside a structure as that of the whole directory.
+
+    Args:
+        checkpoint: `found.weights`, opened.
+        path: the directory that has the structure.
+    """
+    structure = found.structure
+    places = [inner(path, below) if below != "." else path for below in structure.assets]
+    return replace(
+        checkpoint,
+        path=path,
+        layout=structure.layout or checkpoint.layout,
+        writer=structure.writer or checkpoint.writer,
+        roots={**checkpoint.roots, **_present(structure.roots, checkpoint)},
+        assets=tuple(dict.fromkeys((*asset_directories(*places), *checkpoint.assets))),
+        skipped=(*checkpoint.skipped, *_beside(path, found)),
+        notes=(*checkpoint.notes, *_unfinished(path, structure)),
+    )
+
+
+def _lists_files(directory: str) -> bool:
+    """True for a manifest that was made of somebody else's files; what it is stands in its second line or third."""
+    try:
+        with open_regular(locate(directory, "shardkit.json"), "shardkit.json") as (fd, size):
+            head = read_exactly(fd, 0, min(size, 64), "shardkit.json")
+    except ShardkitError:  # that it cannot be read is told by whoever needs it
+        return False
+    return b'"kind": "files"' in head
+
+
+def recognise(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a DCP directory with what its names, and the files beside it, tell of its writer."""
+    path = checkpoint.path
+    directory = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
+    names = listing(directory)
+    assets = asset_directories(directory, inner(directory, "huggingface"), inner(directory, "hf"))
+    heads = heads_of(checkpoint.catalog, 2)
+    tops = {head[0] for head in heads}
+    notes = (*checkpoint.notes, *_only_optimizer(tops, directory))
+    checkpoint = replace(checkpoint, assets=tuple(dict.fromkeys((*assets, *checkpoint.assets))), notes=notes)
+    if "shardkit.json" in names and not _lists_files(directory):
+        return replace(checkpoint, writer="shardkit")
+    for rule in _HEADS:
+        if rule.mark is not None and not has_any(names, rule.mark):
+            continue
+        if all(head is None or _begins(head, heads, tops) for head in (rule.model, rule.also)):
+            optimizer = next((head for head in rule.optimizers if _begins(head, heads, tops)), None)
+            known: dict[str, tuple[str, ...] | None] = {"model": rule.model, "optimizer": optimizer}
+            roots = {kind: head for kind, head in known.items() if head is not None}
+            return replace(checkpoint, writer=rule.writer, roots={**checkpoint.roots, **roots})
+    if any(name.endswith(".sa_norm.scale") for name in checkpoint.catalog.tensors):
+        return replace(checkpoint, writer="torchtune")
+    return checkpoint
+
+
+def _begins(head: tuple[str, ...], heads: Iterable[tuple[str | int, ...]], tops: set[str | int]) -> bool:
+    if len(head) == 2:
+        return head in heads
+    return head[0] in tops or ("." in head[0] and tuple(head[0].split(".")) in heads)
+
+
+def _present(roots: Roots, checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
+    """Return the roots that some name really has."""
+    found = {}
+    for kind, root in roots.items():
+        if root in heads_of(checkpoint.catalog, len(root)):
+            found[kind] = root
+    return found
+
+
+def _only_optimizer(tops: set[str | int], directory: str) -> Iterator[str]:
+    kinds = {str(top).rpartition("_")[0] if str(top)[-1:].isdigit() else str(top) for top in tops}
+    if not kinds or not kinds <= set(_OPTIMIZERS):
+        return
+    siblings = matching(listing(parent(directory)) - {own_name(directory)}, "model", "pytorch_model_fsdp_*")
+    where = f"; the model's is {escape(siblings[0])}, beside it" if siblings else ""
+    yield f"this is the state of an optimizer{where}"
+
+
+def _beside(path: str, found: Found) -> Iterator[tuple[str, str]]:
+    """Yield what lies beside the weights and was not read."""
+    taken = os.path.relpath(found.weights, path).split(os.sep)[0]
+    names = listing(path)
+    for name in sorted(names - {taken} - set(matching(names, *_NOT_SHOWN))):
+        yield name, "optimizer state" if name.startswith("optim") else "not a part of the weights"
+
+
+def _unfinished(path: str, structure: Structure) -> Iterator[str]:
+    if structure.last is not None and structure.last not in listing(path):
+        yield f"{structure.last} is missing, which {structure.writer} writes last: the save may not have finished"

@@ -1,0 +1,159 @@
+"""verl with FSDP: a file of `torch.save` for each rank, with what a Hub model needs beside them.
+
+    global_step_100/
+        actor/                                   (and critic/)
+            model_world_size_8_rank_0.pt ...     DTensors (FSDP2, or FSDP1 with a mesh) or ShardedTensors
+            optim_world_size_8_rank_0.pt ...
+            fsdp_config.json                     FSDP_version, world_size (verl 0.5 and later)
+            huggingface/                         config, tokenizer; the model too where that was asked for
+
+Source: verl 0.9, utils/checkpoint/fsdp_checkpoint_manager.py and model_merger/fsdp_model_merger.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+from shardkit.core.text import escape
+from shardkit.errors import SourceError
+from shardkit.files.links import read_inside
+from shardkit.files.strict_json import parse_object
+from shardkit.formats.beside import asset_directories, inner, listing
+from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.optimizer.entries import OptimizerState, Unmapped
+from shardkit.formats.optimizer.numbered import parameters_of
+from shardkit.formats.rankfiles.files import Gathered, RankFile, gather_files, missing_ranks
+from shardkit.formats.rankfiles.optimizer import open_optimizer_files
+
+_MODEL = re.compile(r"model_world_size_([1-9]\d{0,5})_rank_(0|[1-9]\d{0,5})\.pt")
+_OTHER_STATE = re.compile(r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt")
+_ROLES = ("actor", "critic")
+_CONFIG, _LORA = "fsdp_config.json", "lora_train_meta.json"
+_MAX_CONFIG = 1 << 16
+
+
+class _Home(NamedTuple):
+    """The directory with the ranks' files."""
+
+    path: str
+    role: str | None
+    """Its name below the path that was given, None where it is that path."""
+
+
+def is_verl(path: str) -> bool:
+    """True for a directory with `model_world_size_W_rank_R.pt` in it, or in its `actor/` or `critic/`."""
+    return _find_home(path) is not None
+
+
+def open_verl(path: str) -> Checkpoint:
+    """Open the model of a verl checkpoint; of actor and critic the actor. Optimizer and RNG are skipped.
+
+    Raises:
+        SourceError: files of ranks are missing, damaged or contradict each other.
+        ResourceError: a file may not be read.
+    """
+    home = _find_home(path)
+    if home is None:
+        raise SourceError(f"{escape(path)} holds no model_world_size_W_rank_R.pt")
+    config = _read_config(home.path, _CONFIG)
+    files = _choose_files(home.path, config.get("world_size"))
+    gathered = gather_files(home.path, [RankFile(name) for name in files])
+    states = _optimizer_files(home.path, files)
+    version = config.get("FSDP_version")
+    return Checkpoint(
+        path=path,
+        layout="verl",
+        writer=f"verl (FSDP{version if version in (1, 2) else ''})",
+        catalog=gathered.catalog,
+        select=gathered.select,
+        check=gathered.check,
+        roots={"model": ()},
+        optimizer=partial(_open_optimizer, home.path, states, gathered) if states else None,
+        assets=asset_directories(inner(home.path, "huggingface"), home.path, inner(path, "huggingface")),
+        skipped=tuple(_skipped(path, home, files)),
+        notes=tuple(_notes(path, home)),
+    )
+
+
+def _find_home(path: str) -> _Home | None:
+    if any(map(_MODEL.fullmatch, listing(path))):
+        return _Home(path, None)
+    for role in _ROLES:
+        found = inner(path, role)
+        if found is not None and any(map(_MODEL.fullmatch, listing(found))):
+            return _Home(found, role)
+    return None
+
+
+def _read_config(directory: str, name: str) -> dict[str, object]:
+    """Return a JSON file of the directory, {} where there is none."""
+    if name not in listing(directory):
+        return {}
+    return parse_object(read_inside(directory, name, _MAX_CONFIG), name)
+
+
+def _choose_files(directory: str, world_size: object) -> list[str]:
+    """Return the model's files in the order of the ranks.
+
+    Args:
+        world_size: what `fsdp_config.json` says, None where it does not.
+
+    Raises:
+        SourceError: some are missing, or there are complete ones of several world sizes.
+    """
+    by_size: dict[int, set[int]] = {}
+    for match in filter(None, map(_MODEL.fullmatch, listing(directory))):
+        by_size.setdefault(int(match[1]), set()).add(int(match[2]))
+    sizes = sorted(by_size)
+    if type(world_size) is int and world_size in by_size:
+        sizes = [world_size]
+    elif len(sizes) > 1:  # of two runs into one directory; leftovers of one of them may be all there is
+        sizes = [size for size in sizes if by_size[size] >= set(range(size))] or sizes[-1:]
+    if len(sizes) > 1:
+        raise SourceError(
+            f"{escape(directory)} holds models saved by {' and by '.join(map(str, sizes))} ranks",
+            hint="move the files of all but one into another directory",
+        )
+    size = sizes[0]
+    pattern = f"model_world_size_{size}_rank_{{}}.pt"
+    missing_ranks(pattern, by_size[size], size)
+    return [pattern.format(rank) for rank in range(size)]
+
+
+def _optimizer_files(directory: str, files: list[str]) -> list[str]:
+    """Return the names that the optimizer's files of the same save have; none where none is there."""
+    names = ["optim" + name.removeprefix("model") for name in files]
+    return names if listing(directory) & set(names) else []
+
+
+def _open_optimizer(directory: str, names: list[str], model: Gathered) -> OptimizerState | Unmapped:
+    there = listing(directory)
+    ranks = {rank for rank, name in enumerate(names) if name in there}
+    missing_ranks(names[0].replace("_rank_0.", "_rank_{}."), ranks, len(names))
+    return open_optimizer_files(directory, names, parameters_of(model.catalog, model.plain, model.contents))
+
+
+def _skipped(path: str, home: _Home, taken: list[str]) -> Iterator[tuple[str, str]]:
+    for name in sorted(listing(home.path)):
+        state = _OTHER_STATE.fullmatch(name)
+        if state is not None:
+            yield name, "optimizer state" if state[1] == "optim" else "schedulers and random states"
+        elif _MODEL.fullmatch(name) and name not in taken:
+            yield name, "of a save with another number of ranks"
+        elif name == "lora_adapter":
+            yield name, "the adapter that the checkpoint's tensors hold too"
+    for role in _ROLES:
+        if home.role is not None and role != home.role and inner(path, role) is not None:
+            yield role, "another model"
+
+
+def _notes(path: str, home: _Home) -> Iterator[str]:
+    if home.role == "actor" and inner(path, "critic") is not None:
+        yield "the actor was taken; give the directory critic to take the critic"
+    lora = _read_config(home.path, _LORA)
+    if lora:
+        facts = ", ".join(f"{key}={value}" for key, value in lora.items())
+        yield f"trained with LoRA: {escape(facts)} ({_LORA})"

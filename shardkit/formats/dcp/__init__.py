@@ -1,0 +1,1 @@
+"""torch's distributed checkpoints: `.metadata` and `.distcp` files, read and written."""

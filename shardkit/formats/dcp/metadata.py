@@ -1,0 +1,316 @@
+"""`.metadata` of a DCP directory, parsed: tensors with their chunks and places, objects, planner paths.
+
+This is about the file alone, whatever lies beside it: every chunk has a place, every name is known once.
+What the places point at is checked where the directory is opened (`formats.dcp`).
+
+Source: torch 2.2 to 2.13, torch/distributed/checkpoint/metadata.py, filesystem.py, _nested_dict.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from shardkit.core.catalog import ChunkTable, TensorEntry
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region
+from shardkit.core.text import escape
+from shardkit.errors import SourceError
+from shardkit.formats.dcp.columns import MIN_COLUMNS, MIN_TOTAL, match_columns, rows_by_id
+from shardkit.formats.dcp.runs import StorageTable
+from shardkit.formats.dcp.vocabulary import (
+    RECORDS,
+    Metadata,
+    Object,
+    Tensor,
+    metadata_vocabulary,
+)
+from shardkit.pickles.interpreter import parse_in_columns
+
+Path = tuple[str | int, ...]
+
+_VERSIONS = (None, "1.0.0")  # torch 2.13: metadata.CURRENT_DCP_VERSION
+_MAX_INDEX = 1 << 24  # list index in a planner path: torch extends a list up to it
+_MAX_PATH = 64  # steps of a planner path
+_MAX_SHARED = 4  # names of one description whose chunks need not have a place
+_MAX_ELEMENTS = 1 << 62
+_NO_ROWS = array("i")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one entry's bytes lie."""
+
+    file: int
+    """Index into `DcpMetadata.files`."""
+    start: int
+    """First byte."""
+    nbytes: int
+    """Length in bytes."""
+    transforms: tuple[str, ...] = ()
+    """The extensions that they were put through, e.g. ("stream.zstd/1",)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DcpMetadata:
+    """What a `.metadata` says."""
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    """By name, in the order of the file."""
+    chunks: ChunkTable = field(default_factory=ChunkTable)
+    """Regions and places, in file `files[chunks.file[row]]`."""
+    transforms: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """By chunk, where the record was put through extensions, e.g. ("stream.zstd/1",)."""
+    files: tuple[str, ...] = ()
+    """relative_path values, as they stand."""
+    objects: dict[str, Place | None] = field(default_factory=dict)
+    """Entries that are not tensors, and their place if they have one."""
+    paths: dict[str, Path] | None = None
+    """planner_data: the path of each name in the state dict that was saved; None where there is none."""
+    orphans: tuple[str, ...] = ()
+    """Names of storage entries that belong to no tensor or object."""
+    where: str = ".metadata"
+    """What to call it in messages, escaped."""
+    encoding: str = "torch-record"
+    """What the extents of the chunks are, as `Catalog.encoding` says it."""
+
+
+def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
+    """Parse a `.metadata`.
+
+    Args:
+        data: the whole file.
+        where: what to call it in messages, escaped.
+
+    Raises:
+        SourceError: damaged, hostile, from another tool, or contradicting itself; names the tensors.
+    """
+    top = parse_in_columns(data, metadata_vocabulary, where)
+    if not isinstance(top, Metadata):
+        raise SourceError(f"{where} holds {type(top).__name__}, not the Metadata of a checkpoint")
+    return join_fields(top.fields, where)
+
+
+def join_fields(fields: Mapping[str, object], where: str) -> DcpMetadata:
+    """Return what the fields of a parsed `Metadata` say, put together.
+
+    Args:
+        fields: by name; `state_dict_metadata` and `storage_data` at least.
+        where: what to call the file in messages, escaped.
+
+    Raises:
+        SourceError: fields of other types, or contradicting each other; names the tensors.
+    """
+    entries, storage = _main_fields(fields, where)
+    _check_number(entries, storage, where)
+    result = DcpMetadata(files=tuple(storage.paths), where=where)
+    problems: list[str] = []
+    unused = _join(result, entries, storage, problems)
+    result.paths = _planner_paths(fields.get("planner_data"), where, problems)
+    result.orphans = tuple(unused)
+    if problems:
+        raise SourceError(
+            f"{where} contradicts itself in {len(problems)} places",
+            problems=problems,
+            hint="the checkpoint is damaged or was put together by hand: use another copy",
+        )
+    return result
+
+
+def _check_number(entries: Mapping[str, object], storage: StorageTable, where: str) -> None:
+    """Refuse names that share a description so often that their chunks outnumber by far what a file can say.
+
+    Tied names may share one; each of their chunks still has a place of its own, but for those without elements.
+    """
+    tensors = [entry for entry in entries.values() if isinstance(entry, Tensor)]
+    num_chunks = sum(tensor.num_chunks for tensor in tensors)
+    num_described = sum({id(tensor): tensor.num_chunks for tensor in tensors}.values())
+    if num_chunks > _MAX_SHARED * num_described + len(storage):
+        raise SourceError(
+            f"{where} lists {num_chunks} chunks of {len(tensors)} tensors and places {len(storage)}",
+            hint="the checkpoint is damaged or was put together by hand: use another copy",
+        )
+
+
+def _main_fields(fields: Mapping[str, object], where: str) -> tuple[dict[str, object], StorageTable]:
+    version, entries, storage = (
+        fields.get(name) for name in ("version", "state_dict_metadata", "storage_data")
+    )
+    if version is not None and (type(version) is not str or version not in _VERSIONS):
+        shown = escape(version) if type(version) is str else type(version).__name__
+        raise SourceError(
+            f"{where} has version {shown!r}; known is 1.0.0", hint="a newer shardkit may be able to read it"
+        )
+    if type(entries) is not dict or RECORDS in entries:
+        raise SourceError(f"{where}: state_dict_metadata is not a dict of names")
+    if type(storage) is not dict or (storage and list(storage) != [RECORDS]):
+        raise SourceError(f"{where}: storage_data is not a dict of MetadataIndex")
+    table = storage.get(RECORDS, StorageTable())
+    if not isinstance(table, StorageTable):
+        raise SourceError(f"{where}: storage_data does not hold places")
+    return entries, table
+
+
+def _join(
+    result: DcpMetadata, entries: dict[str, object], storage: StorageTable, problems: list[str]
+) -> Iterator[str]:
+    """Give every entry its place, in the order of the file; return the names left over."""
+    rows = _rows_by_name(storage)
+    used = 0
+    for fqn, entry in entries.items():
+        if isinstance(entry, Tensor):
+            used += _add_tensor(result, fqn, entry, storage, rows.get(fqn, _NO_ROWS), problems)
+        elif isinstance(entry, Object):
+            used += _add_object(result, fqn, storage, rows.get(fqn, _NO_ROWS), problems)
+        else:
+            problems.append(f"{escape(fqn)}: neither a tensor nor an object")
+    if used == len(storage):
+        return iter(())
+    return (fqn for fqn in rows if not _is_whole(result, fqn, len(rows[fqn])))
+
+
+def _is_whole(result: DcpMetadata, fqn: str, num_rows: int) -> bool:
+    entry = result.tensors.get(fqn)
+    return fqn in result.objects if entry is None else entry.num_chunks >= num_rows
+
+
+def _rows_by_name(storage: StorageTable) -> dict[str, array[int]]:
+    """Rows of the storage table for each name."""
+    rows: dict[str, array[int]] = {}
+    if len(storage) >= MIN_TOTAL:
+        order, counts = rows_by_id(storage.name_ids, len(storage.fqns))
+    else:
+        order = array("i", sorted(range(len(storage)), key=storage.name_ids.__getitem__))
+        by_id = Counter(storage.name_ids)
+        counts = [by_id[name_id] for name_id in range(len(storage.fqns))]
+    start = 0
+    for fqn, count in zip(storage.fqns, counts, strict=True):
+        rows[fqn] = order[start : start + count]
+        start += count
+    return rows
+
+
+def _add_object(
+    result: DcpMetadata, fqn: str, storage: StorageTable, rows: array[int], problems: list[str]
+) -> int:
+    if any(storage.num_dims[row] >= 0 for row in rows) or len(rows) > 1:
+        problems.append(
+            f"{escape(fqn)}: an object, but storage_data places chunks of a tensor under its name"
+        )
+        return len(rows)
+    place = None
+    for row in rows:
+        place = Place(
+            file=storage.path_ids[row],
+            start=storage.offsets[row],
+            nbytes=storage.lengths[row],
+            transforms=storage.transforms.get(row, ()),
+        )
+    result.objects[fqn] = place
+    return len(rows)
+
+
+def _add_tensor(
+    result: DcpMetadata,
+    fqn: str,
+    tensor: Tensor,
+    storage: StorageTable,
+    rows: array[int],
+    problems: list[str],
+) -> int:
+    """Append a tensor's chunks to the table; return how many storage entries they took."""
+    first = len(result.chunks)
+    problem = _shape_problem(tensor)
+    is_many = len(storage) >= MIN_TOTAL and tensor.num_chunks >= MIN_COLUMNS
+    if is_many and problem is None and tensor.dtype is not None:
+        columns = match_columns(tensor, storage, rows)
+        if columns is not None:
+            result.chunks.extend_columns(*columns)
+            return _enter(result, fqn, tensor, tensor.dtype, first)
+    places = {storage.corner(row): row for row in rows}
+    if problem is None and len(places) != len(rows):
+        problem = "storage_data places one of its chunks twice"
+    if problem is not None or tensor.dtype is None:
+        problems.append(f"{escape(fqn)}: {problem}")
+        return len(rows)
+    append, seen = result.chunks.append, set[bytes]()
+    for region, corner in _regions(tensor):
+        if corner in seen:
+            if region.num_elements:
+                problems.append(f"{escape(fqn)}: chunk at {list(region.offsets)} is listed twice")
+            continue
+        seen.add(corner)
+        row = places.get(corner)
+        if row is None:
+            problems.append(f"{escape(fqn)}: chunk at {list(region.offsets)} has no place in storage_data")
+            continue
+        chunk = append(storage.path_ids[row], storage.offsets[row], storage.lengths[row], region)
+        if row in storage.transforms:
+            result.transforms[chunk] = storage.transforms[row]
+    return _enter(result, fqn, tensor, tensor.dtype, first)
+
+
+def _enter(result: DcpMetadata, fqn: str, tensor: Tensor, dtype: DType, first: int) -> int:
+    """Name the chunks from row `first` on; return how many they are."""
+    num_chunks = len(result.chunks) - first
+    result.tensors[fqn] = TensorEntry(
+        fqn=fqn, dtype=dtype, shape=tensor.shape, first_chunk=first, num_chunks=num_chunks
+    )
+    return num_chunks
+
+
+def _shape_problem(tensor: Tensor) -> str | None:
+    if tensor.problem is not None or tensor.dtype is None:
+        return tensor.problem or "a tensor without its fields"
+    num_elements = 1
+    for size in tensor.shape:
+        num_elements *= max(size, 1)
+        if num_elements * tensor.dtype.itemsize > _MAX_ELEMENTS:
+            return f"impossible shape {list(tensor.shape)}"
+    return None if tensor.num_chunks else "has no chunks: its values are nowhere"
+
+
+def _regions(tensor: Tensor) -> Iterator[tuple[Region, bytes]]:
+    """Yield each chunk's region, and its offsets as `Index.corner` spells them."""
+    num_dims, step, itemsize = len(tensor.shape), 2 * len(tensor.shape), tensor.boxes.itemsize
+    if num_dims == 0:
+        for _ in range(tensor.num_chunks):
+            yield Region((), ()), b""
+        return
+    values, raw = tensor.boxes.tolist(), tensor.boxes.tobytes()
+    for at in range(0, len(values), step):
+        middle = at + num_dims
+        region = Region(tuple(values[at:middle]), tuple(values[middle : at + step]))
+        yield region, raw[at * itemsize : middle * itemsize]
+
+
+def _planner_paths(value: object, where: str, problems: list[str]) -> dict[str, Path] | None:
+    """Check planner_data: a dict from names to paths, no two of them equal."""
+    if value is None:
+        return None
+    if type(value) is not dict or RECORDS in value:
+        raise SourceError(f"{where}: planner_data is not a dict of names")
+    owners: dict[Path, str] = {}
+    for fqn, path in value.items():
+        problem = _path_problem(path)
+        if problem is None and path in owners:
+            problem = f"planner_data gives it the same path as {escape(owners[path])}"
+        if problem is not None:
+            problems.append(f"{escape(fqn)}: {problem}")
+            continue
+        owners[path] = fqn
+    return value
+
+
+def _path_problem(path: object) -> str | None:
+    if type(path) is not tuple or not path or len(path) > _MAX_PATH:
+        return f"its path in planner_data is not a tuple of 1 to {_MAX_PATH} steps"
+    for step in path:
+        if type(step) is int:
+            if not 0 <= step < _MAX_INDEX:
+                return f"its path in planner_data has the list index {step}"
+        elif type(step) is not str:
+            return f"its path in planner_data has a step of type {type(step).__name__}"
+    return None

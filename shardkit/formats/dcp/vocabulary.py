@@ -1,0 +1,375 @@
+"""The classes that a DCP `.metadata` may name, as inert records for `pickle_vm`.
+
+Chunks go into columns as soon as their tensor is complete, and storage entries as soon as they are read,
+so that a million of them are never alive as objects at once.
+
+Source: torch 2.2 to 2.15, torch/distributed/checkpoint/{metadata,filesystem,planner}.py; Megatron-Core
+0.16, which adds fields of its own to `Metadata`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.regions import Shape
+from shardkit.core.text import escape
+from shardkit.formats.dcp.runs import (
+    INDEX_FIELDS,
+    STORAGE_FIELDS,
+    ChunkRun,
+    IndexRun,
+    StorageInfoRun,
+    StorageTable,
+    chunk_run,
+    storage_run,
+)
+from shardkit.pickles.columns import RunKind
+from shardkit.pickles.interpreter import Global, Record, Refusal, Vocabulary
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # TensorProperties up to torch 2.2
+
+MAX_BYTES = 1 << 30  # a million chunks take 138 MB
+_MAX_DIMS = 64  # torch's own limit
+_MAX_INT = (1 << 63) - 1
+_MAX_TRANSFORMS = 16
+_PROPERTIES_LENGTHS = (5, 6)  # fields of TensorProperties
+_MIN_CHUNK_BYTES = 8  # a chunk's storage entry takes more than this many bytes of pickle
+
+_TENSOR_FIELDS = frozenset({"properties", "size", "chunks"})
+_METADATA_FIELDS = frozenset(
+    {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
+    | {"mcore_data", "all_local_plans"}  # Megatron-Core's
+)
+
+RECORDS = object()
+"""The key under which a dict of records (`storage_data`) holds its table."""
+
+
+class Size(tuple[int, ...]):
+    """A `torch.Size`: checked to hold at most 64 integers from 0 to 2^63 - 1."""
+
+    __slots__ = ()
+
+
+class Chunk(Record):
+    """`ChunkStorageMetadata`: a region, in elements."""
+
+    __slots__ = ("offsets", "sizes")
+    offsets: Size
+    sizes: Size
+
+    def build(self, state: object) -> None:
+        if type(state) is not dict or len(state) != 2:
+            raise Refusal("ChunkStorageMetadata has other fields than offsets and sizes")
+        self.offsets, self.sizes = _size(state["offsets"]), _size(state["sizes"])
+
+
+class Index(Record):
+    """`MetadataIndex`: whose bytes a storage entry holds. Its third field, `index`, is only a hint."""
+
+    __slots__ = ("corner", "fqn")
+    fqn: str
+    corner: bytes | None
+    """The chunk's offsets as native 64-bit integers, None for an object. Python hashes bytes with a random
+    key, so no file can make these collide in a dict; integers it could."""
+
+    def build(self, state: object) -> None:
+        fields = checked_fields(state, "MetadataIndex", INDEX_FIELDS)
+        if type(fields["fqn"]) is not str:
+            raise Refusal("MetadataIndex.fqn is not text")
+        self.fqn, offset = fields["fqn"], fields.get("offset")  # torch leaves out None
+        self.corner = None if offset is None else array("q", _size(offset)).tobytes()
+
+
+class StorageInfo(Record):
+    """`_StorageInfo`: a file of the directory and a byte range in it."""
+
+    __slots__ = ("length", "offset", "path", "transforms")
+    path: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...]
+
+    def build(self, state: object) -> None:
+        fields = checked_fields(state, "_StorageInfo", STORAGE_FIELDS)
+        self.path, self.offset, self.length = fields["relative_path"], fields["offset"], fields["length"]
+        if type(self.path) is not str or type(self.offset) is not int or type(self.length) is not int:
+            raise Refusal("_StorageInfo: relative_path is not text, or offset or length is not an integer")
+        if not -_MAX_INT <= self.offset <= _MAX_INT or not -_MAX_INT <= self.length <= _MAX_INT:
+            raise Refusal("_StorageInfo: offset or length is beyond 64 bits")
+        transforms = fields.get("transform_descriptors")
+        if transforms is None:
+            self.transforms = ()
+            return
+        # torch leaves out an empty one; a list that is empty here could be filled later in the pickle.
+        if type(transforms) not in (list, tuple) or not 0 < len(transforms) <= _MAX_TRANSFORMS:
+            raise Refusal("_StorageInfo: transform_descriptors is not a short list")
+        if any(type(name) is not str for name in transforms):
+            raise Refusal("_StorageInfo: a transform descriptor is not text")
+        self.transforms = tuple(transforms)
+
+
+class Properties(Record):
+    """`TensorProperties`: of its five fields, and of the sixth that torch 2.15 adds, only the dtype matters.
+
+    `strides` are those of the tensor that the first rank had in its hands: for a sharded tensor, of its part. torch
+    reads them nowhere. How the bytes of a chunk lie is told by its record.
+    """
+
+    __slots__ = ("dtype",)
+    dtype: DType
+
+    def build(self, state: object) -> None:
+        if type(state) is not tuple or not state or type(state[0]) is not DType:
+            raise Refusal("TensorProperties does not begin with a dtype")
+        if len(state) not in _PROPERTIES_LENGTHS:
+            raise Refusal(
+                f"TensorProperties has {len(state)} fields; known are the 5 up to torch 2.14 and the 6 of 2.15"
+            )
+        if state[1] is not _STRIDED:
+            raise Refusal("a tensor that is not strided")
+        if len(state) > 5 and not _are_strides(state[5]):
+            raise Refusal(
+                "TensorProperties.strides is neither None nor a tuple of at most 64 integers from 0 on"
+            )
+        self.dtype = state[0]
+
+
+class Tensor(Record):
+    """`TensorStorageMetadata`: dtype, shape, and the regions of its chunks in one column."""
+
+    __slots__ = ("boxes", "dtype", "num_chunks", "problem", "shape")
+
+    def __init__(self) -> None:
+        self.dtype: DType | None = None
+        self.shape: Shape = ()
+        self.num_chunks = 0
+        self.boxes = array("q")
+        """For each chunk its offsets, then its sizes."""
+        self.problem: str | None = None
+        """Why the chunks cannot be used; said once the tensor's name is known."""
+
+    def build(self, state: object) -> None:
+        fields = checked_fields(state, "TensorStorageMetadata", _TENSOR_FIELDS)
+        properties, chunks = fields["properties"], fields["chunks"]
+        if type(properties) is not Properties or type(chunks) is not list:
+            raise Refusal("TensorStorageMetadata: properties or chunks are of another type")
+        self.dtype, self.shape = properties.dtype, tuple(_size(fields["size"]))
+        self.num_chunks = count_chunks(chunks)
+        extend, num_dims = self.boxes.extend, len(self.shape)
+        for chunk in chunks:
+            if type(chunk) is ChunkRun:
+                if chunk.num_dims != num_dims:
+                    self.problem = f"a chunk has {chunk.num_dims} dims, the tensor has {num_dims}"
+                    return
+                self.boxes.frombytes(chunk.boxes)
+                continue
+            if type(chunk) is not Chunk:
+                raise Refusal("TensorStorageMetadata: a chunk is of another type")
+            if len(chunk.offsets) != num_dims or len(chunk.sizes) != num_dims:
+                self.problem = f"a chunk has {len(chunk.offsets)} dims, the tensor has {num_dims}"
+                return
+            extend(chunk.offsets)
+            extend(chunk.sizes)
+
+
+class Object(Record):
+    """`BytesStorageMetadata`: an entry that is not a tensor."""
+
+    __slots__ = ()
+
+    def build(self, state: object) -> None:
+        checked_fields(state, "BytesStorageMetadata", frozenset())
+
+
+class Metadata(Record):
+    """`Metadata`, the top of the file."""
+
+    __slots__ = ("fields",)
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+
+    def build(self, state: object) -> None:
+        self.fields = checked_fields(state, "Metadata", _METADATA_FIELDS)
+
+
+class Unused(Record):
+    """An object that nothing of ours looks at; its fields must still be those of its class."""
+
+    __slots__ = ("_known", "_name")
+
+    def __init__(self, name: str, known: frozenset[str]) -> None:
+        self._name, self._known = name, known
+
+    def build(self, state: object) -> None:
+        checked_fields(state, self._name, self._known)
+
+
+def count_chunks(chunks: list[object]) -> int:
+    """Return how many chunks a list holds, those in runs included."""
+    return sum(chunk.num_chunks if type(chunk) is ChunkRun else 1 for chunk in chunks)
+
+
+def metadata_vocabulary(nbytes: int, *, runs: bool = False) -> Vocabulary:
+    """Return what a `.metadata` of `nbytes` bytes may say; for one parse.
+
+    Args:
+        nbytes: size of the file.
+        runs: take records that are spelled alike in columns.
+    """
+    return Vocabulary(
+        names=metadata_names(nbytes),
+        max_bytes=MAX_BYTES,
+        set_records=store_places,
+        runs=RUNS if runs else (),
+    )
+
+
+def metadata_names(nbytes: int) -> dict[tuple[str, str], object]:
+    """Return the names that a `.metadata` of `nbytes` bytes may use; for one parse."""
+    return {**_NAMES, (_METADATA, "TensorStorageMetadata"): Global("Tensor", new=_counted(nbytes))}
+
+
+def _counted(nbytes: int) -> Callable[[], Record]:
+    """Return a maker of `Tensor` records whose chunks cannot outnumber what the file has room for.
+
+    A list of chunks may be named by many tensors: without a limit each copies it into its columns, and
+    a file grows with the square of its size.
+    """
+    left = nbytes // _MIN_CHUNK_BYTES
+
+    class CountedTensor(Tensor):
+        __slots__ = ()
+
+        def build(self, state: object) -> None:
+            nonlocal left
+            chunks = state.get("chunks") if type(state) is dict else None
+            left -= count_chunks(chunks) if type(chunks) is list else 0
+            if left < 0:
+                raise Refusal("it lists more chunks than a file of its size can place")
+            super().build(state)
+
+    return CountedTensor
+
+
+def store_places(target: dict[Any, Any], items: list[Any]) -> None:
+    """Put [MetadataIndex, _StorageInfo, ...] into the table of a dict (`Vocabulary.set_records`)."""
+    table = target.get(RECORDS)
+    if table is None:
+        if target:
+            raise Refusal("a dict whose keys are partly text and partly records")
+        table = target[RECORDS] = StorageTable()
+    if type(table) is not StorageTable:
+        raise Refusal("a dict with values of several kinds")
+    for i in range(0, len(items), 2):
+        if type(items[i]) is IndexRun and type(items[i + 1]) is StorageInfoRun:
+            table.extend(items[i], items[i + 1])
+            continue
+        if type(items[i]) is not Index or type(items[i + 1]) is not StorageInfo:
+            raise Refusal("storage_data holds something other than MetadataIndex and _StorageInfo")
+        table.append(items[i], items[i + 1])
+
+
+def checked_fields(state: object, name: str, known: frozenset[str]) -> dict[str, Any]:
+    """Return the state of a record, which has no other fields than those known."""
+    if type(state) is not dict:
+        raise Refusal(f"the state of {name} is not a dict")
+    if not known.issuperset(state):
+        unknown = [escape(key) if type(key) is str else "(records)" for key in state if key not in known]
+        raise Refusal(f"{name} has unknown fields: {', '.join(unknown[:_MAX_TRANSFORMS])}")
+    return state
+
+
+def _size(value: object) -> Size:
+    return value if type(value) is Size else _make_size((value,))
+
+
+def _make_size(args: tuple[Any, ...]) -> Size:
+    sizes = args[0] if len(args) == 1 else None
+    if type(sizes) is not tuple or len(sizes) > _MAX_DIMS:
+        raise Refusal("torch.Size of something that is not a tuple of at most 64 integers")
+    for size in sizes:
+        if type(size) is not int or not 0 <= size <= _MAX_INT:
+            raise Refusal("torch.Size holds something that is not an integer from 0 to 2^63 - 1")
+    return Size(sizes)
+
+
+def _are_strides(value: object) -> bool:
+    """True for None, and for what `Tensor.stride` gives."""
+    if value is None:
+        return True
+    return (
+        isinstance(value, tuple)
+        and len(value) <= _MAX_DIMS
+        and all(type(stride) is int and 0 <= stride <= _MAX_INT for stride in value)
+    )
+
+
+_STRIDED = object()
+
+
+def _make_layout(args: tuple[Any, ...]) -> object:
+    if len(args) != 1 or type(args[0]) is not str:
+        raise Refusal("a layout without a name")
+    if args[0] != "torch.strided":
+        raise Refusal(f"tensor layout {escape(args[0])}")
+    return _STRIDED
+
+
+def _make_enum(args: tuple[Any, ...]) -> int:
+    if len(args) != 1 or type(args[0]) is not int or not 0 <= args[0] <= 3:
+        raise Refusal("an enum value that does not exist")
+    return args[0]
+
+
+def _make_path(args: tuple[Any, ...]) -> None:
+    """`checkpoint_id`: a path on the machine that saved; of no use here."""
+    if any(type(part) is not str for part in args):
+        raise Refusal("a path that is not text")
+
+
+def _unused(name: str, *known: str) -> Global:
+    return Global(name, new=lambda: Unused(name, frozenset(known)))
+
+
+_PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+
+_NAMES: dict[tuple[str, str], object] = {
+    **{("torch", name): dtype for name, dtype in BY_NAME.items()},
+    (_METADATA, "ChunkStorageMetadata"): Global("ChunkStorageMetadata", new=Chunk),
+    (_METADATA, "MetadataIndex"): Global("MetadataIndex", new=Index),
+    (_FILESYSTEM, "_StorageInfo"): Global("_StorageInfo", new=StorageInfo),
+    (_METADATA, "TensorProperties"): Global("TensorProperties", new=Properties),
+    (_OLD_METADATA, "TensorProperties"): Global("TensorProperties", new=Properties),
+    (_METADATA, "BytesStorageMetadata"): Global("BytesStorageMetadata", new=Object),
+    (_METADATA, "Metadata"): Global("Metadata", new=Metadata),
+    (_METADATA, "StorageMeta"): _unused("StorageMeta", "checkpoint_id", "save_id", "load_id", "modules"),
+    ("torch", "Size"): Global("torch.Size", call=_make_size),
+    ("torch.serialization", "_get_layout"): Global("_get_layout", call=_make_layout),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): Global("_MEM_FORMAT_ENCODING", call=_make_enum),
+    (_OLD_METADATA, "MEM_FORMAT_ENCODING"): Global("MEM_FORMAT_ENCODING", call=_make_enum),
+    # pathlib._local is where Python 3.13 says that its paths come from.
+    **{
+        (module, name): Global(f"{module}.{name}", call=_make_path)
+        for module in ("pathlib", "pathlib._local")
+        for name in _PATH_CLASSES
+    },
+    # Megatron-Core keeps every rank's plan in `all_local_plans`.
+    (_PLANNER, "SavePlan"): _unused("SavePlan", "items", "storage_data", "planner_data", "usable"),
+    (_PLANNER, "WriteItem"): _unused("WriteItem", "index", "type", "bytes_io_data", "tensor_data"),
+    (_PLANNER, "TensorWriteData"): _unused("TensorWriteData", "chunk", "properties", "size"),
+    (_PLANNER, "BytesIOWriteData"): _unused("BytesIOWriteData", "nbytes"),
+    (_PLANNER, "WriteItemType"): Global("WriteItemType", call=_make_enum),
+}
+
+RUNS = (
+    RunKind((Chunk,), list, _make_size, chunk_run),
+    RunKind((Index, StorageInfo), dict, _make_size, storage_run),
+)

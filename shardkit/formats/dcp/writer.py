@@ -1,0 +1,261 @@
+"""Write DCP's `.metadata`, straight from columns to bytes.
+
+torch pickles one object for every chunk and another for its place; 600,000 chunks cost 1.2 GiB and 16 s
+that way. Here the same pickle (protocol 4) is put together opcode by opcode: nothing is kept but the
+memo numbers of the strings and classes that repeat. Stock `torch.distributed.checkpoint` reads it.
+
+Source: torch 2.13, torch/distributed/checkpoint/metadata.py and filesystem.py (`_StorageInfo`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import BinaryIO
+
+from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.regions import Shape
+from shardkit.formats.torchsave.writer import pickle_int
+
+Path = tuple[str | int, ...]
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_VERSION = "1.0.0"  # torch 2.13: metadata.CURRENT_DCP_VERSION
+_BATCH = 1000  # entries between MARK and SETITEMS, as pickle batches them
+_FLUSH_BYTES = 1 << 20
+_MAX_CORNERS = 100_000
+
+_EMPTY_DICT, _EMPTY_LIST, _EMPTY_TUPLE, _MARK = b"}", b"]", b")", b"("
+_NEW, _BUILD, _REDUCE, _SETITEMS, _APPENDS = b")\x81", b"b", b"R", b"u", b"e"
+_NONE, _FALSE, _MEMOIZE, _STOP = b"N", b"\x89", b"\x94", b"."
+_SET = _SETITEMS + _BUILD
+
+
+def write_metadata(
+    out: BinaryIO,
+    catalog: Catalog,
+    aliases: Mapping[str, Sequence[str]],
+    *,
+    objects: Collection[str] = (),
+    paths: Mapping[str, Path] | None = None,
+) -> None:
+    """Write `.metadata` for a catalog whose extents are `torch.save` records.
+
+    Args:
+        out: an open binary file; written front to back.
+        catalog: files, tensors and chunks of the checkpoint; file names are bare.
+        aliases: for a tensor's name, the other names that point at the same records (ties).
+        objects: names of the catalog's tensors that are not tensors but byte entries, one chunk each.
+        paths: planner_data, the path of each name in a nested state dict; by default every name is flat.
+    """
+    _MetadataPickler(out).write(catalog, aliases, frozenset(objects), paths or {})
+
+
+class _MetadataPickler:
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+        self._buffer = bytearray(b"\x80\x04")
+        self._memo: dict[object, bytes] = {}
+        self._corners: dict[Shape, bytes] = {}
+        self._file_parts: dict[int, bytes] = {}  # a record's place up to its offset, by file
+
+    def write(
+        self,
+        catalog: Catalog,
+        aliases: Mapping[str, Sequence[str]],
+        objects: frozenset[str],
+        paths: Mapping[str, Path],
+    ) -> None:
+        names = [
+            (name, entry) for fqn, entry in catalog.tensors.items() for name in (fqn, *aliases.get(fqn, ()))
+        ]
+        put = self._buffer.extend
+        put(self._class(_METADATA, "Metadata") + _NEW + _EMPTY_DICT + _MARK)
+        put(self._text("state_dict_metadata"))
+        self._dict(
+            self._object(name) if name in objects else self._tensor(catalog, name, entry)
+            for name, entry in names
+        )
+        put(self._text("planner_data"))
+        self._dict(self._text(name) + self._path(paths.get(name, (name,))) for name, _ in names)
+        put(self._text("storage_data"))
+        self._dict(
+            piece
+            for name, entry in names
+            for piece in (
+                (self._object_place(catalog, name, entry),)
+                if name in objects
+                else self._storage(catalog, name, entry)
+            )
+        )
+        put(self._text("storage_meta") + self._storage_meta())
+        put(self._text("version") + self._text(_VERSION))
+        put(_SETITEMS + _BUILD + _STOP)
+        self._flush()
+
+    def _dict(self, items: Iterable[bytes]) -> None:
+        """Append a dict from the opcodes of its items, each a key and a value."""
+        self._buffer += _EMPTY_DICT
+        count = 0
+        for item in items:
+            if count % _BATCH == 0:
+                self._buffer += (_SETITEMS if count else b"") + _MARK
+            self._buffer += item
+            count += 1
+            if len(self._buffer) > _FLUSH_BYTES:
+                self._flush()
+        self._buffer += _SETITEMS if count else b""
+
+    def _tensor(self, catalog: Catalog, name: str, entry: TensorEntry) -> bytes:
+        parts = [self._text(name), *self._new(_METADATA, "TensorStorageMetadata")]
+        parts += [self._text("properties"), self._properties(entry.dtype.name)]
+        parts += [self._text("size"), self._size(entry.shape), self._text("chunks"), _EMPTY_LIST, _MARK]
+        regions = catalog.chunks.regions(entry.chunk_ids)
+        for region in regions[:1]:  # puts every word into the memo, so that the others' heads are equal
+            parts += (self._chunk_head(), self._offsets(region.offsets), self._text("sizes"))
+            parts += (self._size(region.sizes), _SET)
+        if len(regions) > 1:
+            head, word, sizes, tail = self._chunk_head(), self._text("sizes"), None, b""
+            for region in regions[1:]:
+                if region.sizes != sizes:  # again and again, up to the last
+                    sizes = region.sizes
+                    parts += (head, self._offsets(region.offsets), word, self._size(sizes), _SET)
+                    tail = word + self._size(sizes) + _SET
+                else:
+                    parts += (head, self._offsets(region.offsets), tail)
+        return b"".join([*parts, _APPENDS, _SET])
+
+    def _object(self, name: str) -> bytes:
+        return self._text(name) + self._class(_METADATA, "BytesStorageMetadata") + _NEW
+
+    def _object_place(self, catalog: Catalog, name: str, entry: TensorEntry) -> bytes:
+        row, table, text = entry.first_chunk, catalog.chunks, self._text
+        parts = (self._index_head(name), _NONE, self._place_head(), text(catalog.files[table.file[row]].name))
+        where = (text("offset"), pickle_int(table.start[row]), text("length"), pickle_int(table.nbytes[row]))
+        return b"".join((*parts, *where, _SET))
+
+    def _path(self, path: Path) -> bytes:
+        """A tuple of dict keys and list indexes."""
+        steps = [self._text(step) if isinstance(step, str) else pickle_int(step) for step in path]
+        if len(steps) <= 3:
+            return b"".join([*steps, (b")", b"\x85", b"\x86", b"\x87")[len(steps)]])
+        return b"".join([_MARK, *steps, b"t"])
+
+    def _chunk_head(self) -> bytes:
+        return b"".join((*self._new(_METADATA, "ChunkStorageMetadata"), self._text("offsets")))
+
+    def _storage(self, catalog: Catalog, name: str, entry: TensorEntry) -> Iterator[bytes]:
+        table, rows = catalog.chunks, entry.chunk_ids
+        columns = (table.file, table.start, table.nbytes)
+        places = list(zip(*(column[rows.start : rows.stop] for column in columns), strict=True))
+        regions, files, text = table.regions(rows), [file.name for file in catalog.files], self._text
+        for region, (file, start, nbytes) in zip(regions[:1], places[:1], strict=True):
+            parts = (
+                self._index_head(name),
+                self._offsets(region.offsets),
+                self._place_head(),
+                text(files[file]),
+            )
+            yield b"".join(
+                (*parts, text("offset"), pickle_int(start), text("length"), pickle_int(nbytes), _SET)
+            )
+        if len(regions) < 2:
+            return
+        index, place, offset, length = (
+            self._index_head(name),
+            self._place_head(),
+            text("offset"),
+            text("length"),
+        )
+        offsets, join, at, ends = self._offsets, b"".join, self._file_parts, dict[int, bytes]()
+        for region, (file, start, nbytes) in zip(regions[1:], places[1:], strict=True):
+            head = at.get(file)
+            if head is None:
+                head = place + text(files[file]) + offset  # the name enters the memo where it first stands
+                at[file] = place + text(files[file]) + offset
+            if nbytes not in ends:
+                ends[nbytes] = length + pickle_int(nbytes) + _SET
+            yield join((index, offsets(region.offsets), head, pickle_int(start), ends[nbytes]))
+
+    def _index_head(self, name: str) -> bytes:
+        parts = self._new(_METADATA, "MetadataIndex")
+        parts += (self._text("fqn"), self._text(name), self._text("index"), _NONE, self._text("offset"))
+        return b"".join(parts)
+
+    def _place_head(self) -> bytes:
+        return b"".join((_SET, *self._new(_FILESYSTEM, "_StorageInfo"), self._text("relative_path")))
+
+    def _new(self, module: str, name: str) -> list[bytes]:
+        """An object of a class, and its state's dict up to the first item; `_SET` ends it."""
+        return [self._class(module, name), _NEW, _EMPTY_DICT, _MARK]
+
+    def _offsets(self, values: Shape) -> bytes:
+        """A chunk's corner: not in the memo, which the reader must keep alive, but made only once."""
+        if len(self._corners) > _MAX_CORNERS:
+            self._corners.clear()
+        found = self._corners.get(values)
+        if found is None:
+            found = self._corners[values] = self._bare_size(values)
+        return found
+
+    def _properties(self, dtype: str) -> bytes:
+        """`TensorProperties` of a plain strided tensor: dtype, layout, grad, memory format, pinned."""
+        found = self._memo.get(("properties", dtype))
+        if found:
+            return found
+        parts = [self._class(_METADATA, "TensorProperties"), _NEW, _MARK, self._class("torch", dtype)]
+        parts += (
+            self._class("torch.serialization", "_get_layout"),
+            self._text("torch.strided"),
+            b"\x85",
+            _REDUCE,
+        )
+        parts += (_FALSE, self._class(_METADATA, "_MEM_FORMAT_ENCODING"), pickle_int(0), b"\x85", _REDUCE)
+        parts += (_FALSE, b"t", _BUILD, self._remember(("properties", dtype)))
+        return b"".join(parts)
+
+    def _storage_meta(self) -> bytes:
+        """Empty on purpose: torch puts the training host's path and a random id here."""
+        names = ("checkpoint_id", "save_id", "load_id")
+        fields = b"".join(self._text(name) + _NONE for name in names)
+        fields += self._text("modules") + _EMPTY_LIST
+        return (
+            self._class(_METADATA, "StorageMeta") + _NEW + _EMPTY_DICT + _MARK + fields + _SETITEMS + _BUILD
+        )
+
+    def _size(self, values: Shape) -> bytes:
+        """`torch.Size` through the memo: tensor shapes and chunk sizes mostly repeat."""
+        return self._memo.get(values) or self._bare_size(values) + self._remember(values)
+
+    def _bare_size(self, values: Shape) -> bytes:
+        parts = [self._class("torch", "Size")]
+        parts.append(_EMPTY_TUPLE if not values else _MARK if len(values) > 3 else b"")
+        parts += [pickle_int(value) for value in values]
+        parts.append((b"", b"\x85", b"\x86", b"\x87")[len(values)] if len(values) <= 3 else b"t")
+        return b"".join([*parts, b"\x85", _REDUCE])
+
+    def _class(self, module: str, name: str) -> bytes:
+        found = self._memo.get((module, name))
+        if found:
+            return found
+        opcodes = self._text(module) + self._text(name) + b"\x93"
+        return opcodes + self._remember((module, name))
+
+    def _text(self, value: str) -> bytes:
+        found = self._memo.get(value)
+        if found:
+            return found
+        data = value.encode("utf-8")
+        opcode = b"\x8c" + bytes([len(data)]) if len(data) < 256 else b"X" + struct.pack("<I", len(data))
+        return opcode + data + self._remember(value)
+
+    def _remember(self, key: object) -> bytes:
+        """Return MEMOIZE and note how to fetch `key` from now on; opcodes are emitted in this order."""
+        index = len(self._memo)
+        self._memo[key] = bytes((0x68, index)) if index < 256 else struct.pack("<BI", 0x6A, index)
+        return _MEMOIZE
+
+    def _flush(self) -> None:
+        self._out.write(self._buffer)
+        self._buffer.clear()

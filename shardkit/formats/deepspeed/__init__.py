@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoints: ZeRO partitions, universal checkpoints, their optimizer."""

@@ -1,0 +1,212 @@
+"""Universal checkpoints of DeepSpeed: `zero/PARAMETER/fp32.pt`, one file for each parameter.
+
+From ZeRO-1 and 2 a file is {"param": tensor, ...} with the parameter's shape; from ZeRO-3 it is a bare flat
+tensor. Newer versions also write a file for what the optimizer does not have, a buffer or a tied name, cast
+from the module: those are read from the module itself.
+
+Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from shardkit.core.regions import Shape
+from shardkit.core.text import escape
+from shardkit.errors import SourceError
+from shardkit.formats.beside import inner, listing
+from shardkit.formats.deepspeed.files import Tag, open_states, without_tree
+from shardkit.formats.deepspeed.optimizer import group_params
+from shardkit.formats.deepspeed.states import ModelStates
+from shardkit.formats.optimizer.entries import GROUPS, STATE, STEP, OptimizerState, Unmapped, unmapped
+from shardkit.formats.rankfiles.flat import Weight
+from shardkit.formats.rankfiles.flat_state import Leaves, write_state
+from shardkit.formats.torchsave.file import TensorRef, TorchFile
+
+_WEIGHTS, _SUFFIX = "fp32.pt", ".pt"
+_SETTINGS = "zero/optimizer_state.pt"
+
+
+class _Settings(NamedTuple):
+    """What `optimizer_state.pt` says."""
+
+    file: TorchFile
+    groups: Sequence[Mapping[str, Any]]
+    steps: Mapping[int, Weight | float]
+    """From ZeRO-3, which has no `step.pt`: the count of each flat tensor."""
+
+
+def open_parameters(
+    tag: Tag, state: ModelStates, first_file: int
+) -> tuple[dict[str, Weight], list[TorchFile]]:
+    """Return the trained parameters, and the files that they are.
+
+    Args:
+        state: that has the shapes.
+        first_file: the number that the first file is to have in the catalog.
+
+    Raises:
+        SourceError: lists every file that is missing, damaged, or does not hold its parameter.
+    """
+    shapes = _shapes(tag, state)
+    missing = [name for name in shapes if not _has_weights(tag, name)]
+    if missing:
+        raise SourceError(
+            f"{escape(tag.directory)}: {len(missing)} of {len(shapes)} parameters have no {_WEIGHTS}",
+            problems=[escape(f"{tag.prefix}zero/{name}/{_WEIGHTS}") for name in missing],
+            hint="copy the whole directory, or convert the checkpoint again",
+        )
+    opened = open_states(tag, [f"zero/{name}/{_WEIGHTS}" for name in shapes], _read_parameter)
+    weights: dict[str, Weight] = {}
+    problems = []
+    for number, (name, (file, stored)) in enumerate(zip(shapes, opened, strict=True), start=first_file):
+        weight = _weight(number, stored, shapes[name])
+        if weight is None:
+            problems.append(f"{escape(name)}: {escape(file.name)} does not hold {list(shapes[name] or ())}")
+        else:
+            weights[name] = weight
+    if problems:
+        raise SourceError(
+            f"{escape(tag.directory)}: {len(problems)} files do not hold their parameter",
+            problems=problems,
+            hint="convert the checkpoint again",
+        )
+    return weights, [file for file, _ in opened]
+
+
+def open_universal_optimizer(tag: Tag, state: ModelStates) -> OptimizerState | Unmapped:
+    """Open the optimizer's state: the files beside each parameter's weights, and `zero/optimizer_state.pt`.
+
+    Raises:
+        SourceError, IntegrityError, ResourceError: as `open_parameters`; a parameter lacks what others have.
+    """
+    shapes = _shapes(tag, state)
+    leaves = {name: _leaves(tag, name) for name in shapes}
+    kinds = sorted(set().union(*leaves.values()))
+    lacking = [
+        f"{tag.prefix}zero/{name}/{leaf}{_SUFFIX}"
+        for leaf in kinds
+        for name in shapes
+        if leaf not in leaves[name]
+    ]
+    if not kinds:
+        return unmapped([f"{tag.prefix}zero"], "no parameter has a state of the optimizer beside its weights")
+    if lacking:
+        raise SourceError(
+            f"{escape(tag.directory)}: the optimizer's state of some parameters is missing",
+            problems=map(escape, lacking),
+            hint="copy the whole directory, or convert the checkpoint again",
+        )
+    settings = open_states(tag, [_SETTINGS], _read_settings)[0]
+    steps = _steps(settings, state)
+    files, taken = [settings.file], Leaves()
+    wanted = [(name, leaf) for name in shapes for leaf in kinds]
+    opened = open_states(tag, [f"zero/{name}/{leaf}{_SUFFIX}" for name, leaf in wanted], _read_state)
+    for (name, leaf), (file, stored) in zip(wanted, opened, strict=True):
+        value = _state_value(len(files), stored, shapes[name])
+        if value is None:
+            return unmapped([file.name], f"it does not hold the {escape(leaf)} of {escape(name)}")
+        files.append(file)
+        taken.setdefault(name, {})[leaf] = value
+    for name, held in taken.items():
+        if STEP not in held and name in steps:
+            held[STEP] = steps[name]
+    params = group_params(
+        settings.groups, [list(group) for group in state.groups] if state.groups else [list(shapes)]
+    )
+    if isinstance(params, str):
+        return unmapped([settings.file.name], params)
+    return write_state(tag.directory, files, taken, settings.groups, params)
+
+
+def is_cut(tag: Tag) -> bool:
+    """True where the module's files are parts of a model-parallel model: what they hold is not the model's."""
+    return any(
+        name.startswith("mp_rank_") and not name.startswith("mp_rank_00_") for name in listing(tag.directory)
+    )
+
+
+def _shapes(tag: Tag, state: ModelStates) -> dict[str, Shape | None]:
+    """Return the parameters and their shapes; None where only the file has it."""
+    if state.groups is not None and not is_cut(tag):
+        return {name: shape for group in state.groups for name, shape in group.items()}
+    zero = os.path.join(tag.directory, "zero")
+    return {name: None for name in sorted(listing(zero)) if _has_weights(tag, name)}
+
+
+def _has_weights(tag: Tag, name: str) -> bool:
+    """True where a parameter has its file; names come from a file too, and may not lead elsewhere."""
+    if os.path.basename(name) != name or "\0" in name:
+        return False
+    directory = inner(tag.directory, f"zero/{name}")
+    return directory is not None and os.path.lexists(os.path.join(directory, _WEIGHTS))
+
+
+def _read_parameter(file: TorchFile) -> tuple[TorchFile, TensorRef | None]:
+    stored = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
+    if not isinstance(stored, TensorRef):
+        return without_tree(file, []), None
+    return without_tree(file, [stored]), stored
+
+
+def _weight(number: int, stored: TensorRef | None, shape: Shape | None) -> Weight | None:
+    """Return the stored tensor as the parameter; from ZeRO-3 it is flat. None where it cannot be that."""
+    if stored is None or shape in (None, stored.shape):
+        return Weight.whole(number, stored) if stored is not None else None
+    assert shape is not None
+    fits = stored.is_contiguous and prod(stored.shape) == prod(shape)
+    return Weight.whole(number, stored, shape) if fits else None
+
+
+def _leaves(tag: Tag, name: str) -> set[str]:
+    """Return what a parameter's directory has beside its weights."""
+    directory = inner(tag.directory, f"zero/{name}")
+    names = listing(directory) if directory is not None else frozenset()
+    return {found.removesuffix(_SUFFIX) for found in names if found.endswith(_SUFFIX) and found != _WEIGHTS}
+
+
+def _read_settings(file: TorchFile) -> _Settings:
+    tree: Any = file.tree if isinstance(file.tree, dict) else {}
+    groups, inner_state = tree.get(GROUPS), tree.get("optimizer_state_dict")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise SourceError(
+            f"{escape(file.name)} has no settings of the optimizer", hint="convert the checkpoint again"
+        )
+    states = inner_state.get(STATE) if isinstance(inner_state, dict) else None
+    counts: dict[int, TensorRef | float] = {}
+    for number, leaves in states.items() if isinstance(states, dict) else ():
+        step: Any = leaves.get(STEP) if isinstance(leaves, dict) else None
+        is_count = isinstance(step, (int, float)) or (isinstance(step, TensorRef) and not step.shape)
+        if type(number) is int and is_count:
+            counts[number] = step
+    kept = [value for value in counts.values() if isinstance(value, TensorRef)]
+    steps = {
+        key: Weight.whole(0, value) if isinstance(value, TensorRef) else value
+        for key, value in counts.items()
+    }
+    return _Settings(without_tree(file, kept), groups, steps)
+
+
+def _steps(settings: _Settings, state: ModelStates) -> dict[str, Weight | float]:
+    groups = state.groups or ()
+    return {
+        name: settings.steps[number]
+        for number, group in enumerate(groups)
+        if number in settings.steps
+        for name in group
+    }
+
+
+def _read_state(file: TorchFile) -> tuple[TorchFile, TensorRef | float | None]:
+    if isinstance(file.tree, int | float) and not isinstance(file.tree, bool):
+        return without_tree(file, []), file.tree
+    return _read_parameter(file)
+
+
+def _state_value(number: int, stored: TensorRef | float | None, shape: Shape | None) -> Weight | float | None:
+    if not isinstance(stored, TensorRef):
+        return stored
+    return _weight(number, stored, shape if stored.shape else ())

@@ -1,0 +1,1 @@
+"""Models as the Hub has them: config, tokenizer, weights in safetensors or `.bin`, here or in a repo."""

@@ -1,0 +1,289 @@
+"""Which files of a Hub model lie beside its weights: config, tokenizer, processor, chat template, code, card.
+
+Named one by one: a directory of a trainer holds much else, from optimizer state to the arguments of the run. The
+modules of a sentence-transformers model lie in directories that its `modules.json` names, with weights of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from shardkit.core.text import count, escape
+from shardkit.errors import ResourceError, ShardkitError, SourceError
+from shardkit.files.links import locate, read_inside
+from shardkit.files.strict_json import is_unicode, parse_integer
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+
+# transformers 5.23: CONFIG_NAME, GENERATION_CONFIG_NAME, the tokenizers' `vocab_files_names`, the processors'
+# `*_NAME`, CHAT_TEMPLATE_DIR; sentence_transformers 5: modules.json and what it names.
+_PATTERNS = (
+    CONFIG,
+    GENERATION_CONFIG,
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "vocab-*",
+    "merges.txt",
+    "bpe.codes",
+    "spm.model",
+    "spiece.model",
+    "source.spm",
+    "target.spm",
+    "sentencepiece*",
+    "*.tiktoken",
+    "tekken.json",
+    "byte_maps.json",
+    "dict.txt",
+    "emoji.json",
+    "entity_vocab.json",
+    "normalizer.json",
+    "prophetnet.tokenizer",
+    "spm_char.model",
+    "target_vocab.json",
+    "word_pronunciation.json",
+    "word_shape.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "video_processor_config.json",
+    "audio_tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "[0-9]_*/config.json",
+    "*.py",
+    "README.md",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+_FOLDERS = ("additional_chat_templates", "[0-9]_*")
+
+MODULES = "modules.json"
+# sentence_transformers 5.6, base/model.py (modules.json) and base/modules/router.py (router_config.json).
+_ROUTER = "router_config.json"
+_MAX_MODULES_BYTES = 1 << 20
+_MAX_DEPTH = 4
+_MAX_FILES = 20_000
+
+_WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data"),
+    *("*.h5", "*.msgpack", "*.npz", "*.npy", "*.ot", "*.tflite", "*.nemo", "*.pkl", "*.pickle", "*.distcp"),
+)
+# Names that surely hold no weights. What is neither one of these nor carried along is named: a list of all forms that
+# weights have would never be complete.
+_NO_WEIGHTS = tuple(
+    """
+    *.json *.jsonl *.txt *.md *.rst *.yaml *.yml *.toml *.cfg *.ini *.conf *.py *.pyc *.pyi *.sh *.js
+    *.css *.html *.ipynb *.jinja *.jinja2 *.c *.cpp *.cu *.h *.csv *.tsv *.xml *.log *.out *.err *.lock
+    *.proto *.sha256 *.md5 *.png *.jpg *.jpeg *.gif *.svg *.webp *.ico *.pdf *.wav *.mp3 *.flac *.ogg
+    *.mp4 *.webm *.ttf *.woff2 *.metadata .git* .ds_store *.tfevents.* license* notice* readme*
+    use_policy* latest latest_universal metadata.pkl
+    """.split()
+)
+_NOT_WALKED = (".git", os.path.join(".cache", "huggingface"))  # of git and of `hf download`
+# (a pattern of names, what is said of them). The first that matches speaks.
+_BESIDE = (
+    ("adapter*", "an adapter, which is not merged into the weights"),
+    ("optim*", "state of the optimizer"),
+    ("*_optim_states.pt", "state of the optimizer"),
+    ("*scheduler*", "state of the trainer"),
+    ("rng*", "state of the trainer"),
+    ("random_states*", "state of the trainer"),
+    ("scaler*", "state of the trainer"),
+    ("training_args.bin", "arguments of the trainer"),
+    ("*.gguf", "a copy of the model in another form (GGUF)"),
+    ("*.onnx*", "a copy of the model in another form (ONNX)"),
+    ("openvino*", "a copy of the model in another form (OpenVINO)"),
+    ("tf_model*", "a copy of the model in another form (TensorFlow)"),
+    ("flax_model*", "a copy of the model in another form (Flax)"),
+    ("consolidated*", "a copy of the model in its authors' own form"),
+    ("pytorch_model*", "a copy of the model in the older form"),
+)
+_NOT_NAMED = "not among the model's weight files"
+
+
+def is_asset(name: str) -> bool:
+    """True for the name of such a file, relative to the model's directory."""
+    return not name.endswith((".safetensors", ".bin", ".pt")) and any(
+        name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in _PATTERNS
+    )
+
+
+def is_asset_folder(name: str) -> bool:
+    """True for the name of a directory that such files may lie in."""
+    return any(fnmatchcase(name, pattern) for pattern in _FOLDERS)
+
+
+def asset_patterns() -> tuple[str, ...]:
+    """Return what to ask the Hub for."""
+    return _PATTERNS
+
+
+def is_weights(name: str) -> bool:
+    """True for the name of a file that holds weights, in any of the forms that lie on the Hub."""
+    return _matches(name, _WEIGHTS)
+
+
+def may_hold_weights(name: str) -> bool:
+    """True for a file that is not known to hold anything else."""
+    return is_weights(name) or not (is_asset(name) or _matches(name, _NO_WEIGHTS))
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    own = os.path.basename(name).lower()
+    return any(fnmatchcase(own, pattern) for pattern in patterns)
+
+
+def modules(directory: str) -> dict[str, str]:
+    """Return where a model's `modules.json` says that its modules lie: folder -> name in memory; "." is the model's own.
+
+    Raises:
+        SourceError: one of them lies outside of the model's directory.
+    """
+    found = dict[str, str]()
+    for module in _json(directory, MODULES, list):
+        if isinstance(module, dict) and isinstance(module.get("path"), str):
+            found[module["path"]] = str(module.get("name", ""))
+    for name in _json(directory, _ROUTER, dict).get("types", ()):
+        found.setdefault(str(name), "")
+    unsafe = [path for path in found if "\0" in path or not is_unicode(path)]
+    folders = {os.path.normpath(path): name for path, name in found.items() if path not in unsafe}
+    unsafe += [path for path in folders if os.path.isabs(path) or os.pardir in path.split(os.sep)]
+    if unsafe:
+        raise SourceError(
+            f"{MODULES} or {_ROUTER} of {escape(directory)} names directories that cannot be in the model's",
+            problems=map(escape, unsafe),
+            hint="the modules of a model lie in its own directory",
+        )
+    return folders
+
+
+def module_folders(directory: str) -> list[str]:
+    """Return the directories that hold modules of their own, relative to the model's; errors as `modules`."""
+    return [folder for folder in modules(directory) if folder != os.curdir]
+
+
+def _json(directory: str, name: str, kind: type) -> Any:
+    """Return what a small JSON file holds, or an empty one of that kind."""
+    if not os.path.lexists(os.path.join(directory, name)):
+        return kind()
+    try:
+        content = json.loads(read_inside(directory, name, _MAX_MODULES_BYTES), parse_int=parse_integer)
+    except (ShardkitError, ValueError, RecursionError):
+        return kind()
+    return content if isinstance(content, kind) else kind()
+
+
+def weights_beside(
+    names: Iterable[str], taken: Collection[str], folders: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield (name, what it is) of the files that hold weights, or may, and are not the model's own. Pure.
+
+    Those in one directory are one entry, unless a module lies there.
+
+    Args:
+        names: of files, relative to the model's directory.
+        taken: the model's weight files.
+        folders: where modules lie, as far as that is known.
+    """
+    inside = dict[str, list[str]]()
+    for name in sorted(names):
+        if name in taken or not may_hold_weights(name):
+            continue
+        folder, _, rest = name.partition("/")
+        is_module = fnmatchcase(folder, _FOLDERS[1]) or any(name.startswith(f"{each}/") for each in folders)
+        if not rest or is_module:
+            yield name, "weights of a module of its own" if is_module else _what(name)
+        else:
+            inside.setdefault(folder, []).append(name)
+    for folder, held in inside.items():
+        what = {_what(os.path.basename(name)) for name in held}
+        which = held[0].removeprefix(f"{folder}/") if len(held) == 1 else count(len(held), "file")
+        yield f"{folder}/", f"{which}: {what.pop() if len(what) == 1 else _NOT_NAMED}"
+
+
+def _what(name: str) -> str:
+    return next((what for pattern, what in _BESIDE if fnmatchcase(name, pattern)), _NOT_NAMED)
+
+
+def list_weights(directory: str) -> list[str]:
+    """Return the names of all files in a directory and those below it that hold weights, or may."""
+    return [name for name in _walk(directory, "", hidden=True) if may_hold_weights(name)]
+
+
+def list_around(directory: str) -> list[tuple[str, str]]:
+    """Return (name, what it is) of weights in the directory above, of which this one is a module.
+
+    Raises:
+        SourceError: as for `modules`, of the directory above.
+    """
+    here = os.path.realpath(directory)
+    above, own = os.path.split(here)
+    if own not in module_folders(above):
+        return []
+    found = [name for name in list_weights(above) if not name.startswith(f"{own}/")]
+    return [
+        (os.path.join(os.pardir, name), f"{what}; {MODULES} above names {own} as one of its modules")
+        for name, what in weights_beside(found, (), module_folders(above))
+    ]
+
+
+def _walk(directory: str, folder: str, *, hidden: bool = False) -> Iterator[str]:
+    """Yield the files below a folder, relative to the directory; links to directories are not followed."""
+    seen = 0
+    for here, inner, names in os.walk(os.path.join(directory, folder)):
+        place = os.path.relpath(here, directory)
+        place = "" if place == os.curdir else place
+        is_deep = place.count(os.sep) + 1 >= _MAX_DEPTH
+        shown = [name for name in inner if hidden or not name.startswith(".")]
+        inner[:] = (
+            [] if is_deep else sorted(name for name in shown if os.path.join(place, name) not in _NOT_WALKED)
+        )
+        for name in sorted(names):
+            seen += 1
+            if seen > _MAX_FILES:
+                return
+            if hidden or not name.startswith("."):
+                yield os.path.join(place, name)
+
+
+def list_assets(directory: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the files of this kind that a directory holds, those of its modules with their weights.
+
+    Returns:
+        Name -> path, in the order of names; and the names of links that leave the directory.
+
+    Raises:
+        SourceError: a module outside of the directory.
+        ResourceError: the directory cannot be listed.
+    """
+    try:
+        names = os.listdir(directory)
+        for folder in filter(is_asset_folder, list(names)):
+            place = os.path.join(directory, folder)
+            if os.path.isdir(place) and not os.path.islink(place):
+                names += [f"{folder}/{name}" for name in os.listdir(place)]
+    except OSError as error:
+        raise ResourceError(f"cannot list {escape(directory)}: {error.strerror}") from None
+    inside = [name for folder in module_folders(directory) for name in _walk(directory, folder)]
+    found, refused = dict[str, str](), list[str]()
+    for name in sorted({*filter(is_asset, names), *inside}):
+        try:
+            path = locate(directory, name)
+        except SourceError:
+            refused.append(name)
+            continue
+        if os.path.isfile(path):
+            found[name] = path
+    return found, tuple(refused)

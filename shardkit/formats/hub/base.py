@@ -1,0 +1,283 @@
+"""The model that a checkpoint was trained from: its config, its files, and its tensors' names, shapes and dtypes.
+
+Of its weights no more than whether two names have the same. It is given with --base, or lies in the checkpoint where the
+trainer put it.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from shardkit.core.catalog import Catalog
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Shape
+from shardkit.core.text import escape
+from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.files import manifest
+from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
+from shardkit.formats.hub.directory import HubModel, open_model, read_config
+from shardkit.formats.hub.files import select_weights
+from shardkit.formats.hub.repo import fetch_files, looks_like_repo_id, open_headers
+from shardkit.keys import KeyRule
+from shardkit.keys.renaming import find_rules
+from shardkit.transfer.same_bytes import same_bytes
+
+ADAPTER_CONFIG = "adapter_config.json"
+SAVED_ROOT = "model"  # what `shardkit.save` puts a model's names under
+_TRAINER_STATE = "trainer_state.json"  # transformers' Trainer saves the model that it trains beside it
+
+
+class BaseTensor(NamedTuple):
+    """What the base says of a tensor."""
+
+    dtype: DType
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """A base, opened."""
+
+    label: str
+    """As it was given; of one that was found, its name in the checkpoint."""
+    directory: str
+    """Where its files lie."""
+    config: dict[str, object] | None
+    """config.json, None where there is none."""
+    tensors: Mapping[str, BaseTensor] | None
+    """By name, in the order of its files; None where it has no weights to read headers of."""
+    catalog: Catalog | None = None
+    """Of its weights, where they lie here."""
+    assets: Mapping[str, str]
+    """Files beside the weights: name -> path; those of modules of their own hold weights too."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """(name, what it is) of other files with weights there, which are not copied."""
+    is_given: bool
+    """Named by a person; otherwise found in the checkpoint."""
+    is_trainers: bool = False
+    """A trainer wrote it, and may have changed the config for the run."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told."""
+
+
+def holds_equal(base: Base, one: str, other: str) -> bool:
+    """True where a base that lies here stores the same bytes under two names.
+
+    Raises:
+        IntegrityError, ResourceError: a file cannot be read as described.
+    """
+    catalog = base.catalog
+    if catalog is None or not {one, other} <= catalog.tensors.keys():
+        return False
+    rows = (row for name in (one, other) for row in catalog.tensors[name].chunk_ids)
+    is_raw = not any(catalog.files[catalog.chunks.file[row]].decode for row in rows)
+    return is_raw and same_bytes(catalog, one, other)
+
+
+def open_base(base: str, *, revision: str | None = None) -> Base:
+    """Open the base that a person named.
+
+    Args:
+        base: a Hub directory or a repo id; a path that exists is never looked up on the Hub.
+        revision: branch, tag or commit of a repo id.
+
+    Raises:
+        UsageError: a revision of something local.
+        SourceError: neither a path nor a repo id; no config there; damaged headers.
+        ResourceError: no network, or files that may not be read.
+    """
+    if not os.path.lexists(base):
+        if looks_like_repo_id(base):
+            try:
+                return _fetch(base, revision)
+            except ShardkitError as error:
+                if "/" not in base:  # a few old models only are named so; a misspelt directory often
+                    error.hint = (
+                        f"there is no directory {escape(base)} here; if a repo is meant: {error.hint}"
+                    )
+                raise
+        raise SourceError(
+            f"--base {escape(base)}: no such path, and not a repo id either",
+            hint="check the path, or name a model on the Hub as organisation/name",
+        )
+    if revision is not None:
+        raise UsageError(f"--base {escape(base)} is a local path, it has no revision {escape(revision)!r}")
+    if not os.path.isdir(base):
+        raise SourceError(f"--base {escape(base)}: not a directory", hint="give the directory of a Hub model")
+    return _open(base, base, is_given=True)
+
+
+def find_base(checkpoint: Checkpoint) -> Base | None:
+    """Open the first of a checkpoint's own directories that has a config; damaged weights there are left alone."""
+    for directory in checkpoint.assets:
+        names = os.listdir(directory)
+        if CONFIG in names or ADAPTER_CONFIG in names:
+            base = _open(os.path.basename(os.path.abspath(directory)), directory, is_given=False)
+            return replace(base, is_trainers=checkpoint.layout != "hub" or _TRAINER_STATE in names)
+    return None
+
+
+def saved_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...] | None:
+    """Return the rules that give the Hub's names, as `shardkit.save` recorded them; None where it did not.
+
+    They are for names below `SAVED_ROOT`. What `reshard` made of such a checkpoint has them too.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    directory = checkpoint.catalog.directory
+    content = manifest.read(directory) if directory and checkpoint.writer == "shardkit" else None
+    return None if content is None else read_key_rules(content)
+
+
+def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
+    """Return the rules that give the Hub's names of what preshard wrote; none where they are the model's own, or unknown.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    directory = checkpoint.catalog.directory
+    content = manifest.read(directory) if directory and checkpoint.writer == "shardkit" else None
+    if content is None or read_key_rules(content) is not None:
+        return ()
+    try:
+        return source_key_rules(content["tensors"]) or ()
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return ()  # of another kind, or damaged: what it says of tensors is for others to judge
+
+
+def source_key_rules(tensors: Mapping[str, Any]) -> tuple[KeyRule, ...] | None:
+    """Return what makes the source's names of the model's, where preshard renamed; None where they are the same.
+
+    Args:
+        tensors: as the manifest describes them.
+
+    Raises:
+        ValueError: the name of a source is none.
+    """
+    names = {fqn: tensor["source"]["name"] for fqn, tensor in tensors.items() if "source" in tensor}
+    if not all(isinstance(name, str) for name in names.values()):
+        raise ValueError("a tensor's source has no name")
+    return find_rules(names) or None
+
+
+def read_key_rules(content: Mapping[str, object]) -> tuple[KeyRule, ...] | None:
+    """Return the rules in the manifest of a sharded checkpoint, as `saved_key_rules` does.
+
+    Raises:
+        SourceError: they are something else.
+    """
+    rules = content.get("key_rules")
+    if content.get("kind", "checkpoint") != "checkpoint" or not isinstance(rules, list):
+        return None
+    if "kind" not in content and not rules:  # preshard has none, and says so too
+        return None
+    if not all(
+        isinstance(rule, list) and len(rule) == 2 and all(isinstance(part, str) for part in rule)
+        for rule in rules
+    ):
+        raise SourceError(f"{manifest.NAME} has key_rules that are not pairs of prefixes")
+    return tuple(KeyRule(old, new, 0) for old, new in rules)
+
+
+def _open(label: str, directory: str, *, is_given: bool) -> Base:
+    tensors, catalog, notes, beside = None, None, [], tuple[tuple[str, str], ...]()
+    if _has_weights(directory, legacy=is_given):
+        try:
+            model = open_model(directory)
+            tensors, catalog, beside = _tensors_of(model), model.catalog, model.beside
+        except ShardkitError as error:
+            if is_given:
+                raise
+            notes.append(f"the weights in {escape(label)} were not looked at: {error.message}")
+    assets, refused = list_assets(directory)
+    config = read_config(directory)
+    if is_given and config is None and ADAPTER_CONFIG not in os.listdir(directory):
+        raise _no_config(label, directory)
+    if refused:
+        notes.append(
+            f"{len(refused)} files of {escape(label)} are links that leave it and were not copied: "
+            + ", ".join(map(escape, refused))
+            + "; --follow-links copies what they lead to"
+        )
+    return Base(
+        label=label,
+        directory=directory,
+        config=config,
+        tensors=tensors,
+        catalog=catalog,
+        assets=assets,
+        left_out=tuple(each for each in beside if each[0] not in assets) if is_given else (),
+        is_given=is_given,
+        notes=tuple(notes),
+    )
+
+
+def _no_config(label: str, directory: str) -> SourceError:
+    """Say what a directory without a config is; a sentence-transformers model has it in a module's."""
+    parts = [folder for folder in module_folders(directory) if read_config(os.path.join(directory, folder))]
+    models = [part for part in parts if _has_weights(os.path.join(directory, part), legacy=True)]
+    models = [part for part in models if _is_model(os.path.join(directory, part))]
+    if not models:
+        hint = "give the directory of a Hub model, or its repo id"
+        return SourceError(f"--base {escape(label)} has no {CONFIG}", hint=hint)
+    part = models[0]
+    place, copy = shlex.quote(os.path.join(label, part)), shlex.quote(os.path.join("OUT", part))
+    return SourceError(
+        f"--base {escape(label)} has no {CONFIG}: its {MODULES} says that the model lies in a directory below",
+        problems=[f"{escape(each)}: a model of its own" for each in models],
+        hint=f"write into a copy, which keeps the other modules: cp -r {shlex.quote(label)} OUT; "
+        f"shardkit consolidate CHECKPOINT {copy} --base {place} --overwrite",
+    )
+
+
+def _is_model(directory: str) -> bool:
+    config = read_config(directory) or {}
+    return "model_type" in config or "architectures" in config
+
+
+def _has_weights(directory: str, *, legacy: bool) -> bool:
+    """True where there are headers to read; those of legacy files take torch."""
+    try:
+        weights = select_weights(os.listdir(directory), directory)
+    except SourceError:
+        return False
+    return legacy or weights.kind == "safetensors"
+
+
+def _tensors_of(model: HubModel) -> dict[str, BaseTensor]:
+    return {fqn: BaseTensor(entry.dtype, entry.shape) for fqn, entry in model.catalog.tensors.items()}
+
+
+def _fetch(repo_id: str, revision: str | None) -> Base:
+    """Bring all but the weights into the cache; of the weights, only headers are asked for."""
+    folder = fetch_files(repo_id, (*asset_patterns(), ADAPTER_CONFIG), revision=revision)
+    modules = [f"{glob.escape(place)}/*" for place in module_folders(folder)]
+    if modules:
+        fetch_files(repo_id, modules, revision=os.path.basename(folder))
+    config = read_config(folder)
+    if config is None and not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
+        raise SourceError(f"--base {escape(repo_id)} has no {CONFIG}", hint="name the repo of a model")
+    assets, _ = list_assets(folder)
+    model = open_headers(repo_id, os.path.basename(folder))
+    notes = (
+        ()
+        if model
+        else (f"{escape(repo_id)} has no safetensors weights: names and shapes were not compared with it",)
+    )
+    return Base(
+        label=repo_id,
+        directory=folder,
+        config=config,
+        tensors=_tensors_of(model) if model else None,
+        assets=assets,
+        left_out=tuple(each for each in model.beside if each[0] not in assets) if model else (),
+        is_given=True,
+        notes=notes,
+    )

@@ -1,0 +1,375 @@
+"""Opening a Hub model that lies in a directory: which files, whether they agree, and their catalog."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.regions import full_region
+from shardkit.core.text import count, escape, suggestion
+from shardkit.errors import ResourceError, SourceError
+from shardkit.files.links import link_notes, locate, locate_weights, read_inside
+from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
+from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
+from shardkit.formats.hub.files import Kind, Weights, select_file, select_weights
+from shardkit.formats.hub.safetensors import SafetensorsHeader, read_header
+from shardkit.formats.torchsave.bin import BinFile, read_bin
+
+MAX_INDEX_BYTES = 256 << 20
+MAX_CONFIG_BYTES = 16 << 20
+
+# A search for the nearest name takes a second among 20,000; a wrong index lacks all of them at once.
+_MAX_SUGGESTIONS = 3
+_PLAIN_STEMS = ("model", "pytorch_model")
+_CONTENT = SafetensorsHeader | BinFile
+
+Elsewhere = Mapping[str, Callable[[], SafetensorsHeader]]
+"""Names of weight files that are not on this machine, and what gives the header of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubModel:
+    """A model as the Hub lays it out, opened."""
+
+    catalog: Catalog
+    """Tensors in the index's order; without an index in the file's: by bytes in a safetensors file, by
+    entries in a legacy one."""
+    config: dict[str, object] | None
+    """config.json, None where there is none."""
+    directory: str
+    """Where the files lie."""
+    label: str
+    """A short name, for the names of outputs."""
+    identity: dict[str, object]
+    """Which weights these are, as plain data; the same wherever they lie."""
+    beside: tuple[tuple[str, str], ...] = ()
+    """(name, what it is) of the files with weights beside those, of which nothing is read."""
+    download_bytes: int = 0
+    """Size of the weight files of which only the headers were read: they are not on this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """A `*.index.json`."""
+
+    weight_map: dict[str, str]
+    """Tensor name -> file name, relative to the index."""
+    total_bytes: int | None
+    """What `metadata.total_size` says; writers disagree on how tied weights count."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """File names, each once, in the order of their first tensor."""
+        return tuple(dict.fromkeys(self.weight_map.values()))
+
+
+def open_model(directory: str, *, variant: str | None = None) -> HubModel:
+    """Open a Hub model: read and check every header, no tensor data.
+
+    Args:
+        directory: the model's directory, or one weight file, or an index.
+        variant: which `model.<variant>.safetensors`; None takes the default weights.
+
+    Raises:
+        SourceError: no weights or several, a damaged file, an index that its files contradict.
+        ResourceError: a file may not be read.
+    """
+    if os.path.lexists(directory) and not os.path.isdir(directory):
+        folder, name = os.path.split(directory)
+        return open_weights(folder or os.curdir, select_file(name), chosen_by_hand=True)
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
+        raise SourceError(
+            f"{escape(directory)}: no such file or directory", hint="check the path of the model"
+        ) from None
+    except OSError as error:
+        raise ResourceError(f"{escape(directory)}: {error.strerror}") from None
+    model = open_weights(directory, select_weights(names, _label(directory), variant=variant))
+    model = with_beside(model, list_weights(directory), module_folders(directory))
+    return replace(model, beside=(*model.beside, *list_around(directory)))
+
+
+def with_beside(model: HubModel, names: Iterable[str], folders: Collection[str] = ()) -> HubModel:
+    """Return a model that says what lies beside its weights.
+
+    Args:
+        model: opened.
+        names: of files, relative to its directory or in its repo.
+        folders: of its modules, as far as they are known.
+    """
+    taken = {file.name for file in model.catalog.files}
+    return replace(model, beside=tuple(weights_beside(names, taken, folders)))
+
+
+def open_weights(
+    directory: str,
+    weights: Weights,
+    *,
+    chosen_by_hand: bool = False,
+    elsewhere: Elsewhere = MappingProxyType({}),
+) -> HubModel:
+    """Open weights that have been decided on.
+
+    Args:
+        directory: where they lie.
+        weights: from `select_weights` or `select_file`.
+        chosen_by_hand: the single file was named by a person, so it may be a link to anywhere.
+        elsewhere: names of safetensors files that are not there, and what gives the header of each. The
+            catalog says where they would lie.
+
+    Raises:
+        SourceError: a damaged file, an index that its files contradict.
+        ResourceError: a file may not be read.
+    """
+    names, index = weight_files(directory, weights, chosen_by_hand=chosen_by_hand)
+    paths = _locate_all(directory, names, weights.index, elsewhere)
+    contents = dict(_read_all(paths, weights.kind, elsewhere))
+    if index is not None and weights.index is not None:
+        _check_index(index, contents, weights.index)
+    catalog = _catalog(directory, weights.kind, contents, paths, index)
+    linked = () if chosen_by_hand and index is None else link_notes(directory, paths)
+    catalog.notes = (*weights.notes, *linked, *_notes(catalog, index, weights.index, contents))
+    stem = os.path.splitext(names[0])[0] if weights.single and names else ""
+    return HubModel(
+        catalog=catalog,
+        config=read_config(directory),
+        directory=directory,
+        label=_label(directory) if not chosen_by_hand or not stem or stem in _PLAIN_STEMS else stem,
+        identity={"files": [_identity(name, content) for name, content in contents.items()]},
+        download_bytes=sum(contents[name].size for name in contents if name in elsewhere),
+    )
+
+
+def weight_files(
+    directory: str, weights: Weights, *, chosen_by_hand: bool = False
+) -> tuple[tuple[str, ...], Index | None]:
+    """Return the names of the weight files, and the index that lists them where there is one.
+
+    Raises:
+        SourceError: a damaged or unsafe index, or a weight file beside it that it does not list.
+        ResourceError: the index may not be read.
+    """
+    if weights.index is None:
+        return ((weights.single,) if weights.single else ()), None
+    index = read_index(locate(directory, weights.index, chosen_by_hand), weights.index)
+    _refuse_stray(weights, index)
+    return index.files, index
+
+
+def read_index(path: str, name: str) -> Index:
+    """Read an index and check that every file name in it stays below the index's directory.
+
+    Args:
+        path: where the index is.
+        name: how to call it in messages.
+
+    Raises:
+        SourceError: not strict JSON, no weight_map, or unsafe file names; lists all of them.
+        ResourceError: it may not be read.
+    """
+    content = parse_object(read_small(path, name, MAX_INDEX_BYTES), name)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        found = "no entry" if weight_map == {} else type(weight_map).__name__
+        raise SourceError(
+            f"{escape(name)}: weight_map: expected an object that names files, found {found}",
+            hint=DOWNLOAD_AGAIN,
+        )
+    problems = [
+        f"{escape(fqn)}: {problem}" for fqn, file in weight_map.items() if (problem := _name_problem(file))
+    ]
+    if problems:
+        raise SourceError(
+            f"{escape(name)}: {len(problems)} of {len(weight_map)} entries do not name a file in the model's directory",
+            problems=problems,
+            hint="file names are relative, with '/' between their parts and without '..'",
+        )
+    metadata = content.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return Index(weight_map=weight_map, total_bytes=total if type(total) is int else None)
+
+
+def _name_problem(file: object) -> str | None:
+    """Return why a file name from an index is refused, or None."""
+    if not isinstance(file, str):
+        return f"expected a file name, found {type(file).__name__}"
+    if not file.isprintable() or "\\" in file or file.startswith("/"):
+        return f"unsafe file name {escape(file)!r}"
+    if any(part in ("", ".", "..") for part in file.split("/")):
+        return f"unsafe file name {escape(file)!r}"
+    return None
+
+
+def _refuse_stray(weights: Weights, index: Index) -> None:
+    if weights.single and weights.single not in index.files:
+        raise SourceError(
+            f"{escape(weights.single)} lies beside {escape(weights.index or '')}, which does not list it: "
+            "two sets of weights",
+            hint="remove the one that is out of date, or give the path of the one you mean",
+        )
+
+
+def _locate_all(
+    directory: str,
+    names: tuple[str, ...],
+    index_name: str | None,
+    elsewhere: Elsewhere,
+) -> dict[str, str]:
+    """Return the path of each file; a missing one is an error that lists all missing ones.
+
+    They may be links to regular files anywhere; what is opened tells once more whether it is one.
+    """
+    paths = {
+        name: os.path.join(directory, name) if name in elsewhere else locate_weights(directory, name)
+        for name in names
+    }
+    missing = [name for name, path in paths.items() if name not in elsewhere and not os.path.lexists(path)]
+    if missing:
+        raise SourceError(
+            f"{len(missing)} of {len(paths)} files that {escape(index_name or 'the model')} lists are missing",
+            problems=[escape(name) for name in missing],
+            hint="download the missing files",
+        )
+    return paths
+
+
+def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[tuple[str, _CONTENT]]:
+    """Read every file's header; damaged files are reported together."""
+    contents: list[tuple[str, _CONTENT]] = []
+    errors: list[SourceError] = []
+    for name, path in paths.items():
+        try:
+            if name in elsewhere:
+                contents.append((name, elsewhere[name]()))
+            else:
+                contents.append(
+                    (name, read_header(path, name) if kind == "safetensors" else read_bin(path, name))
+                )
+        except SourceError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise SourceError(
+            f"{len(errors)} of {len(paths)} weight files are refused",
+            problems=[line for error in errors for line in (error.message, *error.problems)],
+            hint=errors[0].hint,
+        )
+    return contents
+
+
+def _check_index(index: Index, contents: dict[str, _CONTENT], index_name: str) -> None:
+    """Hold the index against its files: each tensor is in the one file that the index says."""
+    holders: dict[str, list[str]] = {}
+    for name, content in contents.items():
+        for tensor in content.tensors:
+            holders.setdefault(tensor.fqn, []).append(name)
+    lacking = [
+        (fqn, listed) for fqn, listed in index.weight_map.items() if listed not in holders.get(fqn, ())
+    ]
+    problems = [
+        _lacking(fqn, listed, holders, suggest=row < _MAX_SUGGESTIONS)
+        for row, (fqn, listed) in enumerate(lacking)
+    ]
+    for fqn, names in holders.items():
+        if len(names) > 1:
+            problems.append(f"{escape(fqn)}: in {len(names)} files: {', '.join(map(escape, names))}")
+        elif fqn not in index.weight_map:
+            problems.append(f"{escape(fqn)}: in {escape(names[0])}, not in the index")
+    if problems:
+        raise SourceError(
+            f"{escape(index_name)} and its files disagree in {count(len(problems), 'place')}",
+            problems=problems,
+            hint="index and files are not of one version: download all of them again",
+        )
+
+
+def _lacking(fqn: str, listed: str, holders: dict[str, list[str]], *, suggest: bool) -> str:
+    found = holders.get(fqn)
+    if found:
+        return f"{escape(fqn)}: listed in {escape(listed)}, found in {escape(found[0])}"
+    closest = suggestion(fqn, holders) if suggest else ""
+    return f"{escape(fqn)}: listed in {escape(listed)}, which lacks it{closest}"
+
+
+def _catalog(
+    directory: str, kind: Kind, contents: dict[str, _CONTENT], paths: dict[str, str], index: Index | None
+) -> Catalog:
+    """Return the catalog of files that have been checked; each tensor is one chunk."""
+    catalog = Catalog(format=kind, directory=directory)
+    places = {}
+    for name, content in contents.items():
+        whole = SourceFile(
+            name=name,
+            path=paths[name],
+            size=content.size,
+            stamp=content.stamp,
+            checksums=content.checksums if isinstance(content, BinFile) else None,
+        )
+        number = len(catalog.files)
+        catalog.files.append(whole)
+        if isinstance(content, SafetensorsHeader):
+            for stored in content.tensors:
+                places[stored.fqn] = (stored.dtype, stored.shape, number, stored.start)
+            continue
+        catalog.objects += content.objects
+        for tensor in content.tensors:
+            if tensor.start is not None:
+                places[tensor.fqn] = (tensor.dtype, tensor.shape, number, tensor.start)
+                continue
+            places[tensor.fqn] = (tensor.dtype, tensor.shape, len(catalog.files), 0)
+            size = full_region(tensor.shape).num_elements * tensor.dtype.itemsize
+            decoded = replace(whole, name=f"{name}:{tensor.fqn}", size=size, decode=tensor.decode)
+            catalog.files.append(decoded)
+    for fqn in index.weight_map if index else places:
+        dtype, shape, file, start = places[fqn]
+        region = full_region(shape)
+        chunk = (file, start, region.num_elements * dtype.itemsize, region)
+        catalog.add_tensor(fqn, dtype, shape, iter((chunk,)))
+    return catalog
+
+
+def _notes(
+    catalog: Catalog, index: Index | None, index_name: str | None, contents: dict[str, _CONTENT]
+) -> tuple[str, ...]:
+    notes = [note for content in contents.values() if isinstance(content, BinFile) for note in content.notes]
+    if index and index.total_bytes is not None and index.total_bytes != catalog.nbytes:
+        notes.append(
+            f"{escape(index_name or '')}: total_size is {index.total_bytes} bytes, "
+            f"the tensors take {catalog.nbytes}"
+        )
+    return tuple(notes)
+
+
+def _identity(name: str, content: _CONTENT) -> dict[str, object]:
+    return {"name": name, "size_bytes": content.size, "crc32": content.crc32}
+
+
+def _label(directory: str) -> str:
+    """Return a directory's own name; that of the repo for a commit in the Hub's cache."""
+    path = os.path.abspath(directory)
+    top, snapshots = os.path.split(os.path.dirname(path))
+    repo = os.path.basename(top)
+    if snapshots == "snapshots" and repo.startswith("models--"):
+        return repo.split("--")[-1]
+    return os.path.basename(path) or "model"
+
+
+def read_config(directory: str) -> dict[str, object] | None:
+    """Return config.json as transformers reads it: Infinity is allowed there, and written."""
+    path = os.path.join(directory, "config.json")
+    if not os.path.lexists(path):
+        return None
+    data = read_inside(directory, "config.json", MAX_CONFIG_BYTES)
+    try:
+        config = json.loads(data.decode("utf-8"), parse_int=parse_integer)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"config.json: not valid JSON: {escape(str(error))}", hint=DOWNLOAD_AGAIN) from None
+    if not isinstance(config, dict):
+        raise SourceError(f"config.json: expected an object, found {type(config).__name__}")
+    return config

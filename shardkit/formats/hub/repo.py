@@ -1,0 +1,284 @@
+"""Fetching a model from the Hub: only the files that are needed, all of one commit.
+
+All traffic goes through huggingface_hub, with its cache, token, progress bars and environment
+(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
+from shardkit.formats.hub.assets import list_weights
+from shardkit.formats.hub.directory import Elsewhere, HubModel, open_weights, weight_files, with_beside
+from shardkit.formats.hub.files import Weights, select_weights
+from shardkit.formats.hub.headers import read_remote_header
+
+# What building the model needs besides weights; remote code is fetched here and never run here.
+_SMALL_FILES = ("config.json", "generation_config.json", "*.py")
+
+# huggingface_hub 2.4, utils/_validators.py, validate_repo_id
+_REPO_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+_MAX_REPO_ID = 96
+_NUM_CONNECTIONS = 8
+_DOWNLOADED = "{name}: what a legacy file holds can be told only once it is here: the weights were downloaded into the cache"
+_FILE_ENDINGS = (".safetensors", ".bin", ".json", ".git", ".distcp", ".ckpt", ".pt", ".pth")
+
+
+def looks_like_repo_id(text: str) -> bool:
+    """True for text of the form `name` or `organisation/name`, as the Hub spells repo ids."""
+    return (
+        len(text) <= _MAX_REPO_ID
+        and _REPO_ID.fullmatch(text) is not None
+        and not any(pair in text for pair in ("--", ".."))
+        and not text.endswith((*_FILE_ENDINGS, "-", "."))
+    )
+
+
+def fetch_model(
+    repo_id: str, *, revision: str | None = None, variant: str | None = None, headers_only: bool = False
+) -> HubModel:
+    """Bring a model's weights into huggingface_hub's cache and open them.
+
+    Args:
+        repo_id: `organisation/name`.
+        revision: branch, tag or commit; None is the default branch.
+        variant: as for `open_model`.
+        headers_only: bring no safetensors file here: of those that are not in the cache only the headers
+            are read. Legacy files have no header to read by itself; they are downloaded.
+
+    Returns:
+        Model whose identity has the repo and the commit; every file is of that commit.
+
+    Raises:
+        SourceError: no such repo, revision or weights, a gated repo, or damaged weights.
+        ResourceError: no network, offline without the files in the cache, or a full disk.
+    """
+    with _explained(repo_id, revision):
+        folder = _download(repo_id, revision, _SMALL_FILES)
+        commit = os.path.basename(folder)
+        weights, there = _choose(repo_id, commit, folder, variant)
+        if weights.index:
+            _download(repo_id, commit, _literal([weights.index]))
+        names, _ = weight_files(folder, weights)
+        absent = _absent(folder, names)
+        elsewhere: Elsewhere = {}
+        if headers_only and weights.kind == "safetensors":
+            elsewhere = _read_headers(repo_id, commit, absent)
+        else:
+            _download(repo_id, commit, _literal(names))
+    model = with_beside(open_weights(folder, weights, elsewhere=elsewhere), there)
+    if headers_only and absent and weights.kind != "safetensors":
+        model.catalog.notes += (_DOWNLOADED.format(name=escape(absent[0])),)
+    identity = {"repo": repo_id, "commit": commit, **model.identity}
+    return replace(model, label=repo_id.rpartition("/")[2], identity=identity)
+
+
+def _absent(folder: str, names: Iterable[str]) -> list[str]:
+    """Return the names of the files that are not in the cache."""
+    return [name for name in names if not os.path.exists(os.path.join(folder, name))]
+
+
+def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> Elsewhere:
+    """Read headers over the network, some at a time; a file that the repo lacks is left out.
+
+    A damaged header is raised by its entry, so that it is said of all of them together.
+    """
+    from huggingface_hub import errors
+
+    headers = {}
+    pool = ThreadPoolExecutor(_NUM_CONNECTIONS)
+    try:
+        pending = {name: pool.submit(read_remote_header, repo_id, commit, name) for name in names}
+        for name, future in pending.items():
+            error = future.exception()
+            if isinstance(error, errors.EntryNotFoundError):
+                continue
+            if error is not None and not isinstance(error, SourceError):
+                raise error
+            headers[name] = future.result
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return headers
+
+
+def fetch_files(repo_id: str, patterns: Iterable[str], *, revision: str | None = None) -> str:
+    """Bring the files of a repo that match into the cache; return the commit's folder there.
+
+    Raises:
+        SourceError, ResourceError: as `fetch_model`.
+    """
+    with _explained(repo_id, revision):
+        return _download(repo_id, revision, patterns)
+
+
+def open_headers(repo_id: str, commit: str) -> HubModel | None:
+    """Open a repo's weights without bringing them here; None where it has no safetensors ones.
+
+    Args:
+        repo_id: `organisation/name`.
+        commit: a full hash whose small files are in the cache.
+
+    Raises:
+        SourceError, ResourceError: as `fetch_model`.
+    """
+    with _explained(repo_id, commit):
+        folder = _download(repo_id, commit, _SMALL_FILES)
+        try:
+            weights, there = _choose(repo_id, commit, folder, None)
+        except SourceError:  # an adapter's repo, or one of configs alone
+            return None
+        if weights.kind != "safetensors":
+            return None
+        if weights.index:
+            _download(repo_id, commit, _literal([weights.index]))
+        elsewhere = _read_headers(repo_id, commit, _absent(folder, weight_files(folder, weights)[0]))
+    return with_beside(open_weights(folder, weights, elsewhere=elsewhere), there)
+
+
+class RepoFile(NamedTuple):
+    """A file of a repo, as the Hub describes it."""
+
+    name: str
+    size: int
+    """Bytes."""
+    git_id: str
+    """The git id of what the repo's history holds: of the file itself where `sha256` is None."""
+    sha256: str | None
+    """Of the file, in hex, where it is kept outside git (LFS, Xet)."""
+
+
+def list_repo(repo_id: str, *, revision: str | None = None) -> tuple[str, dict[str, RepoFile]]:
+    """Return the commit and the files of a repo, by name; nothing is downloaded.
+
+    Args:
+        repo_id: `organisation/name`.
+        revision: branch, tag or commit; None is the default branch.
+
+    Raises:
+        UsageError: huggingface_hub is told to stay offline.
+        SourceError, ResourceError: as `fetch_model`.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.hf_api import RepoFolder
+
+    if constants.HF_HUB_OFFLINE:
+        raise UsageError("the Hub is to be asked, and HF_HUB_OFFLINE is set", hint="unset it")
+    with _explained(repo_id, revision):
+        api = HfApi()
+        commit = str(api.model_info(repo_id, revision=revision).sha)
+        files = [
+            RepoFile(entry.path, entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else None)
+            for entry in api.list_repo_tree(repo_id, recursive=True, revision=commit)
+            if not isinstance(entry, RepoFolder)
+        ]
+    return commit, {file.name: file for file in files}
+
+
+def _download(repo_id: str, revision: str | None, patterns: Iterable[str]) -> str:
+    """Download the files that match and return the commit's folder in the cache."""
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
+
+
+def _literal(names: Iterable[str]) -> list[str]:
+    """Return patterns that match these names and nothing else."""
+    return [glob.escape(name) for name in names]
+
+
+def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tuple[Weights, list[str]]:
+    """Choose among the repo's files, and return these too; the cached ones where the Hub does not answer."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        names = list_repo_files(repo_id, revision=commit)
+    except Exception:  # the HTTP client's own types: no common base in huggingface_hub
+        cached = os.listdir(folder) if os.path.isdir(folder) else []
+        try:
+            return select_weights(cached, repo_id, variant=variant), list_weights(folder)
+        except SourceError:
+            pass
+        raise  # that the Hub cannot be reached explains more than what the cache lacks
+    return select_weights([name for name in names if "/" not in name], repo_id, variant=variant), names
+
+
+@contextmanager
+def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Turn what huggingface_hub raises into one clear line."""
+    try:
+        yield
+    except ShardkitError:
+        raise
+    except Exception as error:  # also whatever the HTTP client and the Xet client raise
+        raise _explain(error, repo_id, revision) from error
+
+
+def _explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitError:
+    from huggingface_hub import errors
+
+    name = escape(repo_id)
+    if isinstance(error, errors.GatedRepoError):
+        return SourceError(
+            f"{name}: a gated model, and this account has no access to it",
+            hint="accept its terms on the model's page, then log in with `hf auth login`",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return SourceError(
+            f"{name}: no such model on the Hub, or a private one",
+            hint="check the spelling; for a private model log in with `hf auth login`",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return SourceError(
+            f"{name}: no revision {escape(revision or 'main')!r}",
+            hint="give a branch, a tag or a commit of that repo",
+        )
+    if isinstance(error, errors.HFValidationError):
+        return SourceError(f"{escape(repo_id)!r} is not a repo id", hint="write it as organisation/name")
+    return _explain_network(error, name)
+
+
+def _explain_network(error: Exception, name: str) -> ShardkitError:
+    from huggingface_hub import errors
+
+    chain = list(_causes(error))
+    if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in chain):
+        return ResourceError(
+            f"{name}: not whole in the cache, and HF_HUB_OFFLINE is set",
+            hint="unset HF_HUB_OFFLINE, or run once with network access",
+        )
+    status = next((s for s in map(_status, chain) if s is not None), None)
+    if status in (401, 403):
+        return SourceError(
+            f"{name}: the Hub refuses access (HTTP {status})",
+            hint="log in with `hf auth login`, or check HF_TOKEN",
+        )
+    first = (str(chain[-1]).splitlines() or [""])[0]
+    reason = f"HTTP {status}" if status else f"{type(chain[-1]).__name__}: {escape(first)}"
+    return ResourceError(
+        f"{name}: cannot be downloaded: {reason}",
+        hint="check the network, HF_ENDPOINT and the free disk space; what has arrived is kept",
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and what it was raised from, innermost last."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None

@@ -1,0 +1,213 @@
+"""The optimizer's state of a checkpoint whose own form is not DCP, in the form that torch's DCP recipes give it.
+
+    state.<fqn>.exp_avg, state.<fqn>.step, ...      tensors
+    param_groups.<number>.lr, ...                   byte entries, one for each setting
+
+That is what `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns, flattened as `dcp.save` does it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.dtypes import BY_NAME
+from shardkit.core.regions import Region
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import SourceError
+from shardkit.formats.torchsave.file import TensorRef
+from shardkit.formats.torchsave.plain_record import is_plain, plain_record
+
+STATE, GROUPS, PARAMS, STEP = "state", "param_groups", "params", "step"
+Path = tuple[str | int, ...]
+
+_MAX_COUNT = 1 << 53
+# Byte entries: a group for each of 15,000 parameters has fewer. A pickle of a few KiB can ask for millions.
+_MAX_OBJECTS = 1 << 18
+_ADAM = frozenset({"exp_avg", "exp_avg_sq", "step"})
+# torch 2.13, torch/optim/adam.py: what `dcp.load` asks for beside `params`.
+_ADAMW_SETTINGS = frozenset(
+    {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable"}
+    | {"fused", "decoupled_weight_decay"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """An optimizer's state, opened; no tensor data."""
+
+    catalog: Catalog
+    """Raw extents, with `paths`; a byte entry is a tensor of bytes."""
+    objects: tuple[str, ...]
+    """Names of the byte entries."""
+    has_boxes: bool = True
+    """As in `Checkpoint`."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmapped:
+    """An optimizer's state that cannot be taken over."""
+
+    names: tuple[str, ...]
+    """Of its files."""
+    reason: str
+    """Why; escaped."""
+
+
+def state_path(fqn: str, leaf: str | int) -> Path:
+    """Return the path of a parameter's state in the nested dict."""
+    return STATE, fqn, str(leaf)
+
+
+def path_name(path: Path) -> str:
+    """Return the flat name of a path, as `dcp.save` gives it."""
+    return ".".join(map(str, path))
+
+
+def check_groups(name: str, groups: Sequence[Mapping[Any, object]]) -> None:
+    """Refuse groups with more settings than any optimizer has, before anything is made of them.
+
+    Args:
+        name: of the file that they are in.
+        groups: as `optimizer.state_dict()` has them.
+
+    Raises:
+        SourceError: there are more.
+    """
+    _refuse_many(name, sum(map(len, groups)))
+
+
+def _refuse_many(name: str, number: int) -> None:
+    if number > _MAX_OBJECTS:
+        raise SourceError(
+            f"{escape(name)}: an optimizer with more than {_MAX_OBJECTS} settings",
+            hint="the file is damaged, or was made to look like an optimizer's: use another copy",
+        )
+
+
+class StateWriter:
+    """Completes a catalog of state tensors with what is no tensor in the source: settings, counts.
+
+    Args:
+        catalog: that the entries are added to.
+        source: the file that they were read from; what is made of it is held to its state.
+    """
+
+    def __init__(self, catalog: Catalog, source: SourceFile) -> None:
+        self._catalog, self._source = catalog, source
+        self._files: dict[bytes, int] = {}
+        self._tensor_file: int | None = None
+        self._objects: list[str] = []
+        self._dropped: list[str] = []
+        self._paths = catalog.paths = dict(catalog.paths or {})
+
+    def add_object(self, path: Path, value: object) -> None:
+        """Add a byte entry; what is not plain data is left out, and named in a note.
+
+        Raises:
+            SourceError: there are more than any optimizer has.
+        """
+        _refuse_many(self._source.name, len(self._objects))
+        if not is_plain(value):
+            self._dropped.append(path_name(path))
+            return
+        data = plain_record(value)
+        name = self._add_bytes(path, "uint8", (len(data),), data)
+        self._objects.append(name)
+
+    def add_count(self, path: Path, value: float) -> None:
+        """Add a number as the tensor that torch's optimizers count their steps in: float32, without dims."""
+        if not abs(value) <= _MAX_COUNT:
+            self._dropped.append(path_name(path))
+            return
+        self._add_bytes(path, "float32", (), struct.pack("<f", value))
+
+    def add_groups(self, groups: Sequence[Mapping[str, object]], params: Sequence[Sequence[str]]) -> None:
+        """Add the settings of every group of parameters.
+
+        Args:
+            groups: as `optimizer.state_dict()` has them.
+            params: the FQNs of each group's parameters.
+
+        Raises:
+            SourceError: as `check_groups`.
+        """
+        check_groups(self._source.name, groups)
+        for number, (group, names) in enumerate(zip(groups, params, strict=True)):
+            for key, value in group.items():
+                path = (GROUPS, number, key)
+                if key == PARAMS:
+                    continue
+                if isinstance(value, TensorRef):
+                    self._add_tensor(path, value)
+                else:
+                    self.add_object(path, value)
+            self.add_object((GROUPS, number, PARAMS), list(names))
+
+    def finish(self, notes: Iterable[str] = (), *, has_boxes: bool = True) -> OptimizerState:
+        """Return the state."""
+        return OptimizerState(
+            catalog=self._catalog,
+            objects=tuple(self._objects),
+            has_boxes=has_boxes,
+            notes=(*notes, *self._more_notes()),
+        )
+
+    def _more_notes(self) -> Iterator[str]:
+        if self._dropped:
+            yield (
+                f"{count(len(self._dropped), 'entry', 'entries')} of the optimizer are not plain data, and are left out: "
+                f"{listed(self._dropped)}"
+            )
+        leaves = {path[-1] for path in self._paths.values() if path[0] == STATE}
+        groups: dict[str | int, set[str | int]] = {}
+        for path in self._paths.values():
+            if path[0] == GROUPS:
+                groups.setdefault(path[1], set()).add(path[2])
+        lacking = sorted({key for held in groups.values() for key in _ADAMW_SETTINGS - held})
+        if leaves >= {"exp_avg", "exp_avg_sq"} and leaves <= _ADAM and lacking:
+            yield (
+                f"the optimizer was not torch's own AdamW: its groups do not have {', '.join(lacking)}; with "
+                "DefaultLoadPlanner(allow_partial_load=True), dcp.load leaves them as they are"
+            )
+
+    def _add_tensor(self, path: Path, value: TensorRef) -> None:
+        if not value.is_contiguous:
+            self._dropped.append(path_name(path))
+            return
+        if self._tensor_file is None:
+            self._catalog.files.append(self._source)
+            self._tensor_file = len(self._catalog.files) - 1
+        self._add(path, value.dtype.name, value.shape, self._tensor_file, value.start, value.nbytes)
+
+    def _add_bytes(self, path: Path, dtype: str, shape: tuple[int, ...], data: bytes) -> str:
+        file = self._files.get(data)
+        if file is None:  # equal ones are one file, so that a count that all parameters share stays one
+            made = SourceFile(
+                name=f"{self._source.name}:{path_name(path)}",
+                path=self._source.path,
+                size=len(data),
+                decode=lambda _: memoryview(data),
+                stamp=self._source.stamp,
+                is_proved=True,
+            )
+            self._catalog.files.append(made)
+            file = self._files[data] = len(self._catalog.files) - 1
+        return self._add(path, dtype, shape, file, 0, len(data))
+
+    def _add(self, path: Path, dtype: str, shape: tuple[int, ...], file: int, start: int, nbytes: int) -> str:
+        name = path_name(path)
+        chunk = (file, start, nbytes, Region((0,) * len(shape), shape))
+        self._catalog.add_tensor(name, BY_NAME[dtype], shape, iter([chunk]))
+        self._paths[name] = path
+        return name
+
+
+def unmapped(names: Sequence[str], reason: str) -> Unmapped:
+    """Return that the state in some files cannot be taken over."""
+    return Unmapped(names=tuple(names), reason=reason)

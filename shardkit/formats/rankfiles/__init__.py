@@ -1,0 +1,1 @@
+"""One file of `torch.save` for each rank: its parts put together, flat ones too."""

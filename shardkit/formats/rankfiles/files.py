@@ -1,0 +1,339 @@
+"""Put the tensors of files of `torch.save` together, of which each holds what one rank had.
+
+A part of a DTensor or ShardedTensor says where it lies in the whole. A plain tensor is the same on every rank:
+the first file's is taken, and the others must look like it. Replicas of a part are taken once. File after file
+is gone through, so that of 1,000 of them only the places of tensors are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+from shardkit.core.catalog import Catalog, SourceFile, TensorEntry
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region, Shape, find_tiling_error, full_region
+from shardkit.core.subset import subset
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, SourceError
+from shardkit.files.links import locate_all
+from shardkit.formats.dcp.decode import strided_file
+from shardkit.formats.torchsave.file import TorchFile, differing_storages, open_torch_file
+from shardkit.formats.torchsave.values import DistributedRef, Part, TensorRef, UnreadableTensor
+
+Path = tuple[str | int, ...]
+_MAX_NAMES = 1 << 18  # of tensors, and of what lies beside them in lists and dicts
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+_ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
+
+
+class RankFile(NamedTuple):
+    """A file to be put together with others."""
+
+    name: str
+    """Relative to the checkpoint."""
+    below: Path = ()
+    """What its names begin with."""
+
+
+class Gathered(NamedTuple):
+    """What some files hold together."""
+
+    catalog: Catalog
+    """Extents are raw."""
+    select: Callable[[Collection[str]], Catalog]
+    """As in `Checkpoint`."""
+    check: Callable[[Collection[str]], Iterator[str]]
+    """As in `Checkpoint`."""
+    plain: frozenset[str]
+    """Names of the tensors that every file held whole."""
+    contents: Mapping[str, frozenset[tuple[Region, int]]]
+    """The CRC-32 recorded for each part, of tensors where all have one of their own: equal for copies of a tensor."""
+
+
+class _Chunk(NamedTuple):
+    """Where a part lies."""
+
+    file: int
+    start: int
+    nbytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tensor:
+    """A tensor while its parts are collected."""
+
+    path: Path
+    dtype: DType
+    shape: Shape
+    is_plain: bool
+    chunks: dict[Region, _Chunk] = field(default_factory=dict)
+    storages: list[tuple[int, str]] = field(default_factory=list)
+    """File and storage of each chunk."""
+    crcs: list[int | None] = field(default_factory=list)
+    """Recorded of each chunk's bytes; None where it shares its storage."""
+
+
+def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
+    """Open the files of all ranks and put their tensors together.
+
+    Args:
+        directory: the checkpoint's.
+        files: in the order of the ranks.
+
+    Raises:
+        SourceError: files that are damaged, tensors that cannot be read or placed, parts that do not make up
+            the whole; all problems of a kind at once.
+        ResourceError: a file may not be read.
+    """
+    gathering = Gathering(directory)
+    opened = each_file(directory, [name for name, _ in files])
+    no_dicts: list[str] = []
+    for file, place in opened:
+        if isinstance(file.tree, dict):
+            gathering.add(file, file.tree, files[place].below)
+        else:
+            no_dicts.append(f"{escape(file.name)}: no dict at its top, so no state dict either")
+        del file  # its tree may be large, and the next one is opened before the name gets it
+    if no_dicts:
+        raise SourceError(
+            f"{len(no_dicts)} of {len(files)} files hold something else",
+            problems=no_dicts,
+            hint=_ANOTHER_COPY,
+        )
+    return gathering.finish()
+
+
+def each_file(directory: str, names: Sequence[str]) -> Iterator[tuple[TorchFile, int]]:
+    """Open one file after the other; yield each, and its place among the names.
+
+    Raises:
+        SourceError: links that leave the directory; or at the end, listing every file that is damaged.
+        ResourceError: a file may not be read.
+    """
+    damaged: list[str] = []
+    for place, path in enumerate(locate_all(directory, names)):
+        try:
+            file = open_torch_file(path, names[place])
+        except ResourceError:
+            raise
+        except SourceError as error:
+            damaged.append(error.message)
+            continue
+        yield file, place
+        del file
+    if damaged:
+        raise SourceError(
+            f"{len(damaged)} of {len(names)} files cannot be read", problems=damaged, hint=_ANOTHER_COPY
+        )
+
+
+class Gathering:
+    """Collects the tensors of files, one after another.
+
+    Args:
+        directory: of the checkpoint, for the catalog.
+        may_lack: whether a tensor at a path may be left out where its bytes cannot be taken.
+    """
+
+    def __init__(self, directory: str, may_lack: Callable[[Path], bool] = lambda path: False) -> None:
+        self.left_out: dict[str, str] = {}
+        """Tensors that were left out, and why."""
+        self._may_lack = may_lack
+        self._catalog = Catalog(format="torch-save", directory=directory)
+        self._tensors: dict[str, _Tensor] = {}
+        self._objects: dict[str, None] = {}
+        self._opened: list[TorchFile] = []
+        self._file_ids: list[int] = []  # of the files in the catalog, which may have others between them
+        self._unreadable: dict[str, str] = {}
+        self._different: dict[str, str] = {}
+
+    def add(self, file: TorchFile, tree: object, below: Path = ()) -> None:
+        """Take the tensors of a file.
+
+        Args:
+            tree: what of the file's tree to take.
+            below: what the names begin with.
+        """
+        self._opened.append(replace(file, tree=None))
+        self._file_ids.append(len(self._catalog.files))
+        self._catalog.files.append(file.source)
+        self._add_below(file.source, tree, below)
+
+    def _add_below(self, source: SourceFile, value: object, path: Path) -> bool:
+        """Take what is at and below a path; return whether there was a tensor in it."""
+        children: Iterable[tuple[str | int, object]]
+        if isinstance(value, dict):
+            children = value.items()
+        elif isinstance(value, (list, tuple)):
+            children = enumerate(value)
+        else:
+            return self._add_value(source, value, path)
+        found, others = not path, list[str | int]()
+        for key, child in children:
+            if type(child) not in _SCALARS and self._add_below(source, child, (*path, key)):
+                found = True
+            else:
+                others.append(key)
+        if found:  # what holds no tensor at all is one object, not one for each number in it
+            self._check_number(len(others), source)
+            self._objects.update(dict.fromkeys(_name((*path, key)) for key in others))
+        return found
+
+    def _check_number(self, num_more: int, source: SourceFile) -> None:
+        if len(self._tensors) + len(self._objects) + num_more > _MAX_NAMES:
+            raise SourceError(f"{escape(source.name)}: more than {_MAX_NAMES} tensors and values beside them")
+
+    def _add_value(self, source: SourceFile, value: object, path: Path) -> bool:
+        if isinstance(value, UnreadableTensor):
+            self._refuse(source, path, value.name)
+        elif isinstance(value, DistributedRef):
+            if value.problem:
+                self._refuse(source, path, value.problem)
+            else:
+                self._add_parts(source, path, value.dtype, value.shape, value.parts, is_plain=False)
+        elif isinstance(value, TensorRef):
+            whole = Part(full_region(value.shape), value)
+            self._add_parts(source, path, value.dtype, value.shape, (whole,), is_plain=True)
+        else:
+            return False
+        return True
+
+    def _refuse(self, source: SourceFile, path: Path, reason: str) -> None:
+        refused = self.left_out if self._may_lack(path) else self._unreadable
+        refused.setdefault(_name(path), f"{source.name}: {reason}")
+
+    def _add_parts(
+        self,
+        source: SourceFile,
+        path: Path,
+        dtype: DType,
+        shape: Shape,
+        parts: Iterable[Part],
+        *,
+        is_plain: bool,
+    ) -> None:
+        name = _name(path)
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            self._check_number(1, source)
+            tensor = self._tensors[name] = _Tensor(path=path, dtype=dtype, shape=shape, is_plain=is_plain)
+        elif (reason := _difference(tensor, path, dtype, shape, is_plain)) is not None:
+            self._different.setdefault(name, f"{source.name}: {reason}")
+            return
+        for region, part in parts:
+            if region.num_elements and region not in tensor.chunks:
+                tensor.chunks[region] = self._place(name, part)
+                tensor.storages.append((len(self._opened) - 1, part.key))
+                tensor.crcs.append(part.crc32 if part.nbytes == part.data_nbytes else None)
+
+    def _place(self, name: str, tensor: TensorRef) -> _Chunk:
+        files, file = self._catalog.files, self._file_ids[-1]
+        if tensor.is_contiguous:
+            return _Chunk(file, tensor.start, tensor.nbytes)
+        # Of a storage that others share, only the stretch that this tensor reaches over is read.
+        start = tensor.start
+        record = replace(
+            tensor, data_start=start, data_nbytes=tensor.reach - (start - tensor.data_start), storage_offset=0
+        )
+        entry = TensorEntry(fqn=name, dtype=tensor.dtype, shape=tensor.shape, first_chunk=0, num_chunks=1)
+        files.append(strided_file(files[file], entry, record))
+        return _Chunk(len(files) - 1, 0, tensor.nbytes)
+
+    def finish(self) -> Gathered:
+        """Return the tensors, each of which is whole.
+
+        Raises:
+            SourceError: tensors that cannot be read or placed, that files contradict each other about, or of
+                which parts are missing.
+        """
+        self._raise_problems()
+        catalog, gaps = self._catalog, []
+        for name, tensor in self._tensors.items():
+            reason = find_tiling_error(tensor.shape, list(tensor.chunks))
+            if reason is not None:
+                gaps.append(f"{escape(name)}: {reason}")
+                continue
+            chunks = ((*chunk, region) for region, chunk in tensor.chunks.items())
+            catalog.add_tensor(name, tensor.dtype, tensor.shape, chunks)
+        if gaps:
+            raise SourceError(
+                f"the parts of {len(gaps)} tensors in {len(self._opened)} files do not make up the tensor",
+                problems=gaps,
+                hint="the file of a rank is missing, or files are from different saves: use another copy",
+            )
+        catalog.objects = tuple(self._objects)
+        catalog.paths = {name: tensor.path for name, tensor in self._tensors.items()}
+        storages = {name: tensor.storages for name, tensor in self._tensors.items()}
+        plain = frozenset(name for name, tensor in self._tensors.items() if tensor.is_plain)
+        contents = {
+            name: frozenset(
+                (region, crc) for region, crc in zip(tensor.chunks, tensor.crcs, strict=True) if crc
+            )
+            for name, tensor in self._tensors.items()
+            if all(tensor.crcs)
+        }
+        check = partial(_check, self._opened, storages)
+        return Gathered(catalog, partial(subset, catalog), check, plain, contents)
+
+    def _raise_problems(self) -> None:
+        if self._unreadable:
+            raise SourceError(
+                f"{len(self._unreadable)} tensors have no bytes that could be taken as they are",
+                problems=[f"{escape(name)}: {escape(why)}" for name, why in self._unreadable.items()],
+                hint="save the model with ordinary dense tensors",
+            )
+        if self._different:
+            raise SourceError(
+                f"{len(self._different)} tensors are different in the files of other ranks",
+                problems=[f"{escape(name)}: {escape(why)}" for name, why in self._different.items()],
+                hint="files from different saves, or local parts that do not say where they belong",
+            )
+
+
+def _difference(tensor: _Tensor, path: Path, dtype: DType, shape: Shape, is_plain: bool) -> str | None:
+    if path != tensor.path:
+        return "two tensors of one name"
+    if is_plain != tensor.is_plain:
+        return "a whole tensor here, a part of one elsewhere"
+    if shape != tensor.shape or dtype is not tensor.dtype:
+        return f"{dtype.name} {list(shape)}, elsewhere {tensor.dtype.name} {list(tensor.shape)}"
+    return None
+
+
+def _check(
+    opened: Sequence[TorchFile], storages: Mapping[str, Sequence[tuple[int, str]]], names: Collection[str]
+) -> Iterator[str]:
+    users: dict[int, dict[str, list[str]]] = {}
+    for name in names:
+        for file, key in storages[name]:
+            users.setdefault(file, {}).setdefault(key, []).append(name)
+    for file, by_key in sorted(users.items()):
+        for key in differing_storages(opened[file], by_key):
+            for name in by_key[key]:
+                yield f"{escape(name)}: {escape(opened[file].name)}: the CRC-32 of its storage is not the recorded one"
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def missing_ranks(pattern: str, ranks: Collection[int], world_size: int) -> None:
+    """Refuse a checkpoint that lacks the files of some ranks.
+
+    Args:
+        pattern: the name of a rank's file, with "{}" in the place of the rank.
+        ranks: those that are there.
+
+    Raises:
+        SourceError: names every missing file.
+    """
+    missing = [rank for rank in range(world_size) if rank not in ranks]
+    if missing:
+        raise SourceError(
+            f"the files of {len(missing)} of {world_size} ranks are missing",
+            problems=[escape(pattern.format(rank)) for rank in missing],
+            hint="copy them from where the ranks ran: each may have saved on a machine of its own",
+        )

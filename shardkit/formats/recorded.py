@@ -1,0 +1,348 @@
+"""What a manifest says of a source, so that its bytes can be compared with it as they move."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeGuard
+
+from shardkit.core.catalog import Catalog, Checksums, SourceFile
+from shardkit.core.text import escape
+from shardkit.errors import IntegrityError, SourceError, UsageError
+from shardkit.files import manifest
+from shardkit.files.strict_json import read_small
+from shardkit.formats.registry import directory_of
+
+_MAX_CRC = 1 << 32
+_SAFETENSORS = ".safetensors"
+_NEW_ONE = "shardkit manifest writes a new one"
+_WAYS_OUT = (
+    "use another copy of it; where you changed it on purpose, give a new manifest (shardkit manifest, "
+    "--source-manifest), or --check-source off"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class SourceManifests:
+    """The manifests that a source is compared with."""
+
+    paths: list[str] = field(default_factory=list)
+    """Those that tensors are compared with."""
+    warnings: list[str] = field(default_factory=list)
+    """Why others were not gone by."""
+    files: dict[str, int] = field(default_factory=dict)
+    """Real path of a file that is listed, with the size that it has -> its CRC-32."""
+
+    def crc_of(self, path: str) -> int | None:
+        """Return the CRC-32 that a file is to have; None where nothing is recorded."""
+        return self.files.get(os.path.realpath(path)) if self.files else None
+
+    def check_copies(self, copies: Iterable[tuple[str, str, int | None]]) -> None:
+        """Refuse files that were copied and are not what was recorded.
+
+        Args:
+            copies: name, path and CRC-32 of each.
+
+        Raises:
+            IntegrityError: naming all of them.
+        """
+        problems = [
+            f"{escape(name)}: its bytes have CRC-32 {crc:08x}, recorded is {recorded:08x}"
+            for name, path, crc in copies
+            if crc is not None and (recorded := self.crc_of(path)) not in (None, crc)
+        ]
+        if problems:
+            raise IntegrityError(
+                "files beside the weights are not what the source's manifest says",
+                problems=problems,
+                hint=_WAYS_OUT,
+            )
+
+
+class _Row(NamedTuple):
+    """Bytes of a file with one CRC-32; 0 where none is known."""
+
+    start: int
+    stop: int
+    crc: int
+
+
+class _Read(NamedTuple):
+    """A manifest, and the directory that its names are relative to."""
+
+    content: Mapping[str, Any]
+    home: str
+    path: str
+
+
+def add_checksums(catalog: Catalog, path: str) -> None:
+    """Let what records no CRC-32 be compared with what manifests of it say, where there are any.
+
+    Args:
+        catalog: of raw extents; its files get checksums.
+        path: the source, a directory or a file.
+
+    Raises:
+        IntegrityError: files have the recorded sizes, and other tensors.
+        ResourceError: a manifest may not be read.
+    """
+    if any(_lacks(file) for file in catalog.files):
+        find_manifests([catalog], path)
+
+
+def find_manifests(
+    catalogs: Sequence[Catalog],
+    path: str,
+    *,
+    given: str | os.PathLike[str] | None = None,
+    check_source: bool = True,
+) -> SourceManifests:
+    """Let what records no CRC-32 be compared with what manifests of it say.
+
+    A manifest lies in a directory (`shardkit.json`) or else beside it (`<path>.shardkit.json`). A file of another size
+    than one says is not compared: it is about another.
+
+    Args:
+        catalogs: of raw extents; their files get checksums.
+        path: the source, a directory or a file.
+        given: a manifest of the source that lies elsewhere; it is taken instead, and has to fit.
+        check_source: False looks for none.
+
+    Raises:
+        UsageError: `given`, and not to be compared.
+        SourceError: `given` is not there, or not of this source.
+        IntegrityError: `given` is not what was written; or files have the recorded sizes, and other tensors.
+        ResourceError: a manifest may not be read.
+    """
+    found = SourceManifests()
+    if not check_source:
+        if given is not None:
+            raise UsageError("--source-manifest is to be compared with, and --check-source is off")
+        return found
+    homes = [directory_of(path), *(each.directory for each in catalogs if each.directory)]
+    homes = list(dict.fromkeys(os.path.realpath(home) for home in homes))
+    if given is not None:
+        read = _read_given(os.fspath(given), homes.pop(0))
+        _check_fits(read, catalogs)
+        _take(read, catalogs, found)
+    for home in homes:
+        try:
+            beside = _read_beside(home)
+        except SourceError as error:
+            found.warnings.append(
+                f"the source is not compared with its manifest: {error.message}; {_NEW_ONE}"
+            )
+            continue
+        if beside is not None:
+            _take(beside, catalogs, found)
+    return found
+
+
+def _read_given(path: str, source: str) -> _Read:
+    if not os.path.lexists(path):
+        raise SourceError(f"{escape(path)}: no such file", hint="write one with shardkit manifest")
+    content = manifest.parse(read_small(path, path, manifest.MAX_BYTES), path)
+    return _Read(content, source if os.path.isdir(source) else os.path.dirname(source) or os.curdir, path)
+
+
+def _read_beside(home: str) -> _Read | None:
+    """Return the manifest in a directory, or else the one beside it; of a file, the other way round."""
+    is_directory = os.path.isdir(home)
+    inside = os.path.join(home if is_directory else os.path.dirname(home), manifest.NAME)
+    beside = manifest.sidecar_of(home)
+    for path in (inside, beside) if is_directory else (beside, inside):
+        if os.path.lexists(path):
+            directory = home if is_directory else os.path.dirname(home)
+            if path == inside:
+                content = manifest.parse(manifest.read_bytes(directory), manifest.NAME)
+            else:
+                content = manifest.parse(read_small(path, path, manifest.MAX_BYTES), path)
+            return _Read(content, directory, path)
+    return None
+
+
+def _listed(read: _Read) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield real path and entry of each file that a manifest lists."""
+    for key in ("files", "others"):
+        entries = read.content.get(key)
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str) and "\0" not in entry["name"]:
+                yield os.path.realpath(os.path.join(read.home, entry["name"])), entry
+
+
+def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
+    """Refuse a manifest that somebody gave and that is of other files."""
+    sizes, home = {path: entry.get("size") for path, entry in _listed(read)}, os.path.realpath(read.home)
+    problems = dict[str, None]()
+    for catalog in catalogs:
+        for file in catalog.files:
+            path = os.path.realpath(file.path)
+            if path not in sizes and (file.decode or not path.startswith(os.path.join(home, ""))):
+                continue  # of something that is read beside the source
+            if path not in sizes:
+                problems[f"{escape(file.name)}: it is not listed"] = None
+            elif file.decode is None and sizes[path] != file.size:
+                problems[f"{escape(file.name)}: {file.size} bytes, listed are {escape(str(sizes[path]))}"] = (
+                    None
+                )
+    if problems:
+        raise SourceError(
+            f"{escape(read.path)} is not a manifest of this source", problems=list(problems), hint=_NEW_ONE
+        )
+
+
+def _take(read: _Read, catalogs: Iterable[Catalog], found: SourceManifests) -> None:
+    """Let files have what a manifest says of them."""
+    listed = dict(_listed(read))
+    for path, entry in listed.items():
+        crc = entry.get("crc32")
+        if _is_crc(crc) and os.path.isfile(path) and os.path.getsize(path) == entry.get("size"):
+            found.files.setdefault(path, crc)
+    tensors = read.content.get("tensors")
+    tensors = tensors if isinstance(tensors, dict) else {}
+    for catalog in catalogs:
+        _check_headers(catalog, listed, tensors)
+    if any([_add_checksums(catalog, listed, tensors) for catalog in catalogs]):
+        found.paths.append(read.path)
+
+
+def _check_headers(
+    catalog: Catalog, listed: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Any]
+) -> None:
+    """Refuse safetensors files whose headers no longer name what was recorded: a header has no checksum of its own.
+
+    Only where the manifest is about these files and no others: each is there, in its size.
+    """
+    files = {os.path.realpath(file.path): file for file in catalog.files}
+    weights = {path for path in listed if path.endswith(_SAFETENSORS)}
+    if weights != files.keys() or any(listed[path].get("size") != file.size for path, file in files.items()):
+        return
+    problems = []
+    for fqn, said in tensors.items():
+        entry = catalog.tensors.get(fqn)
+        if not isinstance(said, dict):
+            continue
+        if entry is None:
+            problems.append(f"{escape(fqn)}: recorded, and not in the files")
+        elif (said.get("dtype"), said.get("shape")) != (entry.dtype.name, list(entry.shape)):
+            found, recorded = (
+                f"{entry.dtype.name} {list(entry.shape)}",
+                f"{said.get('dtype')} {said.get('shape')}",
+            )
+            problems.append(f"{escape(fqn)}: {found}, recorded is {escape(recorded)}")
+    if problems:
+        names = ", ".join(escape(file.name) for file in catalog.files[:3])
+        raise IntegrityError(
+            f"{names}{', ...' if len(files) > 3 else ''}: the names that the source's manifest has are others",
+            problems=problems,
+            hint=_WAYS_OUT,
+        )
+
+
+def _is_crc(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < _MAX_CRC
+
+
+def _lacks(file: SourceFile) -> bool:
+    """True for a file that lies on disk as it is, and does not record a CRC-32 of all its storages."""
+    return file.decode is None and (file.checksums is None or 0 in file.checksums.crcs)
+
+
+def _add_checksums(
+    catalog: Catalog, listed: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Any]
+) -> bool:
+    """Let files of a catalog that lack CRC-32s have those of a manifest; True where it has any."""
+    lacking: dict[int, Mapping[str, Any]] = {}
+    for number, file in enumerate(catalog.files):
+        if _lacks(file):
+            entry = listed.get(os.path.realpath(file.path))
+            if entry is not None and entry.get("size") == file.size:
+                lacking[number] = entry
+    if not lacking:
+        return False
+    of_tensors, chunks = _tensor_rows(catalog, tensors, lacking)
+    was_taken = False
+    for number, entry in lacking.items():
+        rows = _Apart()
+        held = catalog.files[number].checksums
+        own = [] if held is None else list(map(_Row, held.starts, held.stops, held.crcs))
+        rows.add(row for row in own if row.crc)
+        num_own = len(rows.rows)
+        rows.add(_extents(entry))
+        rows.add(of_tensors.get(number, ()))
+        if len(rows.rows) > num_own:
+            was_taken = True
+            rows.add(row for row in own if not row.crc)
+            rows.fill(chunks.get(number, ()))
+            rows.fill([_Row(0, catalog.files[number].size, 0)])  # so that whatever is read is counted
+            checksums = Checksums.of((row.start, row.stop - row.start, row.crc) for row in rows.rows)
+            catalog.files[number] = replace(catalog.files[number], checksums=checksums)
+    return was_taken
+
+
+def _extents(entry: Mapping[str, Any]) -> Iterator[_Row]:
+    """Yield the parts of tensors that a file's entry gives a CRC-32 for."""
+    extents, size = entry.get("extents"), entry["size"]
+    for extent in extents if isinstance(extents, list) else ():
+        if isinstance(extent, list) and len(extent) == 3 and all(type(number) is int for number in extent):
+            start, nbytes, crc = extent
+            if _is_crc(crc) and start >= 0 and nbytes > 0 and start + nbytes <= size:
+                yield _Row(start, start + nbytes, crc)
+
+
+def _tensor_rows(
+    catalog: Catalog, tensors: Mapping[str, Any], files: Mapping[int, object]
+) -> tuple[dict[int, list[_Row]], dict[int, list[_Row]]]:
+    """Return, by file, the tensors that are one chunk and that a manifest gives a CRC-32 for; and all chunks."""
+    table = catalog.chunks
+    found: dict[int, list[_Row]] = {}
+    chunks: dict[int, list[_Row]] = {}
+    for fqn, entry in catalog.tensors.items():
+        said = tensors.get(fqn)
+        for row in entry.chunk_ids:
+            number, start, nbytes = table.file[row], table.start[row], table.nbytes[row]
+            if number in files and nbytes:
+                chunks.setdefault(number, []).append(_Row(start, start + nbytes, 0))
+                if (
+                    entry.num_chunks == 1
+                    and isinstance(said, dict)
+                    and _is_crc(said.get("crc32"))
+                    and (said.get("dtype"), said.get("shape")) == (entry.dtype.name, list(entry.shape))
+                    and nbytes == entry.nbytes
+                ):
+                    found.setdefault(number, []).append(_Row(start, start + nbytes, said["crc32"]))
+    return found, chunks
+
+
+class _Apart:
+    """Rows of a file that do not overlap; whatever comes first stays."""
+
+    def __init__(self) -> None:
+        self.rows: list[_Row] = []
+
+    def add(self, rows: Iterable[_Row]) -> None:
+        """Take those that overlap nothing."""
+        for row in sorted(rows):
+            place = bisect_left(self.rows, row)
+            if self._stop_before(place) <= row.start and self._start_from(place) >= row.stop:
+                insort(self.rows, row)
+
+    def fill(self, rows: Iterable[_Row]) -> None:
+        """Take what nothing covers of some rows."""
+        for row in sorted(rows):
+            at = row.start
+            while at < row.stop:
+                place = bisect_left(self.rows, (at + 1,))
+                at = max(at, self._stop_before(place))
+                stop = min(row.stop, self._start_from(place))
+                if at < stop:
+                    self.rows.insert(place, _Row(at, stop, row.crc))
+                at = max(at, stop)
+
+    def _stop_before(self, place: int) -> int:
+        return self.rows[place - 1].stop if place else 0
+
+    def _start_from(self, place: int) -> int:
+        return self.rows[place].start if place < len(self.rows) else 1 << 62

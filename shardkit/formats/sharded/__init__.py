@@ -1,1 +1,0 @@
-"""Sharded checkpoints as trainers leave them: one module for each layout, each opening to a `Checkpoint`."""

@@ -1,0 +1,225 @@
+"""Find the entries of a zip that `torch.save` wrote, and read the small ones.
+
+All entries are stored, so their bytes lie in the file as they are; everything else is refused. Only the
+directory and the headers are read: two `pread` calls for a zip of a single tensor.
+
+Source: torch 2.2 and 2.13, caffe2/serialize/inline_container.cc; APPNOTE.TXT 6.3.9.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+
+from shardkit.core.text import escape
+from shardkit.errors import IntegrityError, ResourceError, SourceError
+from shardkit.files.digest import crc32
+
+_WINDOW = 4096  # bytes read at each end: the directory and the small entries of a usual record
+_MAX_DIRECTORY = 1 << 26  # bytes; 130 for an entry, if its name is not a long one
+_MAX_SMALL = 1 << 16  # bytes of any entry of a record but the data
+_READ_BYTES = 1 << 20
+_END, _END64, _LOCATOR = struct.Struct("<IHHHHIIH"), struct.Struct("<IQHHIIQQQQ"), struct.Struct("<IIQI")
+_CENTRAL, _LOCAL = struct.Struct("<IHHHHHHIIIHHHHHII"), struct.Struct("<IHHHHHIIIHH")
+_CRC_AT = 16  # of the CRC in _CENTRAL
+_MAX32 = 0xFFFFFFFF
+_IS_DIRECTORY = 0x10  # in the external attributes; torch then reads nothing, and gives whatever was in memory
+_VERSIONS = range(1, 11)  # of the file format: torch 2.13, caffe2/serialize/versions.h
+_FLAGS = 0x0808  # UTF-8 names, sizes in a descriptor behind the data; all others change what the bytes are
+
+Pread = Callable[[int, int], bytes]
+"""(first byte, most bytes) -> bytes, fewer only at the end."""
+
+
+class Entry(NamedTuple):
+    """One entry of the zip; positions count from the zip's first byte."""
+
+    start: int
+    nbytes: int
+    crc: int
+    crc_at: int
+    """Where the directory has the CRC-32."""
+
+
+class ZipReader:
+    """Bytes of one zip, both ends of which are read at once."""
+
+    def __init__(self, pread: Pread, offset: int, length: int, where: str) -> None:
+        self._source, self.offset, self.length, self.where = pread, offset, length, where
+        if length < _END.size:
+            self.refuse(f"it has {length} bytes, too few for a record")
+        self._head = self._pread(0, min(length, _WINDOW))
+        tail = max(length - _WINDOW, 0)
+        self._tail_at = tail
+        self._tail = self._pread(tail, length - tail) if tail else self._head
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise SourceError."""
+        raise SourceError(f"{self.where}: {reason}")
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Return bytes of the record; refuse a range that leaves it."""
+        if start < 0 or nbytes < 0 or start + nbytes > self.length:
+            self.refuse(f"it points at bytes {start} to {start + nbytes} of {self.length}")
+        if start + nbytes <= len(self._head):
+            return self._head[start : start + nbytes]
+        if start >= self._tail_at:
+            return self._tail[start - self._tail_at : start - self._tail_at + nbytes]
+        return self._pread(start, nbytes)
+
+    def content(self, name: str, entry: Entry, limit: int = _MAX_SMALL) -> bytes:
+        """Return the bytes of an entry of at most `limit`; their CRC-32 is right."""
+        if entry.nbytes > limit:
+            self.refuse(f"its entry {name} has {entry.nbytes} bytes, more than any that torch writes")
+        data = self.read(entry.start, entry.nbytes)
+        if entry.crc:
+            self._compare(name, entry, crc32(data))
+        return data
+
+    def check_version(self, data: bytes) -> None:
+        """Refuse a file format that torch does not know; `data` is what the entry `version` says."""
+        text = data.strip()
+        if not (len(text) <= 4 and text.isdigit() and int(text) in _VERSIONS):
+            self.refuse(f"its format has version {escape(repr(data[:20]))}, which is not one of torch's")
+
+    def check_crc(self, name: str, entry: Entry) -> None:
+        """Read a large entry and compare its CRC-32."""
+        crc, stop = 0, entry.start + entry.nbytes
+        for start in range(entry.start, stop, _READ_BYTES):
+            crc = crc32(self._pread(start, min(_READ_BYTES, stop - start)), crc)
+        self._compare(name, entry, crc)
+
+    def _compare(self, name: str, entry: Entry, found: int) -> None:
+        if found != entry.crc:
+            raise IntegrityError(
+                f"{self.where}: entry {name} is damaged: recorded CRC-32 {entry.crc:08x}, found {found:08x}",
+                hint="use another copy of the checkpoint",
+            )
+
+    def _pread(self, start: int, nbytes: int) -> bytes:
+        pieces, at = [], self.offset + start
+        while nbytes:
+            try:
+                piece = self._source(at, nbytes)
+            except OSError as error:
+                raise ResourceError(f"{self.where}: reading at byte {at}: {error.strerror}") from None
+            if not piece:
+                self.refuse(f"the file ends at byte {at}, inside it")
+            pieces.append(piece)
+            at, nbytes = at + len(piece), nbytes - len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def read_directory(
+    reader: ZipReader, is_known: Callable[[str], bool], *, max_entries: int
+) -> dict[str, Entry]:
+    """Return the entries by their name without the common first part; all of them checked.
+
+    Args:
+        is_known: whether an entry may have that name.
+        max_entries: more are refused.
+
+    Raises:
+        SourceError: damaged, cut short, or with entries that are not stored as they are.
+    """
+    count, at, stop = _find_directory(reader)
+    if not 0 < count <= max_entries:
+        reader.refuse(f"it has {count} entries")
+    if stop - at > _MAX_DIRECTORY:
+        reader.refuse(f"its directory has {stop - at} bytes, more than any that torch writes")
+    directory = reader.read(at, stop - at)
+    entries: dict[str, Entry] = {}
+    prefix, pos, free = None, 0, 0
+    for _ in range(count):
+        name, header_at, entry, pos = _parse_entry(reader, directory, pos)
+        top, _, rest = name.partition(b"/")
+        short = rest.decode("ascii", "replace")
+        if not is_known(short) or short in entries or (prefix is not None and top != prefix):
+            reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is unknown or given twice")
+        prefix = top
+        if header_at < free:
+            reader.refuse(f"entry {escape(short)} overlaps the one before")
+        entry = _locate(reader, name, header_at, entry._replace(crc_at=at + entry.crc_at))
+        free = entry.start + entry.nbytes
+        if free > at:
+            reader.refuse(f"entry {escape(short)} reaches into the directory")
+        entries[short] = entry
+    if pos != len(directory):
+        reader.refuse("its directory is longer than its entries")
+    return entries
+
+
+def _find_directory(reader: ZipReader) -> tuple[int, int, int]:
+    """Return (number of entries, first byte, byte after the last) of the central directory."""
+    end_at = reader.length - _END.size
+    signature, disk, first_disk, here, count, nbytes, at, comment = _END.unpack(
+        reader.read(end_at, _END.size)
+    )
+    if signature != 0x06054B50 or comment:
+        reader.refuse("it does not end like a torch.save record: cut short, or compressed as a whole")
+    stop = end_at
+    if end_at >= _LOCATOR.size + _END64.size:
+        locator_at = end_at - _LOCATOR.size
+        signature, disk64, end64_at, disks = _LOCATOR.unpack(reader.read(locator_at, _LOCATOR.size))
+        if signature == 0x07064B50:
+            stop = locator_at - _END64.size
+            values = _END64.unpack(reader.read(stop, _END64.size))
+            if disk64 or disks != 1 or end64_at != stop or values[0] != 0x06064B50 or values[1] != 44:
+                reader.refuse("its zip64 end record is not where it should be")
+            disk, first_disk, here, count, nbytes, at = values[4:]
+    if disk or first_disk or here != count or at + nbytes != stop:
+        reader.refuse("its directory is not where its end record says")
+    return count, at, stop
+
+
+def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, int, Entry, int]:
+    """Return (name, position of the local header, entry, position of the next) at `pos`."""
+    if pos + _CENTRAL.size > len(directory):
+        reader.refuse("its directory is cut short")
+    fields = _CENTRAL.unpack_from(directory, pos)
+    flags, method, crc, packed, nbytes, len_name, len_extra, len_comment = (*fields[3:5], *fields[7:13])
+    header_at = fields[16]
+    middle = pos + _CENTRAL.size + len_name
+    stop = middle + len_extra + len_comment
+    if fields[0] != 0x02014B50 or stop > len(directory):
+        reader.refuse("its directory is damaged")
+    name = directory[pos + _CENTRAL.size : middle]
+    nbytes, packed, header_at = _wide(
+        reader, directory[middle : middle + len_extra], nbytes, packed, header_at
+    )
+    if method or packed != nbytes or flags & ~_FLAGS:
+        reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is compressed or encrypted")
+    if fields[13] or fields[15] & _IS_DIRECTORY:
+        reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is on another disk, or a directory")
+    return name, header_at, Entry(0, nbytes, crc, pos + _CRC_AT), stop
+
+
+def _wide(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
+    """Replace values that did not fit into 32 bits by those in the zip64 extra field."""
+    wide = b""
+    while len(extra) >= 4:
+        kind, size = struct.unpack_from("<HH", extra)
+        if kind == 1:
+            wide = extra[4 : 4 + size]
+        extra = extra[4 + size :]
+    result = []
+    for value in values:
+        if value == _MAX32:
+            if len(wide) < 8:
+                reader.refuse("its directory lacks a 64-bit size")
+            value, wide = int.from_bytes(wide[:8], "little"), wide[8:]
+        result.append(value)
+    return result
+
+
+def _locate(reader: ZipReader, name: bytes, header_at: int, entry: Entry) -> Entry:
+    """Return the entry with its place, taken from its own header, which must agree."""
+    fields = _LOCAL.unpack(reader.read(header_at, _LOCAL.size))
+    found = reader.read(header_at + _LOCAL.size, fields[9]) if fields[9] == len(name) else b""
+    if fields[0] != 0x04034B50 or fields[3] or fields[2] & ~_FLAGS or found != name:
+        reader.refuse(f"the header of entry {escape(name.decode('utf-8', 'replace'))!r} is damaged")
+    start = header_at + _LOCAL.size + fields[9] + fields[10]
+    if start + entry.nbytes > reader.length:
+        reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} reaches past its end")
+    return entry._replace(start=start)

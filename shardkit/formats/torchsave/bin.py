@@ -1,0 +1,266 @@
+"""Legacy weights, `pytorch_model.bin`: a pickled state dict, read through torch's restricted unpickler.
+
+torch maps a zip file rather than loading it, and where a contiguous tensor lies in the mapping is where its
+bytes lie in the file: those are read from there. Other tensors (transposed ones, lazy views, files of
+before torch 1.6) come with a function that gives their bytes. Nothing but tensors and plain containers is
+ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
+
+from shardkit.core.catalog import Checksums, FileStamp, OnRead
+from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.regions import Shape
+from shardkit.core.text import escape
+from shardkit.errors import SourceError
+from shardkit.files import storage
+from shardkit.files.strict_json import DOWNLOAD_AGAIN, open_regular, read_exactly, stamp_of
+from shardkit.formats.torchsave.archive import ZipReader, read_directory
+from shardkit.formats.torchsave.screen import screen
+
+if TYPE_CHECKING:
+    import torch
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_PIECE_BYTES = 1 << 20
+_MAX_ENTRIES = 1 << 20
+_MAX_PICKLE = 1 << 25
+_Mappings = list[tuple[int, int, int]]
+_WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
+
+
+class BinTensor(NamedTuple):
+    """A tensor, and where its bytes lie or how to get them."""
+
+    fqn: str
+    dtype: DType
+    shape: Shape
+    start: int | None
+    """First byte in the file, None where the bytes do not lie there as they are."""
+    decode: Callable[[OnRead], memoryview] | None
+    """Without a start, gives the bytes: read-only, row-major, contiguous, little-endian."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BinFile:
+    """What a legacy file holds."""
+
+    tensors: tuple[BinTensor, ...]
+    """In the order of the state dict."""
+    objects: tuple[str, ...]
+    """Names of entries that are not tensors."""
+    size: int
+    """Bytes of the file."""
+    crc32: int
+    """Of the zip's names, sizes and checksums; of the whole file where it is no zip."""
+    notes: tuple[str, ...]
+    """What a person should be told."""
+    stamp: FileStamp
+    """The file's, before torch read it."""
+    checksums: Checksums | None
+    """Of the storages; None where it is no zip."""
+
+
+def read_bin(path: str, name: str) -> BinFile:
+    """Open a state dict that `torch.save` wrote.
+
+    Args:
+        path: where the file is.
+        name: how to call it in messages.
+
+    Raises:
+        SourceError: not a regular file, damaged, not a state dict, holds code or tensors that have no
+            dense bytes; names the file and the entries.
+        ResourceError: the file may not be read.
+
+    Source: torch 2.13, torch.load; `mmap` is refused there for files older than the zip format (1.6).
+    """
+    with open_regular(path, name) as (fd, size):
+        is_zip = read_exactly(fd, 0, min(size, 4), name) == _ZIP_MAGIC
+        checksum = 0 if is_zip else _crc_of_file(fd, size, name)
+        stamp = stamp_of(fd)
+    checksums = None
+    if is_zip:
+        checksum = _crc_of_records(path, name)
+        checksums = _screen(path, name)
+    entries = _load(path, name, is_zip)
+    tensors, objects = _split(entries, name, path, _mappings(stamp) if is_zip else [])
+    note = f"{escape(name)} has the format of before torch 1.6: it is held in memory as a whole"
+    return BinFile(
+        tensors=tensors,
+        objects=objects,
+        size=size,
+        crc32=checksum,
+        notes=() if is_zip else (note,),
+        stamp=stamp,
+        checksums=checksums,
+    )
+
+
+def _crc_of_file(fd: int, size: int, name: str) -> int:
+    checksum = 0
+    for start in range(0, size, _PIECE_BYTES):
+        checksum = crc32(read_exactly(fd, start, min(_PIECE_BYTES, size - start), name), checksum)
+    return checksum
+
+
+def _crc_of_records(path: str, name: str) -> int:
+    """Return a checksum that changes with any record: the zip's directory holds the CRC of each."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            rows = [(info.filename, info.file_size, info.CRC) for info in archive.infolist()]
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise SourceError(f"{escape(name)}: {escape(str(error))}", hint=DOWNLOAD_AGAIN) from None
+    return crc32(json.dumps(rows).encode())
+
+
+def _screen(path: str, name: str) -> Checksums:
+    """Refuse a pickle that would have torch hash without end or fill memory; what it names torch itself refuses.
+
+    Return what the zip's directory says of the storages.
+    """
+    where = escape(name)
+    with open_regular(path, name) as (fd, size):
+        reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), 0, size, where)
+        entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
+        if "data.pkl" not in entries:
+            reader.refuse("a zip without data.pkl, none of torch.save")
+        data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
+    storages = {key[5:]: entry for key, entry in entries.items() if key.startswith("data/")}
+    screen(data, storages, where)
+    return Checksums.of((entry.start, entry.nbytes, entry.crc) for entry in storages.values())
+
+
+def _load(path: str, name: str, is_zip: bool) -> Mapping[object, object]:
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about storages and types of old files
+            entries = torch.load(path, weights_only=True, mmap=is_zip, map_location="cpu")
+    except Exception as error:  # a damaged pickle ends in any exception there is
+        raise _refusal(error, name) from error
+    if not isinstance(entries, Mapping):
+        raise SourceError(f"{escape(name)}: expected a state dict, found {type(entries).__name__}")
+    return entries
+
+
+def _refusal(error: Exception, name: str) -> SourceError:
+    """Put torch's refusal into one line; torch's own text advises to run the file's code."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if found:
+        return SourceError(
+            f"{escape(name)}: holds more than tensors: its pickle asks for {found[1]}, which is never run",
+            hint="ask the authors for safetensors, or convert the file where you trust it",
+        )
+    lines = str(error).splitlines() or [type(error).__name__]
+    reason = "not a pickled state dict" if "eights only load" in lines[0] else lines[0].partition(". ")[0]
+    return SourceError(f"{escape(name)}: torch cannot load it: {escape(reason)}", hint=DOWNLOAD_AGAIN)
+
+
+def _mappings(stamp: FileStamp) -> _Mappings:
+    """Return (first address, end, first byte in the file) of every mapping of a file in this process.
+
+    Source: man 5 proc, /proc/pid/maps. Empty where there is no such thing; then tensors are decoded.
+    """
+    device = f"{os.major(stamp.device):02x}:{os.minor(stamp.device):02x}"
+    found = []
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            for line in maps:
+                addresses, _, offset, on, inode = line.split(maxsplit=5)[:5]
+                if inode == str(stamp.inode) and on == device:
+                    start, _, stop = addresses.partition("-")
+                    found.append((int(start, 16), int(stop, 16), int(offset, 16)))
+    except (OSError, ValueError):
+        return []
+    return found
+
+
+def _split(
+    entries: Mapping[object, object], name: str, path: str, mappings: _Mappings
+) -> tuple[tuple[BinTensor, ...], tuple[str, ...]]:
+    """Return the tensors, and the names of everything else."""
+    import torch
+
+    tensors: list[BinTensor] = []
+    objects: list[str] = []
+    problems: list[str] = []
+    for key, value in entries.items():
+        if not isinstance(value, torch.Tensor) or not isinstance(key, str):
+            objects.append(str(key))
+            continue
+        try:
+            tensors.append(_describe(key, value, path, mappings))
+        except ValueError as error:
+            problems.append(f"{escape(key)}: {error}")
+    if problems:
+        raise SourceError(
+            f"{escape(name)}: {len(problems)} of {len(entries)} entries are tensors without plain bytes",
+            problems=problems,
+            hint="save the model with dense tensors of torch's ordinary dtypes",
+        )
+    wrapper = next((key for key in objects if key in _WRAPPERS), None)
+    if wrapper and not tensors:
+        raise SourceError(
+            f"{escape(name)}: a training checkpoint, its weights lie below {wrapper!r}",
+            hint="save that state dict by itself, best as safetensors",
+        )
+    return tuple(tensors), tuple(objects)
+
+
+def _describe(fqn: str, tensor: torch.Tensor, path: str, mappings: _Mappings) -> BinTensor:
+    import torch
+
+    dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise ValueError(f"dtype {tensor.dtype}")
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise ValueError(f"layout {tensor.layout} on device {tensor.device.type}")
+    start = _place(tensor, mappings)
+    decode = partial(_row_major_bytes, tensor, path, mappings) if start is None else None
+    return BinTensor(fqn, dtype, tuple(tensor.shape), start, decode)
+
+
+def _place(tensor: torch.Tensor, mappings: _Mappings) -> int | None:
+    """Return the first byte of a tensor in the file, None where its bytes do not lie there in order."""
+    if tensor.numel() == 0 or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return _in_file(tensor.data_ptr(), tensor.numel() * tensor.element_size(), mappings)
+
+
+def _in_file(address: int, nbytes: int, mappings: _Mappings) -> int | None:
+    """Return the first byte in the file of what is mapped at an address; None where it is not mapped."""
+    for start, stop, offset in mappings:
+        if start <= address and address + nbytes <= stop:
+            return address - start + offset
+    return None
+
+
+def _row_major_bytes(
+    tensor: torch.Tensor, path: str, mappings: _Mappings, on_read: OnRead = lambda *_: None
+) -> memoryview:
+    """Return a tensor's bytes, copied only where it does not lie row-major already."""
+    import torch
+
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    held = tensor.untyped_storage()
+    start = _in_file(held.data_ptr(), held.nbytes(), mappings)
+    if start is not None:
+        stored = torch.empty(0, dtype=torch.uint8).set_(held)
+        on_read(path, start, stored.numpy().data)
+    # The conjugate and negative bits are marks on a view, the stored bytes do not have them.
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data.toreadonly()

@@ -1,0 +1,181 @@
+"""Open a file of `torch.save` without torch: what it holds, and where the bytes of its tensors lie.
+
+The pickle inside is looked into, never executed (`inert_pickle`), and no tensor data is read. A tensor is
+a `TensorRef` or, where it is one rank's part of a larger one, a `DistributedRef`; everything that is not
+plain data is an `Opaque`.
+
+Source: torch 2.13, torch/serialization.py (`_save`); zip files since torch 1.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardkit.core.catalog import Checksums, FileStamp, SourceFile
+from shardkit.core.text import escape
+from shardkit.errors import SourceError
+from shardkit.files import storage
+from shardkit.files.digest import crc32
+from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
+from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
+from shardkit.formats.torchsave.values import DistributedRef, Part, TensorNames, TensorRef, UnreadableTensor
+from shardkit.pickles.inert import InertPickle
+from shardkit.pickles.nodes import Opaque
+
+__all__ = [
+    "DistributedRef",
+    "Opaque",
+    "Part",
+    "TensorRef",
+    "TorchFile",
+    "UnreadableTensor",
+    "differing_storages",
+    "leaves",
+    "open_torch_file",
+]
+
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_MAX_ENTRIES = 1 << 18
+_MAX_PICKLE = 1 << 25
+_READ_BYTES = 1 << 20
+_SAVE_AGAIN = "load it with torch where you trust it, and save it again with torch 1.6 or later"
+_ANOTHER_COPY = "the file is cut short or damaged: use another copy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFile:
+    """A file of `torch.save`, opened."""
+
+    path: str
+    name: str
+    """How to call it in messages; not escaped."""
+    stamp: FileStamp
+    """The file's, when its description was read."""
+    tree: object
+    """None, bool, int, float, str, bytes, lists, tuples, dicts with strings and integers as keys, and in
+    the place of tensors and everything else `TensorRef`, `DistributedRef` and `Opaque`. It is a tree of
+    bounded size and depth (100 levels), though equal parts may be one object. What was set on a dict or
+    tensor as an attribute is not in it."""
+    num_dropped: int
+    """Entries of dicts that are left out, because their keys are neither strings nor integers."""
+    storages: Mapping[str, Entry]
+    """Where the storages lie, by key; positions are those of the file."""
+
+    @property
+    def source(self) -> SourceFile:
+        """The file, for a catalog."""
+        entries = self.storages.values()
+        return SourceFile(
+            name=self.name,
+            path=self.path,
+            size=self.stamp.size,
+            stamp=self.stamp,
+            checksums=Checksums.of((entry.start, entry.nbytes, entry.crc) for entry in entries),
+        )
+
+
+class Leaf(NamedTuple):
+    """Something in a tree that is no dict, list or tuple, and no empty one either."""
+
+    path: tuple[str | int, ...]
+    """Its way from the top: keys, and indexes of lists."""
+    value: object
+
+
+def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None) -> TorchFile:
+    """Open a file that `torch.save` wrote; reads its directory and its pickle, not the tensors.
+
+    Args:
+        path: where the file is.
+        name: how to call it in messages.
+        extent: first byte and number of bytes, where it is only a record in the file.
+
+    Raises:
+        SourceError: missing, not a regular file, damaged, or of before torch 1.6.
+        IntegrityError: its pickle is not the one that was written (CRC-32).
+        ResourceError: the file may not be read.
+    """
+    where = escape(name)
+    with open_regular(path, name) as (fd, size):
+        stamp = stamp_of(fd)
+        begin, length = extent or (0, size)
+        _check_magic(read_exactly(fd, begin, min(length, len(_ZIP)), name), length, where)
+        try:
+            reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), begin, length, where)
+            entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
+            if "data.pkl" not in entries or "constants.pkl" in entries:
+                reader.refuse(
+                    "a zip, but none of torch.save: it has no data.pkl, or is a TorchScript program"
+                )
+            order = reader.content("byteorder", entries["byteorder"]) if "byteorder" in entries else b"little"
+            if order != b"little":
+                reader.refuse(f"its byte order is {escape(order.decode('ascii', 'replace'))!r}, not little")
+            if "version" in entries:
+                reader.check_version(reader.content("version", entries["version"]))
+            data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
+        except SourceError as error:
+            raise type(error)(error.message, hint=error.hint or _ANOTHER_COPY) from None
+    storages = {
+        key[5:]: entry._replace(start=begin + entry.start)
+        for key, entry in entries.items()
+        if key.startswith("data/")
+    }
+    names = TensorNames(storages)
+    pickle = InertPickle(data, names.look_up, names.storage)
+    tree = pickle.run(f"{where}, data.pkl")
+    return TorchFile(
+        path=path, name=name, stamp=stamp, tree=tree, num_dropped=pickle.num_dropped, storages=storages
+    )
+
+
+def _check_magic(magic: bytes, size: int, where: str) -> None:
+    if magic == _ZIP:
+        return
+    if not size:
+        raise SourceError(f"{where}: the file is empty", hint=_ANOTHER_COPY)
+    if magic.startswith(_PICKLE):
+        raise SourceError(
+            f"{where}: a pickle that is not in a zip: the format of before torch 1.6, or not of torch",
+            hint=_SAVE_AGAIN,
+        )
+    raise SourceError(f"{where}: not a file of torch.save (it is no zip)", hint=_SAVE_AGAIN)
+
+
+def leaves(tree: object, *, into: Callable[[object], bool] = lambda value: True) -> Iterator[Leaf]:
+    """Yield what a tree holds, in its order; empty dicts and lists are nothing.
+
+    Args:
+        tree: that of a file, or a part of it.
+        into: whether to go into a dict, list or tuple; it is a leaf where not.
+    """
+    todo = [Leaf((), tree)]
+    while todo:
+        path, value = leaf = todo.pop()
+        if isinstance(value, dict) and into(value):
+            todo.extend(Leaf((*path, key), value[key]) for key in reversed(value))
+        elif isinstance(value, (list, tuple)) and into(value):
+            todo.extend(Leaf((*path, index), value[index]) for index in reversed(range(len(value))))
+        else:
+            yield leaf
+
+
+def differing_storages(file: TorchFile, keys: Iterable[str]) -> Iterator[str]:
+    """Read storages and yield the key of each whose CRC-32 is not the recorded one.
+
+    Storages without a CRC-32 are passed over.
+
+    Raises:
+        SourceError, ResourceError: the file cannot be read.
+    """
+    with open_regular(file.path, file.name) as (fd, _):
+        for key in dict.fromkeys(keys):
+            entry, crc = file.storages[key], 0
+            if not entry.crc or not entry.nbytes:
+                continue
+            stop = entry.start + entry.nbytes
+            for start in range(entry.start, stop, _READ_BYTES):
+                crc = crc32(read_exactly(fd, start, min(_READ_BYTES, stop - start), file.name), crc)
+            if crc != entry.crc:
+                yield key

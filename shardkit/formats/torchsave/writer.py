@@ -1,0 +1,273 @@
+"""Write the `torch.save` record that holds one tensor, as bytes around a hole.
+
+A record is a zip of seven stored entries. Everything but the tensor's data and its CRC-32 depends only
+on dtype and shape, so those bytes are made here once for each pair and no tensor is ever built. They
+equal what torch writes byte for byte (but for the entry named in `_SERIALIZATION_ID`); the tests compare
+them with `torch.save` under `torch.serialization.skip_data`.
+
+Source: torch 2.13, caffe2/serialize/inline_container.cc and torch/serialization.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Shape
+from shardkit.files.digest import crc32
+
+_ALIGNMENT = 64  # torch's storage_alignment; recorded in an entry of its own
+_U32_MAX = 0xFFFFFFFF
+_UTF8, _DESCRIPTOR = 0x0800, 0x0008  # general purpose flags
+
+# torch hashes entry names and CRCs into this and reads it only to count loads of one file. A constant
+# keeps records a function of their content; the first twenty digits are torch's for these names.
+_SERIALIZATION_ID = b"1572819951185464302600000000000000000000"
+
+_TYPED_STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+
+
+class _Entry(NamedTuple):
+    """One entry of the zip, written or about to be."""
+
+    name: str
+    header_at: int
+    size: int
+    crc: int
+    flags: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSkeleton:
+    """The bytes of a record around its data."""
+
+    prefix: bytes
+    """From the record's first byte to the data's."""
+    prefix_crc: int
+    """CRC-32 of `prefix`."""
+    data_nbytes: int
+    """Bytes of the hole."""
+    nbytes: int
+    """Bytes of the whole record."""
+    _suffix: bytes
+    _crc_places: tuple[int, ...]
+    """Where the data's CRC stands in the suffix: in its descriptor, if it has one, and in the directory."""
+
+    @property
+    def suffix_nbytes(self) -> int:
+        """Bytes after the hole; `suffix()` gives them."""
+        return len(self._suffix)
+
+    def suffix(self, data_crc: int) -> bytes:
+        """Return the bytes after the data.
+
+        Args:
+            data_crc: CRC-32 of the data, or 0 for "not recorded".
+        """
+        if data_crc == 0:  # what the zeros in the suffix say already
+            return self._suffix
+        out = bytearray(self._suffix)
+        for place in self._crc_places:
+            out[place : place + 4] = data_crc.to_bytes(4, "little")
+        return bytes(out)
+
+
+@lru_cache(maxsize=4096)
+def record_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
+    """Return the record of a contiguous tensor of this dtype and shape (elements)."""
+    num_elements = prod(shape)
+    nbytes = num_elements * dtype.itemsize
+    head = bytearray()
+    entries = [
+        _append_entry(head, 0, "data.pkl", _pickle_tensor(dtype, shape, num_elements)),
+        _append_entry(head, 0, ".format_version", b"1"),
+        _append_entry(head, 0, ".storage_alignment", b"%d" % _ALIGNMENT),
+        _append_entry(head, 0, "byteorder", b"little"),
+    ]
+    data = _Entry("archive/data/0", len(head), nbytes, 0, _UTF8 | (_DESCRIPTOR if nbytes else 0))
+    head += _local_header(data)
+    tail = bytearray(_descriptor(data))
+    places = [4] if tail else []
+    base = len(head) + nbytes
+    entries.append(data)
+    for name, content in (("version", b"3\n"), (".data/serialization_id", _SERIALIZATION_ID)):
+        entries.append(_append_entry(tail, base, name, content))
+    places.append(len(tail) + sum(len(_directory_entry(entry)) for entry in entries[:4]) + 16)
+    _append_directory(tail, base, entries)
+    prefix = bytes(head)
+    return RecordSkeleton(prefix, crc32(prefix), nbytes, base + len(tail), bytes(tail), tuple(places))
+
+
+def pickle_record(pickle: bytes) -> bytes:
+    """Return the record of an object without tensors, given its pickle."""
+    out = bytearray()
+    contents = (
+        ("data.pkl", pickle),
+        (".format_version", b"1"),
+        (".storage_alignment", b"%d" % _ALIGNMENT),
+        ("byteorder", b"little"),
+        ("version", b"3\n"),
+        (".data/serialization_id", _SERIALIZATION_ID),
+    )
+    entries = [_append_entry(out, 0, name, content) for name, content in contents]
+    _append_directory(out, 0, entries)
+    return bytes(out)
+
+
+def bare_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
+    """Return a record that is nothing but its data."""
+    nbytes = prod(shape) * dtype.itemsize
+    return RecordSkeleton(b"", 0, nbytes, nbytes, b"", ())
+
+
+def _append_entry(out: bytearray, base: int, name: str, content: bytes) -> _Entry:
+    """Append a whole entry to `out`, whose first byte is byte `base` of the record."""
+    flags = _UTF8 | _DESCRIPTOR
+    entry = _Entry(f"archive/{name}", base + len(out), len(content), crc32(content), flags)
+    out += _local_header(entry) + content + _descriptor(entry)
+    return entry
+
+
+def _local_header(entry: _Entry) -> bytes:
+    """Header with the padding that puts the content at a multiple of the alignment.
+
+    Sizes and CRC stand in the descriptor behind the content. The padding is an extra field "FB" filled
+    with "Z".
+    """
+    zip64 = _zip64_field(entry, stored_size=0)  # torch leaves the second size to the descriptor
+    padding = -(entry.header_at + 30 + len(entry.name) + len(zip64) + 4) % _ALIGNMENT
+    extra = zip64 + b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    fixed = (0x04034B50, 0, entry.flags, 0, 0, 0, 0, 0, 0, len(entry.name), len(extra))
+    return struct.pack("<IHHHHHIIIHH", *fixed) + entry.name.encode() + extra
+
+
+def _zip64_field(entry: _Entry, stored_size: int) -> bytes:
+    """Extra field with the sizes and the offset that do not fit 32 bits; torch puts it in both headers."""
+    values = [entry.size, stored_size] if entry.size >= _U32_MAX else []
+    values += [entry.header_at] if entry.header_at >= _U32_MAX else []
+    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+
+
+def _descriptor(entry: _Entry) -> bytes:
+    if not entry.flags & _DESCRIPTOR:
+        return b""
+    sizes = "QQ" if _zip64_field(entry, entry.size) else "II"
+    return struct.pack("<II" + sizes, 0x08074B50, entry.crc, entry.size, entry.size)
+
+
+def _append_directory(out: bytearray, base: int, entries: list[_Entry]) -> None:
+    start = base + len(out)
+    for entry in entries:
+        out += _directory_entry(entry)
+    end = base + len(out)
+    count = len(entries)
+    zip64_end = (0x06064B50, 44, 0x031E, 0x002D, 0, 0, count, count, end - start, start)
+    out += struct.pack("<IQHHIIQQQQ", *zip64_end)
+    out += struct.pack("<IIQI", 0x07064B50, 0, end, 1)
+    out += struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, end - start, min(start, _U32_MAX), 0)
+
+
+def _directory_entry(entry: _Entry) -> bytes:
+    extra = _zip64_field(entry, entry.size)
+    size, offset = min(entry.size, _U32_MAX), min(entry.header_at, _U32_MAX)
+    fixed = (0x02014B50, 0, 0, entry.flags, 0, 0, 0, entry.crc, size, size, len(entry.name), len(extra))
+    return struct.pack("<IHHHHHHIIIHHHHHII", *fixed, 0, 0, 0, 0, offset) + entry.name.encode() + extra
+
+
+class _Pickler:
+    """The protocol 2 opcodes that a tensor's `data.pkl` needs, memoised as pickle does."""
+
+    def __init__(self) -> None:
+        self.out = bytearray(b"\x80\x02")
+        self._memo = 0
+
+    def put(self, opcodes: bytes) -> None:
+        """Append opcodes and remember what they leave on the stack."""
+        self.out += opcodes + b"q" + bytes([self._memo])
+        self._memo += 1
+
+    def text(self, value: str) -> None:
+        self.put(b"X" + struct.pack("<I", len(value)) + value.encode())
+
+    def attribute(self, module: str, name: str) -> None:
+        self.put(b"c" + f"{module}\n{name}\n".encode())
+
+    def integer(self, value: int) -> None:
+        self.out += pickle_int(value)
+
+    def int_tuple(self, values: Shape) -> None:
+        if not values:
+            self.out += b")"
+            return
+        self.out += b"(" if len(values) > 3 else b""
+        for value in values:
+            self.integer(value)
+        self.put((b"\x85", b"\x86", b"\x87")[len(values) - 1] if len(values) <= 3 else b"t")
+
+
+def pickle_int(value: int) -> bytes:
+    """Return the opcodes that pickle (protocol 2 and later) uses for a non-negative int below 2^63."""
+    if value < 256:
+        return bytes((0x4B, value))
+    if value < 65536:
+        return struct.pack("<BH", 0x4D, value)
+    if value < 1 << 31:
+        return struct.pack("<Bi", 0x4A, value)
+    digits = value.to_bytes(value.bit_length() // 8 + 1, "little")
+    return bytes((0x8A, len(digits))) + digits
+
+
+def _pickle_tensor(dtype: DType, shape: Shape, num_elements: int) -> bytes:
+    """`data.pkl` of a contiguous CPU tensor.
+
+    Source: torch 2.13, torch._tensor.Tensor._reduce_ex_internal: types that have no storage class of
+    their own go through `_rebuild_tensor_v3`, whose storage counts bytes.
+    """
+    storage = _TYPED_STORAGES.get(dtype.name)
+    pickler = _Pickler()
+    pickler.attribute("torch._utils", "_rebuild_tensor_v2" if storage else "_rebuild_tensor_v3")
+    pickler.out += b"(("
+    pickler.text("storage")
+    pickler.attribute(*(("torch", storage) if storage else ("torch.storage", "UntypedStorage")))
+    pickler.text("0")
+    pickler.text("cpu")
+    pickler.integer(num_elements if storage else num_elements * dtype.itemsize)
+    pickler.put(b"t")
+    pickler.out += b"Q"
+    pickler.integer(0)
+    pickler.int_tuple(shape)
+    pickler.int_tuple(_contiguous_strides(shape))
+    pickler.out += b"\x89"
+    pickler.attribute("collections", "OrderedDict")
+    pickler.put(b")R")
+    if not storage:
+        pickler.attribute("torch", dtype.name)
+    pickler.put(b"t")
+    pickler.put(b"R")
+    return bytes(pickler.out) + b"."
+
+
+def _contiguous_strides(shape: Shape) -> Shape:
+    """Strides in elements as torch gives them: a dim of size 0 counts as 1."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

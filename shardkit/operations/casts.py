@@ -1,0 +1,215 @@
+"""What each tensor is stored as: `--dtype`, and what is never narrowed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from shardkit.core.catalog import Catalog
+from shardkit.core.dtypes import BY_NAME, CASTS, DType, narrower, wide_among_half
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import UsageError
+from shardkit.files import manifest
+from shardkit.formats.hub.base import Base
+
+KEEP, BASE = "keep", "base"
+CHOICES = (KEEP, BASE, *CASTS)
+_FP32 = BY_NAME["float32"]
+
+
+def check_choice(dtype: str, base: Base | None) -> None:
+    """Refuse what `--dtype` cannot be.
+
+    Raises:
+        UsageError: not one of its values, or "base" without a base whose dtypes are known.
+    """
+    if dtype not in CHOICES:
+        raise UsageError(f"--dtype {escape(dtype)!r} is not one of {', '.join(CHOICES)}")
+    if dtype == BASE and (base is None or base.tensors is None):
+        raise UsageError(
+            "--dtype base needs a base whose weights say their dtypes",
+            hint="name it with --base, or ask for bf16, fp16 or fp32",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtypes:
+    """What each tensor is stored as."""
+
+    chosen: Mapping[str, DType]
+    """By name in the output."""
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    """What has to be said about it."""
+
+
+def choose_dtypes(
+    catalog: Catalog, names: Mapping[str, str], dtype: str, base: Base | None, directory: str
+) -> Dtypes:
+    """Return what each tensor is stored as, and what has to be said about it.
+
+    Only floating tensors whose values stand for themselves are converted: no integer, and no fp8 or fp4.
+
+    Args:
+        catalog: of the checkpoint.
+        names: stored name -> name in the output.
+        dtype: one of CHOICES.
+        base: what is known of the model before it was trained.
+        directory: the checkpoint's, where a manifest may lie.
+    """
+    held = {name: catalog.tensors[source].dtype for source, name in names.items()}
+    chosen, notes = _choose(held, names, dtype, base, directory)
+    return Dtypes(chosen=chosen, notes=tuple(notes), warnings=tuple(_narrowed(held, chosen, base)))
+
+
+def _choose(
+    held: dict[str, DType], names: Mapping[str, str], dtype: str, base: Base | None, directory: str
+) -> tuple[dict[str, DType], list[str]]:
+    if dtype == KEEP:
+        return held, []
+    if dtype == BASE:
+        return _as_base(held, base)
+    target = CASTS[dtype]
+    keep, notes = frozenset[str](), list[str]()
+    if target is not _FP32:
+        wide = [name for name, found in held.items() if found.is_convertible and found.itemsize > 2]
+        keep, notes = _keep_fp32(wide, names, base, directory, target)
+    chosen = {
+        name: target if found.is_convertible and name not in keep else found for name, found in held.items()
+    }
+    return chosen, [*notes, *_quantised(held)]
+
+
+def _narrowed(held: Mapping[str, DType], chosen: Mapping[str, DType], base: Base | None) -> Iterator[str]:
+    """Yield what is narrower than it was, where nobody asked for just that."""
+    if base is not None and base.tensors is not None:
+        theirs = {name: tensor.dtype for name, tensor in base.tensors.items()}
+        # What is narrowed here was asked for with --dtype.
+        lost = [name for name in narrower(chosen, theirs) if chosen[name].itemsize >= held[name].itemsize]
+        if lost:
+            yield (
+                f"{count(len(lost), 'tensor')} narrower than in {escape(base.label)}, as training left "
+                f"{'it' if len(lost) == 1 else 'them'}: {_changes(lost, theirs, chosen)}"
+            )
+    yield from rounded_wide(held, chosen)
+
+
+def rounded_wide(held: Mapping[str, DType], chosen: Mapping[str, DType]) -> Iterator[str]:
+    """Yield a warning where tensors are rounded that a source in half precision holds in a wider dtype on purpose.
+
+    Args:
+        held: dtypes in the source, by name.
+        chosen: dtypes in the output.
+    """
+    lost = sorted((wide_among_half(held) or frozenset()).intersection(narrower(chosen, held)))
+    if lost:
+        yield (
+            f"{count(len(lost), 'tensor')} rounded that the source, mostly in half precision, holds in a wider dtype: "
+            f"{_changes(lost, held, chosen)}"
+        )
+
+
+def _changes(lost: list[str], before: Mapping[str, DType], after: Mapping[str, DType]) -> str:
+    """Return the names by dtypes: "float32 -> bfloat16: a, b"."""
+    kinds: dict[str, list[str]] = {}
+    for name in lost:
+        kinds.setdefault(f"{before[name].name} -> {after[name].name}", []).append(name)
+    return "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items())
+
+
+def _as_base(held: Mapping[str, DType], base: Base | None) -> tuple[dict[str, DType], list[str]]:
+    assert base is not None
+    assert base.tensors is not None
+    chosen, absent = dict(held), []
+    for name, found in held.items():
+        wanted = base.tensors.get(name)
+        if wanted is None:
+            absent.append(name)
+        elif found.is_convertible and wanted.dtype.is_convertible:
+            chosen[name] = wanted.dtype
+    notes = (
+        [f"not in the base, so their dtype is kept: {count(len(absent), 'tensor')}: {listed(absent)}"]
+        if absent
+        else []
+    )
+    return chosen, notes
+
+
+def _keep_fp32(
+    wide: list[str], names: Mapping[str, str], base: Base | None, directory: str, target: DType
+) -> tuple[frozenset[str], list[str]]:
+    """Return which of the tensors in fp32 stay so when the others become half precision, and what to say.
+
+    The base's dtypes tell; then a manifest beside the checkpoint; then the model's class, if transformers is here.
+    """
+    if not wide:
+        return frozenset(), []
+    known = _from_base(wide, base)
+    origin = "the base stores them so"
+    if known is None:
+        known, origin = _from_manifest(wide, names, directory), "the manifest of the checkpoint says so"
+    if known is None:
+        known, origin = _from_transformers(wide, base, target), "the model's class asks for it"
+    if known is None:
+        lacking = (
+            "its class cannot be built here" if base and base.config else "there is no base and no config"
+        )
+        return frozenset(), [
+            f"which tensors the model keeps in fp32 is not known, {lacking}: all were converted"
+        ]
+    if not known:
+        return known, []
+    return known, [f"kept in fp32, {origin}: {count(len(known), 'tensor')}: {listed(sorted(known))}"]
+
+
+def _from_base(wide: list[str], base: Base | None) -> frozenset[str] | None:
+    if base is None or base.tensors is None:
+        return None
+    return _still_wide({name: tensor.dtype for name, tensor in base.tensors.items()}, wide)
+
+
+def _from_manifest(wide: list[str], names: Mapping[str, str], directory: str) -> frozenset[str] | None:
+    content = manifest.read(directory) if os.path.isdir(directory) else None
+    tensors = content.get("tensors") if content else None
+    if not isinstance(tensors, dict):
+        return None
+    dtypes = {
+        names[fqn]: BY_NAME[entry["dtype"]]
+        for fqn, entry in tensors.items()
+        if fqn in names and isinstance(entry, dict) and entry.get("dtype") in BY_NAME
+    }
+    return _still_wide(dtypes, wide)
+
+
+def _still_wide(dtypes: Mapping[str, DType], wide: list[str]) -> frozenset[str] | None:
+    found = wide_among_half(dtypes)
+    return None if found is None else found.intersection(wide)
+
+
+def _from_transformers(wide: list[str], base: Base | None, target: DType) -> frozenset[str] | None:
+    if base is None or base.config is None:
+        return None
+    try:
+        import torch
+
+        from shardkit.layout import meta_model
+        from shardkit.layout.dtypes import built_dtypes
+
+        wanted = getattr(torch, target.name)
+        model = meta_model.build_model(base.directory, trust_remote_code=False, dtype=wanted)
+    except (
+        Exception
+    ):  # no transformers, no such class, or whatever a model's constructor raises: then nobody knows
+        return None
+    found = built_dtypes(model, wanted)
+    return frozenset(name for name in wide if found.of_stored(name) is torch.float32)
+
+
+def _quantised(held: Mapping[str, DType]) -> list[str]:
+    found = [name for name, dtype in held.items() if dtype.is_floating and not dtype.is_convertible]
+    return (
+        [f"{count(len(found), 'fp8 or fp4 tensor')} not converted: the scales stand in other tensors"]
+        if found
+        else []
+    )

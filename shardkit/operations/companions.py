@@ -1,0 +1,253 @@
+"""What lies in the directory of a checkpoint: DCP folders, and files beside them that are copied as they are."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
+
+from shardkit.core.catalog import FileStamp
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import IntegrityError, ResourceError, SourceError
+from shardkit.files import manifest, storage
+from shardkit.files.digest import crc32, crc32_combine, zeros
+from shardkit.files.strict_json import FOLLOWS_LINKS, open_regular, read_exactly, stamp_of
+from shardkit.formats.dcp.directory import is_dcp
+
+_MAX_FILES = 20_000
+_OWN = re.compile(r"(__\d+)?\.metadata|.*\.distcp|__\d+_\d+\.chunks\.json|" + re.escape(manifest.NAME))
+_BLOCK_BYTES = 1 << 20
+_ZEROS = memoryview(bytes(_BLOCK_BYTES))
+
+
+class BesideFile(NamedTuple):
+    """A file that is copied."""
+
+    name: str
+    """Relative to the checkpoint."""
+    stamp: FileStamp
+    is_executable: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Survey:
+    """Everything in a directory. Names are relative to it."""
+
+    folders: list[str] = field(default_factory=list)
+    """DCP directories; "" for the directory itself."""
+    unfinished: list[str] = field(default_factory=list)
+    """Directories of a DCP save that did not finish."""
+    files: list[BesideFile] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
+    """Directories with nothing in them."""
+    links: list[str] = field(default_factory=list)
+    """Symbolic links, which are not copied."""
+    special: list[str] = field(default_factory=list)
+    """Pipes, sockets and devices, which are not copied."""
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a person should be told about what is left behind."""
+        if self.links:
+            are = "1 symbolic link is" if len(self.links) == 1 else f"{len(self.links)} symbolic links are"
+            yield f"{are} not copied: {listed(self.links)}"
+        if self.special:
+            yield f"not copied, for they are pipes, sockets or devices: {listed(self.special)}"
+
+
+def survey(path: str) -> Survey:
+    """Look at everything below a directory.
+
+    Raises:
+        ResourceError: a directory cannot be listed.
+    """
+    found = Survey()
+    for here, directories, names in os.walk(path, onerror=_cannot_list):
+        directories.sort()
+        folder = os.path.relpath(here, path)
+        folder = "" if folder == os.curdir else folder
+        if is_dcp(here):
+            found.folders.append(folder)
+        elif ".metadata.tmp" in names or any(name.endswith(".distcp") for name in names):
+            found.unfinished.append(folder)
+        if folder and not names and not directories:
+            found.empty.append(folder)
+        found.links += [
+            os.path.join(folder, name) for name in directories if os.path.islink(os.path.join(here, name))
+        ]
+        for name in sorted(names):
+            is_own = folder in found.folders[-1:] and _OWN.fullmatch(name)
+            if not is_own and os.path.join(folder, name) != manifest.NAME:  # which would be of the old files
+                _add(found, os.path.join(here, name), os.path.join(folder, name))
+    found.files.sort()
+    found.links.sort()
+    return found
+
+
+def check_survey(path: str, found: Survey) -> None:
+    """Refuse what could not become a whole checkpoint.
+
+    Raises:
+        SourceError: folders of a save that did not finish, or very many files.
+        ResourceError: files that may not be read.
+    """
+    if found.unfinished:
+        raise SourceError(
+            f"{escape(path)}: the save did not finish in {count(len(found.unfinished), 'folder')}",
+            problems=[
+                f"{escape(folder or os.curdir)}: .distcp files without .metadata"
+                for folder in found.unfinished
+            ],
+            hint="take an older checkpoint, or move these folders away if they are not needed",
+        )
+    if len(found.files) > _MAX_FILES:
+        raise SourceError(
+            f"{escape(path)} holds more than {_MAX_FILES} files beside the checkpoint",
+            hint="give the checkpoint's own directory, not the run's",
+        )
+    closed = [file.name for file in found.files if not os.access(os.path.join(path, file.name), os.R_OK)]
+    if closed:
+        raise ResourceError(
+            f"{count(len(closed), 'file')} beside the checkpoint cannot be read",
+            problems=map(escape, closed),
+            hint="they must be readable by you",
+        )
+
+
+def _cannot_list(error: OSError) -> NoReturn:
+    raise ResourceError(
+        f"{escape(str(error.filename))} cannot be listed: {error.strerror}", hint="it must be readable by you"
+    ) from None
+
+
+def _add(found: Survey, path: str, name: str) -> None:
+    try:
+        follows = FOLLOWS_LINKS.get() and os.path.exists(path)
+        status = os.stat(path) if follows else os.lstat(path)
+    except OSError as error:
+        raise ResourceError(f"{escape(name)}: {error.strerror}") from None
+    if stat.S_ISLNK(status.st_mode):
+        found.links.append(name)
+    elif stat.S_ISREG(status.st_mode):
+        stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+        found.files.append(BesideFile(name, stamp, bool(status.st_mode & stat.S_IXUSR)))
+    else:
+        found.special.append(name)
+
+
+class _Hashes:
+    """Digests of a file, taken front to back while it is copied."""
+
+    def __init__(self, *, digest: bool, sha256: bool) -> None:
+        self.crc: int | None = 0 if digest else None
+        self._hash = hashlib.sha256() if sha256 else None
+
+    def add(self, data: memoryview) -> None:
+        if self.crc is not None:
+            self.crc = crc32(data, self.crc)
+        if self._hash is not None:
+            self._hash.update(data)
+
+    def add_hole(self, nbytes: int) -> None:
+        if self.crc is not None:
+            self.crc = crc32_combine(self.crc, zeros(nbytes), nbytes)
+        for at in range(0, nbytes, _BLOCK_BYTES) if self._hash is not None else ():
+            assert self._hash is not None
+            self._hash.update(_ZEROS[: nbytes - at])
+
+    @property
+    def sha256(self) -> str | None:
+        return self._hash.hexdigest() if self._hash is not None else None
+
+
+def copy_file(
+    source: str,
+    file: BesideFile,
+    directory: str,
+    *,
+    path: str | None = None,
+    digest: bool = False,
+    sha256: bool = False,
+) -> tuple[int | None, str | None]:
+    """Copy a file from one directory into another, its holes as holes; whoever may execute it still may.
+
+    Args:
+        source: the directory that it lies in.
+        file: relative to that.
+        directory: where it goes, under the same name.
+        path: where it lies, links resolved; by default under its name in `source`.
+        digest: take its CRC-32 on the way.
+        sha256: take that too.
+
+    Returns:
+        CRC-32, and sha256 in hex; None for what was not taken.
+
+    Raises:
+        IntegrityError: it is not the file that was looked at, or changed meanwhile.
+        ResourceError: it cannot be read or written.
+    """
+    target, hashes = os.path.join(directory, file.name), _Hashes(digest=digest, sha256=sha256)
+    try:
+        storage.make_directories(os.path.dirname(target))
+        place = os.path.join(source, file.name) if path is None else os.path.realpath(path)
+        with open_regular(place, file.name, follow=False) as (fd, _):
+            mode = 0o777 if file.is_executable else 0o666
+            out = storage.open_fd(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+            try:
+                is_same = stamp_of(fd) == file.stamp
+                if is_same:
+                    _copy_data(fd, out, file, hashes)
+                if not is_same or stamp_of(fd) != file.stamp:
+                    raise _changed(file.name)
+                storage.fsync(out)
+            finally:
+                storage.close_fd(out)
+    except OSError as error:
+        raise ResourceError(f"cannot copy {escape(file.name)}: {error.strerror}") from error
+    except SourceError as error:
+        raise error if isinstance(error, IntegrityError) else _changed(file.name) from None
+    return hashes.crc, hashes.sha256
+
+
+def _changed(name: str) -> IntegrityError:
+    return IntegrityError(
+        f"{escape(name)} changed while it was copied",
+        hint="nothing was written to the destination; start again once the source is at rest",
+    )
+
+
+def _copy_data(fd: int, out: int, file: BesideFile, hashes: _Hashes) -> None:
+    storage.ftruncate(out, file.stamp.size)
+    end = 0
+    for start, stop in _data_ranges(fd, file.stamp.size):
+        hashes.add_hole(start - end)
+        for at in range(start, stop, _BLOCK_BYTES):
+            data = memoryview(read_exactly(fd, at, min(_BLOCK_BYTES, stop - at), file.name))
+            hashes.add(data)
+            done = 0
+            while done < len(data):
+                done += storage.pwrite(out, data[done:], at + done)
+        end = stop
+    hashes.add_hole(file.stamp.size - end)
+
+
+def _data_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the parts of a file that are no holes."""
+    if not hasattr(os, "SEEK_DATA"):
+        yield 0, size
+        return
+    stop = 0
+    while stop < size:
+        try:
+            start = os.lseek(fd, stop, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a hole to the end
+                return
+            yield stop, size  # a file system that does not tell
+            return
+        stop = min(os.lseek(fd, start, os.SEEK_HOLE), size)
+        yield start, stop

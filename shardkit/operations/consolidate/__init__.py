@@ -1,0 +1,1 @@
+"""From any sharded checkpoint to a Hub model."""

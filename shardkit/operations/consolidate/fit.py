@@ -1,0 +1,193 @@
+"""Names and shapes of the output, held against those of the base."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardkit.core.catalog import Catalog
+from shardkit.core.regions import Shape
+from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.errors import LayoutError, ShardkitError
+from shardkit.formats.hub.base import Base
+from shardkit.keys import BaseComparison, compare_with_base
+from shardkit.keys.foreign import holds_fused_experts
+from shardkit.keys.hub_names import HubNames, name_as_hub
+from shardkit.keys.names import in_order
+from shardkit.keys.renaming import find_rules
+from shardkit.layout.traced import ModelNames, ask_names
+
+_IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
+_MAX_SUGGESTIONS = 3  # each searches all names
+_OTHER_NAMES = (
+    "--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others"
+)
+_FUSED = (
+    "transformers holds experts fused into one tensor, and the base stores them one by one: they are not taken apart "
+    "yet; --allow-missing and --allow-unexpected together write them as they are"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What has to be said about how the output fits its base."""
+
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Warnings of weights that the base has and the output lacks."""
+    is_whole: bool = False
+    """The base's weights are known, and all of them are in the output."""
+
+
+def name_merged(names: Mapping[str, str], catalog: Catalog, base: Base | None) -> HubNames:
+    """Name a model that an adapter was added to; only now are its names without PEFT's own.
+
+    Args:
+        names: name in the catalog -> the model's name in memory.
+        catalog: has the shapes.
+        base: None, or one without known tensors, changes nothing.
+    """
+    theirs = base.tensors if base is not None else None
+    shapes = {source: catalog.tensors[source].shape for source in names}
+    named = name_as_hub(names, shapes, None, {n: t.shape for n, t in theirs.items()} if theirs else None)
+    by_output = {name: source for source, name in named.names.items()}
+    if len(by_output) < len(names):
+        return named
+    return named._replace(names={by_output[name]: name for name in in_order(by_output, theirs)})
+
+
+def check_fit(
+    shapes: Mapping[str, Shape],
+    base: Base | None,
+    ties: Iterable[Collection[str]],
+    *,
+    allow_missing: bool,
+    allow_unexpected: bool,
+    asked: ModelNames | None = None,
+) -> Fit:
+    """Compare the output with the base; a given one is binding, one that was found is not.
+
+    Args:
+        shapes: by name in the output.
+        base: None, or one without known tensors, has nothing to compare with.
+        ties: groups of names that are one parameter.
+        allow_missing: names of the base may be missing.
+        allow_unexpected: names may be there that the base does not have.
+        asked: what the model's class says of the base's names, where it was asked.
+
+    Raises:
+        LayoutError: with every name that is missing, unexpected or of another shape.
+    """
+    if base is None or base.tensors is None:
+        return Fit()
+    theirs = {name: tensor.shape for name, tensor in base.tensors.items()}
+    found, said = compare_with_base(shapes, theirs, ties=ties), list[str]()
+    label = escape(base.label)
+    if found.computed:
+        said.append(f"not held against {label}, every model computes them: {listed(found.computed)}")
+    if asked is not None:
+        # A block that the class has no place for was none of another objective's heads: it may be another model's.
+        spare = [
+            name
+            for name in found.missing
+            if name in asked.ignored or (name in asked.unused and not _IN_BLOCK.search(name))
+        ]
+        made = [name for name in found.unexpected if name in asked.made]
+        if spare:
+            said.append(
+                f"not written, the class that config.json names has no place for them: {listed(spare)}"
+            )
+        if made:
+            said.append(f"not in {label}, the model computes them where they are missing: {listed(made)}")
+        found = replace(
+            found,
+            missing=tuple(name for name in found.missing if name not in spare),
+            unexpected=tuple(name for name in found.unexpected if name not in made),
+        )
+    if found.is_equal:
+        return Fit(notes=(f"names and shapes are those of {label}", *said), is_whole=True)
+    is_whole = not (found.missing or found.wrong_shapes)
+    if not base.is_given:
+        missing, *others = _summary(found, f"the weights in {label}")
+        lost = tuple([missing] if found.missing else [])
+        return Fit(warnings=tuple(others if lost else [missing, *others]), missing=lost, is_whole=is_whole)
+    problems = [
+        *([] if allow_missing else _missing(found, shapes)),
+        *([] if allow_unexpected else _unexpected(found, theirs)),
+        *(
+            f"shape: {escape(name)}: {list(ours)}, in the base {list(base)}"
+            for name, base, ours in found.wrong_shapes
+        ),
+    ]
+    if problems:
+        raise LayoutError(
+            f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
+            problems=problems,
+            hint=_FUSED if holds_fused_experts(found.unexpected) else _OTHER_NAMES,
+        )
+    return Fit(notes=(*_summary(found, label), *said), is_whole=is_whole)
+
+
+def may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]) -> bool:
+    """True where a misfit may be the class's own doing: what it leaves out or computes, ties, heads and names of its own."""
+    if base is None or base.tensors is None or not base.is_given:
+        return False
+    theirs = {name: tensor.shape for name, tensor in base.tensors.items()}
+    found = compare_with_base(shapes, theirs, ties=ties)
+    return bool(found.missing or found.unexpected) and not found.wrong_shapes
+
+
+def name_by_class(names: Mapping[str, str], base: Base, asked: ModelNames) -> HubNames:
+    """Name a model's tensors as its class finds them in the base's files.
+
+    Args:
+        names: name in the catalog -> name in the output.
+        base: with known tensors.
+        asked: what its class says.
+    """
+    assert base.tensors is not None
+    theirs = base.tensors
+    changed = {
+        source: name if name in theirs else asked.names.get(name, name) for source, name in names.items()
+    }
+    by_output = {name: source for source, name in changed.items()}
+    if changed == names or len(by_output) < len(names):
+        return HubNames(names=dict(names), rules=(), is_whole=False)
+    return HubNames(
+        names={by_output[name]: name for name in in_order(by_output, theirs)},
+        rules=find_rules({name: changed[source] for source, name in names.items()}),
+        is_whole=False,
+    )
+
+
+def ask_class(base: Base) -> ModelNames | None:
+    """Ask the class that a base's config names, in a process of its own; None where it cannot be asked."""
+    if not (base.config or {}).get("architectures"):
+        return None
+    assert base.tensors is not None
+    try:
+        return ask_names(base.directory, {name: tensor.shape for name, tensor in base.tensors.items()})
+    except ShardkitError:
+        return None
+
+
+def _missing(found: BaseComparison, ours: Mapping[str, Shape]) -> Iterator[str]:
+    for row, name in enumerate(found.missing):
+        yield f"missing: {escape(name)}{suggestion(name, ours) if row < _MAX_SUGGESTIONS else ''}"
+
+
+def _unexpected(found: BaseComparison, theirs: Mapping[str, Shape]) -> Iterator[str]:
+    for row, name in enumerate(found.unexpected):
+        yield f"unexpected: {escape(name)}{suggestion(name, theirs) if row < _MAX_SUGGESTIONS else ''}"
+
+
+def _summary(found: BaseComparison, label: str) -> Iterator[str]:
+    if found.missing:
+        yield f"missing of {label}: {count(len(found.missing), 'tensor')}: {listed(found.missing)}"
+    if found.unexpected:
+        yield f"not in {label}: {count(len(found.unexpected), 'tensor')}: {listed(found.unexpected)}"
+    if found.wrong_shapes:
+        names = [name for name, _, _ in found.wrong_shapes]
+        yield f"of another shape than in {label}: {count(len(names), 'tensor')}: {listed(names)}"

@@ -1,0 +1,425 @@
+"""Everything that is decided before a byte moves: what consolidate would read and write.
+
+    checkpoint -> names -> ties -> base -> dtypes -> images -> plan
+
+Building a job reads descriptions, and of tied tensors the bytes; it writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from shardkit._version import __version__
+from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.regions import Shape
+from shardkit.core.text import escape, listed
+from shardkit.errors import SourceError, UsageError
+from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.hub.assets import CONFIG
+from shardkit.formats.hub.base import SAVED_ROOT, Base, holds_equal, hub_key_rules, saved_key_rules
+from shardkit.formats.hub.images import OutputTensor, SafetensorsImages
+from shardkit.keys import KeyRule, Selection, select_model
+from shardkit.keys.foreign import refuse_factors
+from shardkit.keys.gaps import find_gaps
+from shardkit.keys.ties import may_be_untied, ties_embeddings
+from shardkit.layout.lacking import Answer
+from shardkit.layout.traced import ModelNames
+from shardkit.operations.casts import check_choice, choose_dtypes
+from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
+from shardkit.operations.consolidate.adapter import Chosen, choose_tensors
+from shardkit.operations.consolidate.assets import (
+    Asset,
+    adapter_assets,
+    main_dtype,
+    model_assets,
+)
+from shardkit.operations.consolidate.fit import Fit, ask_class, check_fit, may_ask, name_by_class, name_merged
+from shardkit.operations.consolidate.modules import TrainedModule, trained_modules
+from shardkit.operations.ties import Ties, resolve_ties, tie_groups
+from shardkit.transfer.plan import TransferPlan, build_plan
+
+DIGESTS = ("crc32", "none")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
+_NO_TIES = Ties(dropped={}, diverged=(), untied=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """What is asked of a job."""
+
+    weights: str = "model"
+    root: str | None = None
+    strip_prefix: tuple[str, ...] = ()
+    add_prefix: str = ""
+    rename: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    """The names, all as `keys.select_model` takes them."""
+    allow_missing: bool = False
+    """Tensors of the base may be missing."""
+    allow_unexpected: bool = False
+    """Tensors may be there that the base does not have."""
+    dtype: str = "keep"
+    """"keep", "base", "bf16", "fp16" or "fp32"."""
+    max_shard_bytes: int | None = None
+    """Most bytes of tensors in a file; None makes one file."""
+    digest: str = "crc32"
+    """"crc32" or "none"."""
+    merge_lora: bool = False
+    """Add an adapter to the weights that it was trained on."""
+    adapter_config: str | None = None
+    """An adapter's settings, a file or the directory that it lies in."""
+    manifest: bool = False
+    """Write `shardkit.json` into the output."""
+
+    @property
+    def chooses_part(self) -> bool:
+        """True where a person asks for a part of the model."""
+        return bool(self.include or self.exclude or self.root)
+
+    @property
+    def change_names(self) -> bool:
+        """True where a person says what becomes of names."""
+        return bool(self.strip_prefix or self.add_prefix or self.rename)
+
+    @property
+    def chooses_names(self) -> bool:
+        """True where a person says which tensors are written, or what becomes of their names."""
+        return bool(self.include or self.exclude or self.root is not None or self.change_names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsolidateJob:
+    """A decided consolidation."""
+
+    checkpoint: Checkpoint
+    options: JobOptions
+    selection: Selection
+    kind: str
+    """"model", "adapter", or "merged": an adapter added to its model."""
+    ties: Ties
+    base: Base | None
+    catalog: Catalog
+    """Of the tensors that were chosen; extents are raw bytes."""
+    tensors: tuple[OutputTensor, ...]
+    """In the order of the output."""
+    output: SafetensorsImages
+    plan: TransferPlan
+    assets: tuple[Asset, ...]
+    """What lies beside the weights."""
+    modules: tuple[TrainedModule, ...]
+    """Weights of modules that lie beside the model's, and are the checkpoint's."""
+    notes: tuple[str, ...]
+    unloadable: tuple[str, ...]
+    """Why `from_pretrained` would not load all weights of the output; the first of `warnings`."""
+    warnings: tuple[str, ...]
+    fit: Fit
+    """How names and shapes fit the base's."""
+    answer: Answer | None = None
+    """What the class says of the output's names, where it was to be asked."""
+
+    @property
+    def plan_hash(self) -> str:
+        """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
+        described = {
+            "version": __version__,
+            "sources": [(file.name, file.size, _stamp(file)) for file in self.catalog.files],
+            "description": self.describe(),
+            "images": [(image.name, image.size) for image in self.output],
+        }
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the part of the manifest that is known before a byte moves."""
+        return {
+            "layout": self.checkpoint.layout,
+            "writer": self.checkpoint.writer,
+            "weights": self.options.weights,
+            "holds": self.kind,
+            "root": self.selection.root,
+            "key_rules": [list(rule) for rule in (*self.selection.stripped, *self.selection.renamed)],
+            "ties": [[kept, dropped] for dropped, kept in self.ties.dropped.items()],
+            "dtype": self.options.dtype,
+            "digest": self.options.digest,
+            "tensors": {
+                tensor.fqn: {
+                    "dtype": tensor.dtype.name,
+                    "shape": list(tensor.shape),
+                    "source": {
+                        "name": tensor.source,
+                        "dtype": self.catalog.tensors[tensor.source].dtype.name,
+                    },
+                }
+                for tensor in self.tensors
+            },
+        }
+
+
+def _stamp(file: SourceFile) -> tuple[int, ...] | None:
+    """Return what tells a source file from another of its name and size."""
+    if file.stamp is not None:
+        return file.stamp
+    try:
+        status = os.stat(file.path)
+    except OSError:  # the run will say so
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
+
+
+def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> ConsolidateJob:
+    """Decide what a checkpoint becomes.
+
+    Args:
+        checkpoint: opened.
+        base: given or found, or None.
+        options: what is asked for.
+
+    Raises:
+        UsageError: an option has no such value, or cannot be carried out.
+        SourceError: the weights that are asked for are not there, cannot be told or recovered, or have no place
+            in safetensors.
+        LayoutError: names or shapes are not the given base's.
+    """
+    _check_options(checkpoint, base, options)
+    if not options.chooses_names:
+        refuse_factors(checkpoint.catalog.tensors)  # now: names that fit nothing would be refused for that
+    selection = _select(checkpoint, base, options)
+    refuse_factors(selection.names)
+    _refuse_objects(checkpoint.catalog.objects, selection)
+    chosen = choose_tensors(
+        checkpoint,
+        selection.names,
+        base,
+        merge=options.merge_lora,
+        adapter_config=options.adapter_config,
+    )
+    if chosen.kind == "merged" and not options.change_names:
+        named = name_merged(chosen.names, chosen.catalog, base)
+        chosen = replace(chosen, names=named.names)
+        selection = replace(selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings))
+    is_adapter, catalog = chosen.kind == "adapter", chosen.catalog
+    ties, fit = _NO_TIES, Fit()
+    if not is_adapter:
+        chosen, ties, fit, renamed = _fit(chosen, base, options)
+        selection = replace(selection, renamed=(*selection.renamed, *renamed))
+    names = {source: name for source, name in chosen.names.items() if name not in ties.dropped}
+    dtypes = choose_dtypes(catalog, names, options.dtype, base, checkpoint.path)
+    tensors = tuple(
+        OutputTensor(name, source, dtypes.chosen[name], catalog.tensors[source].shape)
+        for source, name in names.items()
+    )
+    output = (
+        SafetensorsImages(tensors, max_shard_bytes=None, stem=ADAPTER_STEM)  # PEFT has no index
+        if is_adapter
+        else SafetensorsImages(tensors, max_shard_bytes=options.max_shard_bytes)
+    )
+    assets, changed = _assets(chosen, base, ties, tensors)
+    modules, untaken = trained_modules(
+        checkpoint,
+        base,
+        [asset.name for asset in assets],
+        selection.root,
+        checkpoint.catalog.tensors.keys() - selection.names.keys(),
+        dtype=options.dtype,
+        takes=options.weights == "model" and not options.chooses_names,
+    )
+    written = {module.file for module in modules}
+    unloadable = (
+        () if is_adapter else (*selection.unloadable, *fit.missing, *_gap_warnings(tensors, base, options))
+    )
+    return ConsolidateJob(
+        checkpoint=checkpoint,
+        options=options,
+        selection=selection,
+        kind=chosen.kind,
+        ties=ties,
+        base=base,
+        catalog=catalog,
+        tensors=tensors,
+        output=output,
+        plan=build_plan(output, catalog),
+        assets=tuple(asset for asset in assets if asset.name not in written),
+        modules=tuple(modules),
+        notes=(
+            *checkpoint.notes,
+            *selection.notes,
+            *chosen.notes,
+            *(base.notes if base else ()),
+            *fit.notes,
+            *dtypes.notes,
+            *changed,
+            *(module.note for module in modules),
+        ),
+        unloadable=unloadable,
+        warnings=(
+            *unloadable,
+            *([] if is_adapter else _base_warnings(base)),
+            *fit.warnings,
+            *selection.warnings,
+            *chosen.warnings,
+            *dtypes.warnings,
+            *_tie_warnings(ties, base),
+            *untaken,
+        ),
+        fit=fit,
+    )
+
+
+def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:
+    """Refuse entries that are not tensors where one layer more has a tensor of that name: a weight is lost there."""
+    patterns = {_NUMBER.sub("#", name) for name in selection.names if _NUMBER.search(name)}
+    lost = [
+        name for name in objects if _NUMBER.sub("#", name) in patterns and not name.endswith("_extra_state")
+    ]
+    if lost:
+        raise SourceError(
+            f"{len(lost)} entries are no tensors, and those of the same name in other layers are: they are never decoded",
+            problems=map(escape, lost),
+            hint="the checkpoint is damaged, or was changed: use another copy",
+        )
+
+
+def _fit(
+    chosen: Chosen, base: Base | None, options: JobOptions
+) -> tuple[Chosen, Ties, Fit, tuple[KeyRule, ...]]:
+    """Decide on ties, and hold names and shapes against the base's; where they differ, its class may know why."""
+    declared = ties_embeddings(base.config) if base else None
+    base_tensors = base.tensors if base else None
+
+    def decide(
+        chosen: Chosen, asked: ModelNames | None
+    ) -> tuple[Ties, dict[str, Shape], list[tuple[str, ...]]]:
+        known = asked.ties if asked else ()
+        ties = resolve_ties(
+            chosen.catalog,
+            chosen.names,
+            declared=declared,
+            base_names=base_tensors,
+            known=known,
+            equal_in_base=partial(holds_equal, base) if base else lambda _one, _other: False,
+        )
+        shapes = {
+            name: chosen.catalog.tensors[source].shape
+            for source, name in chosen.names.items()
+            if name not in ties.dropped
+        }
+        both = {**dict.fromkeys(shapes), **(base_tensors or {})}
+        return ties, shapes, [*tie_groups(ties, both, declared=declared), *known]
+
+    asked, renamed = None, tuple[KeyRule, ...]()
+    ties, shapes, groups = decide(chosen, None)
+    if (
+        base is not None
+        and base_tensors is not None
+        and may_ask(shapes, base, groups)
+        and (asked := ask_class(base)) is not None
+    ):
+        if not options.change_names:
+            named = name_by_class(chosen.names, base, asked)
+            chosen, renamed = replace(chosen, names=named.names), named.rules
+        unsaved = [
+            name for name in chosen.names.values() if name in asked.unsaved and name not in base_tensors
+        ]
+        kept = {source: name for source, name in chosen.names.items() if name not in unsaved}
+        notes = [f"not written, the model computes them: {listed(unsaved)}"] if unsaved else []
+        chosen = replace(chosen, names=kept, notes=(*chosen.notes, *notes))
+        ties, shapes, groups = decide(chosen, asked)
+    fit = check_fit(
+        shapes,
+        base,
+        groups,
+        allow_missing=options.allow_missing,
+        allow_unexpected=options.allow_unexpected,
+        asked=asked,
+    )
+    return chosen, ties, fit, renamed
+
+
+def _assets(
+    chosen: Chosen, base: Base | None, ties: Ties, tensors: Sequence[OutputTensor]
+) -> tuple[list[Asset], list[str]]:
+    if chosen.kind == "adapter":
+        return adapter_assets(base, chosen.adapter_config), []
+    config = base.config if base else None
+    untie = ties.untied and ties_embeddings(config) is not False and may_be_untied(config)
+    return model_assets(base, main_dtype(tensors), untie=untie)
+
+
+def _check_options(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> None:
+    check_choice(options.dtype, base)
+    if options.digest not in DIGESTS:
+        raise UsageError(f"--digest {escape(options.digest)!r} is not one of {', '.join(DIGESTS)}")
+    if (options.allow_missing or options.allow_unexpected) and (base is None or base.tensors is None):
+        raise UsageError("--allow-missing and --allow-unexpected compare with a base: name it with --base")
+    reason = checkpoint.refused_weights.get(options.weights)
+    if reason is not None:
+        raise SourceError(
+            f"--weights {escape(options.weights)}: {reason}", hint="leave --weights out for the model's"
+        )
+
+
+def _select(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> Selection:
+    catalog = checkpoint.catalog
+    if checkpoint.layout == "hub" and not catalog.tensors:  # a file without tensors is a file all the same
+        return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
+    rules = saved_key_rules(checkpoint) if options.weights == "model" else None
+    root = SAVED_ROOT
+    if rules is None and (of_source := hub_key_rules(checkpoint)):
+        rules, root = of_source, ""
+    is_known = rules is not None and options.root is None and not options.strip_prefix
+    return select_model(
+        catalog.tensors,
+        catalog.objects,
+        catalog.paths,
+        checkpoint.roots,
+        weights=options.weights,
+        root=root if is_known else options.root,
+        strip_prefix=options.strip_prefix,
+        add_prefix=options.add_prefix,
+        rename=options.rename,
+        include=options.include,
+        exclude=options.exclude,
+        base_names=base.tensors if base else None,
+        base_shapes={name: each.shape for name, each in base.tensors.items()}
+        if base and base.tensors
+        else None,
+        key_rules=rules,
+    )
+
+
+def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
+    says = base is not None and base.config is not None and may_be_untied(base.config)
+    said = " and the written config says tie_word_embeddings: false" if says else ""
+    return [
+        f"{escape(kept)} and {escape(other)} are tied in the base, but training has made them differ: both are "
+        f"kept{said}"
+        for kept, other in ties.diverged
+    ]
+
+
+def _gap_warnings(tensors: Sequence[OutputTensor], base: Base | None, options: JobOptions) -> list[str]:
+    """Return what the output seems to lack, where there are no weights to hold it against and nobody asked for a part."""
+    config = base.config if base is not None and base.tensors is None else None
+    if not config or "model_type" not in config or options.chooses_part:
+        return []
+    return [
+        f"from_pretrained would initialise at random what {CONFIG} calls for and the output does not have: {gap}; "
+        "--base MODEL, with its weights, compares every name"
+        for gap in find_gaps({tensor.fqn: tensor.shape for tensor in tensors}, config)
+    ]
+
+
+def _base_warnings(base: Base | None) -> list[str]:
+    if base is None or base.config is None:
+        return [
+            f"there is no {CONFIG} for the model: name the model that it was trained from with --base, and the "
+            "output can be loaded by itself"
+        ]
+    return []

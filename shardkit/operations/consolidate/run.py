@@ -1,0 +1,251 @@
+"""What lies beside a consolidated model's weights, and the check of it all before it appears."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from shardkit._version import __version__
+from shardkit.core.catalog import FileStamp
+from shardkit.core.progress import NoProgress
+from shardkit.core.text import count, escape
+from shardkit.errors import IntegrityError, ResourceError, ShardkitError
+from shardkit.files import manifest, storage
+from shardkit.files.digest import combine, crc32
+from shardkit.files.file_bytes import sha256_of
+from shardkit.formats.hub.assets import is_weights
+from shardkit.formats.hub.directory import HubModel, open_weights
+from shardkit.formats.hub.files import select_file, select_weights
+from shardkit.formats.recorded import SourceManifests
+from shardkit.operations.companions import BesideFile, copy_file
+from shardkit.operations.consolidate.assets import Asset
+from shardkit.operations.consolidate.job import ConsolidateJob
+from shardkit.operations.consolidate.modules import TrainedModule
+from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.source_check import SourceCheck
+
+_PART = ".part"
+
+
+class Descriptions:
+    """Writes config, tokenizer and the like, then the index; then reads everything back.
+
+    Args:
+        job: what is being written.
+        manifests: of the checkpoint; files that are copied are compared with them.
+        directory: where; the weights lie there too.
+        moving: how to write the weights of modules.
+        sha256: take it of every file for the manifest; of the weights when they are finished, by reading them once
+            more.
+        on_manifest: gets the manifest, which is to lie elsewhere.
+        on_written: called when all weights are on disk, before the rest is written.
+    """
+
+    def __init__(
+        self,
+        job: ConsolidateJob,
+        manifests: SourceManifests,
+        directory: str,
+        *,
+        moving: ExecuteOptions,
+        sha256: bool = False,
+        on_manifest: Callable[[bytes], None] | None = None,
+        on_written: Callable[[], object] | None = None,
+    ) -> None:
+        self._job, self._directory, self._on_manifest = job, directory, on_manifest
+        self._manifests, self._has_digests = manifests, job.options.digest != "none"
+        self._sha256, self._moving = sha256, moving
+        self._on_written = on_written
+        self._hashes: dict[str, str] = {}
+
+    def __enter__(self) -> Descriptions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def add_file(self, digest: FileDigest) -> None:
+        """Write a header that no tensor follows; else nothing lies beside a single file."""
+        for image in self._job.output:
+            if image.name == digest.name and not image.tensors:
+                self._write_synced(image.name, image.header)
+        if self._sha256:
+            path = os.path.join(self._directory, digest.name)
+            self._hashes[digest.name] = sha256_of(path, digest.name)
+
+    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
+        """Write the rest, the index last, and check that what is there is what was decided.
+
+        Args:
+            digests: of every file, those of an interrupted run included.
+            scattered: not needed: a tensor lies in one file, and its pieces have digests of their own.
+
+        Raises:
+            IntegrityError: it is not.
+            SourceError, ResourceError: a file beside the weights cannot be read or written.
+        """
+        if self._on_written is not None:
+            self._on_written()
+        others, copies = list[dict[str, Any]](), list[tuple[str, str, int | None]]()
+        for asset in self._job.assets:
+            is_large = asset.path is not None and is_weights(asset.name)
+            data = b"" if is_large else asset.read()
+            others.append(self._copy(asset) if is_large else self._write_listed(asset.name, data))
+            if asset.path is not None:
+                crc = others[-1]["crc32"] if is_large else int(crc32(data))
+                copies.append((asset.name, asset.path, crc))
+        self._manifests.check_copies(copies)
+        others += [self._move(module) for module in self._job.modules]
+        if not self._has_digests:
+            others = [{**entry, "crc32": None} for entry in others]
+        index = self._job.output.index()
+        if index is not None:
+            others.append(self._entry(self._job.output.index_name, index))
+        if self._job.options.manifest or self._on_manifest is not None:
+            self._write_manifest(digests, others)
+        if index is not None:
+            # Under its name it is whole: that is what makes a directory of several files a model.
+            name = self._job.output.index_name
+            self._write_synced(name + _PART, index)
+            storage.rename(os.path.join(self._directory, name + _PART), os.path.join(self._directory, name))
+        check_output(self._job, self._directory)
+
+    def _write_manifest(self, digests: Mapping[str, FileDigest], others: list[dict[str, Any]]) -> None:
+        if self._sha256:
+            for name in digests.keys() - self._hashes.keys():  # of an interrupted run
+                self._hashes[name] = sha256_of(os.path.join(self._directory, name), name)
+        data = manifest.dump(self._manifest(digests, others))
+        if self._job.options.manifest:
+            self._write_synced(manifest.NAME, data)
+        if self._on_manifest is not None:
+            self._on_manifest(data)
+
+    def _manifest(self, digests: Mapping[str, FileDigest], others: list[dict[str, Any]]) -> dict[str, Any]:
+        described = self._job.describe()
+        if self._job.options.digest != "none":
+            for fqn, crc in self._tensor_crcs(digests).items():
+                described["tensors"][fqn]["crc32"] = crc
+        return {
+            "format": manifest.FORMAT,
+            "kind": "hub",
+            "tool": {"name": "shardkit", "version": __version__},
+            **described,
+            "files": [
+                manifest.file_entry(
+                    image.name,
+                    image.size,
+                    digests[image.name].crc32 if image.tensors else int(crc32(image.header)),
+                    self._hashes.get(image.name),
+                )
+                for image in self._job.output
+            ],
+            "others": others,
+        }
+
+    def _tensor_crcs(self, digests: Mapping[str, FileDigest]) -> dict[str, int]:
+        """Return the CRC-32 of every tensor; its holes are neighbours in its file, in order."""
+        found = dict[str, int]()
+        for image in self._job.output:
+            crcs = iter(digests[image.name].data_crcs)
+            for tensor in image.tensors:
+                holes = self._job.output.holes(tensor.fqn)
+                found[tensor.fqn] = combine([(next(crcs), hole.nbytes) for _, hole in holes])
+        return found
+
+    def _write_listed(self, name: str, data: bytes) -> dict[str, Any]:
+        """Write a file; return what the manifest says of it."""
+        self._write_synced(name, data)
+        return self._entry(name, data)
+
+    def _copy(self, asset: Asset) -> dict[str, Any]:
+        """Copy a module's own weights block by block; return what the manifest says of them."""
+        assert asset.path is not None
+        try:
+            status = os.stat(asset.path)
+        except OSError as error:
+            raise ResourceError(f"cannot copy {escape(asset.name)}: {error.strerror}") from error
+        stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+        crc, sha256 = copy_file(
+            os.path.dirname(asset.path),
+            BesideFile(asset.name, stamp, is_executable=False),
+            self._directory,
+            path=asset.path,
+            digest=self._has_digests or self._manifests.crc_of(asset.path) is not None,
+            sha256=self._sha256,
+        )
+        return manifest.file_entry(asset.name, stamp.size, crc, sha256)
+
+    def _move(self, module: TrainedModule) -> dict[str, Any]:
+        """Write a module's weights from the checkpoint; return what the manifest says of them."""
+        storage.make_directories(os.path.join(self._directory, os.path.dirname(module.file)))
+        digests, _ = Execution(
+            module.plan,
+            self._directory,
+            self._moving,
+            finished={},
+            on_finished=lambda *_: None,
+            progress=NoProgress(),
+            check=SourceCheck(module.catalog) if self._moving.check_source else None,
+        ).run()
+        digest = digests[module.file]
+        path = os.path.join(self._directory, module.file)
+        sha256 = sha256_of(path, module.file) if self._sha256 else None
+        return manifest.file_entry(module.file, digest.size, digest.crc32, sha256)
+
+    def _entry(self, name: str, data: bytes) -> dict[str, Any]:
+        return manifest.entry_of(name, data, digest=self._job.options.digest != "none", sha256=self._sha256)
+
+    def _write_synced(self, name: str, data: bytes) -> None:
+        path = os.path.join(self._directory, name)
+        storage.make_directories(os.path.dirname(path))
+        storage.write_file(path, data)
+
+
+def check_output(job: ConsolidateJob, directory: str) -> None:
+    """Open an output as any other model is opened, and hold it against what was decided.
+
+    Raises:
+        IntegrityError: with every tensor that is missing, there twice or otherwise than decided.
+        ResourceError: it cannot be read.
+    """
+    try:
+        model = _open(job, directory)
+    except ResourceError:  # the disk, not what is on it
+        raise
+    except ShardkitError as error:
+        raise IntegrityError(
+            f"what was written cannot be opened: {error.message}", problems=error.problems
+        ) from error
+    problems = list(_differences(job, model))
+    if problems:
+        raise IntegrityError(
+            f"what was written is not what was decided: {count(len(problems), 'difference')}",
+            problems=problems,
+        )
+
+
+def _open(job: ConsolidateJob, directory: str) -> HubModel:
+    names = [image.name for image in job.output]
+    if job.output.index() is None:
+        return open_weights(directory, select_file(names[0]))
+    return open_weights(directory, select_weights(os.listdir(directory), directory))
+
+
+def _differences(job: ConsolidateJob, model: HubModel) -> Iterator[str]:
+    found, expected = model.catalog.tensors, {tensor.fqn: tensor for tensor in job.tensors}
+    for name in expected.keys() - found.keys():
+        yield f"{escape(name)}: missing"
+    for name in found.keys() - expected.keys():
+        yield f"{escape(name)}: not expected"
+    for name, tensor in expected.items():
+        entry = found.get(name)
+        if entry is not None and (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+            yield (
+                f"{escape(name)}: {entry.dtype.name} {list(entry.shape)}, "
+                f"expected {tensor.dtype.name} {list(tensor.shape)}"
+            )
+    sizes = {file.name: file.size for file in model.catalog.files}
+    for image in job.output:
+        if sizes.get(image.name) != image.size:
+            yield f"{escape(image.name)}: {sizes.get(image.name)} bytes, expected {image.size}"

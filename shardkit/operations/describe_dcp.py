@@ -1,0 +1,160 @@
+"""Describing a checkpoint beside its shard files: chunk lists, `.metadata`, the manifest.
+
+`.metadata` says nothing that is known only after the bytes have moved, and a file's chunk list needs that
+file's digests alone; so both are written while other files are still on their way to the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from shardkit._version import __version__
+from shardkit.core.regions import Region, is_contiguous
+from shardkit.core.threads import until_done
+from shardkit.files import manifest, storage
+from shardkit.files.digest import combine
+from shardkit.files.file_bytes import sha256_of
+from shardkit.formats.dcp import chunk_list
+from shardkit.formats.dcp.images import DcpImage, RecordKind
+from shardkit.formats.dcp.writer import write_metadata
+from shardkit.operations.dcp_output import DcpOutput
+from shardkit.transfer.execute import SYNC_THREADS, FileDigest
+from shardkit.transfer.stream import read_back
+
+METADATA = ".metadata"
+_PART = METADATA + ".part"
+
+
+class Descriptions:
+    """Writes what lies beside the shard files. A context manager: it waits for its threads.
+
+    Args:
+        job: what is being written.
+        directory: where; the shard files lie there too.
+        sha256: take it of every file; of the shard files when they are finished, by reading them once more.
+    """
+
+    def __init__(self, job: DcpOutput, directory: str, *, sha256: bool = False) -> None:
+        self._job, self._directory, self._sha256 = job, directory, sha256
+        self._images = {image.name: image for image in job.output}
+        self._line_makers = [self._lines_of(kind) for kind in job.output.kinds]
+        self._lists: dict[str, dict[str, Any]] = {}
+        self._hashes: dict[str, str] = {}
+        self.manifest = b""
+        """What was written as the manifest."""
+        self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-describe")
+        self._metadata = self._pool.submit(self._write_metadata)
+
+    def __enter__(self) -> Descriptions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add_file(self, digest: FileDigest) -> None:
+        """Write the chunk list of a finished file; may be called from any thread."""
+        image = self._images[digest.name]
+        data = chunk_list.dump(image.name, image.size, self._job.aliases, self._lines(image, digest))
+        name = chunk_list.name_for(image.name)
+        self._write_synced(name, data)
+        if self._sha256:
+            self._hashes[image.name] = sha256_of(os.path.join(self._directory, image.name), image.name)
+        self._lists[image.name] = manifest.entry_of(name, data, digest=True, sha256=self._sha256)
+
+    def _lines_of(self, kind: RecordKind) -> chunk_list.Lines | None:
+        """Return what makes the lines of such records; byte entries have none."""
+        if kind.fqn in self._job.output.objects:
+            return None
+        shape, skeleton = self._job.output.catalog.tensors[kind.fqn].shape, kind.skeleton
+        record = (skeleton.nbytes, len(skeleton.prefix), skeleton.data_nbytes)
+        return chunk_list.Lines(kind.fqn, kind.dtype, shape, kind.sizes, record)
+
+    def _lines(self, image: DcpImage, digest: FileDigest) -> list[str]:
+        crcs = digest.data_crcs or (None,) * len(image)
+        makers = self._line_makers
+        return [
+            maker.line(offsets, start, crc)
+            for (kind, offsets, start), crc in zip(image.records(), crcs, strict=True)
+            if (maker := makers[kind]) is not None
+        ]
+
+    def finish(
+        self,
+        digests: Mapping[str, FileDigest],
+        scattered: Mapping[str, int],
+        *,
+        others: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Write the manifest, then let `.metadata` appear, which makes the directory a checkpoint.
+
+        Args:
+            digests: of every file, those of an interrupted run included.
+            scattered: CRC-32 of every scattered tensor, by its source name.
+            others: what the manifest says of files that lie beside.
+        """
+        list(
+            self._pool.map(
+                self.add_file, [digest for name, digest in digests.items() if name not in self._lists]
+            )
+        )
+        until_done([self._metadata])
+        described = self._job.describe()
+        if self._job.digest != "none":
+            for fqn, crc in self._tensor_crcs(digests, scattered).items():
+                described["tensors"][fqn]["crc32"] = crc
+        content = {
+            "format": manifest.FORMAT,
+            "tool": {"name": "shardkit", "version": __version__},
+            "source": self._job.identity,
+            **described,
+            "files": [self._file_entry(digests[name]) for name in self._images],
+            **({"others": list(others)} if others else {}),
+            "metadata": self._metadata.result(),
+        }
+        self.manifest = manifest.dump(content)
+        self._write_synced(manifest.NAME, self.manifest)
+        storage.rename(os.path.join(self._directory, _PART), os.path.join(self._directory, METADATA))
+
+    def _file_entry(self, digest: FileDigest) -> dict[str, Any]:
+        entry = manifest.file_entry(digest.name, digest.size, digest.crc32, self._hashes.get(digest.name))
+        return {**entry, "chunks": self._lists[digest.name]}
+
+    def _tensor_crcs(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> dict[str, int]:
+        """Return the CRC-32 of every tensor's logical bytes.
+
+        A tensor whose chunks are neighbours in row-major order has the combination of theirs; of one that
+        was cut another way it was taken on the source's side, where it was contiguous.
+        """
+        output, found = self._job.output, dict[str, int]()
+        crcs = [iter(digests[image.name].data_crcs) for image in output]
+        for fqn, entry in output.catalog.tensors.items():
+            files = output.catalog.chunks.file[entry.chunk_ids.start : entry.chunk_ids.stop]
+            pieces = [
+                (next(crcs[file]), nbytes)
+                for file, (_, nbytes) in zip(files, output.data_places(fqn), strict=True)
+            ]
+            if fqn in output.objects:
+                continue
+            sizes = {region.sizes for region in output.catalog.chunks.regions(entry.chunk_ids)}
+            are_neighbours = all(is_contiguous(Region((0,) * len(s), s), entry.shape) for s in sizes)
+            found[fqn] = combine(pieces) if are_neighbours else scattered[self._job.sources[fqn]]
+        return found
+
+    def _write_metadata(self) -> dict[str, Any]:
+        path = os.path.join(self._directory, _PART)
+        with storage.writing(path) as (fd, stream):
+            job = self._job
+            write_metadata(
+                stream, job.output.catalog, job.aliases, objects=job.output.objects, paths=job.paths
+            )
+            stream.flush()
+            size = os.fstat(fd).st_size
+            crc = read_back(fd, 0, size, bytearray(1 << 20))
+        sha256 = sha256_of(path, METADATA) if self._sha256 else None
+        return manifest.file_entry(METADATA, size, crc, sha256)
+
+    def _write_synced(self, name: str, data: bytes) -> None:
+        storage.write_file(os.path.join(self._directory, name), data)

@@ -1,0 +1,243 @@
+"""What diff compares: two checkpoints, opened, their tensors under the names of one model, and the pairs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.text import count
+from shardkit.errors import SourceError, UsageError
+from shardkit.files.links import link_notes
+from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.dcp.directory import remembered
+from shardkit.formats.hub.base import SAVED_ROOT, hub_key_rules, saved_key_rules
+from shardkit.formats.registry import open_checkpoint
+from shardkit.keys import select_model
+from shardkit.keys.names import natural
+from shardkit.keys.renaming import apply_key_rules
+from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
+from shardkit.operations.ties import place_of, tie_candidates
+from shardkit.transfer.same_bytes import same_bytes
+
+_HUB = "hub"
+Names = Mapping[str, str]
+"""Name in the model -> stored name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One checkpoint of the two."""
+
+    given: str
+    resolved: ResolvedCheckpoint
+    checkpoint: Checkpoint
+    names: Names
+    """Of the tensors that are compared."""
+    catalog: Catalog
+    """Of the same tensors; extents are raw bytes."""
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return a tensor by its name in the model."""
+        return self.catalog.tensors[self.names[name]]
+
+
+class Pair(NamedTuple):
+    """A name, and where it is."""
+
+    name: str
+    in_a: bool
+    in_b: bool
+
+
+def open_sides(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    all_tensors: bool,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    strict: bool,
+) -> tuple[Side, Side, list[str]]:
+    """Open both checkpoints, and only the tensors of them that are compared.
+
+    Args:
+        a: a checkpoint of any format, or a run directory.
+        b: another.
+        all_tensors: everything under its stored name, not the model's weights under theirs.
+        include: globs over names in the model or stored names; only these.
+        exclude: globs; not these.
+        strict: of a run directory, nothing newer may have been passed over.
+
+    Returns:
+        Both sides, and what a person should know.
+
+    Raises:
+        UsageError: the globs leave nothing.
+        SourceError, ResourceError: one of them cannot be opened.
+    """
+    with remembered():
+        resolved = (resolve_checkpoint(a, strict=strict), resolve_checkpoint(b, strict=strict))
+        opened = (open_checkpoint(resolved[0].path), open_checkpoint(resolved[1].path))
+    notes = [line for taken in resolved for line in taken.notes]
+    for each in opened:
+        paths = {os.path.relpath(file.path, each.catalog.directory): file.path for file in each.catalog.files}
+        notes += (
+            link_notes(each.catalog.directory, paths)
+            if each.layout == "hub" and os.path.isdir(each.path)
+            else ()
+        )
+    names, said = _name_all(opened) if all_tensors else _name_model(opened)
+    kept = tuple(_filter(each, include, exclude) for each in names)
+    if not any(kept) and any(names):
+        raise UsageError("--include and --exclude leave no tensor to compare")
+    sides = tuple(
+        Side(
+            given=os.fspath(path),
+            resolved=taken,
+            checkpoint=checkpoint,
+            names=each,
+            catalog=checkpoint.select(list(each.values())),
+        )
+        for path, taken, checkpoint, each in zip((a, b), resolved, opened, kept, strict=True)
+    )
+    return sides[0], sides[1], [*notes, *said]
+
+
+def pairs(a: Side, b: Side) -> list[Pair]:
+    """Return every name of either side, in the order of names."""
+    return [
+        Pair(name, name in a.names, name in b.names) for name in sorted({*a.names, *b.names}, key=natural)
+    ]
+
+
+def find_ties(side: Side, other: Side) -> dict[str, str]:
+    """Return the tensors that only one side has and that are copies there of one that both have.
+
+    Tied weights lie in one checkpoint once and in another under each name. Copies are tensors that share their
+    bytes in the file, or modules that models tie and whose bytes are equal.
+
+    Args:
+        side: has them.
+        other: has them not.
+
+    Returns:
+        Name that only `side` has -> name of its equal, which both have.
+
+    Raises:
+        IntegrityError, ResourceError: a file cannot be read as described.
+    """
+    lone = [name for name in side.names if name not in other.names]
+    if not lone:
+        return {}
+    found = _same_places(side, other, lone)
+    wanted = {name for name in lone if name not in found}
+    for one, two in _may_be_tied(side):
+        for name, partner in ((one, two), (two, one)):
+            is_open = name in wanted and name not in found and partner in other.names
+            if is_open and same_bytes(side.catalog, side.names[name], side.names[partner]):
+                found[name] = partner
+    return found
+
+
+def _same_places(side: Side, other: Side, lone: Collection[str]) -> dict[str, str]:
+    common = {
+        place: name
+        for name in side.names
+        if name in other.names and (place := place_of(side.catalog, side.names[name])) is not None
+    }
+    return {
+        name: common[place]
+        for name in lone
+        if (place := place_of(side.catalog, side.names[name])) in common and place
+    }
+
+
+def _may_be_tied(side: Side) -> Iterator[tuple[str, str]]:
+    for name, partners, _ in tie_candidates(side.catalog, side.names):
+        for partner in partners:
+            yield name, partner
+
+
+def _name_all(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Names], list[str]]:
+    notes = [
+        f"{label}: {count(len(checkpoint.catalog.objects), 'entry', 'entries')} that are no tensors are not compared"
+        for label, checkpoint in zip("AB", opened, strict=True)
+        if checkpoint.catalog.objects
+    ]
+    return (_stored(opened[0]), _stored(opened[1])), notes
+
+
+def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Names], list[str]]:
+    """Name the weights of both sides alike: what one is called helps to find the other's model."""
+    first, second = (1, 0) if opened[1].layout == _HUB and opened[0].layout != _HUB else (0, 1)
+    found: dict[int, Names | str] = {}
+    for side, other in ((first, second), (second, first), (first, second)):
+        base = found.get(other)
+        if not isinstance(found.get(side), Mapping):
+            found[side] = _select(opened[side], base if isinstance(base, Mapping) else None)
+    for side, other in ((0, 1), (1, 0)):
+        found[side] = _as_on_hub(opened[side], found[side], found[other])
+    names = dict[int, Names]()
+    notes = []
+    for side, label in enumerate("AB"):
+        answer = found[side]
+        names[side] = _stored(opened[side]) if isinstance(answer, str) else answer
+        if isinstance(answer, str):
+            notes.append(f"{label}: tensors go by their stored names: {answer}")
+        left_out = len(opened[side].catalog.tensors) - len(names[side])
+        if left_out:
+            what = count(left_out, "tensor")
+            notes.append(f"{label}: {what} beside the model's weights not compared; --all compares all")
+    return (names[0], names[1]), notes
+
+
+def _select(checkpoint: Checkpoint, base: Names | None) -> Names | str:
+    """Return the names of a checkpoint's model, or why it has none that can be told."""
+    catalog = checkpoint.catalog
+    if not catalog.tensors:
+        return {}
+    try:
+        selection = select_model(
+            catalog.tensors, catalog.objects, catalog.paths, checkpoint.roots, base_names=base
+        )
+    except SourceError as error:
+        return error.message
+    return {name: stored for stored, name in selection.names.items()}
+
+
+def _as_on_hub(checkpoint: Checkpoint, names: Names | str, other: Names | str) -> Names | str:
+    """Return a side's names as its manifest knows them from the Hub, where more of them are the other side's then."""
+    own = hub_key_rules(checkpoint)
+    rules = own or saved_key_rules(checkpoint)
+    if not rules or isinstance(other, str):
+        return names
+    before = "" if own else f"{SAVED_ROOT}."
+    below = {
+        stored.removeprefix(before): stored
+        for stored in checkpoint.catalog.tensors
+        if stored.startswith(before)
+    }
+    changed = apply_key_rules(rules, below).names
+    renamed = {changed.get(name, name): stored for name, stored in below.items()}
+    known = 0 if isinstance(names, str) else len(names.keys() & other.keys())
+    return renamed if len(renamed.keys() & other.keys()) > known else names
+
+
+def _stored(checkpoint: Checkpoint) -> Names:
+    return {name: name for name in checkpoint.catalog.tensors}
+
+
+def _filter(names: Names, include: Sequence[str], exclude: Sequence[str]) -> Names:
+    return {
+        name: stored
+        for name, stored in names.items()
+        if (not include or _matches(include, name, stored)) and not _matches(exclude, name, stored)
+    }
+
+
+def _matches(globs: Sequence[str], *names: str) -> bool:
+    return any(fnmatchcase(name, glob) for name in names for glob in globs)

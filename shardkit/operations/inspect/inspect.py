@@ -1,0 +1,198 @@
+"""inspect: what a Hub model, a pre-sharded directory or any trainer's checkpoint holds; no tensor data is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardkit.core.catalog import Catalog
+from shardkit.core.text import escape
+from shardkit.errors import SourceError
+from shardkit.files import manifest
+from shardkit.files.links import may_follow_links
+from shardkit.keys.ties import ties_embeddings
+from shardkit.operations.inspect.presharded import inspect_presharded
+from shardkit.operations.inspect.result import (
+    NO_LAYOUT,
+    NOT_SHARDED,
+    InspectedFile,
+    InspectResult,
+    Tensor,
+    beside,
+    imbalance,
+    model_class,
+    tensor_fields,
+)
+
+if TYPE_CHECKING:
+    from shardkit.formats.checkpoint import Checkpoint
+
+_METADATA, _SHARD_SUFFIX = ".metadata", ".distcp"
+
+
+@may_follow_links
+def inspect(
+    path: str | os.PathLike[str], *, tensors: bool = False, follow_links: bool = False
+) -> InspectResult:
+    """Return what a path holds, without reading tensor data and without torch (legacy `.bin` needs it).
+
+    Args:
+        path: a Hub model's directory or weight file, a pre-sharded directory, or any trainer's checkpoint.
+        tensors: list every tensor; otherwise those whose names differ only in numbers are folded.
+        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
+            Weight files of a Hub model are read in any case.
+
+    Raises:
+        SourceError: nothing there, not a model or a checkpoint, or damaged.
+        ResourceError: a file may not be read.
+    """
+    path = os.fspath(path)
+    if not os.path.lexists(path):
+        raise SourceError(
+            f"{escape(path)}: no such file or directory",
+            hint="inspect reads local paths; bring a Hub model here with: hf download ORGANISATION/NAME",
+        )
+    from shardkit.formats.registry import layout_of, open_checkpoint, stray_weights
+
+    directory = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
+    if os.path.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
+        content = manifest.read(directory)
+        if (
+            content is not None and "kind" not in content
+        ):  # else it lies beside a Hub model, or what training saved
+            return inspect_presharded(path, directory, content, unfold=tensors)
+    layout = layout_of(path)
+    if layout == "hub" or (path.endswith(".bin") and os.path.isfile(path)):
+        return _inspect_hub(path, unfold=tensors)
+    if layout is None and os.path.isdir(path):
+        _refuse_unfinished(path)
+    checkpoint = open_checkpoint(path)
+    return _inspect_sharded(path, checkpoint, tuple(stray_weights(checkpoint)), unfold=tensors)
+
+
+def _is_part_of_checkpoint(name: str) -> bool:
+    return name in (manifest.NAME, _METADATA) or name.endswith(_SHARD_SUFFIX)
+
+
+def _refuse_unfinished(path: str) -> None:
+    shards = sum(name.endswith(_SHARD_SUFFIX) for name in os.listdir(path))
+    if shards:
+        raise SourceError(
+            f"{escape(path)} has {shards} {_SHARD_SUFFIX} files and no {_METADATA}: the save did not finish",
+            hint="use another checkpoint; without its metadata the shards cannot be told apart",
+        )
+
+
+def _inspect_hub(path: str, *, unfold: bool) -> InspectResult:
+    from shardkit.formats.hub.directory import open_model
+
+    model = open_model(path)
+    catalog, config = model.catalog, model.config or {}
+    found = [Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
+    held = {file.name: 0 for file in catalog.files}
+    for fqn in catalog.tensors:
+        file = catalog.files[catalog.chunks.file[catalog.tensors[fqn].first_chunk]].name
+        held[file] += catalog.tensors[fqn].nbytes
+    notes = catalog.notes
+    if ties_embeddings(config):
+        notes += ("config.json ties the word embeddings: input and output are one parameter",)
+    return InspectResult(
+        path=path,
+        kind="hub",
+        format=catalog.format,
+        made_by=None,
+        source=None,
+        model_class=model_class(config),
+        **NO_LAYOUT,
+        **tensor_fields(found, unfold=unfold),
+        files=tuple(_hub_files(model.identity, held)),
+        imbalance=None,
+        ties=(),
+        objects=catalog.objects,
+        omitted=(),
+        **NOT_SHARDED,
+        notes=notes,
+        warnings=(),
+    )
+
+
+def _hub_files(identity: Mapping[str, Any], held: Mapping[str, int]) -> Iterator[InspectedFile]:
+    """Yield the weight files; a legacy file is one, though each of its tensors has an entry of its own."""
+    for file in identity["files"]:
+        name, prefix = file["name"], f"{file['name']}:"
+        nbytes = sum(size for entry, size in held.items() if entry == name or entry.startswith(prefix))
+        yield InspectedFile(name=name, file_bytes=file["size_bytes"], tensor_bytes=nbytes)
+
+
+def _inspect_sharded(
+    path: str, checkpoint: Checkpoint, stray: tuple[tuple[str, str], ...], *, unfold: bool
+) -> InspectResult:
+    """Say what a checkpoint of any layout holds; of plain DCP its records are not opened."""
+    catalog = checkpoint.catalog
+    ties = _shared_extents(catalog)
+    copies = {name for group in ties for name in group[1:]}
+    found = [
+        Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values() if e.fqn not in copies
+    ]
+    files = tuple(_files(catalog, copies))
+    is_dcp = checkpoint.layout == "dcp"
+    return InspectResult(
+        path=path,
+        kind="dcp" if is_dcp else "sharded",
+        format=catalog.format if is_dcp else checkpoint.layout,
+        made_by=checkpoint.writer or None,
+        source=None,
+        model_class=None,
+        **NO_LAYOUT,
+        **tensor_fields(found, unfold=unfold),
+        files=files,
+        imbalance=imbalance([file.file_bytes for file in files]),
+        ties=ties,
+        objects=catalog.objects,
+        omitted=(),
+        roots=tuple((kind, ".".join(map(str, root))) for kind, root in checkpoint.roots.items()),
+        assets=checkpoint.assets,
+        refused=tuple(checkpoint.refused_weights.items()),
+        skipped=(*checkpoint.skipped, *stray),
+        notes=(*checkpoint.notes, *(beside(catalog.directory) if is_dcp else ())),
+        warnings=(),
+    )
+
+
+def _shared_extents(catalog: Catalog) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of names whose chunks lie in the same places."""
+    chunks, groups = catalog.chunks, dict[tuple[object, ...], list[str]]()
+    for fqn, entry in catalog.tensors.items():
+        if not entry.num_chunks or (not entry.nbytes and catalog.encoding == "raw"):
+            continue  # nothing lies at the same place as anything
+        row = entry.first_chunk
+        place = (chunks.file[row], chunks.start[row], entry.num_chunks, entry.dtype, entry.shape)
+        groups.setdefault(place, []).append(fqn)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _files(catalog: Catalog, copies: set[str]) -> Iterator[InspectedFile]:
+    """Yield the files and the bytes of tensors in each; what exists only decoded counts for its own file."""
+    held: dict[str, int] = {file.name: 0 for file in catalog.files if file.decode is None}
+    sizes = {file.name: file.size for file in catalog.files if file.decode is None}
+    chunks, files = catalog.chunks, catalog.files
+    for fqn, entry in catalog.tensors.items():
+        if fqn in copies:
+            continue
+        regions = catalog.chunks.regions(entry.chunk_ids)
+        for row, region in zip(entry.chunk_ids, regions, strict=True):
+            file = files[chunks.file[row]]
+            name = file.name if file.decode is None else file.name.removesuffix(f":{fqn}")
+            if name not in held:
+                held[name], sizes[name] = 0, _size_on_disk(os.path.join(catalog.directory, name))
+            held[name] += region.num_elements * entry.dtype.itemsize
+    for name, nbytes in held.items():
+        yield InspectedFile(name=name, file_bytes=sizes[name], tensor_bytes=nbytes)
+
+
+def _size_on_disk(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0

@@ -1,0 +1,1 @@
+"""A manifest for a checkpoint that somebody else wrote."""

@@ -1,0 +1,247 @@
+"""A manifest for a checkpoint that somebody else made, so that it can be verified later."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from shardkit._version import __version__
+from shardkit.core.progress import NoProgress, Progress
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import IntegrityError, ResourceError, UsageError
+from shardkit.files import manifest
+from shardkit.files.file_bytes import FileBytes, place_of
+from shardkit.files.links import is_snapshot, may_follow_links
+from shardkit.formats.dcp.directory import remembered
+from shardkit.formats.registry import directory_of, layout_of
+from shardkit.operations.manifest.digests import Digests
+from shardkit.operations.sidecar import check_sidecar, write_sidecar
+from shardkit.operations.verify.in_threads import check_jobs, in_threads
+from shardkit.operations.verify.listing import Listing, list_files
+from shardkit.operations.verify.result import Report
+from shardkit.operations.verify.structure import Structure, check_structure
+
+_HUB = "hub"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestResult:
+    """What was written, or with `dry_run` would be."""
+
+    path: str
+    """The checkpoint, as it was given."""
+    manifest: str
+    """The manifest, an absolute path."""
+    dry_run: bool
+    layout: str
+    """Such as "dcp", "lightning" or "hub"."""
+    writer: str
+    """Who wrote the checkpoint, for people."""
+    sha256: bool
+    """Taken of every file."""
+    num_files: int
+    """All that are listed."""
+    read_bytes: int
+    """Of all of them."""
+    num_tensors: int
+    num_tensor_digests: int
+    """Tensors whose own CRC-32 is in it; with `dry_run` 0."""
+    elapsed_s: float
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return asdict(self)
+
+
+@may_follow_links
+def write_manifest(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    inside: bool = False,
+    sha256: bool = False,
+    jobs: int = 2,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    follow_links: bool = False,
+    progress: Progress | None = None,
+) -> ManifestResult:
+    """Write down every file and every tensor of a checkpoint, with digests; everything is read once.
+
+    What has checksums in it is held against them: a checkpoint that is damaged already gets no manifest.
+
+    Args:
+        path: a checkpoint of any layout that shardkit opens, or a Hub model.
+        output: the manifest to make; by default beside the checkpoint, `<path>.shardkit.json`.
+        inside: put it into the checkpoint's directory, as `shardkit.json`.
+        sha256: take the sha256 of every file too.
+        jobs: threads.
+        overwrite: replace an existing manifest.
+        dry_run: check the structure, say what would be read, and write nothing.
+        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
+            Weight files of a Hub model are read in any case.
+        progress: told of the bytes as they are read.
+
+    Raises:
+        UsageError: options that cannot be carried out, or an existing manifest.
+        SourceError: nothing there, or nothing that is a checkpoint.
+        IntegrityError: it is damaged; with every problem that was found.
+        ResourceError: a file cannot be read, or the manifest not be written.
+    """
+    begun, path = time.monotonic(), os.fspath(path)
+    check_jobs(jobs)
+    directory = directory_of(path)
+    target = _target(directory, output, inside=inside, overwrite=overwrite)
+    report = Report(progress=progress or NoProgress())
+    with remembered():
+        structure = check_structure(path, report, is_new=True)
+        _refuse_damaged(path, report)
+        assert structure.is_whole  # else there is a problem
+        opened = structure.checkpoint
+        catalog = opened.select(tuple(opened.catalog.tensors)) if opened is not None else None
+    listing = _list(structure, target)
+    result = _result(path, target, structure, listing, report, sha256=sha256, dry_run=dry_run)
+    if not dry_run:
+        digests = Digests(catalog, sha256=sha256)
+        files = _files(structure, listing)
+        report.progress.start(result.read_bytes, "manifest")
+        try:
+            in_threads([partial(digests.take, name, file) for name, file in files.items()], jobs, report)
+        finally:
+            report.progress.finish()
+        _refuse_damaged(path, report)
+        tensors = digests.tensors(opened.catalog) if opened is not None else None
+        content = _content(result, listing, digests.entries, tensors)
+        write_sidecar(target, manifest.dump(content), overwrite=overwrite)
+        taken = sum("crc32" in entry for entry in (tensors or {}).values())
+        result = replace(result, num_tensor_digests=taken)
+    return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
+
+
+def _target(directory: str, output: str | os.PathLike[str] | None, *, inside: bool, overwrite: bool) -> str:
+    """Return where the manifest goes; never into somebody's checkpoint without being told."""
+    if inside:
+        if output is not None:
+            raise UsageError("give either --inside or --output")
+        if not os.path.isdir(directory):
+            raise UsageError(f"--inside: {escape(directory)} is a file, not a directory")
+        _check_inside(directory)
+        return check_sidecar(os.path.join(directory, manifest.NAME), overwrite=overwrite)
+    if output is None:
+        if is_snapshot(directory):
+            raise UsageError(
+                f"{escape(directory)} lies in the Hub's cache, where nothing may lie beside it",
+                hint="say where the manifest is to be made with --output",
+            )
+        return check_sidecar(manifest.sidecar_of(directory), overwrite=overwrite)
+    around = [directory] if os.path.isdir(directory) else []
+    return check_sidecar(os.fspath(output), overwrite=overwrite, outside=around)
+
+
+def _check_inside(directory: str) -> None:
+    """Refuse to replace a manifest that says more than which files there are."""
+    content = manifest.read(directory)
+    if content is not None and content.get("kind") != manifest.KIND_FILES:
+        raise UsageError(
+            f"{escape(directory)} has the manifest that it was written with: it is not replaced",
+            hint="leave --inside out: the new one is made beside the directory",
+        )
+
+
+def _refuse_damaged(path: str, report: Report) -> None:
+    if not report.problems:
+        return
+    lines = [line for problem in report.problems for line in (problem.line(), *problem.details)]
+    if all(problem.is_unreadable for problem in report.problems):
+        raise ResourceError(f"{escape(path)}: {count(len(lines), 'file')} cannot be read", problems=lines)
+    raise IntegrityError(
+        f"{escape(path)} is damaged: a manifest of it would say that it is whole",
+        problems=lines,
+        hint="use another copy of the checkpoint; shardkit verify shows the same problems",
+    )
+
+
+def _list(structure: Structure, target: str) -> Listing:
+    """Return the files to list, without the manifest itself."""
+    directory, follow = structure.directory, _follows(structure)
+    if not os.path.isdir(directory):
+        return Listing({os.path.basename(directory): os.stat(directory).st_size}, ())
+    listing = list_files(directory, follow=follow)
+    own = manifest.NAME if place_of(target) == place_of(os.path.join(directory, manifest.NAME)) else None
+    return Listing({name: size for name, size in listing.files.items() if name != own}, listing.unlisted)
+
+
+def _files(structure: Structure, listing: Listing) -> dict[str, FileBytes]:
+    """Return every listed file, with the checksums that lie in it."""
+    home = structure.directory
+    home = home if os.path.isdir(home) else os.path.dirname(home)
+    known = {place_of(file.path): file for file in structure.files}
+    follow, files = _follows(structure), dict[str, FileBytes]()
+    for name, size in listing.files.items():
+        file = known.get(place_of(os.path.join(home, name)))
+        if file is None:
+            file = FileBytes(name=name, path=os.path.join(home, name), follow=follow, size=size)
+        files[name] = replace(file, crc32=None, sha256=None, follow=follow, size=size)
+    return files
+
+
+def _follows(structure: Structure) -> bool:
+    """True where links stand for files, as in the Hub's cache."""
+    return structure.checkpoint is not None and structure.checkpoint.layout == _HUB
+
+
+def _content(
+    result: ManifestResult,
+    listing: Listing,
+    entries: Mapping[str, dict[str, Any]],
+    tensors: dict[str, dict[str, Any]] | None,
+) -> dict[str, Any]:
+    content = {
+        "format": manifest.FORMAT,
+        "kind": manifest.KIND_FILES,
+        "tool": {"name": "shardkit", "version": __version__},
+        "layout": result.layout,
+        "writer": result.writer,
+        "files": [entries[name] for name in listing.files],
+        "unlisted": list(listing.unlisted),
+    }
+    return content if tensors is None else {**content, "tensors": tensors}
+
+
+def _result(
+    path: str,
+    target: str,
+    structure: Structure,
+    listing: Listing,
+    report: Report,
+    *,
+    sha256: bool,
+    dry_run: bool,
+) -> ManifestResult:
+    notes, opened = list(report.notes), structure.checkpoint
+    if listing.unlisted:
+        which = count(
+            len(listing.unlisted), "link, pipe, socket or device", "links, pipes, sockets or devices"
+        )
+        notes.append(f"not listed: {which}: {listed(listing.unlisted)}")
+    return ManifestResult(
+        path=path,
+        manifest=target,
+        dry_run=dry_run,
+        layout=opened.layout if opened is not None else layout_of(path) or "",
+        writer=opened.writer if opened is not None else "unknown",
+        sha256=sha256,
+        num_files=len(listing.files),
+        read_bytes=sum(listing.files.values()),
+        num_tensors=len(opened.catalog.tensors) if opened is not None else 0,
+        num_tensor_digests=0,
+        elapsed_s=0.0,
+        notes=tuple(notes),
+        warnings=tuple(report.warnings),
+    )

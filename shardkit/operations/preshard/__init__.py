@@ -1,0 +1,1 @@
+"""From a Hub model to the shards of every rank."""

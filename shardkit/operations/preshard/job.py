@@ -1,0 +1,235 @@
+"""Everything that is decided before a byte moves: what preshard would read and write.
+
+    source -> layout -> stored tensors (ties, dtypes) -> images -> plan
+
+Building a job reads headers and traces a layout; it writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardkit._version import __version__
+from shardkit.core.dtypes import CASTS, DType
+from shardkit.core.mesh import Mesh
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import UsageError
+from shardkit.formats.dcp.images import DcpImages, Phase
+from shardkit.formats.hub.directory import HubModel
+from shardkit.layout.choose import make_layout
+from shardkit.layout.layout import Layout
+from shardkit.operations.casts import rounded_wide
+from shardkit.transfer.plan import TransferPlan, build_plan
+from shardkit.transfer.same_bytes import same_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreshardJob:
+    """A decided preshard."""
+
+    model: HubModel
+    layout: Layout
+    dtypes: Mapping[str, DType]
+    """What each stored tensor becomes."""
+    sources: Mapping[str, str]
+    """The source's name of each stored tensor; they differ only for ties."""
+    aliases: Mapping[str, tuple[str, ...]]
+    """For a stored tensor, the other names that point at its records."""
+    cast: str
+    """As asked for: "keep", "bf16", "fp16" or "fp32"."""
+    digest: str
+    """"crc32" or "none"."""
+    output: DcpImages
+    plan: TransferPlan
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the source is, for the manifest."""
+        return self.model.identity
+
+    @property
+    def paths(self) -> None:
+        """A model's state dict is flat."""
+        return None
+
+    @property
+    def plan_hash(self) -> str:
+        """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
+        described = {
+            "version": __version__,
+            "sources": [(f.name, f.size, f.stamp) for f in self.model.catalog.files],
+            "identity": self.model.identity,
+            "description": self.describe(),
+            "images": [(image.name, image.size) for image in self.output],
+        }
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the part of the manifest that is known before a byte moves; docs/format.md explains it."""
+        layout, mesh, catalog = self.layout, self.layout.mesh, self.model.catalog
+        placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
+        return {
+            "mesh": {
+                "axes": [{"name": a.name, "size": a.size, "role": a.role} for a in mesh.axes],
+                "world_size": mesh.size,
+                "num_shards": mesh.num_shards,
+            },
+            "layout": {"origin": layout.origin, "policy": layout.policy},
+            "units": [{"path": unit.path, "class": unit.class_name} for unit in layout.units],
+            "ties": [[name, *others] for name, others in self.aliases.items()],
+            "key_rules": [],
+            "derived": [],
+            "dtype": self.cast,
+            "digest": self.digest,
+            "omitted": [{"name": name, "reason": reason} for name, reason in layout.omitted],
+            "tensors": {
+                fqn: {
+                    "dtype": self.dtypes[fqn].name,
+                    "shape": list(tensor.shape),
+                    "placements": [str(placement) for placement in tensor.placements],
+                    "unit": tensor.unit,
+                    "buffer": tensor.is_buffer,
+                    "source": {
+                        "name": self.sources[fqn],
+                        "dtype": catalog.tensors[self.sources[fqn]].dtype.name,
+                    },
+                }
+                for fqn, tensor in placed.items()
+            },
+        }
+
+
+def build_job(
+    model: HubModel, mesh: Mesh, *, wrap: str, dtype: str, digest: str, trust_remote_code: bool
+) -> PreshardJob:
+    """Decide how `model` is stored for `mesh`.
+
+    Args:
+        model: an opened Hub model.
+        mesh: the device mesh of the job that will load it.
+        wrap: wrap policy, as `--wrap` takes it.
+        dtype: "keep", "bf16", "fp16" or "fp32".
+        digest: "crc32" or "none".
+        trust_remote_code: the model's own code may run, in the process that traces the layout.
+
+    Raises:
+        UsageError: an option has no such value; a policy matches nothing.
+        LayoutError: model and source do not fit each other.
+    """
+    if dtype not in ("keep", *CASTS):
+        raise UsageError(f"--dtype {escape(dtype)!r} is not one of keep, {', '.join(CASTS)}")
+    if digest not in ("crc32", "none"):
+        raise UsageError(f"--digest {escape(digest)!r} is not one of crc32, none")
+    layout = make_layout(model, mesh, wrap, dtype=CASTS.get(dtype), trust_remote_code=trust_remote_code)
+    layout, aliases, untried, warnings = _resolve_ties(model, layout)
+    sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
+    dtypes, notes = _choose_dtypes(model, layout, sources, dtype)
+    held = {fqn: model.catalog.tensors[source].dtype for fqn, source in sources.items()}
+    output = DcpImages(layout, dtypes, sources, _phase(model, dtypes, sources))
+    return PreshardJob(
+        model=model,
+        layout=layout,
+        dtypes=dtypes,
+        sources=sources,
+        aliases=aliases,
+        cast=dtype,
+        digest=digest,
+        output=output,
+        plan=build_plan(output, model.catalog),
+        notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),
+        warnings=(*warnings, *rounded_wide(held, dtypes)),
+    )
+
+
+def _skipped(model: HubModel) -> list[str]:
+    objects = model.catalog.objects
+    return [f"left out of the source, not tensors: {escape(', '.join(objects))}"] if objects else []
+
+
+def _resolve_ties(
+    model: HubModel, layout: Layout
+) -> tuple[Layout, dict[str, tuple[str, ...]], tuple[str, ...], tuple[str, ...]]:
+    """Store each group of tied names once; names whose bytes in the source differ are kept apart.
+
+    Returns:
+        The layout with a tensor for every stored name, the aliases of each, notes and warnings.
+    """
+    tensors, aliases = dict(layout.tensors), dict[str, tuple[str, ...]]()
+    notes, warnings = list[str](), list[str]()
+    for group in layout.ties:
+        first, *others = group
+        present = [name for name in others if name in layout.sources]
+        if present and model.download_bytes:
+            notes.append(
+                f"{' and '.join(map(escape, (first, *present)))} are one parameter in the model; that their values "
+                "in the source are equal is taken for granted until they are downloaded"
+            )
+            present = []
+        stored = layout.sources
+        diverged = [name for name in present if not same_bytes(model.catalog, stored[first], stored[name])]
+        for name in diverged:
+            tensors[name] = replace(tensors[first], fqn=name)
+            warnings.append(
+                f"{escape(first)} and {escape(name)} are one parameter in the model, but their values in the "
+                "source differ: both are kept, as from_pretrained does; give the training model "
+                "tie_word_embeddings=False, or the one that stock dcp.load loads last wins"
+            )
+        aliases[first] = tuple(name for name in others if name not in diverged)
+    return (
+        replace(layout, tensors=tensors),
+        {k: v for k, v in aliases.items() if v},
+        tuple(notes),
+        tuple(warnings),
+    )
+
+
+def _choose_dtypes(
+    model: HubModel, layout: Layout, sources: Mapping[str, str], dtype: str
+) -> tuple[dict[str, DType], list[str]]:
+    """Return what each tensor is stored as, and what has to be said about it."""
+    chosen, kept, quantised = dict[str, DType](), [], []
+    target = CASTS.get(dtype)
+    for fqn in layout.tensors:
+        held = model.catalog.tensors[sources[fqn]].dtype
+        chosen[fqn] = held
+        if target is None or not held.is_floating:
+            continue
+        if not held.is_convertible:
+            quantised.append(fqn)
+        elif target.name != "float32" and fqn in (layout.keep_fp32 or ()):
+            chosen[fqn] = CASTS["fp32"]
+            kept.append(fqn)
+        else:
+            chosen[fqn] = target
+    notes = []
+    if kept:
+        notes.append(
+            f"float32, as in from_pretrained, because the model wants it so: {count(len(kept), 'tensor')}: {listed(kept)}"
+        )
+    if quantised:
+        notes.append(
+            f"not converted: {count(len(quantised), 'fp8 or fp4 tensor')}, because the scales stand in other tensors"
+        )
+    if target is not None and target.name != "float32" and layout.keep_fp32 is None:
+        notes.append(
+            "which tensors the model keeps in fp32 is not known without the model: all were converted"
+        )
+    return chosen, notes
+
+
+def _phase(model: HubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Phase:
+    """Return what tells images where a tensor's bytes lie in the source, for them to match."""
+    catalog = model.catalog
+
+    def phase(fqn: str) -> int | None:
+        entry = catalog.tensors[sources[fqn]]
+        is_copied = dtypes[fqn] is entry.dtype and entry.num_chunks == 1
+        return catalog.chunks.start[entry.first_chunk] if is_copied else None
+
+    return phase

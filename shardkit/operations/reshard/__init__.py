@@ -1,0 +1,1 @@
+"""From a sharded checkpoint to the shards of another mesh."""

@@ -1,0 +1,234 @@
+"""Everything that is decided before a byte moves: what reshard would read and write.
+
+    checkpoint -> parts -> layout of each -> images -> one plan for all
+
+No model is needed: what was sharded is sharded for the new mesh by FSDP2's rule, and stock `dcp.load` finds
+its rows wherever they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardkit._version import __version__
+from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.dtypes import CASTS, DType
+from shardkit.core.mesh import REPLICATE, Mesh, Placement
+from shardkit.core.text import escape
+from shardkit.errors import SourceError, UsageError
+from shardkit.formats.dcp.images import DcpImages
+from shardkit.formats.dcp.joined_images import JoinedImages, join_catalogs, join_name
+from shardkit.layout.layout import Layout, TensorLayout, Unit
+from shardkit.operations.reshard.groups import is_convertible, optimizer_state
+from shardkit.operations.reshard.parts import Part, Parts
+from shardkit.transfer.plan import TransferPlan, build_plan
+
+DIGESTS = ("crc32", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartJob:
+    """One DCP directory of the output; a `DcpOutput`."""
+
+    part: Part
+    layout: Layout
+    dtypes: Mapping[str, DType]
+    sources: Mapping[str, str]
+    aliases: Mapping[str, tuple[str, ...]]
+    optimizer: frozenset[str]
+    """Names of the optimizer's state."""
+    cast: str
+    """As asked for: "keep", "bf16", "fp16" or "fp32"."""
+    optimizer_cast: str
+    digest: str
+    output: DcpImages
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the source is, for the manifest."""
+        return {"files": [{"name": file.name, "size_bytes": file.size} for file in self.part.catalog.files]}
+
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
+        """The path of each name in a nested state; None where names are flat."""
+        return self.part.paths
+
+    def describe(self) -> dict[str, Any]:
+        """Return the part of the manifest that is known before a byte moves; docs/format.md explains it."""
+        layout, mesh, held = self.layout, self.layout.mesh, self.part.catalog.tensors
+        placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
+        return {
+            "mesh": {
+                "axes": [{"name": a.name, "size": a.size, "role": a.role} for a in mesh.axes],
+                "world_size": mesh.size,
+                "num_shards": mesh.num_shards,
+            },
+            "layout": {"origin": layout.origin, "policy": layout.policy},
+            "units": [{"path": "", "class": None}],
+            "ties": [[name, *others] for name, others in self.aliases.items()],
+            "key_rules": [[rule.old, rule.new] for rule in self.part.key_rules],
+            "derived": [],
+            "dtype": self.cast,
+            "optimizer_dtype": self.optimizer_cast,
+            "digest": self.digest,
+            "omitted": [],
+            "objects": list(self.part.objects),
+            "tensors": {
+                fqn: {
+                    "dtype": self.dtypes[fqn].name,
+                    "shape": list(tensor.shape),
+                    "placements": [str(placement) for placement in tensor.placements],
+                    "unit": 0,
+                    "buffer": False,
+                    "source": {"name": fqn, "dtype": held[fqn].dtype.name},
+                }
+                for fqn, tensor in placed.items()
+                if fqn not in self.output.objects
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardJob:
+    """A decided reshard."""
+
+    parts: Parts
+    mesh: Mesh
+    folders: Mapping[str, PartJob]
+    """By folder of the checkpoint."""
+    output: JoinedImages
+    plan: TransferPlan
+    notes: tuple[str, ...]
+
+    @property
+    def plan_hash(self) -> str:
+        """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
+        described = {
+            "version": __version__,
+            "sources": [(f.name, f.size, f.stamp) for f in self.plan.catalog.files],
+            "folders": {folder: job.describe() for folder, job in self.folders.items()},
+            "siblings": self.parts.siblings,
+            "images": [(image.name, image.size) for image in self.output],
+        }
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, digest: str) -> ReshardJob:
+    """Decide how a checkpoint is stored for `mesh`.
+
+    Args:
+        parts: the checkpoint, taken apart.
+        mesh: of the job that will load it.
+        dtype: "keep", "bf16", "fp16" or "fp32", for floating tensors outside the optimizer; scalars stay.
+        optimizer_dtype: the same for the optimizer's state; its scalars (`step`) stay as they are.
+        digest: "crc32" or "none".
+
+    Raises:
+        UsageError: an option has no such value, or is about tensors that are copied as they are.
+        SourceError: there is nothing to reshard.
+    """
+    for option, value in (("--dtype", dtype), ("--optimizer-dtype", optimizer_dtype)):
+        if value not in ("keep", *CASTS):
+            raise UsageError(f"{option} {escape(value)!r} is not one of keep, {', '.join(CASTS)}")
+    if digest not in DIGESTS:
+        raise UsageError(f"--digest {escape(digest)!r} is not one of {', '.join(DIGESTS)}")
+    if not any(part.catalog.tensors for part in parts.parts):
+        raise SourceError("the checkpoint holds no tensors")
+    if parts.weights_beside is not None and dtype != "keep":
+        raise UsageError(
+            f"--dtype {dtype}: the weights in {escape(parts.weights_beside)} are copied as they are, and not converted",
+            hint="convert them with shardkit consolidate --dtype",
+        )
+    folders = {part.folder: _part_job(part, mesh, dtype, optimizer_dtype, digest) for part in parts.parts}
+    output = JoinedImages({folder: job.output for folder, job in folders.items()})
+    catalog = join_catalogs({part.folder: part.catalog for part in parts.parts})
+    notes = [note for part in parts.parts for note in part.notes]
+    return ReshardJob(
+        parts=parts,
+        mesh=mesh,
+        folders=folders,
+        output=output,
+        plan=build_plan(output, catalog),
+        notes=(*parts.notes, *notes),
+    )
+
+
+def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: str) -> PartJob:
+    aliases = _aliases(part.catalog, part.objects)
+    repeated = {name for others in aliases.values() for name in others}
+    kept = [name for name in part.catalog.tensors if name not in repeated]
+    objects = frozenset(part.objects)
+    entries = part.catalog.tensors
+    optimizer = optimizer_state((entries[name] for name in kept if name not in objects), part.folder)
+    layout = _layout(part, kept, mesh)
+    dtypes = {
+        name: entries[name].dtype
+        if name in objects
+        else _target(
+            entries[name], CASTS.get(optimizer_cast if name in optimizer else cast), name in optimizer
+        )
+        for name in kept
+    }
+    sources = {name: join_name(part.folder, name) for name in kept}
+    return PartJob(
+        part=part,
+        layout=layout,
+        dtypes=dtypes,
+        sources=sources,
+        aliases=aliases,
+        optimizer=optimizer,
+        cast=cast,
+        optimizer_cast=optimizer_cast,
+        digest=digest,
+        output=DcpImages(layout, dtypes, sources, _no_phase, objects=objects),
+    )
+
+
+def _no_phase(fqn: str) -> None:
+    """Rows come from many files: there is no place that their blocks could be shared from."""
+
+
+def _aliases(catalog: Catalog, objects: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the names that point at the same bytes as an earlier one: tied parameters, as shardkit stores them."""
+    table, first, found = catalog.chunks, dict[object, str](), dict[str, tuple[str, ...]]()
+    left_out = frozenset(objects)
+    for name, entry in catalog.tensors.items():
+        if name in left_out or entry.nbytes == 0:
+            continue
+        rows = slice(entry.chunk_ids.start, entry.chunk_ids.stop)
+        places = zip(table.file[rows], table.start[rows], table.regions(entry.chunk_ids), strict=True)
+        key = (entry.dtype.name, entry.shape, frozenset(places))
+        original = first.setdefault(key, name)
+        if original != name:
+            found[original] = (*found.get(original, ()), name)
+    return found
+
+
+def _layout(part: Part, names: list[str], mesh: Mesh) -> Layout:
+    """Shard on dim 0 whatever was sharded; where nothing was, or chunks do not tell, everything that has rows."""
+    entries, objects = part.catalog.tensors, frozenset(part.objects)
+    rows = {name for name in names if entries[name].shape and entries[name].dtype.is_floating}
+    cut = {name for name in names if entries[name].num_chunks > 1} | (rows & part.unboxed)
+    cut = cut or rows
+    placed: dict[str, TensorLayout] = {}
+    for name in names:
+        is_cut = name in cut and bool(entries[name].shape) and name not in objects
+        rule = Placement(0) if is_cut else REPLICATE
+        placed[name] = TensorLayout(
+            fqn=name,
+            shape=entries[name].shape,
+            placements=tuple(rule if axis.role == "shard" else REPLICATE for axis in mesh.axes),
+            unit=0,
+        )
+    units = (Unit(path="", class_name=None),)
+    return Layout(origin="declared", mesh=mesh, units=units, tensors=placed, policy="none")
+
+
+def _target(entry: TensorEntry, wanted: DType | None, is_optimizer: bool) -> DType:
+    if wanted is None or not is_convertible(entry, is_optimizer=is_optimizer):
+        return entry.dtype
+    return wanted

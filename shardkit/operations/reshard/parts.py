@@ -1,0 +1,289 @@
+"""What a checkpoint directory is made of, for resharding: DCP directories, and files beside them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from shardkit.core.catalog import Catalog, Checksums
+from shardkit.core.combined import combine_catalogs
+from shardkit.core.dtypes import BY_NAME
+from shardkit.core.regions import Region
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import SourceError
+from shardkit.files import storage
+from shardkit.files.strict_json import open_regular
+from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoints.accelerate import model_directories
+from shardkit.formats.dcp.directory import open_dcp_lazily
+from shardkit.formats.dcp.metadata import Place
+from shardkit.formats.hub.base import saved_key_rules
+from shardkit.formats.optimizer.entries import OptimizerState
+from shardkit.formats.registry import layout_of, open_checkpoint
+from shardkit.formats.torchsave.archive import ZipReader, read_directory
+from shardkit.keys import KeyRule
+from shardkit.operations.companions import BesideFile, Survey, check_survey, survey
+
+_OF_A_RANK = re.compile(r"(?:^|[_-])rank[_-]?\d+\.|(?:rng_state|random_states)_\d+\.")
+_ENTRY_OF_A_RANK = re.compile(r"(?:.*[._])?(?:dp_)?rank_?\d+(?:\..*)?")  # torchtitan: dataloader.dp_rank_0
+_OPTIMIZER = re.compile(r"(bf16_)?(zero_pp_)?optim")
+_MAX_ENTRIES = 1 << 16  # of a byte entry's zip
+_MODEL, _OPTIM = "model", "optim"  # as torch's DCP recipes name the two
+_NESTED = (
+    "names begin with model. and optim.: load it into the two state dicts that "
+    "torch.distributed.checkpoint.state_dict.get_state_dict gives"
+)
+_OTHER_DCP = ("bytecheckpoint", "megatron")  # `.metadata` of another kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The tensors and byte entries of one folder."""
+
+    folder: str
+    """Relative to the checkpoint; "" for the checkpoint itself."""
+    catalog: Catalog
+    """Raw extents; a byte entry is a tensor of bytes."""
+    objects: tuple[str, ...]
+    """Names of the byte entries."""
+    paths: dict[str, tuple[str | int, ...]] | None
+    """planner_data of the save."""
+    notes: tuple[str, ...]
+    damaged: tuple[str, ...] = ()
+    """Why byte entries are not what torch wrote; a line for each."""
+    unboxed: frozenset[str] = frozenset()
+    """Names of tensors whose chunks do not tell whether they were sharded: flat partitions, or saved whole."""
+    key_rules: tuple[KeyRule, ...] = ()
+    """What makes the Hub's names of the model's, where `shardkit.save` recorded it; carried over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A checkpoint, taken apart."""
+
+    writer: str
+    parts: tuple[Part, ...]
+    files: tuple[BesideFile, ...] = ()
+    """Beside them, copied as they are."""
+    empty: tuple[str, ...] = ()
+    """Directories with nothing in them."""
+    weights_beside: str | None = None
+    """Where the weights lie in a form that fits any number of ranks, and is copied: a folder of DCP-HF shards."""
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def siblings(self) -> tuple[str, ...]:
+        """Names of what is copied, relative to the checkpoint."""
+        return tuple(file.name for file in self.files)
+
+
+def take_apart(path: str, *, check_source: bool = True) -> Parts:
+    """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint of another kind.
+
+    Args:
+        path: the checkpoint.
+        check_source: refuse byte entries that are not the zips that torch writes; otherwise they are carried over as they
+            lie, with a warning.
+
+    Raises:
+        SourceError, IntegrityError, ResourceError: as opening does; a part of it was not saved to its end.
+    """
+    if not os.path.isdir(path) or layout_of(path) in _OTHER_DCP:
+        return _other(path)
+    found = survey(path)
+    if not found.folders or any(layout_of(os.path.join(path, name)) in _OTHER_DCP for name in found.folders):
+        return _other(path)
+    check_survey(path, found)
+    checkpoint = _open_weights(path)
+    rules = saved_key_rules(checkpoint) or ()
+    parts = tuple(_open_part(path, folder, rules if not folder else ()) for folder in found.folders)
+    damaged = [problem for part in parts for problem in part.damaged]
+    if damaged and check_source:
+        raise SourceError(
+            f"{count(len(damaged), 'byte entry is', 'byte entries are')} damaged",
+            problems=damaged,
+            hint="use another copy of the checkpoint; --check-source off carries them over as they lie",
+        )
+    beside = _weights_beside(path, checkpoint, found)
+    of_ranks = [file.name for file in found.files if _OF_A_RANK.search(os.path.basename(file.name))]
+    states = [name for name in of_ranks if _OPTIMIZER.match(os.path.basename(name))]
+    return Parts(
+        writer=checkpoint.writer,
+        parts=parts,
+        files=tuple(found.files),
+        empty=tuple(found.empty),
+        weights_beside=beside,
+        notes=(*found.notes(), *_notes(of_ranks, beside)),
+        warnings=(*_state_warnings(states), *_damage_warnings(damaged)),
+    )
+
+
+def _state_warnings(states: list[str]) -> Iterator[str]:
+    if states:
+        yield (
+            f"the optimizer's state was not resharded: {listed(states)} are copied as they are, and fit the old "
+            "world size only"
+        )
+
+
+def _damage_warnings(damaged: list[str]) -> Iterator[str]:
+    if damaged:
+        yield (
+            f"{count(len(damaged), 'byte entry is', 'byte entries are')} damaged and carried over as they lie "
+            f"(--check-source off): {'; '.join(damaged)}"
+        )
+
+
+def _open_weights(path: str) -> Checkpoint:
+    """Open a checkpoint, or the first model of one that holds several; all of them are resharded."""
+    models = model_directories(path)
+    if len(models) > 1:
+        opened = [open_checkpoint(os.path.join(path, name)) for name in models]
+        return opened[0]
+    return open_checkpoint(path)
+
+
+def _weights_beside(path: str, checkpoint: Checkpoint, found: Survey) -> str | None:
+    weights = os.path.realpath(checkpoint.catalog.directory or path)
+    if any(os.path.realpath(os.path.join(path, folder)) == weights for folder in found.folders):
+        return None
+    return os.path.relpath(weights, os.path.realpath(path))
+
+
+def _notes(of_ranks: list[str], beside: str | None) -> list[str]:
+    notes = []
+    if of_ranks:
+        notes.append(
+            f"{len(of_ranks)} files of single ranks are copied as they are, for the old world size: {listed(of_ranks)}"
+        )
+    if beside is not None:
+        notes.append(
+            f"the weights in {escape(beside)} are copied as they are: such files fit any number of ranks"
+        )
+    return notes
+
+
+def _open_part(path: str, folder: str, key_rules: tuple[KeyRule, ...]) -> Part:
+    opened = open_dcp_lazily(os.path.join(path, folder))
+    catalog = opened.select(tuple(opened.catalog.tensors))
+    placed = {name: place for name, place in opened.objects.items() if place is not None}
+    packed = [name for name, place in placed.items() if place.transforms]
+    if packed:
+        raise SourceError(
+            "the byte entries of this checkpoint were saved through extensions, and cannot be carried over yet",
+            problems=[escape(name) for name in packed],
+            hint="load it with torch.distributed.checkpoint and save it without extensions",
+        )
+    files = {file.name: number for number, file in enumerate(catalog.files)}
+    damaged = _record(
+        catalog,
+        [(name, files[opened.catalog.files[place.file].name], place) for name, place in placed.items()],
+    )
+    for name, place in placed.items():
+        file = files[opened.catalog.files[place.file].name]
+        chunk = (file, place.start, place.nbytes, Region((0,), (place.nbytes,)))
+        catalog.add_tensor(name, BY_NAME["uint8"], (place.nbytes,), iter([chunk]))
+    return Part(
+        folder=folder,
+        catalog=catalog,
+        objects=tuple(placed),
+        paths=opened.catalog.paths,
+        notes=(*opened.catalog.notes, *_entry_notes(folder, opened.objects)),
+        damaged=tuple(damaged),
+        key_rules=key_rules,
+    )
+
+
+def _record(catalog: Catalog, placed: Sequence[tuple[str, int, Place]]) -> list[str]:
+    """Let byte entries be compared, as they move, with the CRC-32s in the zips that they are.
+
+    Returns:
+        A line for each that is no zip as torch writes it: nothing is there to compare it with, and torch would not
+        load it, or something else.
+    """
+    damaged = list[str]()
+    stretches: dict[int, list[tuple[int, int, int | None]]] = {}
+    for name, file, place in placed:
+        source, rows = catalog.files[file], stretches.setdefault(file, [])
+        with open_regular(source.path, source.name, follow=False) as (fd, _):
+            try:
+                reader = ZipReader(partial(_pread, fd), place.start, place.nbytes, escape(source.name))
+                entries = read_directory(reader, lambda name: True, max_entries=_MAX_ENTRIES)
+            except SourceError as error:
+                damaged.append(f"{escape(name)}: {error.message}")
+                rows.append((place.start, place.nbytes, None))
+            else:
+                rows += ((place.start + each.start, each.nbytes, each.crc) for each in entries.values())
+    for file, rows in stretches.items():
+        held, more = catalog.files[file].checksums, Checksums.of(rows)
+        checksums = more if held is None else held | more
+        catalog.files[file] = replace(catalog.files[file], checksums=checksums)
+    return damaged
+
+
+def _pread(fd: int, start: int, nbytes: int) -> bytes:
+    return storage.pread(fd, nbytes, start)
+
+
+def _entry_notes(folder: str, objects: Mapping[str, Place | None]) -> Iterator[str]:
+    """Yield what a job of another size should know of the byte entries."""
+    of_ranks = [name for name, place in objects.items() if place and _ENTRY_OF_A_RANK.fullmatch(name)]
+    where = f" of {escape(folder)}" if folder else ""
+    if of_ranks:
+        yield (
+            f"{count(len(of_ranks), 'byte entry', 'byte entries')}{where} belong to single ranks of the old world "
+            f"size ({listed(of_ranks)}): a trainer may have to be told not to load them"
+        )
+    lost = [name for name, place in objects.items() if place is None]
+    if lost:
+        yield f"{count(len(lost), 'byte entry', 'byte entries')}{where} without any bytes left out: {listed(lost)}"
+
+
+def _other(path: str) -> Parts:
+    """A checkpoint that is no DCP directory becomes one, with all tensors that it has."""
+    checkpoint = open_checkpoint(path)
+    catalog = checkpoint.select(tuple(checkpoint.catalog.tensors))
+    skipped = list(checkpoint.skipped)
+    opened = checkpoint.optimizer() if checkpoint.optimizer is not None else None
+    warnings, notes, objects = list[str](), list(checkpoint.notes), tuple[str, ...]()
+    unboxed = set[str]() if checkpoint.has_boxes else set(catalog.tensors)
+    if isinstance(opened, OptimizerState):
+        unboxed = {f"{_MODEL}.{name}" for name in unboxed}
+        unboxed |= set() if opened.has_boxes else {f"{_OPTIM}.{name}" for name in opened.catalog.tensors}
+        catalog = combine_catalogs({_MODEL: catalog, _OPTIM: opened.catalog})
+        objects = tuple(f"{_OPTIM}.{name}" for name in opened.objects)
+        notes.append(_NESTED)
+        notes += opened.notes
+        skipped = [pair for pair in skipped if not _is_optimizer(pair[0])]
+    else:
+        states = [name for name, _ in skipped if _is_optimizer(name)]
+        if opened is not None:
+            states, reason = list(opened.names), f": {opened.reason}"
+        else:
+            reason = ""
+        if states:
+            warnings.append(
+                f"the optimizer's state was not taken over ({listed(states)}){reason}; only weights are written"
+            )
+    part = Part(
+        folder="",
+        catalog=catalog,
+        objects=objects,
+        paths=catalog.paths if objects else None,
+        notes=tuple(notes),
+        unboxed=frozenset(unboxed),
+    )
+    return Parts(
+        writer=checkpoint.writer,
+        parts=(part,),
+        notes=tuple(f"{escape(name)} was not read: {escape(reason)}" for name, reason in skipped),
+        warnings=tuple(warnings),
+    )
+
+
+def _is_optimizer(name: str) -> bool:
+    return _OPTIMIZER.match(os.path.basename(name)) is not None

@@ -1,0 +1,143 @@
+"""Tied weights: one copy where the copies are equal, both where training has made them differ.
+
+A sharded checkpoint holds tied tensors once for each name. The Hub keeps the embedding and drops what is
+tied to it, and says `tie_word_embeddings` in the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardkit.core.catalog import Catalog
+from shardkit.keys import ties
+from shardkit.keys.ties import tied_names
+from shardkit.transfer.same_bytes import same_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ties:
+    """What became of tied tensors."""
+
+    dropped: Mapping[str, str]
+    """Name that is left out -> name of its equal that is kept."""
+    diverged: tuple[tuple[str, str], ...]
+    """(embedding, head) that ought to be tied and differ: both are kept."""
+    untied: bool
+    """Head and embedding are both kept and differ, whether or not they ought to be tied."""
+
+
+def resolve_ties(
+    catalog: Catalog,
+    names: Mapping[str, str],
+    *,
+    declared: bool | None,
+    base_names: Collection[str] | None,
+    known: Iterable[Sequence[str]] = (),
+    equal_in_base: Callable[[str, str], bool] = lambda _one, _other: False,
+) -> Ties:
+    """Decide which of the tensors that may be tied are left out.
+
+    Equal values alone do not make a tie: the config must say so, or a base that lacks the name, or the checkpoint,
+    which has one record for both. A name that the base stores is never left out, nor is any where the config says
+    that nothing is tied: `from_pretrained` would initialise it. Of equal names that are tied, those that the base
+    lacks are left out. Two names that the base stores with two values are not tied, whatever its config says.
+
+    Args:
+        catalog: raw extents, by stored name.
+        names: stored name -> name in the output.
+        declared: whether the config ties embeddings; None where it does not say.
+        base_names: names that the base stores; None where that is not known.
+        known: groups of names that are one parameter of the model, as its class says.
+        equal_in_base: whether the base stores the same bytes under two of its names.
+    """
+    known = list(known)
+    stored = {name: source for source, name in names.items()}
+    dropped, diverged, untied = dict[str, str](), [], False
+    for other, keepers, is_head in tie_candidates(catalog, stored):
+        base_has = other in base_names if base_names is not None else None
+        equal = next((kept for kept in keepers if same_bytes(catalog, stored[kept], stored[other])), None)
+        if equal is not None:
+            is_one = base_has is False or place_of(catalog, stored[equal]) == place_of(catalog, stored[other])
+            if declared is not False and not base_has and (declared or is_one):
+                dropped[other] = equal
+        elif is_head and not (base_has and not any(equal_in_base(kept, other) for kept in keepers)):
+            untied = True
+            if declared or (declared is None and base_has is False):
+                diverged.append((keepers[0], other))
+    groups = [] if declared is False or base_names is None else ties.tie_groups(stored)
+    for group in (*known, *groups):
+        here = [name for name in group if name in stored and name not in dropped]
+        base_has_some = [name for name in here if base_names is not None and name in base_names]
+        kept_names = base_has_some or (here[:1] if group in known else [])
+        for other in here:
+            if other in kept_names or other in base_has_some:
+                continue
+            equal = next(
+                (kept for kept in kept_names if same_bytes(catalog, stored[kept], stored[other])), None
+            )
+            if equal is not None:
+                dropped[other] = equal
+    dropped |= _one_record(catalog, stored, dropped, base_names)
+    return Ties(
+        dropped={other: _last(dropped, other) for other in dropped},
+        diverged=tuple(diverged),
+        untied=untied,
+    )
+
+
+def _last(dropped: Mapping[str, str], name: str) -> str:
+    """Return the name that is kept for one that is left out: what it equals may be left out too."""
+    while name in dropped:
+        name = dropped[name]
+    return name
+
+
+def _one_record(
+    catalog: Catalog, stored: Mapping[str, str], dropped: Collection[str], base_names: Collection[str] | None
+) -> dict[str, str]:
+    """Return names that the base lacks of tensors that it has, where the checkpoint has one record for both."""
+    if base_names is None:
+        return {}
+    kept: dict[object, str] = {}
+    for name, source in stored.items():
+        if name in base_names and (place := place_of(catalog, source)) is not None:
+            kept.setdefault(place, name)
+    lone = (
+        (name, source) for name, source in stored.items() if name not in base_names and name not in dropped
+    )
+    return {name: kept[place] for name, source in lone if (place := place_of(catalog, source)) in kept}
+
+
+def place_of(catalog: Catalog, stored: str) -> tuple[object, ...] | None:
+    """Return where a tensor's bytes lie; None where there are none, or they exist only after decoding."""
+    entry, chunks = catalog.tensors[stored], catalog.chunks
+    rows = entry.chunk_ids
+    if not entry.nbytes or any(catalog.files[chunks.file[row]].decode for row in rows):
+        return None
+    extents = tuple((chunks.file[row], chunks.start[row]) for row in rows)
+    return entry.dtype.name, entry.shape, extents, tuple(chunks.regions(rows))
+
+
+def tie_groups(found: Ties, names: Collection[str], *, declared: bool | None) -> list[tuple[str, ...]]:
+    """Return groups of names that are one parameter, of which one side may store only some.
+
+    Args:
+        found: what was decided.
+        names: of both sides.
+        declared: whether the config ties embeddings.
+    """
+    groups: list[tuple[str, ...]] = [*found.diverged, *((kept, name) for name, kept in found.dropped.items())]
+    return [*groups, *(ties.tie_groups(names) if declared else ())]
+
+
+def tie_candidates(
+    catalog: Catalog, stored: Mapping[str, str]
+) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    """Yield what `tied_names` does of the tensors of a catalog.
+
+    Args:
+        catalog: has their shapes.
+        stored: name in the output -> stored name.
+    """
+    return tied_names({name: catalog.tensors[source].shape for name, source in stored.items()})

@@ -1,0 +1,1 @@
+"""Whether a checkpoint is whole: structure, checksums, or held against another one."""

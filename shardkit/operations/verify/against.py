@@ -1,0 +1,88 @@
+"""A checkpoint against another one, of any format: every tensor, bit by bit or after rounding."""
+
+from __future__ import annotations
+
+from shardkit.core.text import count, escape
+from shardkit.errors import ResourceError, SourceError
+from shardkit.operations.diff.diff import diff
+from shardkit.operations.diff.result import DiffResult, TensorDiff
+from shardkit.operations.verify.result import Report
+
+
+def compare(path: str, other: str, report: Report, *, rounded: bool) -> None:
+    """Compare the weights of a checkpoint with those of another; each that differs is a problem.
+
+    Values that are the other's rounded to bf16 or fp16 are none where the stored dtypes tell of it.
+
+    Args:
+        path: what is verified.
+        other: what it has to be, a checkpoint of any format or a run directory.
+        report: gets what differs.
+        rounded: values may also be rounded that are stored as they were before, bf16 values as fp32 say.
+
+    Raises:
+        SourceError, ResourceError: one of them cannot be opened. That of what is verified is no news where problems
+            were found before.
+    """
+    try:
+        result = diff(path, other, progress=report.progress)
+    except ResourceError:
+        raise
+    except SourceError as error:
+        if not report.problems:
+            raise
+        report.add_notes([f"not compared with {escape(other)}: {error.message}"])
+        return
+    labels = {"A: ": f"{escape(path)}: ", "B: ": f"{escape(other)}: "}
+    report.add_notes(labels.get(note[:3], note[:3]) + note[3:] for note in result.notes)
+    report.warnings += result.warnings
+    if result.resolved_b.rstrip("/") != other.rstrip("/"):
+        report.add_notes([f"{escape(other)}: took {escape(result.resolved_b)}"])
+    report.num_compared_tensors += result.count("equal", "close", "rounded", "dtype", "values")
+    _report_rounded(result, path, other, report, rounded=rounded)
+    for tensor in result.differences:
+        _report(tensor, escape(other), report)
+
+
+def _report_rounded(result: DiffResult, path: str, other: str, report: Report, *, rounded: bool) -> None:
+    """Note which side is rounded; each tensor whose dtype does not tell is a problem, unless it may be rounded."""
+    found = [tensor for tensor in result.tensors if tensor.status == "rounded"]
+    if not found:
+        return
+    one, two = escape(path), escape(other)
+    if result.rounded_side == "b":
+        one, two = two, one
+    dtypes = " or ".join(sorted({str(tensor.rounded_to) for tensor in found}))
+    flushed = f"; {count(result.num_flushed, 'value')} became 0" if result.num_flushed else ""
+    report.add_notes([f"{one} holds {count(len(found), 'tensor')} of {two} rounded to {dtypes}{flushed}"])
+    report.num_rounded_tensors += len(found)
+    for tensor in [] if rounded else found:
+        if not tensor.is_said_by_dtypes:
+            report.problem(
+                f"it is not that of {escape(other)}{_values(tensor)}, though equal after rounding {two}'s to "
+                f"{tensor.rounded_to}; --rounded accepts it",
+                tensor=tensor.name,
+            )
+
+
+def _report(tensor: TensorDiff, other: str, report: Report) -> None:
+    match tensor.status:
+        case "only_a":
+            report.problem(f"{other} has no such tensor", tensor=tensor.name)
+        case "only_b":
+            report.problem(f"it is missing: only {other} has it", tensor=tensor.name)
+        case "shape":
+            expected, found = str(list(tensor.shape_b or ())), str(list(tensor.shape_a or ()))
+            report.problem("shape", tensor=tensor.name, expected=expected, found=found)
+        case "dtype":
+            message = f"dtype{_values(tensor)}"
+            report.problem(message, tensor=tensor.name, expected=tensor.dtype_b, found=tensor.dtype_a)
+        case _:
+            report.problem(f"it is not that of {other}{_values(tensor)}", tensor=tensor.name)
+
+
+def _values(tensor: TensorDiff) -> str:
+    if not tensor.num_changed:
+        return ""
+    at = f", the first at {list(tensor.first_changed)}" if tensor.first_changed else ""
+    return f" ({tensor.num_changed:,} of {tensor.num_elements:,} elements differ{at})"

@@ -1,0 +1,249 @@
+"""Bytes against recorded CRC-32s: whole files where there is a digest of the file, stretches of them where not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+from shardkit.core.catalog import SourceFile, ignore_read
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, SourceError
+from shardkit.files import storage
+from shardkit.files.digest import crc32_combine
+from shardkit.files.file_bytes import Archive, ByteReader, FileBytes, Scan, Stretch
+from shardkit.files.strict_json import named_failures, open_regular, stamp_of
+from shardkit.formats.torchsave.archive import ZipReader, read_directory
+from shardkit.operations.verify.result import Report
+from shardkit.operations.verify.spelling import Difference, object_spelling
+
+_MAX_ENTRIES = 1 << 20
+# APPNOTE.TXT 4.3.16: without a comment, which torch does not write, the last record has 22 bytes.
+_ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK", b"PK\5\6", 22
+
+
+def check_whole(file: FileBytes, report: Report) -> None:
+    """Read all of a file that something is recorded of; what is wrong is added to the report."""
+    try:
+        with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
+            source = ByteReader(fd, file.name, size, report.read, ahead=True)
+            if file.has_digest and size == file.size:
+                _check_all(file, source, report)
+            else:
+                recorded = [s for s in file.stretches if s.crc32 is not None]
+                _check_stretches(file, source, recorded, report)
+                _check_archives(file, fd, report)
+        for stretch, packed in file.packed:
+            _decode(file, stretch, packed, report)
+    except ResourceError as error:
+        report.unreadable(error, file=file.name)
+    except SourceError as error:
+        report.error(error, file=file.name)
+
+
+def scan_whole(file: FileBytes, marks: Iterable[int], report: Report, *, sha256: bool) -> Scan | None:
+    """Read all of a file once: compare what is recorded in it, and take digests.
+
+    Args:
+        file: without digests of its own.
+        marks: positions that CRC-32s will be asked for between.
+        report: gets what is wrong.
+        sha256: take it too.
+
+    Returns:
+        The digests; None where the file cannot be read, or is not the size that it was.
+    """
+    try:
+        with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
+            before = stamp_of(fd)
+            source = ByteReader(fd, file.name, size, report.read, ahead=True)
+            scan = _scan(file, source, report, marks, sha256=sha256)
+            _check_archives(file, fd, report)
+            if size != file.size or stamp_of(fd) != before:
+                raise SourceError("it changed while it was read", hint="begin again once nobody writes to it")
+        for stretch, packed in file.packed:
+            _decode(file, stretch, packed, report)
+        return scan
+    except ResourceError as error:
+        report.unreadable(error, file=file.name)
+    except SourceError as error:
+        report.error(error, file=file.name)
+    return None
+
+
+def check_some(file: FileBytes, chosen: Sequence[Stretch], report: Report) -> None:
+    """Read some chunks of a file; what is wrong is added to the report."""
+    try:
+        with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
+            source = ByteReader(fd, file.name, size, report.read, ahead=False)
+            _check_stretches(file, source, sorted(chosen, key=lambda s: s.start), report)
+    except ResourceError as error:
+        report.unreadable(error, file=file.name)
+    except SourceError as error:
+        report.error(error, file=file.name)
+
+
+def choose(files: Sequence[FileBytes], num_bytes: int, seed: int) -> list[tuple[FileBytes, list[Stretch]]]:
+    """Choose chunks that have a checksum, at random, until they have `num_bytes`; in the order of the files."""
+    pool = [
+        (number, stretch)
+        for number, file in enumerate(files)
+        for stretch in file.stretches
+        if stretch.crc32 is not None and stretch.nbytes
+    ]
+    random.Random(seed).shuffle(pool)
+    chosen: dict[int, list[Stretch]] = {}
+    for number, stretch in pool:
+        if num_bytes <= 0:
+            break
+        chosen.setdefault(number, []).append(stretch)
+        num_bytes -= stretch.nbytes
+    return [(files[number], chosen[number]) for number in sorted(chosen)]
+
+
+def _scan(file: FileBytes, source: ByteReader, report: Report, marks: Iterable[int], *, sha256: bool) -> Scan:
+    """Read all of a file and compare every chunk that a checksum is recorded of."""
+    ends = (at for s in file.stretches for at in (s.start, s.start + s.nbytes))
+    scan = source.scan((*marks, *ends), sha256=sha256)
+    for stretch in file.stretches:
+        if stretch.start + stretch.nbytes <= source.size:  # else reported when it was looked at
+            _compare(file, stretch, scan.crc(stretch.start, stretch.nbytes), report)
+    return scan
+
+
+def _check_all(file: FileBytes, source: ByteReader, report: Report) -> None:
+    """Compare every chunk and the file as a whole, in one pass.
+
+    What the file's checksum says is reported unless damaged chunks explain it: with theirs as recorded, the
+    file would be whole.
+    """
+    scan = _scan(file, source, report, (), sha256=file.sha256 is not None)
+    report.num_checked_files += 1
+    if file.crc32 is not None and scan.crc32 != file.crc32 != _explained(file, scan, source.size):
+        report.problem(
+            "CRC-32 of the file: bytes outside the tensors' data are not what was written"
+            if file.stretches
+            else "CRC-32 of the file",
+            file=file.name,
+            expected=f"{file.crc32:08x}",
+            found=f"{scan.crc32:08x}",
+        )
+    elif scan.sha256 != file.sha256 and file.crc32 in (None, scan.crc32):
+        report.problem("sha256 of the file", file=file.name, expected=file.sha256, found=scan.sha256)
+
+
+def _explained(file: FileBytes, scan: Scan, size: int) -> int:
+    """Return the CRC-32 that the file would have if every chunk had the recorded one."""
+    at, crc = 0, 0
+    for stretch in sorted(file.stretches, key=lambda s: s.start):
+        if stretch.start < at or stretch.start + stretch.nbytes > size:
+            continue  # shared with another name; or no such place
+        gap, nbytes = stretch.start - at, stretch.nbytes
+        meant = scan.crc(stretch.start, nbytes) if stretch.crc32 is None else stretch.crc32
+        crc = crc32_combine(crc32_combine(crc, scan.crc(at, gap), gap), meant, nbytes)
+        at = stretch.start + nbytes
+    return int(crc32_combine(crc, scan.crc(at, size - at), size - at))
+
+
+def _check_stretches(
+    file: FileBytes, source: ByteReader, stretches: Iterable[Stretch], report: Report
+) -> None:
+    for stretch in stretches:
+        if stretch.start + stretch.nbytes <= source.size:  # else reported when the size was compared
+            _compare(file, stretch, source.crc(stretch.start, stretch.nbytes), report)
+
+
+def _compare(file: FileBytes, stretch: Stretch, found: int, report: Report) -> None:
+    if stretch.crc32 is None:
+        return
+    report.num_checked_chunks += stretch.tensor is not None
+    if found != stretch.crc32:
+        report.problem(
+            f"CRC-32 of {stretch.what or 'the data'}",
+            file=file.name,
+            tensor=stretch.tensor,
+            region=stretch.region,
+            start_byte=stretch.start,
+            num_bytes=stretch.nbytes,
+            expected=f"{stretch.crc32:08x}",
+            found=f"{found:08x}",
+        )
+
+
+def _check_archives(file: FileBytes, fd: int, report: Report) -> None:
+    """Compare zips with the checksums in them, and what no checksum covers with what torch writes there."""
+    num_alike, unlike = 0, list[tuple[Archive, Difference]]()
+    for archive in file.archives:
+        with named_failures(file.name):
+            found = _check_archive(file, fd, archive, report)
+        if isinstance(found, Difference):
+            unlike.append((archive, found))
+        else:
+            num_alike += found
+    for archive, difference in unlike if file.is_spelled_as_torch or num_alike > len(unlike) else ():
+        report.problem(
+            "a byte of the record around the object",
+            file=file.name,
+            tensor=archive.name,
+            start_byte=difference.start,
+            num_bytes=1,
+            expected=f"{difference.expected:02x}",
+            found=f"{difference.found:02x}",
+        )
+
+
+def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -> Difference | bool:
+    """Compare every entry of a zip with its CRC-32; return as `object_spelling`."""
+    if not _is_zip(fd, archive):
+        if storage.pread(fd, 1, archive.start) == b"\0":  # as nothing that writes objects begins
+            report.problem(
+                "it begins with zeros",
+                file=file.name,
+                tensor=archive.name,
+                start_byte=archive.start,
+                num_bytes=archive.nbytes,
+            )
+        else:
+            report.add_notes([f"{escape(archive.name)} has no checksum: its bytes are no zip"])
+        return False
+    try:
+        where = f"bytes {archive.start} to {archive.start + archive.nbytes}"
+        reader = ZipReader(lambda at, n: storage.pread(fd, n, at), archive.start, archive.nbytes, where)
+        entries = read_directory(reader, lambda _: True, max_entries=_MAX_ENTRIES)
+        for name, entry in entries.items():
+            if entry.crc:
+                reader.check_crc(name, entry)
+                report.read(entry.nbytes)
+        return object_spelling(fd, archive.start, archive.nbytes, entries)
+    except ResourceError:
+        raise
+    except SourceError as error:
+        report.error(error, file=file.name, tensor=archive.name)
+        return False
+
+
+def _is_zip(fd: int, archive: Archive) -> bool:
+    """True for what was a zip once: one end of it may be damaged."""
+    if storage.pread(fd, len(_ZIP_START), archive.start) == _ZIP_START:
+        return True
+    end = archive.start + archive.nbytes - _ZIP_END_BYTES
+    return end >= archive.start and storage.pread(fd, len(_ZIP_END), end) == _ZIP_END
+
+
+def _decode(file: FileBytes, stretch: Stretch, packed: SourceFile, report: Report) -> None:
+    assert packed.decode is not None
+    try:
+        packed.decode(ignore_read)
+    except ResourceError:
+        raise
+    except SourceError as error:
+        report.problem(
+            error.message,
+            file=file.name,
+            tensor=stretch.tensor,
+            region=stretch.region,
+            start_byte=stretch.start,
+            num_bytes=stretch.nbytes,
+        )
+        return
+    report.num_checked_chunks += 1
+    report.read(stretch.nbytes)

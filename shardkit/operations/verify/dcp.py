@@ -1,0 +1,324 @@
+"""A DCP directory: every record opened, and held against `.metadata` and the chunk lists."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import NamedTuple
+
+from shardkit.core.catalog import SourceFile, TensorEntry
+from shardkit.core.regions import Region
+from shardkit.core.text import count, escape
+from shardkit.errors import ResourceError, SourceError
+from shardkit.files.file_bytes import Archive, FileBytes, Stretch
+from shardkit.files.strict_json import named_failures, open_regular
+from shardkit.formats.dcp.chunk_list import ListedChunk
+from shardkit.formats.dcp.decode import Packed, check_transforms, difference, packed_file
+from shardkit.formats.dcp.directory import DcpDirectory, open_dcp_lazily
+from shardkit.formats.torchsave.record import TensorRecord
+from shardkit.formats.torchsave.scan import RecordScanner
+from shardkit.operations.verify.manifest import METADATA, Described, check_tensors
+from shardkit.operations.verify.result import Report
+from shardkit.operations.verify.spelling import Difference, spelling
+
+_SUFFIX = ".distcp"
+
+
+def verify_dcp(directory: str, folder: str, described: Described | None, report: Report) -> list[FileBytes]:
+    """Check the structure of a DCP directory and return its files with what is recorded of their bytes.
+
+    Args:
+        directory: where it is.
+        folder: the same, relative to the checkpoint.
+        described: by the manifest that shardkit wrote with it.
+        report: gets what is wrong.
+    """
+    if described is not None and described.is_metadata_damaged:
+        return _files_by_lists(folder, described, report)
+    try:
+        opened = open_dcp_lazily(directory)
+    except ResourceError as error:
+        report.unreadable(error, file=os.path.join(folder, METADATA))
+        return _files_by_lists(folder, described, report)
+    except SourceError as error:
+        report.error(error, file=os.path.join(folder, METADATA) if METADATA in error.message else None)
+        return _files_by_lists(folder, described, report)
+    report.num_tensors += len(opened.catalog.tensors)
+    report.add_notes(note for note in opened.catalog.notes if "were left alone" not in note)
+    report.warnings += _stale(directory, folder, opened)
+    if described is not None:
+        check_tensors(described, opened.catalog, report)
+    return _Folder(folder, opened, described, report).files()
+
+
+def _stale(directory: str, folder: str, opened: DcpDirectory) -> Iterator[str]:
+    """Yield a warning for each file of another save."""
+    known = {file.name for file in opened.catalog.files}
+    has_index = os.path.lexists(os.path.join(directory, METADATA))
+    for name in sorted(os.listdir(directory)):
+        is_stale = name.endswith(_SUFFIX) and name not in known
+        if is_stale or (has_index and name.startswith("__") and name.endswith(METADATA)):
+            yield f"{escape(os.path.join(folder, name))}: not of this checkpoint"
+
+
+def _files_by_lists(folder: str, described: Described | None, report: Report) -> list[FileBytes]:
+    """Return what chunk lists and manifest tell of the files where `.metadata` cannot be read."""
+    if described is None:
+        return []
+    names: set[str] = set()
+    files: list[FileBytes] = []
+    for name, recorded in described.files.items():
+        where, path = os.path.join(folder, name), os.path.join(described.directory, name)
+        file = FileBytes(name=where, path=path, size=recorded.size, crc32=recorded.crc32)
+        files.append(file)
+        report.files.add(where)
+        listed = described.lists.get(name)
+        for chunk in listed.chunks if listed is not None else ():
+            crc, nbytes = chunk.crc32, chunk.data_nbytes
+            file.stretches.append(Stretch(chunk.data_start, nbytes, chunk.fqn, chunk.region, crc))
+            report.chunk(nbytes)
+            names.add(chunk.fqn)
+    report.num_tensors += len(names)
+    return files
+
+
+class _Place(NamedTuple):
+    """One chunk of the table."""
+
+    entry: TensorEntry
+    region: Region
+    start: int
+    nbytes: int
+    row: int
+
+
+class _Folder:
+    """Goes through a directory file by file, each front to back."""
+
+    def __init__(
+        self, folder: str, opened: DcpDirectory, described: Described | None, report: Report
+    ) -> None:
+        self._folder, self._opened, self._described, self._report = folder, opened, described, report
+        self._scanner = RecordScanner()
+        self._num_alike, self._unlike = 0, list[tuple[FileBytes, _Place, Difference]]()
+        chunks = opened.catalog.chunks
+        self._entries = sorted(opened.catalog.tensors.values(), key=lambda entry: entry.first_chunk)
+        self._firsts = [entry.first_chunk for entry in self._entries]
+        files, starts = chunks.file.tolist(), chunks.start.tolist()
+        self._rows = sorted(range(len(files)), key=lambda row: (files[row], starts[row]))
+
+    def files(self) -> list[FileBytes]:
+        """Return the files that hold tensors or byte entries."""
+        catalog, found = self._opened.catalog, dict[int, FileBytes]()
+        for number, rows in groupby(self._rows, key=catalog.chunks.file.__getitem__):
+            file = found[number] = self._file(catalog.files[number])
+            try:
+                with (
+                    open_regular(file.path, file.name, follow=False) as (fd, _),
+                    named_failures(file.name),
+                ):
+                    self._scanner.open(fd)
+                    self._check_file(catalog.files[number], file, map(self._place, rows), fd)
+            except ResourceError as error:
+                self._report.unreadable(error, file=file.name)
+            except SourceError as error:
+                self._report.error(error, file=file.name)
+        for fqn, place in self._opened.objects.items():
+            if place is not None:
+                if place.file not in found:
+                    found[place.file] = self._file(catalog.files[place.file])
+                found[place.file].archives.append(Archive(place.start, place.nbytes, fqn))
+        if self._described is None:  # else the sizes of files are recorded
+            self._warn_of_more(found)
+        is_spelled = self._num_alike > len(self._unlike)
+        for file in found.values():
+            file.is_spelled_as_torch = is_spelled
+        self._report_unlike(is_spelled)
+        return list(found.values())
+
+    def _warn_of_more(self, found: Mapping[int, FileBytes]) -> None:
+        """Warn of bytes behind the last record of a file: nobody reads them, and torch writes none."""
+        chunks = self._opened.catalog.chunks
+        ends = dict.fromkeys(found, 0)
+        for file, start, nbytes in zip(chunks.file, chunks.start, chunks.nbytes, strict=True):
+            ends[file] = max(ends[file], start + nbytes)
+        for place in filter(None, self._opened.objects.values()):
+            ends[place.file] = max(ends[place.file], place.start + place.nbytes)
+        self._report.warnings += [
+            f"{escape(file.name)}: {count(file.size - ends[number], 'byte')} behind its last record, which "
+            f"{METADATA} does not place"
+            for number, file in found.items()
+            if file.size > ends[number]
+        ]
+
+    def _file(self, source: SourceFile) -> FileBytes:
+        name = os.path.join(self._folder, source.name)
+        self._report.files.add(name)
+        recorded = self._described.files.get(source.name) if self._described is not None else None
+        crc = recorded.crc32 if recorded is not None else None
+        return FileBytes(name=name, path=source.path, size=source.size, crc32=crc)
+
+    def _place(self, row: int) -> _Place:
+        table = self._opened.catalog.chunks
+        entry = self._entries[bisect_right(self._firsts, row) - 1]
+        return _Place(entry, table.region(row), table.start[row], table.nbytes[row], row)
+
+    def _check_file(self, source: SourceFile, file: FileBytes, places: Iterator[_Place], fd: int) -> None:
+        described = self._described
+        listed = described.lists.get(source.name) if described is not None else None
+        lines = {chunk.record_start: chunk for chunk in listed.chunks} if listed is not None else None
+        seen: set[int] = set()
+        for start, group in groupby(places, key=lambda place: place.start):
+            same = list(group)
+            records = [self._open(source, file, place) for place in same]
+            line = lines.get(start) if lines is not None else None
+            record = next((record for record in records if record is not None), None)
+            if line is not None:
+                seen.add(start)
+                self._compare_line(
+                    line, listed.aliases.get(line.fqn, ()) if listed else (), same, record, file
+                )
+            elif lines is not None:
+                self._problem("it is not in the file's chunk list", file, same[0])
+            if record is not None:
+                self._add(file, same[0], record, line)
+                if file.crc32 is None:
+                    self._spell(fd, file, same[0], record)
+        for start in sorted(lines.keys() - seen) if lines is not None else ():
+            assert lines is not None
+            chunk = lines[start]
+            self._report.problem(
+                f"the chunk list has it, {METADATA} does not",
+                file=file.name,
+                tensor=chunk.fqn,
+                region=chunk.region,
+                start_byte=start,
+            )
+
+    def _open(self, source: SourceFile, file: FileBytes, place: _Place) -> TensorRecord | None:
+        """Open one record; None where it cannot be, or there is none."""
+        if not self._opened.has_records:
+            file.stretches.append(Stretch(place.start, place.nbytes, place.entry.fqn, place.region, None))
+            self._report.chunk(place.nbytes)
+            return None
+        if place.row in self._opened.transforms:
+            self._pack(source, file, place)
+            return None
+        kind = (place.entry.dtype, place.region.sizes)
+        try:
+            record = self._scanner.read(kind, place.start, place.nbytes, where=escape(source.name))
+        except ResourceError:
+            raise
+        except SourceError as error:
+            self._problem(error.message, file, place)
+            return None
+        reason = difference(place.entry, place.region.sizes, record)
+        if reason:
+            self._problem(reason, file, place)
+            return None
+        return record
+
+    def _spell(self, fd: int, file: FileBytes, place: _Place, record: TensorRecord) -> None:
+        if record.is_contiguous and record.data_nbytes == record.nbytes:
+            found = spelling(fd, place.start, place.nbytes, record)
+            if isinstance(found, Difference):
+                self._unlike.append((file, place, found))
+            else:
+                self._num_alike += found
+
+    def _report_unlike(self, is_spelled: bool) -> None:
+        """Report records that are not spelled like most; where most are not as torch 2.13 writes them, none."""
+        for file, place, unlike in self._unlike if is_spelled else ():
+            self._report.problem(
+                "a byte of the record around the data",
+                file=file.name,
+                tensor=place.entry.fqn,
+                region=place.region,
+                start_byte=unlike.start,
+                num_bytes=1,
+                expected=f"{unlike.expected:02x}",
+                found=f"{unlike.found:02x}",
+            )
+
+    def _pack(self, source: SourceFile, file: FileBytes, place: _Place) -> None:
+        """Take a record that went through an extension: it is checked when it is decompressed."""
+        transforms = self._opened.transforms[place.row]
+        packed = Packed(place.entry, place.region, place.start, place.nbytes, transforms)
+        stretch = Stretch(place.start, place.nbytes, place.entry.fqn, place.region, None)
+        self._report.chunk(place.nbytes)
+        try:
+            check_transforms({place.row: packed})
+        except SourceError as error:
+            self._report.add_notes([f"not checked: {error.message} ({'; '.join(error.problems)})"])
+            return
+        file.packed.append((stretch, packed_file(source, packed)))
+
+    def _add(self, file: FileBytes, place: _Place, record: TensorRecord, line: ListedChunk | None) -> None:
+        crc = line.crc32 if line is not None and line.crc32 is not None else record.crc32
+        start, nbytes, fqn = record.data_start, record.data_nbytes, place.entry.fqn
+        file.stretches.append(Stretch(start, nbytes, fqn, place.region, crc))
+        self._report.chunk(nbytes)
+
+    def _compare_line(
+        self,
+        line: ListedChunk,
+        aliases: tuple[str, ...],
+        same: list[_Place],
+        record: TensorRecord | None,
+        file: FileBytes,
+    ) -> None:
+        """Hold a line of a chunk list against `.metadata` and the record itself."""
+        names = {place.entry.fqn for place in same}
+        if names != {line.fqn, *aliases}:
+            listed = ", ".join(map(escape, sorted({line.fqn, *aliases})))
+            stored = ", ".join(map(escape, sorted(names)))
+            self._problem("names in the chunk list", file, same[0], expected=stored, found=listed)
+        place = same[0]
+        meant = (place.entry.dtype.name, place.entry.shape, tuple(place.region), place.nbytes)
+        found = (line.dtype.name, line.shape, tuple(line.region), line.record_nbytes)
+        if meant != found:
+            self._problem("line in the chunk list", file, place, expected=str(meant), found=str(found))
+        if record is None:
+            return
+        if (line.data_start, line.data_nbytes) != (record.data_start, record.data_nbytes):
+            self._problem(
+                "data in the chunk list",
+                file,
+                place,
+                expected=_bytes(record.data_start, record.data_nbytes),
+                found=_bytes(line.data_start, line.data_nbytes),
+            )
+        if None not in (line.crc32, record.crc32) and line.crc32 != record.crc32:
+            self._problem(
+                "CRC-32 in the record: it is not the one that was written here",
+                file,
+                place,
+                expected=f"{line.crc32:08x}",
+                found=f"{record.crc32:08x}",
+            )
+
+    def _problem(
+        self,
+        message: str,
+        file: FileBytes,
+        place: _Place,
+        *,
+        expected: str | None = None,
+        found: str | None = None,
+    ) -> None:
+        self._report.problem(
+            message,
+            file=file.name,
+            tensor=place.entry.fqn,
+            region=place.region,
+            start_byte=place.start,
+            num_bytes=place.nbytes,
+            expected=expected,
+            found=found,
+        )
+
+
+def _bytes(start: int, nbytes: int) -> str:
+    return f"{count(nbytes, 'byte')} at {start}"

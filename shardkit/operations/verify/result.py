@@ -1,0 +1,180 @@
+"""What verify answers: the result object, and what collects it on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from shardkit.core.progress import NoProgress, Progress
+from shardkit.core.regions import Region
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, ShardkitError
+
+Level = Literal["structure", "sample", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyProblem:
+    """One thing that is not as it should be."""
+
+    message: str
+    """What is wrong, one line."""
+    file: str | None = None
+    """Relative to the checkpoint."""
+    tensor: str | None = None
+    region: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Offsets and sizes of the chunk in the tensor, in elements."""
+    start_byte: int | None = None
+    """First byte in the file."""
+    num_bytes: int | None = None
+    """From there on."""
+    expected: str | None = None
+    found: str | None = None
+    details: tuple[str, ...] = ()
+    """One line for each instance, where opening found several at once."""
+    is_unreadable: bool = False
+    """The system could not read the file: what it holds is not known."""
+
+    def line(self) -> str:
+        """Return it as one line, safe to print."""
+        parts = [escape(self.file)] if self.file is not None else []
+        if self.tensor is not None:
+            at = f" {_box(self.region)}" if self.region is not None and self.region[0] else ""
+            parts.append(f"{escape(self.tensor)}{at}")
+        if self.start_byte is not None:
+            stop = "" if self.num_bytes is None else f" to {self.start_byte + self.num_bytes}"
+            parts.append(f"{'bytes' if stop else 'byte'} {self.start_byte}{stop}")
+        text = ": ".join([*parts, self.message])
+        return text if self.expected is None else f"{text}: expected {self.expected}, found {self.found}"
+
+
+def _box(region: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+    ranges = (f"{offset}:{offset + size}" for offset, size in zip(*region, strict=True))
+    return f"[{', '.join(ranges)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyResult:
+    """What was checked, and every problem that was found."""
+
+    path: str
+    """As it was given."""
+    level: Level
+    layout: str | None
+    """Such as "dcp", "lightning" or "hub"; None where it could not be opened."""
+    writer: str | None
+    """Who wrote it, for people; None where it could not be opened."""
+    manifests: tuple[str, ...]
+    """That it was held against: names relative to the checkpoint, and the path of one that is not in it."""
+    against: str | None
+    """The other checkpoint that its tensors were compared with, as it was given."""
+    num_compared_tensors: int
+    """Tensors that both have and whose values were compared."""
+    num_rounded_tensors: int
+    """Of these, tensors that are equal only after rounding one side to bf16 or fp16; a note says which side."""
+    repo: str | None
+    """The Hub's repo that its files were compared with."""
+    commit: str | None
+    """Of that repo."""
+    seed: int | None
+    """Of the choice of chunks; None unless the level is "sample"."""
+    num_files: int
+    """Files that hold tensors."""
+    num_tensors: int
+    num_chunks: int
+    """Pieces of tensors that lie in one place each; those of tied names count once."""
+    tensor_bytes: int
+    """Of those chunks."""
+    num_checked_chunks: int
+    """Chunks whose bytes were read and compared with a recorded checksum."""
+    num_unrecorded_chunks: int
+    """Chunks that no checksum was recorded of."""
+    num_unrecorded_tensors: int
+    """Tensors with such a chunk."""
+    num_checked_files: int
+    """Files that were read whole and compared with a recorded checksum."""
+    read_bytes: int
+    """Bytes that were compared with a checksum; headers, metadata, manifests and `against` not counted."""
+    problems: tuple[VerifyProblem, ...]
+    warnings: tuple[str, ...]
+    """What does no harm but does not belong there, such as stale files."""
+    notes: tuple[str, ...]
+    """What could not be checked, and what a person should be told."""
+
+    @property
+    def ok(self) -> bool:
+        """True where no problem was found."""
+        return not self.problems
+
+    @property
+    def is_only_unreadable(self) -> bool:
+        """True where nothing is wrong but that the system could not read some files."""
+        return not self.ok and all(problem.is_unreadable for problem in self.problems)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """Collects what is found."""
+
+    progress: Progress = field(default_factory=NoProgress)
+    problems: list[VerifyProblem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    manifests: list[str] = field(default_factory=list)
+    """As in `VerifyResult`."""
+    files: set[str] = field(default_factory=set)
+    """Names of the files that hold tensors."""
+    unrecorded: set[tuple[str, str]] = field(default_factory=set)
+    """(folder, tensor) of tensors with a chunk that nothing is recorded of."""
+    num_tensors: int = 0
+    num_chunks: int = 0
+    tensor_bytes: int = 0
+    num_unrecorded_chunks: int = 0
+    num_checked_chunks: int = 0
+    num_checked_files: int = 0
+    num_compared_tensors: int = 0
+    num_rounded_tensors: int = 0
+    read_bytes: int = 0
+
+    def problem(self, message: str, *, region: Region | None = None, **fields: Any) -> None:
+        """Add a problem; the other arguments are the fields of `VerifyProblem`."""
+        box = None if region is None else (tuple(region.offsets), tuple(region.sizes))
+        self.problems.append(VerifyProblem(message=message, region=box, **fields))
+
+    def error(self, error: ShardkitError, **fields: Any) -> None:
+        """Add what kept something from being opened, with all that it lists."""
+        self.problem(error.message, details=error.problems, **fields)
+
+    def unreadable(self, error: ResourceError, **fields: Any) -> None:
+        """Add a file that the system could not read."""
+        name = fields.get("file")
+        message = error.message.removeprefix(f"{escape(name)}: ") if name is not None else error.message
+        self.problem(message, details=error.problems, is_unreadable=True, **fields)
+
+    def add(self, part: Report) -> None:
+        """Add what was found while bytes were read."""
+        self.problems += part.problems
+        self.warnings += part.warnings
+        self.add_notes(part.notes)
+        self.num_checked_chunks += part.num_checked_chunks
+        self.num_checked_files += part.num_checked_files
+        self.read_bytes += part.read_bytes
+
+    def add_notes(self, notes: Iterable[str]) -> None:
+        """Add notes, each once."""
+        self.notes += [note for note in notes if note not in self.notes]
+
+    def chunk(self, nbytes: int) -> None:
+        """Count a chunk."""
+        self.num_chunks += 1
+        self.tensor_bytes += nbytes
+
+    def read(self, nbytes: int) -> None:
+        """Count bytes that were read to be compared."""
+        self.read_bytes += nbytes
+        self.progress.advance(nbytes)

@@ -1,0 +1,191 @@
+"""verify: whether a checkpoint is whole, and holds the bytes that were written, as far as anything was recorded."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from shardkit.core.progress import NoProgress, Progress
+from shardkit.core.sizes import parse_size
+from shardkit.core.text import count
+from shardkit.errors import UsageError
+from shardkit.files.file_bytes import FileBytes
+from shardkit.files.links import may_follow_links
+from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.dcp.directory import remembered
+from shardkit.operations.resolve import resolve_checkpoint
+from shardkit.operations.verify.bytes import check_some, check_whole, choose
+from shardkit.operations.verify.in_threads import check_jobs, in_threads
+from shardkit.operations.verify.result import Level, Report, VerifyResult
+from shardkit.operations.verify.structure import check_structure
+
+
+@may_follow_links
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    full: bool = False,
+    read: str | int | None = None,
+    seed: int = 0,
+    manifest: str | os.PathLike[str] | None = None,
+    against: str | os.PathLike[str] | None = None,
+    rounded: bool = False,
+    strict: bool = False,
+    hub: str | None = None,
+    revision: str | None = None,
+    jobs: int = 2,
+    follow_links: bool = False,
+    progress: Progress | None = None,
+) -> VerifyResult:
+    """Check a checkpoint of any layout; without torch, but for a legacy `.bin`.
+
+    Everything that is wrong is in the result's `problems`, files that the system cannot read among it; only what
+    cannot be looked at at all is raised.
+
+    Args:
+        path: a pre-sharded directory, any trainer's checkpoint, a Hub model's directory or weight file.
+        full: read every byte that a checksum was recorded of. Otherwise only headers, metadata, chunk lists
+            and manifests are read.
+        read: read so much of the tensors' bytes, in chunks chosen at random: "5%", a size such as "50GiB", or
+            a number of bytes.
+        seed: of that choice.
+        manifest: one that lies elsewhere. By default the one inside, or else the one beside the checkpoint.
+        against: another checkpoint of any format, whose weights have to be the same, bit by bit. Where dtypes differ,
+            the ones may be the others rounded to bf16 or fp16.
+        rounded: with `against`: they may also be rounded where the dtypes are the same.
+        strict: with `against`: refuse a run directory in which a newer checkpoint had to be passed over.
+        hub: a repo id; every file has to be the repo's, by the ids that the Hub has of them. Nothing is downloaded.
+        revision: branch, tag or commit of the repo.
+        jobs: threads.
+        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
+            Weight files of a Hub model are read in any case.
+        progress: is told about bytes that are read.
+
+    Raises:
+        UsageError: options that do not go together or are out of range.
+        SourceError: nothing there, or nothing that is a checkpoint; no such manifest, or `against` or `hub` cannot
+            be opened; with `strict`, `against` has something newer, which is told before anything is read.
+        ResourceError: a directory cannot be listed, or the Hub not be reached.
+    """
+    path = os.fspath(path)
+    share, size = _parse_read(read)
+    if full and read is not None:
+        raise UsageError("a full check reads everything: give either a full check or how much to read")
+    if revision is not None and hub is None:
+        raise UsageError("--revision is about --hub, which is not there")
+    for option, is_given in (("--rounded", rounded), ("--strict", strict)):
+        if is_given and against is None:
+            raise UsageError(f"{option} is about --against, which is not there")
+    check_jobs(jobs)
+    if strict and against is not None:
+        resolve_checkpoint(against, strict=True)
+    level: Level = "full" if full else "structure" if read is None else "sample"
+    report = Report(progress=progress or NoProgress())
+    with remembered():
+        structure = check_structure(
+            path, report, manifest_path=None if manifest is None else os.fspath(manifest)
+        )
+    if level == "full":
+        _read_all(structure.files, jobs, report)
+    elif level == "sample":
+        wanted = size if share is None else -int(-report.tensor_bytes * share // 100)
+        _read_some(structure.files, wanted, seed, jobs, report)
+    if against is not None:
+        from shardkit.operations.verify.against import compare
+
+        compare(path, os.fspath(against), report, rounded=rounded)
+    commit = None
+    if hub is not None:
+        from shardkit.operations.verify.repo import compare_with_repo
+
+        commit = compare_with_repo(structure.directory, hub, revision, jobs, report)
+    return _result(
+        path,
+        level,
+        structure.checkpoint,
+        report,
+        seed=seed if level == "sample" else None,
+        against=None if against is None else os.fspath(against),
+        repo=hub,
+        commit=commit,
+    )
+
+
+def _parse_read(read: str | int | None) -> tuple[float | None, int]:
+    """Return (percent or None, bytes)."""
+    if read is None:
+        return None, 0
+    text = str(read).strip()
+    if not text.endswith("%"):
+        return None, parse_size(read)
+    try:
+        share = float(text[:-1])
+    except ValueError:
+        share = -1
+    if not 0 < share <= 100:
+        raise UsageError(
+            f"not a share: {text!r}", hint="write a percentage such as 5%, or a size such as 50GiB"
+        )
+    return share, 0
+
+
+def _read_all(files: list[FileBytes], jobs: int, report: Report) -> None:
+    report.progress.start(sum(file.read_bytes for file in files), "verify")
+    try:
+        in_threads([partial(check_whole, file) for file in files], jobs, report)
+    finally:
+        report.progress.finish()
+
+
+def _read_some(files: list[FileBytes], num_bytes: int, seed: int, jobs: int, report: Report) -> None:
+    chosen = choose(files, num_bytes, seed)
+    report.progress.start(sum(stretch.nbytes for _, stretches in chosen for stretch in stretches), "verify")
+    try:
+        in_threads([partial(check_some, file, stretches) for file, stretches in chosen], jobs, report)
+    finally:
+        report.progress.finish()
+
+
+def _result(
+    path: str,
+    level: Level,
+    checkpoint: Checkpoint | None,
+    report: Report,
+    *,
+    seed: int | None,
+    against: str | None,
+    repo: str | None,
+    commit: str | None,
+) -> VerifyResult:
+    if report.num_unrecorded_chunks:
+        report.add_notes(
+            [
+                f"no checksum is recorded of {count(report.num_unrecorded_chunks, 'chunk')} of "
+                f"{count(len(report.unrecorded), 'tensor')}: nothing tells whether the bytes are those that were written"
+            ]
+        )
+    return VerifyResult(
+        path=path,
+        level=level,
+        layout=checkpoint.layout if checkpoint is not None else None,
+        writer=checkpoint.writer if checkpoint is not None else None,
+        manifests=tuple(report.manifests),
+        against=against,
+        num_compared_tensors=report.num_compared_tensors,
+        num_rounded_tensors=report.num_rounded_tensors,
+        repo=repo,
+        commit=commit,
+        seed=seed,
+        num_files=len(report.files),
+        num_tensors=report.num_tensors,
+        num_chunks=report.num_chunks,
+        tensor_bytes=report.tensor_bytes,
+        num_checked_chunks=report.num_checked_chunks,
+        num_unrecorded_chunks=report.num_unrecorded_chunks,
+        num_unrecorded_tensors=len(report.unrecorded),
+        num_checked_files=report.num_checked_files,
+        read_bytes=report.read_bytes,
+        problems=tuple(report.problems),
+        warnings=tuple(report.warnings),
+        notes=tuple(report.notes),
+    )

@@ -1,0 +1,1 @@
+"""Pickles read without running them: the interpreter, its policies, and records taken in columns."""

@@ -1,0 +1,273 @@
+"""A Lightning callback that says what wrapping did, and where memory peaks in the first batches.
+
+Lightning is imported when a callback is made, not before.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from shardkit._torch import wrap_policy_classes
+from shardkit.core.sizes import MIB
+from shardkit.core.text import escape
+from shardkit.errors import UsageError
+from shardkit.training.diagnostics.diagnose import Diagnosis, diagnose
+from shardkit.training.diagnostics.memory import PhaseMemory, PhaseUsage
+from shardkit.training.ranks.context import clean_name
+from shardkit.training.ranks.local import local_tensor
+
+# The same library under two names, whose classes are not each other's.
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_FIELDS = ("cpu_after", "cpu_peak", "cuda_after", "cuda_peak", "cuda_reserved")  # of memory, sent to loggers
+
+
+class FSDPDiagnosticsCallback:
+    """Logs `diagnose` of the wrapped model when fit starts, and memory in the first batches, on every rank.
+
+    For FSDPStrategy (FSDP1) and ModelParallelStrategy (FSDP2); with any other one it says that nothing is cut.
+    Rank 0 also logs the settings that the strategy resolved to: the mixed precision of the strategy, that of
+    `Trainer(precision=...)` and which of them the wrapped model has, state_dict_type, offload and policies.
+    Of each batch: what is held at its start, after backward, before the optimizer's step and at its end, with the
+    peak since the point before.
+
+    Args:
+        num_logged_batches: of each fit, the first so many are watched; 0 for none.
+        log_module_tree_top_k: of the module tree, the so many modules that hold most parameters are logged; 0 for none.
+        log_to_logger: the trainer's loggers get the settings as hyperparameters, and rank 0's shares and memory as
+            metrics in bytes (`shardkit/...`), too.
+
+    Raises:
+        UsageError: Lightning is not installed.
+    """
+
+    def __new__(cls, *args: object, **kwargs: object) -> FSDPDiagnosticsCallback:
+        bases = _callback_classes()
+        made: FSDPDiagnosticsCallback = object.__new__(
+            type(cls.__name__, (cls, *bases), {"__module__": __name__})
+        )
+        return made
+
+    def __init__(
+        self, num_logged_batches: int = 3, log_module_tree_top_k: int = 5, log_to_logger: bool = False
+    ) -> None:
+        self.num_logged_batches = num_logged_batches
+        self.log_module_tree_top_k = log_module_tree_top_k
+        self.log_to_logger = log_to_logger
+        self.settings: dict[str, str] = {}
+        """What the strategy resolved to, by name; empty before fit."""
+        self.diagnosis: Diagnosis | None = None
+        """Of this rank; None before fit."""
+        self.phases: list[PhaseUsage] = []
+        """What was logged of memory; names are "batch 0 after backward" and so on."""
+        self._memory: PhaseMemory | None = None
+        self._batch = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FSDPDiagnosticsCallback, (
+            self.num_logged_batches,
+            self.log_module_tree_top_k,
+            self.log_to_logger,
+        )
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Diagnose the model as the strategy wrapped it."""
+        model = trainer.strategy.model or pl_module
+        self.diagnosis = diagnose(model)
+        self.settings = _settings(trainer, model, self.diagnosis)
+        self.phases, self._batch = [], 0
+        lines = str(self.diagnosis).splitlines()
+        if trainer.global_rank == 0:
+            lines += [f"{name}: {value}" for name, value in self.settings.items()]
+        for line in (*lines, *_largest(model, self.log_module_tree_top_k)):
+            _logger().info("%s", line)
+        if self.log_to_logger:
+            for logger in trainer.loggers:
+                logger.log_hyperparams({f"shardkit/{name}": value for name, value in self.settings.items()})
+            self._send(
+                trainer,
+                {
+                    "units": len(self.diagnosis.units),
+                    "checkpoint_wrappers": self.diagnosis.checkpoint_wrappers,
+                    "local_parameters": self.diagnosis.local_parameters,
+                    "local_bytes": self.diagnosis.local_bytes,
+                    "expected_bytes": self.diagnosis.expected_bytes,
+                },
+            )
+
+    def _send(self, trainer: Any, metrics: Mapping[str, int]) -> None:
+        """Give the trainer's loggers numbers; they take those of rank 0."""
+        named = {f"shardkit/{name}": float(value) for name, value in metrics.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin to watch a batch."""
+        if self._batch < self.num_logged_batches:
+            self._memory = PhaseMemory().__enter__()
+            self._mark(trainer, "start")
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Peak of forward and backward."""
+        self._mark(trainer, "after backward")
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Peak of what lies between: clipping, logging."""
+        self._mark(trainer, "before optimizer step")
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Peak of the optimizer's step."""
+        self._mark(trainer, "end")
+        self._close()
+        self._batch += 1
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the watching of a batch that failed."""
+        self._close()
+
+    def _mark(self, trainer: Any, point: str) -> None:
+        if self._memory is None:
+            return
+        usage = self._memory.mark(f"batch {self._batch} {point}")
+        self.phases.append(usage)
+        parts = [f"{name} {value / MIB:,.1f}" for name, value in _shown(usage) if value is not None]
+        _logger().info("rank %d, %s, MiB: %s", trainer.global_rank, usage.name, ", ".join(parts))
+        if self.log_to_logger:
+            fields = asdict(usage)
+            numbers = {f"{point.replace(' ', '_')}/{name}_bytes": fields[name] for name in _FIELDS}
+            self._send(trainer, {name: value for name, value in numbers.items() if value is not None})
+
+    def _close(self) -> None:
+        if self._memory is not None:
+            self._memory.__exit__(None, None, None)
+            self._memory = None
+
+
+def _shown(usage: PhaseUsage) -> tuple[tuple[str, int | None], ...]:
+    return (
+        ("CPU", usage.cpu_after),
+        ("peak", usage.cpu_peak),
+        ("CUDA", usage.cuda_after),
+        ("peak", usage.cuda_peak),
+        ("reserved", usage.cuda_reserved),
+    )
+
+
+def _settings(trainer: Any, model: nn.Module, diagnosis: Diagnosis) -> dict[str, str]:
+    """Return what a strategy resolved to, read from it and from the model that it wrapped."""
+    strategy = trainer.strategy
+    found = {"strategy": f"{type(strategy).__name__}, {trainer.world_size} processes"}
+    given = getattr(strategy, "mixed_precision", None)
+    plugin = getattr(strategy, "precision_plugin", None)
+    implied = getattr(plugin, "mixed_precision_config", None)
+    found["mixed precision of the strategy"] = _precision(given)
+    found["mixed precision of the Trainer"] = f"precision={trainer.precision}" + (
+        f": {_precision(implied)}" if implied is not None else ""
+    )
+    found["mixed precision in effect"] = _in_effect(model, diagnosis, given, implied)
+    if hasattr(strategy, "_save_distributed_checkpoint"):  # ModelParallelStrategy
+        found["state_dict_type"] = "sharded" if strategy._save_distributed_checkpoint else "full"
+        found["mesh"] = str(getattr(strategy, "device_mesh", None))
+    elif hasattr(strategy, "_state_dict_type"):  # FSDPStrategy
+        found["state_dict_type"] = strategy._state_dict_type
+        found["sharding"] = strategy.sharding_strategy.name
+    offload = getattr(strategy, "cpu_offload", None)
+    on = offload.offload_params if offload is not None else any(u.cpu_offload for u in diagnosis.units)
+    found["cpu offload"] = "parameters" if on else "none"
+    arguments = dict(getattr(strategy, "kwargs", {}))
+    if "auto_wrap_policy" in arguments or offload is not None:
+        found["wrap policy"] = _policy(arguments.pop("auto_wrap_policy", None))
+        checkpointing = getattr(strategy, "_activation_checkpointing_kwargs", {}) or {}
+        found["activation checkpointing"] = _policy(
+            checkpointing.get("auto_wrap_policy") or checkpointing.get("check_fn")
+        )
+    found.update({name: _policy(value) for name, value in arguments.items()})
+    return {name: escape(value) for name, value in found.items()}
+
+
+def _in_effect(model: nn.Module, diagnosis: Diagnosis, given: object, implied: object) -> str:
+    """Say what the outermost unit has, and where that comes from."""
+    first = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
+    if first is None:
+        kinds = dict.fromkeys(unit.mixed_precision or "none" for unit in diagnosis.units)
+        return ("fully_shard's own: " + "; ".join(kinds)) if kinds else "none: nothing is cut"
+    held = first.mixed_precision
+    origin = "set by hand"
+    if held == given:
+        origin = "the strategy's" + (
+            ", which wins over the Trainer's" if implied not in (None, given) else ""
+        )
+    elif held == implied:
+        origin = "the Trainer's"
+    return f"{_precision(held)} ({origin})"
+
+
+def _precision(value: Any) -> str:
+    """Return dtypes of torch's MixedPrecision or MixedPrecisionPolicy."""
+    if value is None:
+        return "not set"
+    kinds = ("param", "reduce", "buffer", "output")
+    dtypes = {kind: getattr(value, f"{kind}_dtype", None) for kind in kinds}
+    shown = [
+        f"{kind} {str(dtype).removeprefix('torch.')}" for kind, dtype in dtypes.items() if dtype is not None
+    ]
+    return ", ".join(shown) or "dtypes as they are"
+
+
+def _policy(value: Any) -> str:
+    """Return a policy, or another argument, in a few words: sets of classes by their names."""
+    if value is None:
+        return "none"
+    classes = value if isinstance(value, (set, frozenset, list, tuple)) else wrap_policy_classes(value)
+    if classes and all(isinstance(each, type) for each in classes):
+        return ", ".join(sorted(each.__name__ for each in classes))
+    return getattr(value, "__name__", None) or str(value)
+
+
+def _largest(model: nn.Module, number: int) -> list[str]:
+    """Return a line for each of the modules that hold most of this rank's parameters, the model itself aside."""
+    held: list[tuple[int, int, str, str]] = []
+    for path, module in model.named_modules():
+        children = [child for child in module.children() if any(True for _ in child.parameters())]
+        own = list(module.parameters(recurse=False))
+        if not path or (len(children) == 1 and not own):  # a wrapper around the one that counts
+            continue
+        local = [local_tensor(parameter) for parameter in module.parameters()]
+        numel, nbytes = sum(each.numel() for each in local), sum(each.nbytes for each in local)
+        if numel:
+            held.append((numel, nbytes, clean_name(path), type(module).__name__))
+    held.sort(key=lambda each: -each[0])  # stable: the module that comes first
+    return [
+        f"module {escape(path)} ({kind}): {numel:,} parameters here, {nbytes / MIB:,.1f} MiB"
+        for numel, nbytes, path, kind in held[:number]
+    ]
+
+
+def _callback_classes() -> tuple[type, ...]:
+    """Callback of every name that Lightning was imported under, else of the first that can be."""
+    imported = [name for name in _PACKAGES if name in sys.modules]
+    for name in imported or _PACKAGES:
+        if not imported:
+            try:
+                import_module(name)
+            except ModuleNotFoundError:
+                continue
+        return tuple(sys.modules[found].Callback for found in (imported or [name]))
+    raise UsageError(
+        "FSDPDiagnosticsCallback needs Lightning, which is not installed", hint="pip install lightning"
+    )
+
+
+def _logger() -> logging.Logger:
+    """A child of Lightning's own logger: it is shown where Lightning's messages are."""
+    name = next((name for name in _PACKAGES if name in sys.modules), "shardkit")
+    return logging.getLogger(f"{name}.shardkit")

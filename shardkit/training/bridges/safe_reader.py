@@ -1,0 +1,315 @@
+"""A storage reader for stock `dcp.load` that runs nothing a checkpoint says.
+
+torch's own reader unpickles `.metadata`, and its planner every byte entry, without restriction: a checkpoint can run
+code. Here `.metadata` and records go through our parsers, are held against the files and against each other, and tensors
+are read straight into their memory; byte entries reach the planner as torch saves them anew (`safe_object`).
+
+Source: torch 2.13, torch/distributed/checkpoint/storage.py (`StorageReader`), filesystem.py (`FileSystemReader`),
+state_dict_loader.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.regions import Region
+from shardkit.core.text import escape
+from shardkit.errors import IntegrityError, LayoutError, SourceError
+from shardkit.files.strict_json import open_regular, read_exactly
+from shardkit.formats.dcp.decode import decode_object
+from shardkit.formats.dcp.directory import DcpDirectory, open_dcp_lazily
+from shardkit.training.bridges.safe_object import MAX_OBJECT_NBYTES, vetted
+from shardkit.training.fill.compare import DAMAGED
+from shardkit.training.fill.reading import Read, plan_reads, run_reads, torch_dtype
+from shardkit.transfer.source_check import SourceCheck
+from shardkit.transfer.sources import SourceFiles
+
+_ANOTHER_COPY = "the checkpoint is damaged or was put together by hand: use another copy"
+_MAX_LIST_GAPS = 1 << 16
+_MAX_UNPACKED_NBYTES = 1 << 26  # of a compressed byte entry: a few bytes of it may claim anything
+
+
+class SafeReader(StorageReader):
+    """Reads a DCP checkpoint for `dcp.load` without executing anything that it contains.
+
+        dcp.load(state, storage_reader=shardkit.SafeReader("run/last"))
+
+    In the place of torch's `FileSystemReader`, with any planner; nothing else has to be changed. What is read is
+    checked: every place in its file, every tensor tiled exactly once, every record's dtype and shape. A byte entry
+    that is more than plain data and plain tensors is refused by name, unless its class was given to
+    `torch.serialization.add_safe_globals`. Rank-local metadata is read where there is no `.metadata`, that of all
+    ranks together, and never instead of a damaged one. What torch's ZStandard extension compressed is decompressed.
+
+    Args:
+        path: the directory with `.metadata`.
+        check_crc: compare every record that is read with the CRC-32 in it first, which costs a second read of it.
+        check_source: compare the same as the bytes move, where this rank reads the whole of a record or nearly.
+
+    Raises:
+        SourceError, IntegrityError, ResourceError: from `read_metadata` and `read_data`; names file and tensor.
+            `dcp.load` puts them into its own `CheckpointException`.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, check_crc: bool = False, check_source: bool = True
+    ) -> None:
+        self.path, self.check_source = os.fspath(path), check_source
+        self.check_crc = check_crc
+        self._opened: DcpDirectory | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The directory."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True for a directory."""
+        return os.path.isdir(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew, with another directory where one is given."""
+        self._opened = None
+        if checkpoint_id:
+            self.path = os.fspath(checkpoint_id)
+
+    # Without **kwargs: with them, torch calls it again for rank-local metadata when `.metadata` cannot be read.
+    def read_metadata(self) -> Metadata:
+        """Parse and check `.metadata`; return it as torch's planners take it, but for the places, which stay here.
+
+        Raises:
+            SourceError: missing, damaged, hostile or contradictory.
+            ResourceError: a file may not be read.
+        """
+        opened = open_dcp_lazily(self.path)
+        catalog = opened.catalog
+        _check_backed(opened)
+        _check_lists(catalog)
+        described: dict[str, Any] = {
+            fqn: _torch_tensor(catalog, entry) for fqn, entry in catalog.tensors.items()
+        }
+        described |= {fqn: BytesStorageMetadata() for fqn in opened.objects}
+        self._opened = opened
+        return Metadata(described, planner_data=catalog.paths, storage_meta=StorageMeta())
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is left to be set up: places are not taken from `metadata`."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for into the planner's tensors.
+
+        Raises:
+            SourceError, IntegrityError: records that are damaged, or not what `.metadata` says; all of a kind at once.
+            LayoutError: the planner gave a tensor of another shape than it planned.
+            ResourceError: a file may not be read.
+        """
+        if self._opened is None:
+            self.read_metadata()
+        assert self._opened is not None
+        objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
+        _read_objects(self._opened, objects, planner)
+        _read_tensors(
+            self._opened, tensors, planner, check_crc=self.check_crc, check_source=self.check_source
+        )
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _torch_tensor(catalog: Catalog, entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
+        for region in catalog.chunks.regions(entry.chunk_ids)
+    ]
+    return TensorStorageMetadata(TensorProperties(torch_dtype(entry.dtype)), torch.Size(entry.shape), chunks)
+
+
+def _check_backed(opened: DcpDirectory) -> None:
+    """Refuse a tensor whose records are shorter than its data: planners allocate what `.metadata` says."""
+    catalog, problems = opened.catalog, []
+    lengths = catalog.chunks.nbytes
+    for fqn, entry in catalog.tensors.items():
+        rows = entry.chunk_ids
+        if any(row in opened.transforms for row in rows):
+            continue  # compressed; the length says nothing
+        stored = sum(lengths[rows.start : rows.stop])
+        if stored < entry.nbytes:
+            problems.append(f"{escape(fqn)}: {entry.nbytes} bytes of data in records of {stored} bytes")
+    if problems:
+        raise SourceError(
+            f"{len(problems)} tensors are larger than what is stored of them",
+            problems=problems,
+            hint=_ANOTHER_COPY,
+        )
+
+
+def _check_lists(catalog: Catalog) -> None:
+    """Refuse planner paths that would have torch make long lists of nothing: it extends a list up to an index."""
+    lengths: dict[tuple[str | int, ...], int] = {}
+    num_steps = 0
+    for path in (catalog.paths or {}).values():
+        num_steps += len(path)
+        for at, step in enumerate(path):
+            if type(step) is int:
+                lengths[path[:at]] = max(lengths.get(path[:at], 0), step + 1)
+    if sum(lengths.values()) > num_steps + _MAX_LIST_GAPS:
+        raise SourceError(
+            f"the paths in planner_data make lists of {sum(lengths.values())} entries for "
+            f"{len(catalog.paths or {})} names",
+            hint=_ANOTHER_COPY,
+        )
+
+
+def _read_tensors(
+    opened: DcpDirectory,
+    items: Iterable[ReadItem],
+    planner: LoadPlanner,
+    *,
+    check_crc: bool,
+    check_source: bool,
+) -> None:
+    """Open the records that items need, and no others; then fill the targets, file by file."""
+    chunks = [(item, item.storage_index.fqn, _row(opened.catalog, item.storage_index)) for item in items]
+    needed: dict[str, dict[int, int]] = defaultdict(dict)  # by name, row -> its place among those needed
+    for _, fqn, row in chunks:
+        needed[fqn].setdefault(row, len(needed[fqn]))
+    part = _part(opened, needed)
+    names = tuple(needed)
+    if check_crc and part.has_records:
+        problems = list(part.check(names))
+        if problems:
+            raise IntegrityError(
+                f"{len(problems)} records do not have the CRC-32 that was recorded",
+                problems=problems,
+                hint="the checkpoint is damaged: use another copy",
+            )
+    raw = part.select(names)
+    by_file: dict[int, list[tuple[ReadItem, int]]] = defaultdict(list)
+    for item, fqn, row in chunks:
+        new = raw.tensors[fqn].first_chunk + needed[fqn][row]
+        by_file[raw.chunks.file[new]].append((item, new))
+    check = SourceCheck(raw) if check_source else None
+    with SourceFiles(raw.files, check=check) as sources:
+        for group in by_file.values():
+            _fill(raw, group, planner, sources)
+        if check is not None:
+            check.read_rest(sources)
+        sources.check_unchanged()
+        if check is not None:
+            check.raise_differences(hint=DAMAGED)
+
+
+def _row(catalog: Catalog, index: MetadataIndex) -> int:
+    """Return the chunk that a plan means: torch's hint says which, its offsets whether it is the one."""
+    entry, table = catalog.tensors[index.fqn], catalog.chunks
+    offsets, hint = list(index.offset or ()), index.index
+    if hint is not None and 0 <= hint < entry.num_chunks:
+        row = entry.first_chunk + hint
+        if table.offsets(row, len(entry.shape)) == offsets:
+            return row
+    for row in entry.chunk_ids:
+        if table.offsets(row, len(entry.shape)) == offsets:
+            return row
+    raise LayoutError(f"{escape(index.fqn)}: the load plan asks for a chunk at {offsets}, and there is none")
+
+
+def _part(opened: DcpDirectory, needed: Mapping[str, Mapping[int, int]]) -> DcpDirectory:
+    """Return a directory of some of the chunks; its tensors are not whole."""
+    whole = opened.catalog
+    table = whole.chunks
+    part = Catalog(
+        format=whole.format, directory=whole.directory, encoding=whole.encoding, files=list(whole.files)
+    )
+    transforms: dict[int, tuple[str, ...]] = {}
+    for fqn, rows in needed.items():
+        entry = whole.tensors[fqn]
+        for row, place in rows.items():
+            if row in opened.transforms:
+                transforms[len(part.chunks) + place] = opened.transforms[row]
+        chosen = ((table.file[row], table.start[row], table.nbytes[row], table.region(row)) for row in rows)
+        part.add_tensor(fqn, entry.dtype, entry.shape, chosen)
+    return DcpDirectory(catalog=part, transforms=transforms, objects={})
+
+
+def _fill(
+    raw: Catalog, group: Iterable[tuple[ReadItem, int]], planner: LoadPlanner, sources: SourceFiles
+) -> None:
+    """Fill and commit the targets of items whose chunks lie in one file."""
+    targets = [(item, row, planner.resolve_tensor(item).detach()) for item, row in group]
+    run_reads(_reads(raw, targets), sources)
+    for item, _, target in targets:
+        planner.commit_tensor(item, target)
+
+
+def _reads(raw: Catalog, targets: Iterable[tuple[ReadItem, int, torch.Tensor]]) -> Iterator[Read]:
+    for item, row, target in targets:
+        fqn, sizes = item.storage_index.fqn, tuple(item.lengths)
+        if tuple(target.shape) != sizes:
+            raise LayoutError(
+                f"{escape(fqn)}: the planner gave a tensor of shape {list(target.shape)} for {list(sizes)}"
+            )
+        held = raw.chunks.region(row)
+        wanted = Region(tuple(a + b for a, b in zip(held.offsets, item.storage_offsets, strict=True)), sizes)
+        only = replace(raw.tensors[fqn], first_chunk=row, num_chunks=1)
+        yield from plan_reads(only, raw, wanted, target, fqn)
+
+
+def _read_objects(opened: DcpDirectory, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
+    """Vet byte entries one by one and give them to the planner; then say which were refused."""
+    refused: list[SourceError] = []
+    for item in items:
+        fqn = item.storage_index.fqn
+        try:
+            planner.load_bytes(item, vetted(_object_bytes(opened, fqn), escape(fqn)))
+        except SourceError as error:
+            refused.append(error)
+    if len(refused) == 1:
+        raise refused[0]
+    if refused:
+        problems = [line for error in refused for line in (error.message, *error.problems)]
+        raise SourceError(f"{len(refused)} byte entries are refused", problems=problems, hint=refused[0].hint)
+
+
+def _object_bytes(opened: DcpDirectory, fqn: str) -> memoryview:
+    place = opened.objects[fqn]
+    if place is None:
+        raise SourceError(f"{escape(fqn)}: .metadata gives it no bytes", hint=_ANOTHER_COPY)
+    source = opened.catalog.files[place.file]
+    if place.transforms:
+        return decode_object(source, fqn, place, _MAX_UNPACKED_NBYTES)
+    if place.nbytes > MAX_OBJECT_NBYTES:
+        raise SourceError(
+            f"{escape(fqn)}: a byte entry of {place.nbytes} bytes; at most {MAX_OBJECT_NBYTES} are read"
+        )
+    with open_regular(source.path, source.name, follow=False) as (fd, _):
+        return memoryview(read_exactly(fd, place.start, place.nbytes, source.name))

@@ -1,0 +1,1 @@
+"""Looking at a sharded model: its units, dtypes and ties, and memory by phase."""

@@ -1,0 +1,1 @@
+"""From stored bytes to the parameters' memory: each rank reads its own, or a few read and send."""

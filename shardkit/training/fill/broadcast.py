@@ -1,0 +1,379 @@
+"""Source ranks read, and send every rank only what it holds.
+
+Source and receivers derive the same sequence of messages from names, shapes and dtypes (`messages`), so that
+nothing but a status and bytes is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.core.catalog import Catalog
+from shardkit.core.dtypes import BY_NAME
+from shardkit.core.regions import Region, intersect, relative_to
+from shardkit.errors import LayoutError
+from shardkit.training.fill.compare import DAMAGED, together
+from shardkit.training.fill.match import Wanted, match
+from shardkit.training.fill.messages import BAND_NBYTES, Part, Sent, Step, build_steps, packed_layout
+from shardkit.training.fill.readers import SourceRank, choose_sources
+from shardkit.training.fill.reading import Filled, Worker, flat_bytes, plan_reads, torch_dtype, window
+from shardkit.training.ranks.agree import agree, agreed, broadcast_json, device_for, lost, world
+from shardkit.training.ranks.context import Weights
+from shardkit.training.ranks.local import LocalShard
+from shardkit.transfer.convert import one_thread_each
+from shardkit.transfer.source_check import SourceCheck
+from shardkit.transfer.sources import SourceFiles
+
+_IN_FLIGHT = 4  # bands
+_OK, _FAILED = 1, 2
+_PHASE = "sending weights"
+
+
+def fill_broadcast(
+    shards: Sequence[LocalShard],
+    weights: Weights | None,
+    unavailable: str | None,
+    source_rank: SourceRank,
+    *,
+    initialised: Collection[str] = (),
+    grown: Mapping[str, int] | None = None,
+    check_source: bool = True,
+) -> Filled:
+    """Fill shards from what source ranks read and send; every rank calls it.
+
+    Args:
+        shards: of this rank, materialised.
+        weights: opened by this rank, or None where it cannot.
+        unavailable: why not.
+        source_rank: who reads for whom.
+        initialised: FQNs that are not read.
+        grown: FQN -> rows that the source has of a longer tensor.
+        check_source: compare what is read with what the source records.
+
+    Returns:
+        What this rank filled, by FQN; the bytes that it read.
+
+    Raises:
+        ShardkitError: on all ranks, when any fails; naming them.
+    """
+    sources = choose_sources(shards, weights, unavailable, source_rank)
+    rank, _ = world()
+    rows: list[Any] = []
+    with agreed("holding the source against the model"):
+        if weights is not None:
+            weights = weights.located() if sources[rank] == rank else weights
+            wanted = match(shards, weights, initialised=initialised, grown=grown)
+            rows = [_row(item) for item in wanted]
+    rows = broadcast_json(rows, min(sources), phase=_PHASE)
+    with agreed("holding the source against the model"):
+        if weights is None:
+            wanted = match(shards, _described(rows), initialised=initialised, grown=grown)
+        tensors = _in_rows_order(wanted, rows)
+    mine = {number: item for number, item in enumerate(tensors) if item.region.num_elements}
+    sent = [Sent(item.entry, _narrower(item)) for item in tensors]
+    filled, error = Filled(), None
+    with torch.no_grad(), one_thread_each(True):
+        if sources[rank] == rank:
+            assert weights is not None
+            receivers = [other for other, source in enumerate(sources) if source == rank and other != rank]
+            check = SourceCheck(weights.catalog) if check_source else None
+            error = _Source(weights, sent, mine, receivers, filled, check).run()
+        else:
+            error = _Receiver(sources[rank], sent, mine, filled).run()
+    agree(error, phase=_PHASE)
+    if check_source:  # several sources read the same
+        filled.checked = together([filled.checked] if rank == min(sources) else [])
+    return filled
+
+
+def _row(item: Wanted) -> list[Any]:
+    """Describe a tensor to ranks that cannot open the source."""
+    dtype = str(_narrower(item)).removeprefix("torch.")
+    return [item.shard.fqn, item.entry.fqn, item.entry.dtype.name, list(item.entry.shape), dtype]
+
+
+def _narrower(item: Wanted) -> torch.dtype:
+    """Return the dtype to send: stored values widen without loss, and narrow in one place only."""
+    stored = torch_dtype(item.entry.dtype)
+    return stored if stored.itemsize <= item.shard.dtype.itemsize else item.shard.dtype
+
+
+def _described(rows: Sequence[Any]) -> Weights:
+    catalog = Catalog(format="", directory="")
+    for _, stored, dtype, shape, _ in rows:
+        catalog.add_tensor(stored, BY_NAME[dtype], tuple(shape), iter(()))
+    names = {fqn: stored for fqn, stored, *_ in rows}
+    return Weights(path="the source", catalog=catalog, names=names, identity="")
+
+
+def _in_rows_order(wanted: Sequence[Wanted], rows: Sequence[Any]) -> list[Wanted]:
+    """Return this rank's tensors in the order of the messages.
+
+    Raises:
+        LayoutError: this rank's model has others, or wants other dtypes.
+    """
+    by_fqn = {item.shard.fqn: item for item in wanted}
+    differ = {fqn for fqn, *_ in rows} ^ by_fqn.keys()
+    differ |= {row[0] for row in rows if row[0] in by_fqn and _row(by_fqn[row[0]]) != row}
+    if differ:
+        raise LayoutError(
+            "the ranks' models have other tensors or dtypes than the source rank's",
+            problems=sorted(differ),
+            hint="every rank must build and wrap the same model",
+        )
+    return [by_fqn[row[0]] for row in rows]
+
+
+@contextlib.contextmanager
+def _wire() -> Iterator[None]:
+    """Tell an error of the process group from any other."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost(_PHASE, error) from error
+
+
+def _part(item: Wanted | None, band: Region) -> Region | None:
+    return None if item is None else intersect(item.region, band)
+
+
+def _into(item: Wanted, part: Region) -> torch.Tensor:
+    """Return this rank's memory for a part of a tensor."""
+    return item.target[window(relative_to(part, item.region.offsets))]
+
+
+class _Receiver:
+    """Takes what a source sends, straight into memory where it can."""
+
+    def __init__(self, source: int, sent: Sequence[Sent], mine: Mapping[int, Wanted], filled: Filled) -> None:
+        self._source, self._sent, self._mine, self._filled = source, sent, mine, filled
+        self._device = _device_for(mine)
+        self._staged = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _IN_FLIGHT
+        self._error: Exception | None = None
+
+    def run(self) -> Exception | None:
+        """Receive everything; return what went wrong here, which must not keep the source waiting."""
+        regions = {number: item.region for number, item in self._mine.items()}
+        with _wire():
+            _send_json([[number, *region] for number, region in regions.items()], self._source, self._device)
+        for step in build_steps(self._sent):
+            if not self._receive_packed(step, regions):
+                break
+            self._receive_bands(step)
+        return self._error
+
+    def _receive_packed(self, step: Step, regions: Mapping[int, Region]) -> bool:
+        parts, nbytes = packed_layout(step, self._sent, regions)
+        message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        with _wire():
+            dist.recv(message, self._source)
+        if int(message[0]) != _OK:
+            return False
+        for part in parts:
+            self._take(part.number, part.box, message[part.start : part.stop])
+        return True
+
+    def _receive_bands(self, step: Step) -> None:
+        """Receive a large tensor's bands, a few asked for ahead; they all come."""
+        pending: list[tuple[dist.Work, int, Region, torch.Tensor | None]] = []
+        turn = 0
+        for band in step.bands:
+            item = self._mine.get(band.number)
+            part = _part(item, band.box)
+            if item is None or part is None:
+                continue
+            if len(pending) == _IN_FLIGHT:
+                self._finish(*pending.pop(0))
+            target, dtype = _into(item, part), self._sent[band.number].dtype
+            straight = target.dtype == dtype and target.device == self._device and target.is_contiguous()
+            staged = None if straight else self._room(turn, part.num_elements * dtype.itemsize)
+            turn += 1
+            with _wire():
+                work = dist.irecv(flat_bytes(target) if staged is None else staged, self._source)
+            assert work is not None
+            pending.append((work, band.number, part, staged))
+        for each in pending:
+            self._finish(*each)
+
+    def _room(self, turn: int, nbytes: int) -> torch.Tensor:
+        if len(self._staged[turn % _IN_FLIGHT]) < nbytes:
+            self._staged[turn % _IN_FLIGHT] = torch.empty(BAND_NBYTES, dtype=torch.uint8, device=self._device)
+        return self._staged[turn % _IN_FLIGHT][:nbytes]
+
+    def _finish(self, work: dist.Work, number: int, part: Region, staged: torch.Tensor | None) -> None:
+        with _wire():
+            work.wait()
+        if staged is not None:
+            self._take(number, part, staged)
+        else:
+            self._filled.elements[self._mine[number].shard.fqn] += part.num_elements
+
+    def _take(self, number: int, part: Region, content: torch.Tensor) -> None:
+        item = self._mine[number]
+        try:
+            _into(item, part).copy_(content.view(self._sent[number].dtype).view(part.sizes))
+        except Exception as error:  # remembered: the source goes on sending
+            self._error = self._error or error
+        else:
+            self._filled.elements[item.shard.fqn] += part.num_elements
+
+
+class _Source:
+    """Reads every tensor once and sends each receiver its parts; keeps its own."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        sent: Sequence[Sent],
+        mine: Mapping[int, Wanted],
+        receivers: Sequence[int],
+        filled: Filled,
+        check: SourceCheck | None,
+    ) -> None:
+        self._check = check
+        self._catalog, self._sent, self._mine, self._filled = weights.catalog, sent, mine, filled
+        self._device = _device_for(mine)
+        self._receivers, self._regions = receivers, dict[int, dict[int, Region]]()
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _IN_FLIGHT
+        self._pending: list[list[tuple[dist.Work, torch.Tensor]]] = [[] for _ in range(_IN_FLIGHT)]
+        self._turn = 0
+        self._error: BaseException | None = None
+
+    def run(self) -> BaseException | None:
+        """Send everything, or as much as can be read and then the news; return what went wrong."""
+        for receiver in self._receivers:
+            with _wire():
+                wanted = _receive_json(receiver, self._device)
+            self._regions[receiver] = {
+                number: Region(tuple(offsets), tuple(sizes)) for number, offsets, sizes in wanted
+            }
+        with SourceFiles(self._catalog.files, check=self._check) as files, files.reader() as reader:
+            self._worker = Worker(reader)
+            for step in build_steps(self._sent):
+                self._send_packed(step)
+                if self._error is not None:
+                    break
+                for band in step.bands:
+                    self._send_band(band.number, band.box)
+            for turn in range(_IN_FLIGHT):
+                self._wait(turn)
+            self._filled.read_bytes += self._worker.filled.read_bytes
+            reader.take_runs()
+            return self._error or self._compared(files)
+
+    def _compared(self, files: SourceFiles) -> BaseException | None:
+        """Return what is wrong with the source, now that all of it was read."""
+        try:
+            if self._check is not None:
+                self._check.read_rest(files)
+            files.check_unchanged()
+            if self._check is not None:
+                self._check.raise_differences(hint=DAMAGED)
+                names = {each.entry.fqn for each in self._sent}
+                self._filled.checked = self._check.summary(names)
+        except BaseException as error:  # Ctrl-C too: the others must not wait
+            return error
+        return None
+
+    def _send_packed(self, step: Step) -> None:
+        # One message for all ranks that hold the same parts, as replicas do.
+        layouts = {
+            receiver: packed_layout(step, self._sent, regions) for receiver, regions in self._regions.items()
+        }
+        messages: dict[str, torch.Tensor] = {}
+        parts: dict[int, list[tuple[torch.Tensor, Part]]] = {}
+        for listed, nbytes in layouts.values():
+            if str(listed) in messages:
+                continue
+            message = messages[str(listed)] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            for part in listed:
+                parts.setdefault(part.number, []).append((message, part))
+        for band in step.packed:
+            if band.number in parts or band.number in self._mine:
+                whole = self._read(band.number, band.box)
+                for message, part in parts.get(band.number, ()):
+                    into = message[part.start : part.stop].view(whole.dtype).view(part.box.sizes)
+                    into.copy_(whole[window(relative_to(part.box, band.box.offsets))])
+        for message in messages.values():
+            message[0] = _OK if self._error is None else _FAILED
+        for receiver, (listed, _) in layouts.items():
+            self._send(messages[str(listed)], receiver)
+
+    def _send_band(self, number: int, box: Region) -> None:
+        wanted = {
+            receiver: part
+            for receiver, regions in self._regions.items()
+            if number in regions and (part := intersect(regions[number], box)) is not None
+        }
+        if not wanted and _part(self._mine.get(number), box) is None:
+            return
+        whole = self._read(number, box)
+        for receiver, part in wanted.items():
+            self._send(whole[window(relative_to(part, box.offsets))].contiguous(), receiver)
+
+    def _read(self, number: int, box: Region) -> torch.Tensor:
+        """Return a box of a tensor, as it is sent, and keep this rank's part of it.
+
+        After a failure what is returned means nothing; it is sent all the same, to those who wait for it, until
+        the next status.
+        """
+        entry, dtype = self._sent[number]
+        self._turn = (self._turn + 1) % _IN_FLIGHT
+        self._wait(self._turn)
+        if not len(self._buffers[self._turn]):
+            self._buffers[self._turn] = torch.empty(BAND_NBYTES, dtype=torch.uint8, device=self._device)
+        buffer = self._buffers[self._turn][: box.num_elements * dtype.itemsize]
+        whole = buffer.view(dtype).view(box.sizes)
+        if self._error is not None:
+            return whole
+        try:
+            for read in plan_reads(entry, self._catalog, box, whole, entry.fqn):
+                self._worker.fill(read)
+            self._worker.finish()
+            item = self._mine.get(number)
+            part = _part(item, box)
+            if item is not None and part is not None:
+                _into(item, part).copy_(whole[window(relative_to(part, box.offsets))])
+                self._filled.elements[item.shard.fqn] += part.num_elements
+        except BaseException as error:  # told with the next status; Ctrl-C too
+            self._error = error
+        return whole
+
+    def _send(self, content: torch.Tensor, receiver: int) -> None:
+        with _wire():
+            work = dist.isend(flat_bytes(content), receiver)
+        assert work is not None
+        self._pending[self._turn].append((work, content))
+
+    def _wait(self, turn: int) -> None:
+        with _wire():
+            for work, _ in self._pending[turn]:
+                work.wait()
+        self._pending[turn].clear()
+
+
+def _device_for(mine: Mapping[int, Wanted]) -> torch.device:
+    """Return where what travels must lie: with the parameters, if the process group can."""
+    if world()[1] == 1:
+        return torch.device("cpu")
+    return device_for(None, next((item.target.device for item in mine.values()), None))
+
+
+def _send_json(value: Any, receiver: int, device: torch.device) -> None:
+    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    dist.send(torch.tensor([len(content)], device=device), receiver)
+    dist.send(content, receiver)
+
+
+def _receive_json(sender: int, device: torch.device) -> Any:
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(length, sender)
+    content = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.recv(content, sender)
+    return json.loads(content.cpu().numpy().tobytes())

@@ -1,0 +1,307 @@
+"""Reading boxes of stored tensors straight into the memory of live ones.
+
+Where dtype and order agree, bytes go from the file into the tensor's own memory. Otherwise they pass through one
+small buffer for each thread, out of which torch copies: strided, converted, or to another device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region, Shape, flat_offset, intersect, is_contiguous, relative_to, runs
+from shardkit.core.sizes import MIB
+from shardkit.core.threads import until_done
+from shardkit.files.reflink import BLOCK
+from shardkit.training.fill.staging import DeviceStaging
+from shardkit.transfer.convert import one_thread_each
+from shardkit.transfer.source_check import CheckedSource
+from shardkit.transfer.sources import Reader, SourceFiles
+
+_STRAIGHT_NBYTES = 16 * MIB  # of one system call; so that two threads share a large tensor
+STAGED_NBYTES = 4 * MIB  # of a thread's buffer; what fits the processor's cache is copied out fastest
+_NUM_THREADS = 2  # one waits or converts while the other reads; more gain nothing on local files
+
+
+class Read(NamedTuple):
+    """A box of a stored chunk, and the memory that it fills."""
+
+    file: int
+    """Index into the catalog's files."""
+    place: int
+    """First byte of the chunk in the file."""
+    sizes: Shape
+    """Of the chunk."""
+    part: Region
+    """The box, counted from the chunk's corner."""
+    dtype: DType
+    """As stored."""
+    target: torch.Tensor
+    """Of the box's sizes; any dtype, strides and device."""
+    fqn: str
+    """For messages, and to count what was filled."""
+
+    @property
+    def first(self) -> tuple[int, int]:
+        """Where it begins: file and byte."""
+        return self.file, self.place + flat_offset(self.part.offsets, self.sizes) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class Filled:
+    """What reading did."""
+
+    elements: Counter[str] = field(default_factory=Counter)
+    """How many elements of each tensor were filled."""
+    read_bytes: int = 0
+    """Bytes that were read for it."""
+    checked: CheckedSource = field(default_factory=CheckedSource)
+    """How much all ranks together compared with what the source records."""
+
+    def add(self, other: Filled) -> None:
+        """Count what another did too."""
+        self.elements.update(other.elements)
+        self.read_bytes += other.read_bytes
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """Return torch's own object for a dtype."""
+    found = getattr(torch, dtype.name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def window(box: Region) -> tuple[slice, ...]:
+    """Return what indexes a tensor with a box."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
+
+
+def plan_reads(
+    entry: TensorEntry, catalog: Catalog, region: Region, target: torch.Tensor, fqn: str
+) -> Iterator[Read]:
+    """Yield what fills `target` with a region of a stored tensor: boxes of chunks, of bounded size.
+
+    Args:
+        entry: the stored tensor.
+        catalog: it lies there.
+        region: of the stored tensor.
+        target: memory of the region's sizes; any dtype, strides and device.
+        fqn: what the model calls it.
+    """
+    table, itemsize = catalog.chunks, entry.dtype.itemsize
+    is_straight = _is_straight(target, entry.dtype)
+    for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
+        part = intersect(region, held)
+        if part is None:
+            continue
+        inner, view = relative_to(part, held.offsets), target[window(relative_to(part, region.offsets))]
+        straight = is_straight and _goes_straight(inner, held.sizes, itemsize, view)
+        limit = (_STRAIGHT_NBYTES if straight else STAGED_NBYTES) // itemsize
+        for box in _boxes(inner, held.sizes, limit):
+            piece = view[window(relative_to(box, inner.offsets))]
+            yield Read(table.file[row], table.start[row], held.sizes, box, entry.dtype, piece, fqn)
+
+
+def _is_straight(target: torch.Tensor, dtype: DType) -> bool:
+    """True for memory that bytes of a dtype can be read into as they lie."""
+    return type(target) is torch.Tensor and target.device.type == "cpu" and target.dtype == torch_dtype(dtype)
+
+
+def _goes_straight(part: Region, sizes: Shape, itemsize: int, target: torch.Tensor) -> bool:
+    """True where runs of a chunk are worth a system call each, and follow each other in the target."""
+    return target.is_contiguous() and (
+        is_contiguous(part, sizes) or next(runs(part, sizes)).length * itemsize >= BLOCK
+    )
+
+
+def _boxes(part: Region, sizes: Shape, limit: int) -> Iterator[Region]:
+    """Cut a box of a row-major chunk so that each piece lies within `limit` elements of the chunk."""
+    strides = _strides(sizes)
+    dim = 0
+    while dim < len(sizes) and strides[dim] * part.sizes[dim] > limit:
+        dim += 1
+    if dim == 0:
+        yield part
+        return
+    cut = dim - 1
+    step = max(limit // strides[cut], 1)
+    tail_offsets, tail_sizes = part.offsets[dim:], part.sizes[dim:]
+    outer = (range(o, o + s) for o, s in zip(part.offsets[:cut], part.sizes[:cut], strict=True))
+    stop = part.offsets[cut] + part.sizes[cut]
+    for index in product(*outer):
+        for start in range(part.offsets[cut], stop, step):
+            size = min(step, stop - start)
+            yield Region((*index, start, *tail_offsets), (*(1,) * cut, size, *tail_sizes))
+
+
+def _ends(part: Region, sizes: Shape) -> Iterator[int]:
+    """Yield where, in the first and last rows that a box reaches into, it begins and ends, at every level: in elements.
+
+    Ranks that hold other columns of these rows read nearly the same bytes as this one. What each tells of them, cut
+    here, begins and ends where something of another's does.
+    """
+    strides, stops = _strides(sizes), part.stops
+    last = tuple(stop - 1 for stop in stops)
+    for corner in (part.offsets, last):
+        for dim, stride in enumerate(strides):
+            row = flat_offset(corner[:dim], sizes[:dim]) * sizes[dim] * stride
+            yield from (row, row + part.offsets[dim] * stride, row + stops[dim] * stride)
+
+
+def _strides(sizes: Shape) -> Shape:
+    return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _NUM_THREADS) -> Filled:
+    """Carry out reads, in the order of the files, with a few threads.
+
+    Args:
+        reads: what to read.
+        sources: the catalog's files.
+        num_threads: at most; one that has nothing to do is not started.
+
+    Returns:
+        What was filled.
+
+    Raises:
+        IntegrityError: a file ends early, or is not the one that was looked at.
+        ResourceError: the system cannot read it.
+    """
+    ordered = sorted(reads, key=lambda read: read.first)
+    num_threads = max(min(num_threads, len(ordered)), 1)
+    feed = _Feed(ordered)
+    converts = any(not _is_straight(read.target, read.dtype) for read in ordered)
+    filled = Filled()
+    with one_thread_each(converts), ThreadPoolExecutor(num_threads) as pool:
+        try:
+            parts = [pool.submit(_work, feed, sources) for _ in range(num_threads)]
+            until_done(parts)
+            for part in parts:
+                filled.add(part.result())
+        finally:
+            feed.stop()  # one failed: the others need not go on
+    return filled
+
+
+class _Feed:
+    """Gives out reads in order, to whichever thread asks."""
+
+    def __init__(self, reads: Sequence[Read]) -> None:
+        self._reads, self._lock = iter(reads), threading.Lock()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._reads = iter(())
+
+    def __iter__(self) -> Iterator[Read]:
+        while True:
+            with self._lock:
+                read = next(self._reads, None)
+            if read is None:
+                return
+            yield read
+
+
+def _work(feed: _Feed, sources: SourceFiles) -> Filled:
+    with torch.no_grad(), sources.reader() as reader:
+        worker = Worker(reader)
+        try:
+            for read in feed:
+                worker.fill(read)
+            worker.finish()
+        except BaseException:
+            feed.stop()
+            raise
+        return worker.filled
+
+
+class Worker:
+    """Carries out reads one by one; for one thread.
+
+    Args:
+        reader: of the catalog's files.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._buffer: torch.Tensor | None = None
+        self._device: DeviceStaging | None = None
+        self.filled = Filled()
+
+    def fill(self, read: Read) -> None:
+        """Fill the target of a read; on another device than the CPU it is filled after `finish`."""
+        target, itemsize = read.target, read.dtype.itemsize
+        if _is_straight(target, read.dtype) and _goes_straight(read.part, read.sizes, itemsize, target):
+            self._read_runs(read, memory_of(target))
+        else:
+            self._through_buffer(read)
+        self.filled.elements[read.fqn] += target.numel()
+
+    def finish(self) -> None:
+        """Wait for what is on its way to a device."""
+        if self._device is not None:
+            self._device.finish()
+
+    def _read_runs(self, read: Read, memory: memoryview) -> None:
+        itemsize = read.dtype.itemsize
+        for source, target, length in runs(read.part, read.sizes):
+            into = memory[target * itemsize : (target + length) * itemsize]
+            self._reader.read_into(read.file, into, read.place + source * itemsize, read.fqn)
+        self.filled.read_bytes += len(memory)
+
+    def _through_buffer(self, read: Read) -> None:
+        itemsize, sizes = read.dtype.itemsize, read.part.sizes
+        first = next(runs(read.part, read.sizes))
+        if first.length * itemsize >= BLOCK or is_contiguous(read.part, read.sizes):
+            nbytes, strides = prod(sizes) * itemsize, _strides(sizes)
+            buffer = self._room(read, nbytes)
+            self._read_runs(read, memory_of(buffer))
+        else:  # short runs: what lies between them is read too
+            strides = _strides(read.sizes)
+            last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+            nbytes = (last + 1) * itemsize
+            buffer = self._room(read, nbytes)
+            place = read.place + first.source * itemsize
+            self._reader.mark(
+                read.file, (read.place + each * itemsize for each in _ends(read.part, read.sizes))
+            )
+            self._reader.read_into(read.file, memory_of(buffer), place, read.fqn)
+            self.filled.read_bytes += nbytes
+        if self._device is not None and read.target.device.type != "cpu":
+            self._device.send(buffer, torch_dtype(read.dtype), strides, read.target)
+        else:
+            read.target.copy_(buffer.view(torch_dtype(read.dtype)).as_strided(sizes, strides))
+
+    def _room(self, read: Read, nbytes: int) -> torch.Tensor:
+        if read.target.device.type != "cpu":
+            if self._device is None:
+                self._device = DeviceStaging(read.target.device, STAGED_NBYTES)
+            return self._device.room(nbytes)
+        if self._buffer is None:
+            self._buffer = torch.empty(STAGED_NBYTES, dtype=torch.uint8)
+        return self._buffer[:nbytes]
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, to be read and written."""
+    view: memoryview = flat_bytes(tensor).numpy().data
+    return view
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as its bytes, in order.
+
+    `reshape` would leave the stride of a single element as it is, which need not be 1, and then no view of another
+    element size can be had.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,1 @@
+"""The model before and after it has weights: built on meta, held against its source, completed, proved."""

@@ -1,0 +1,232 @@
+"""Buffers that were left on meta are computed anew, and it is proved that each was written.
+
+A buffer that nobody computes would be whatever memory held before: the model runs, and its logits are wrong. So
+what computes them runs twice, over two different fillings, and each result must be the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit._torch import non_persistent_buffers, shares_memory
+from shardkit.core.text import escape
+from shardkit.errors import LayoutError
+from shardkit.layout.dtypes import is_transformers, meta_twins
+from shardkit.training.model.bits import FILLS, filled, same_bits
+from shardkit.training.ranks.context import clean_name
+
+InitBuffers = Callable[[nn.Module], object]
+"""Computes a model's buffers, in place or by assigning new ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a buffer lies."""
+
+    module: nn.Module
+    path: str
+    """Of the module."""
+    name: str
+    meta: torch.Tensor
+    persistent: bool
+
+    @property
+    def fqn(self) -> str:
+        return clean_name(f"{self.path}.{self.name}" if self.path else self.name)
+
+    def put(self, value: torch.Tensor) -> None:
+        self.module.register_buffer(self.name, value, persistent=self.persistent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attribute:
+    """A tensor on meta that a module holds as a plain attribute."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+    tensor: torch.Tensor
+
+
+def compute_buffers(
+    model: nn.Module, init_buffers: InitBuffers | None, *, seeds: tuple[int, int] = (0, 0)
+) -> None:
+    """Compute every buffer that is on meta, by `init_buffers` or transformers' own `_init_weights`.
+
+    Persistent buffers that neither computes stay on meta: the source may have them.
+
+    Args:
+        model: its parameters are on meta.
+        init_buffers: given the model, with memory for its buffers.
+        seeds: of random numbers, for the first and the second filling. By two of them, a random buffer is one that
+            nobody computes.
+
+    Raises:
+        LayoutError: buffers or plain tensor attributes that nobody computes; lists all of them.
+    """
+    places = [place for place in _places(model) if place.meta.is_meta]
+    attributes = list(meta_attributes(model))
+    if not places and not attributes:
+        return
+    first, second = (
+        _run(model, places, init_buffers, byte, seed) for byte, seed in zip(FILLS, seeds, strict=True)
+    )
+    lost = {fqn for fqn, value in second.items() if not same_bits(first[fqn], value)}
+    values = {id(place.meta): second[place.fqn] for place in places if place.fqn not in lost}
+    for place in places:
+        place.put(values.get(id(place.meta), place.meta))
+    _follow(places, attributes)
+    _refuse(
+        [place.fqn for place in places if place.fqn in lost and not place.persistent],
+        list(meta_attributes(model)),
+    )
+
+
+def unlike_computed(model: nn.Module) -> list[str]:
+    """Return the names of buffers that are in no checkpoint and far from what the model's class computes.
+
+    `to_empty()` leaves such: memory that nobody has written. Rounding is no difference, and neither are random
+    buffers, those that a forward changes as it goes (rotary tables that grow with the length), and those of models
+    that are not transformers' own, whose values nobody can tell.
+
+    Args:
+        model: wrapped or not; it is left as it is.
+    """
+    held = {
+        place.fqn: place.meta
+        for place in _places(model)
+        if not place.persistent and not place.meta.is_meta and not isinstance(place.meta, DTensor)
+    }
+    if not held:
+        return []
+    found: list[str] = []
+    for prefix, twin in meta_twins(model, None):
+        if twin is None:
+            continue
+        with contextlib.suppress(Exception):  # what it has computed by then counts
+            compute_buffers(twin, None, seeds=(0, 1))
+        for place in _places(twin):
+            fqn = clean_name(prefix + place.fqn)
+            if fqn in held and not place.meta.is_meta and not _are_close(held[fqn], place.meta):
+                found.append(fqn)
+    originals = {fqn: "{}{}original_{}".format(*fqn.rpartition(".")) for fqn in found}
+    return [fqn for fqn in found if originals[fqn] not in held or originals[fqn] in found]
+
+
+def _are_close(held: torch.Tensor, computed: torch.Tensor) -> bool:
+    """True for values that may differ by rounding to 16 bits. A buffer that the model has made larger is its own matter."""
+    if held.shape != computed.shape:
+        return True
+    if not held.is_floating_point() or not computed.is_floating_point():
+        return torch.equal(held.cpu(), computed)
+    return torch.allclose(held.cpu().float(), computed.float(), rtol=0.02, atol=1e-6, equal_nan=True)
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    for path, module in model.named_modules():
+        hidden = non_persistent_buffers(module)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            yield _Place(module=module, path=path, name=name, meta=buffer, persistent=name not in hidden)
+
+
+def _run(
+    model: nn.Module, places: list[_Place], init_buffers: InitBuffers | None, byte: int, seed: int
+) -> dict[str, torch.Tensor]:
+    """Compute the buffers over memory filled with one byte; return the value of each by name."""
+    memory: dict[int, torch.Tensor] = {}  # one for each buffer, also where several modules share it
+    for place in places:
+        if id(place.meta) not in memory:
+            memory[id(place.meta)] = filled(place.meta, byte)
+        place.put(memory[id(place.meta)])
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # a random buffer is the same on all ranks
+        if init_buffers is not None:
+            init_buffers(model)
+        else:
+            _run_transformers(model, [place.path for place in places])
+    values = {}
+    for place in places:
+        value = getattr(place.module, place.name)
+        values[place.fqn] = value.detach().cpu() if not value.is_meta else filled(value, byte)
+    return values
+
+
+def _run_transformers(model: nn.Module, paths: list[str]) -> None:
+    """Call `_init_weights` of the nearest transformers model on each module and on those around it, inner ones first."""
+    modules = dict(model.named_modules())
+    wanted = {path[:at] for path in paths for at in _ends(path)}
+    for path in sorted(wanted, key=lambda path: (-path.count(".") - bool(path), path)):
+        holder = next((h for h in map(modules.get, _around(path)) if is_transformers(h)), None)
+        if holder is not None:
+            holder._init_weights(modules[path])
+
+
+def _ends(path: str) -> list[int]:
+    """Return where the paths of a module and of those around it end."""
+    return [0, *(at for at, char in enumerate(path) if char == "."), len(path)]
+
+
+def _around(path: str) -> Iterator[str]:
+    """Yield the paths of a module and of those around it, inner ones first."""
+    for at in reversed(_ends(path)):
+        yield path[:at]
+
+
+def meta_attributes(model: nn.Module) -> Iterator[_Attribute]:
+    """Yield tensors on meta that are neither parameter nor buffer, also those in a list or dict."""
+    for path, module in model.named_modules():
+        registered = {id(tensor) for tensor in (*module.parameters(False), *module.buffers(False))}
+        for name, value in vars(module).items():
+            for key, tensor in _tensors_in(value):
+                # A list of parameters, or what modules themselves keep them in; a buffer's second name is looked at.
+                if tensor.is_meta and not (key and id(tensor) in registered):
+                    fqn = clean_name(f"{path}.{name}" if path else name) + key
+                    yield _Attribute(module=module, name=name if not key else "", fqn=fqn, tensor=tensor)
+
+
+def _tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield "", value
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{at}]", item) for at, item in enumerate(value) if isinstance(item, torch.Tensor))
+    elif isinstance(value, dict):
+        yield from ((f"[{key!r}]", item) for key, item in value.items() if isinstance(item, torch.Tensor))
+
+
+def _follow(places: list[_Place], attributes: list[_Attribute]) -> None:
+    """Point attributes that were another name of a buffer at what the buffer is now."""
+    for attribute in attributes:
+        for place in places:
+            value = getattr(place.module, place.name)
+            same_view = (
+                place.meta.shape == attribute.tensor.shape
+                and place.meta.stride() == attribute.tensor.stride()
+                and place.meta.storage_offset() == attribute.tensor.storage_offset()
+            )
+            if (
+                attribute.name
+                and not value.is_meta
+                and same_view
+                and shares_memory(place.meta, attribute.tensor)
+            ):
+                setattr(attribute.module, attribute.name, value)
+                break
+
+
+def _refuse(buffers: list[str], attributes: list[_Attribute]) -> None:
+    problems = [f"{escape(fqn)}: a buffer that is in no checkpoint" for fqn in buffers]
+    problems += [f"{escape(attribute.fqn)}: a tensor attribute" for attribute in attributes]
+    if problems:
+        raise LayoutError(
+            f"{len(problems)} buffers or tensor attributes of the model are on meta, and nothing computes them",
+            problems=problems,
+            hint="give prepare a function that builds the model instead of a model on meta, or init_buffers=fn that"
+            " computes them all; or give them values before load_into",
+        )

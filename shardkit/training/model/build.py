@@ -1,0 +1,303 @@
+"""A model without memory for its weights: parameters on meta, buffers computed for real.
+
+A model that is built on the meta device loses its buffers, and those in no checkpoint come back as whatever
+memory held before. One that is built on the CPU takes the memory of all of its weights, and the time to initialise
+them. So it is built on the CPU, and each parameter goes to meta in the moment in which a module gets it: its memory
+has not been touched by then, and what initialises it later writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardkit.core.dtypes import BY_NAME, CASTS
+from shardkit.core.text import escape
+from shardkit.errors import LayoutError, SourceError, UsageError
+from shardkit.layout.dtypes import ClassDtypes, built_dtypes, class_dtypes, safe_creation
+from shardkit.training.model.buffers import InitBuffers, compute_buffers
+from shardkit.training.ranks.context import clean_name
+
+BuildModel = Callable[[], nn.Module] | str | os.PathLike[str] | nn.Module
+"""What `build_model` takes."""
+
+_CODE_FILES = ("config.json", "generation_config.json", "*.py")
+
+
+def build_model(
+    what: BuildModel,
+    *,
+    dtype: torch.dtype | str | None = None,
+    init_buffers: InitBuffers | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    seed: int = 0,
+) -> nn.Module:
+    """Build a model whose parameters are on meta and whose buffers are on the CPU, computed.
+
+    Args:
+        what: a function that returns the model, whatever it does on the way; a directory with a config.json or a repo
+            id, whose model transformers builds; or a model on meta, whose buffers are computed anew.
+        dtype: of floating parameters, "bf16", "fp16", "fp32" or a torch dtype; None keeps the model's own. What the
+            model's class makes fp32, or lists to be, is fp32 under half precision, as `from_pretrained` has it.
+            Buffers keep what the model gave them.
+        init_buffers: computes the buffers of a model on meta; None takes transformers' own initialisation.
+        revision: branch, tag or commit of a repo id.
+        trust_remote_code: the model's own code, in the directory or repo, may run.
+        seed: of buffers that are random. What is drawn elsewhere does not change by building.
+
+    Returns:
+        The model. Persistent buffers that nothing computes are left on meta: the source may have them.
+
+    Raises:
+        UsageError: `what` is none of these, a dtype that is none, or a model that is wrapped or has memory already.
+        LayoutError: no such model can be built, buffers that nothing computes, or parameters without a shape.
+    """
+    wanted = parse_dtype(dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        if isinstance(what, nn.Module):
+            model = what
+        elif isinstance(what, (str, os.PathLike)):
+            directory = find_config(os.fspath(what), revision)
+            model = _from_config(directory, wanted, init_buffers, trust_remote_code)
+            wanted = wanted or _own_dtype(model)
+        elif callable(what):
+            model = _call(what)
+        else:
+            raise UsageError(
+                f"build_model is a {type(what).__name__}",
+                hint="give a function that returns the model, a directory or repo id, or a model on meta",
+            )
+    _refuse_wrapped(model)
+    _check_parameters(model, given=model is what)
+    compute_buffers(model, init_buffers)
+    _buffers_to_cpu(model)
+    if wanted is not None:
+        # One that transformers built from its config was built in that dtype already.
+        is_built = isinstance(what, (str, os.PathLike))
+        _set_dtypes(model, built_dtypes(model, wanted) if is_built else class_dtypes(model, wanted))
+    return model
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a floating dtype that was named; None for None.
+
+    Raises:
+        UsageError: it is not the name of one.
+    """
+    if isinstance(dtype, str):
+        found = CASTS.get(dtype) or BY_NAME.get(dtype)
+        dtype = getattr(torch, found.name) if found is not None and found.is_convertible else dtype
+    if dtype is None or (isinstance(dtype, torch.dtype) and _is_convertible(dtype)):
+        return dtype
+    raise UsageError(
+        f"dtype {escape(str(dtype))} cannot hold weights",
+        hint="take bf16, fp16, fp32, or None for the model's own",
+    )
+
+
+def _is_convertible(dtype: torch.dtype) -> bool:
+    """True for floating types whose values need no scale that stands elsewhere."""
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """While it is active, every parameter that a module gets goes to meta, the object staying the same."""
+    original = nn.Module.register_parameter
+    replaced = WeakIdKeyDictionary()
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(self, name, param if param is None else _to_meta(param, replaced))
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _to_meta(param: nn.Parameter, replaced: WeakIdKeyDictionary) -> nn.Parameter:
+    """Move a parameter to meta. Whoever holds it (a tie, a list) holds the one on meta from then on."""
+    if param.is_meta or isinstance(param, nn.parameter.UninitializedParameter):
+        return param
+    if param in replaced:
+        found = replaced[param]
+        assert isinstance(found, nn.Parameter)
+        return found
+    memoryless = torch.empty_like(param.detach(), device="meta")
+    twin = nn.Parameter(memoryless, requires_grad=param.requires_grad)
+    twin.__class__ = type(param)
+    twin.__dict__.update(vars(param))
+    try:
+        torch.utils.swap_tensors(param, twin)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # autograd, or a weak reference, holds on to the old self
+        replaced[param] = twin
+        return twin
+    return param
+
+
+def _call(build: Callable[[], nn.Module]) -> nn.Module:
+    with parameters_on_meta():
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"build_model returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def find_config(what: str, revision: str | None) -> str:
+    """Return the directory with a model's config and code.
+
+    Args:
+        what: a directory, a file in it, or a repo id.
+        revision: of a repo id.
+
+    Raises:
+        SourceError, ResourceError: there is none, or it cannot be brought here.
+    """
+    from shardkit.formats.hub.repo import fetch_files, looks_like_repo_id
+
+    if os.path.isdir(what):
+        return what
+    if os.path.isfile(what):
+        return os.path.dirname(what) or os.curdir
+    if looks_like_repo_id(what):
+        return fetch_files(what, _CODE_FILES, revision=revision)
+    raise SourceError(
+        f"{escape(what)}: no such directory, and not a repo id either",
+        hint="the model is built from the config.json there",
+    )
+
+
+def _from_config(
+    directory: str, dtype: torch.dtype | None, init_buffers: InitBuffers | None, trust_remote_code: bool
+) -> nn.Module:
+    """Build what `from_pretrained` would, in the dtype that it would compute buffers in, and on meta as it does.
+
+    Its models can compute their buffers anew, so that no parameter is ever allocated: that of all experts of a layer
+    may be larger than the machine.
+    """
+    try:
+        from shardkit.layout.meta_model import find_class
+    except ImportError as error:
+        raise UsageError(
+            "building a model from its config needs transformers",
+            hint="pip install transformers, or give a function that builds the model",
+        ) from error
+    from shardkit.layout.traced import CannotBuildError
+
+    model_class, config = find_class(directory, trust_remote_code=trust_remote_code)
+    _refuse_quantised(config)
+    options = {} if dtype is None else {"dtype": dtype}
+    try:
+        with contextlib.suppress(LayoutError, RuntimeError, TypeError, ValueError):
+            with torch.device("meta"), safe_creation():
+                model = model_class._from_config(copy.deepcopy(config), **options)
+            assert isinstance(model, nn.Module)
+            compute_buffers(model, init_buffers)
+            if not any(buffer.is_meta for buffer in model.buffers()):
+                return model
+        # Code that reads what it made, or a buffer that only __init__ computes.
+        return _call(lambda: model_class._from_config(config, **options))
+    except ImportError as error:
+        raise CannotBuildError(
+            f"{model_class.__name__} needs a package that is not here: {escape(str(error))}"
+        ) from error
+
+
+def _refuse_quantised(config: Any) -> None:
+    if getattr(config, "quantization_config", None):
+        raise LayoutError(
+            "the config describes a quantised model (quantization_config), whose weights are not plain tensors",
+            hint="take the model that it was quantised from",
+        )
+
+
+def _own_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return what a transformers model was built in, for its fp32 modules to differ from."""
+    dtype = getattr(getattr(model, "config", None), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    kinds = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
+    wrapped = [
+        f"{escape(path) or 'the model'}: {type(module).__name__}"
+        for path, module in model.named_modules()
+        if isinstance(module, kinds)
+    ]
+    if not wrapped:
+        wrapped = [
+            f"{escape(name)}: a DTensor" for name, p in model.named_parameters() if isinstance(p, DTensor)
+        ]
+    if wrapped:
+        raise UsageError(
+            "the model is wrapped already, and prepare needs the plain one",
+            problems=wrapped,
+            hint="prepare first and wrap ctx.model; a model that is wrapped with fully_shard is filled by load_into",
+        )
+
+
+def _check_parameters(model: nn.Module, *, given: bool) -> None:
+    """Refuse parameters that cannot be sharded, or are too late to be; move those to meta that no module was given."""
+    lazy = [
+        name
+        for name, param in model.named_parameters()
+        if isinstance(param, nn.parameter.UninitializedParameter)
+    ]
+    if lazy:
+        raise LayoutError(
+            f"{len(lazy)} parameters have no shape before the first forward",
+            problems=[escape(name) for name in lazy],
+            hint="build the model with modules that are not lazy",
+        )
+    real = {name: param for name, param in model.named_parameters() if not param.is_meta}
+    if given and real:
+        raise UsageError(
+            f"the model has memory for {len(real)} parameters already: every rank would hold all of it",
+            problems=[
+                f"{escape(name)}: {list(param.shape)} on {param.device}" for name, param in real.items()
+            ],
+            hint="give the function that builds it instead, or build it under torch.device('meta')",
+        )
+    if real:
+        _move_left(model)
+
+
+def _move_left(model: nn.Module) -> None:
+    """Move parameters to meta that were put into a module past `register_parameter`."""
+    replaced = WeakIdKeyDictionary()
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, _to_meta(param, replaced))
+
+
+def _buffers_to_cpu(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if not buffer.is_meta and buffer.device.type != "cpu":
+                setattr(module, name, buffer.cpu())
+
+
+def _set_dtypes(model: nn.Module, found: ClassDtypes) -> None:
+    """Give floating parameters their dtypes, and buffers fp32 that the model's class wants so."""
+    for name, param in model.named_parameters():
+        if _is_convertible(param.dtype):
+            param.data = param.data.to(found.of(clean_name(name)))
+    for module_name, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            is_kept = found.kept is not None and found.kept.search(clean_name(f"{module_name}.{name}"))
+            if is_kept and _is_convertible(buffer.dtype):
+                setattr(module, name, buffer.to(torch.float32))

@@ -1,0 +1,319 @@
+"""A model held against its source: what is read, what is initialised, and every difference at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from shardkit.core.regions import full_region
+from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.errors import LayoutError, UsageError
+from shardkit.layout.class_ties import BrokenTie
+from shardkit.training.fill.match import converts
+from shardkit.training.ranks.context import ExpectedTensor, Weights
+from shardkit.transfer.same_bytes import same_bytes
+
+Missing = Literal["error", "init"] | Sequence[str]
+"""What to do about tensors that the source lacks."""
+
+_MAX_SUGGESTIONS = 3  # each is a search among thousands of names
+_EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.")
+_IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a model that fits its source is filled."""
+
+    initialised: frozenset[str] = frozenset()
+    """FQNs that are not read."""
+    grown: Mapping[str, int] = field(default_factory=dict)
+    """FQN -> rows that the source has of a longer tensor."""
+    notes: tuple[str, ...] = ()
+
+
+def check_fit(
+    expected: Mapping[str, ExpectedTensor],
+    ties: Iterable[Sequence[str]],
+    weights: Weights,
+    *,
+    missing: Missing = "error",
+    grown: Mapping[str, int] | None = None,
+    initialises: bool = True,
+) -> Fit:
+    """Hold names, shapes and dtypes of a model against its source.
+
+    Args:
+        expected: every parameter and buffer, ties under their first name.
+        ties: groups of names that are one parameter, the first name first.
+        weights: the source, opened for this model.
+        missing: "error"; "init" initialises what the source lacks, unless it looks renamed; globs over FQNs
+            initialise what they match, where the source lacks it. Either lets the source have weights, outside of
+            numbered blocks, that the model does not: another head.
+        grown: FQN -> rows that the model had, for tensors that `align_vocab` made longer.
+        initialises: whoever asks has a `missing` argument, for the hint.
+
+    Raises:
+        LayoutError: the source is quantised, stores modules in pieces that the model holds fused, or differs; every
+            missing, unexpected and wrong tensor at once.
+        UsageError: a glob matches nothing.
+    """
+    names = {group[0]: tuple(group) for group in ties}
+    _refuse_quantised(weights)
+    _refuse_fused(expected, weights)
+    lacking = [
+        fqn
+        for fqn, tensor in expected.items()
+        if tensor.persistent and not any(name in weights.names for name in names.get(fqn, (fqn,)))
+    ]
+    made = [
+        fqn for fqn in lacking if initialises and any(name in weights.made for name in names.get(fqn, (fqn,)))
+    ]
+    lacking = [fqn for fqn in lacking if fqn not in made]
+    initialised = _choose(lacking, expected, names, missing)
+    may_leave_out = missing != "error" or (weights.follows_class and not lacking)
+    unexpected = [name for name in weights.unused if not may_leave_out or _IN_BLOCK.search(name)]
+    problems = _problems([fqn for fqn in lacking if fqn not in initialised], unexpected, expected, weights)
+    rows, wrong = _hold(expected, names, weights, grown or {})
+    if problems or wrong:
+        raise LayoutError(
+            f"the model and {escape(weights.path)} differ in {count(len(problems) + len(wrong), 'place')}",
+            problems=[*problems, *wrong],
+            hint=_hint(lacking, unexpected, wrong, missing, initialises=initialises),
+        )
+    if initialised:
+        _refuse_renamed(initialised, expected, weights, guess=missing == "init")
+    notes = []
+    if initialised:
+        notes.append(
+            f"not in the source, initialised: {count(len(initialised), 'tensor')}: {listed(initialised)}"
+        )
+    if made:
+        notes.append(f"not in the source, the model computes them: {listed(made)}")
+    if weights.unused:
+        notes.append(f"in the source, not in the model: {listed(weights.unused)}")
+    return Fit(initialised=frozenset((*initialised, *made)), grown=rows, notes=tuple(notes))
+
+
+def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:
+    """Hold names against each other that are one parameter in the model and stored several times.
+
+    Raises:
+        LayoutError: they differ, so that one of them would be lost.
+        IntegrityError, ResourceError: a file cannot be read as described.
+    """
+    problems = [f"{escape(first)} and {escape(other)}" for first, other, _ in diverged_ties(ties, weights)]
+    if problems:
+        raise LayoutError(
+            f"the model ties names whose values in {escape(weights.path)} differ: one of them would be lost",
+            problems=problems,
+            hint="build the model with tie_word_embeddings=False in its config",
+        )
+
+
+def check_untied(broken: Iterable[BrokenTie], weights: Weights | None) -> None:
+    """Refuse a model whose class ties what it has as several parameters: filled with one value, they would train apart.
+
+    A source that stores two values makes them two in earnest.
+
+    Args:
+        broken: of the model.
+        weights: the source, opened for this model; None where there is none.
+
+    Raises:
+        LayoutError: there are such parameters; names all of them.
+        IntegrityError, ResourceError: a file cannot be read as described.
+    """
+    apart = [tie for tie in broken if weights is None or not diverged_ties([tie], weights)]
+    if apart:
+        raise LayoutError(
+            "the model's class ties parameters that are several in this model: they would train apart",
+            problems=[f"{escape(other)} and {escape(kept)}" for kept, other in apart],
+            hint="call model.tie_weights() before the model is wrapped, and wrap tied modules in one unit; if they are"
+            " meant to be two, set model.config.tie_word_embeddings = False",
+        )
+
+
+def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple[str, str, str]]:
+    """Return names that are one parameter in the model and whose values in the source differ.
+
+    It reads them, where they do not lie in one place: one rank should do it for all.
+
+    Returns:
+        (stored name of the first, stored name of another, FQN of that other).
+
+    Raises:
+        IntegrityError, ResourceError: a file cannot be read as described.
+    """
+    found = []
+    for group in ties:
+        stored = {weights.names[name]: name for name in reversed(group) if name in weights.names}
+        first, *others = dict.fromkeys(weights.names[name] for name in group if name in weights.names) or [""]
+        if not others:
+            continue
+        tensors = weights.catalog.tensors
+        whole = {name: [full_region(tensors[name].shape)] for name in (first, *others)}
+        catalog = weights.located(whole).catalog
+        found += [(first, other, stored[other]) for other in others if not same_bytes(catalog, first, other)]
+    return found
+
+
+def _refuse_quantised(weights: Weights) -> None:
+    if weights.quantised is not None:
+        raise LayoutError(
+            f"{escape(weights.path)} is quantised: {weights.quantised}",
+            hint="its values mean nothing without their scales: take the model that it was quantised from, or"
+            " dequantise and save it first",
+        )
+
+
+def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> None:
+    """Refuse modules that hold several stored tensors as one; never are they left as they were initialised."""
+    parts: dict[str, list[str]] = {}
+    for stored, fqn in weights.fused.items():
+        parts.setdefault(fqn, []).append(stored)
+    pieces = [name for name in weights.unused if _EXPERT.search(name)]
+    if not parts and pieces:
+        fused = (fqn for fqn in expected if ".experts." in f".{fqn}" and not _EXPERT.search(fqn))
+        parts = {fqn: pieces for fqn in fused if fqn not in weights.names}
+    if not parts:
+        return
+    is_moe = any(_EXPERT.search(stored) for names in parts.values() for stored in names)
+    what = (
+        "the file stores experts one by one, the model holds them fused"
+        if is_moe
+        else "the model holds tensors in another form than the file stores them"
+    )
+    raise LayoutError(
+        f"{what}: key rules that convert between the two are not supported yet",
+        problems=[
+            f"{escape(fqn)}: made of {count(len(names), 'stored tensor')}: {listed(names)}"
+            for fqn, names in parts.items()
+        ],
+        hint="load it with from_pretrained on one rank, and give shardkit.from_rank(model) as the source; or save its"
+        " state_dict() with torch.distributed.checkpoint once, and give that",
+    )
+
+
+def _choose(
+    lacking: Sequence[str],
+    expected: Mapping[str, ExpectedTensor],
+    names: Mapping[str, Sequence[str]],
+    missing: Missing,
+) -> list[str]:
+    """Return what is to be initialised of what the source lacks."""
+    if missing == "init":
+        return list(lacking)
+    if missing == "error":
+        return []
+    if isinstance(missing, str):
+        raise UsageError(
+            f"missing={escape(missing)!r} is neither 'error' nor 'init'", hint="globs are given as a list"
+        )
+    every = [name for fqn in expected for name in names.get(fqn, (fqn,))]
+    idle = [glob for glob in missing if not any(fnmatchcase(name, glob) for name in every)]
+    if idle:
+        raise UsageError(
+            f"{count(len(idle), 'glob')} of missing= match nothing in the model",
+            problems=[f"{escape(glob)}{suggestion(glob, every)}" for glob in idle],
+        )
+    return [
+        fqn
+        for fqn in lacking
+        if any(fnmatchcase(name, glob) for name in names.get(fqn, (fqn,)) for glob in missing)
+    ]
+
+
+def _problems(
+    lacking: Sequence[str],
+    unexpected: Sequence[str],
+    expected: Mapping[str, ExpectedTensor],
+    weights: Weights,
+) -> list[str]:
+    found = []
+    for row, fqn in enumerate(lacking):
+        closest = suggestion(fqn, weights.unused) if row < _MAX_SUGGESTIONS else ""
+        found.append(f"missing: {escape(fqn)} {list(expected[fqn].shape)}{closest}")
+    for row, name in enumerate(unexpected):
+        closest = suggestion(name, lacking) if row < _MAX_SUGGESTIONS else ""
+        found.append(f"unexpected: {escape(name)} {list(weights.unused[name])}{closest}")
+    return found
+
+
+def _hold(
+    expected: Mapping[str, ExpectedTensor],
+    names: Mapping[str, Sequence[str]],
+    weights: Weights,
+    grown: Mapping[str, int],
+) -> tuple[dict[str, int], list[str]]:
+    """Return the rows that the source has of grown tensors, and what is wrong with shapes and dtypes."""
+    rows: dict[str, int] = {}
+    wrong: list[str] = []
+    for fqn, tensor in expected.items():
+        for name in names.get(fqn, (fqn,)):
+            if not tensor.persistent or name not in weights.names:
+                continue
+            entry = weights.catalog.tensors[weights.names[name]]
+            is_grown = fqn in grown and entry.shape[1:] == tensor.shape[1:] and bool(entry.shape)
+            if is_grown and entry.shape[0] < tensor.shape[0]:
+                rows[fqn] = entry.shape[0]
+            elif entry.shape != tensor.shape:
+                wrong.append(
+                    f"shape: {escape(name)}: {list(tensor.shape)} in the model, {list(entry.shape)} in the source"
+                )
+            if not converts(entry.dtype, tensor.dtype):
+                wanted = str(tensor.dtype).removeprefix("torch.")
+                wrong.append(
+                    f"dtype: {escape(name)}: {wanted} in the model, {entry.dtype.name} in the source"
+                )
+    return rows, wrong
+
+
+def _hint(
+    lacking: Sequence[str],
+    unexpected: Sequence[str],
+    wrong: Sequence[str],
+    missing: Missing,
+    *,
+    initialises: bool,
+) -> str:
+    if (lacking or unexpected) and not initialises:
+        return "prepare(..., missing=...) and finalize take a source with other heads or without adapters"
+    if lacking and missing == "error":
+        return "missing='init' or missing=['score.*'] initialises what the source lacks, as a new head or adapter"
+    if unexpected and missing == "error":
+        return "missing='init' lets the source have a head that the model lacks"
+    if any(line.startswith("shape: ") for line in wrong):
+        return (
+            "is it this model's source? where only rows of the vocabulary differ, give prepare the tokenizer"
+        )
+    return "is it this model's source?"
+
+
+def _refuse_renamed(
+    initialised: Collection[str], expected: Mapping[str, ExpectedTensor], weights: Weights, *, guess: bool
+) -> None:
+    """Refuse to initialise what the source seems to have under another name.
+
+    Args:
+        guess: nobody named what is to be initialised, so equal shapes are reason enough.
+    """
+    by_look: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    for name, shape in weights.unused.items():
+        by_look.setdefault((tuple(shape), name.rpartition(".")[2]), []).append(name)
+    problems = []
+    for fqn in initialised if guess else ():
+        alike = by_look.get((expected[fqn].shape, fqn.rpartition(".")[2]))
+        if alike:
+            problems.append(f"{escape(fqn)} {list(expected[fqn].shape)}: the source has {listed(alike)}")
+    if not weights.names:
+        problems.append("none of the model's tensors is in the source")
+    if problems:
+        raise LayoutError(
+            f"missing= would initialise what {escape(weights.path)} seems to have under other names",
+            problems=problems,
+            hint="where these are new after all, name them: missing=['score.*']",
+        )

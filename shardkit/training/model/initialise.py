@@ -1,0 +1,258 @@
+"""What a model's own initialisation would give, whole tensor by whole tensor, the same in any world.
+
+Initialising local shards in place gives every rank the same rows, and drawing from one generator makes a tensor
+depend on those before it. So each module's parameters are made whole on the CPU, from a generator that is seeded by
+the seed and the module's name, and then sliced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit._torch import times_written
+from shardkit.core.text import count, escape
+from shardkit.errors import LayoutError
+from shardkit.keys.peft import base_name
+from shardkit.layout.dtypes import is_transformers
+from shardkit.training.model.bits import FILLS, filled, same_bits
+from shardkit.training.ranks.context import ModelInitializationContext, clean_name
+
+_RESETS = ("reset_parameters", "_reset_parameters")
+_ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+_PLAIN_LORA = (
+    True,
+    False,
+    "gaussian",
+)  # peft 0.21, LoraLayer: all others are computed from the base's weights
+_STD = 0.02  # transformers' default initializer_range
+
+
+def initialise(ctx: ModelInitializationContext, fqns: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors as the model's own initialisation makes them, whole, on the CPU.
+
+    A tensor depends on the seed and its module alone. One module's parameters are in memory at a time.
+
+    Args:
+        ctx: with a blueprint.
+        fqns: which parameters, by their first names; a buffer among them has its computed value.
+
+    Yields:
+        (FQN, tensor) in the model's order.
+
+    Raises:
+        LayoutError: parameters that nothing initialises; lists those of a module.
+    """
+    left = set(fqns)
+    modules = dict(ctx.blueprint.named_modules()) if ctx.blueprint is not None else {}
+    for path, module in modules.items():
+        names = {
+            fqn: name
+            for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+            if (fqn := clean_name(f"{path}.{name}" if path else name)) in left
+        }
+        left -= names.keys()
+        if names:
+            made = _make(modules, path, ctx.seed)
+            for fqn, name in names.items():
+                yield fqn, made.pop(name)
+    for fqn in ctx.buffers:
+        if fqn in left:
+            left.discard(fqn)
+            yield fqn, ctx.buffers[fqn]
+    if left:
+        raise LayoutError(
+            f"{count(len(left), 'tensor')} to be initialised that the model does not have",
+            problems=map(escape, sorted(left)),
+        )
+
+
+def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
+    """Return the rows that a grown tensor has beyond those of the source, on the CPU.
+
+    Weights are normal with the model's initializer_range, or what else its `_init_weights` does to a layer of that
+    kind; biases are zero. transformers draws them from the old rows' distribution, which needs all of these.
+
+    Args:
+        ctx: with a blueprint.
+        fqn: in `ctx.grown`.
+    """
+    expected, blueprint = ctx.expected[fqn], ctx.blueprint
+    assert blueprint is not None
+    rows = expected.shape[0] - ctx.grown[fqn]
+    with _seeded(ctx.seed, f"{_seed_name(fqn)}[{ctx.grown[fqn]}:]"), torch.no_grad():
+        if len(expected.shape) == 1:
+            return torch.zeros(rows, dtype=expected.dtype)
+        layer = nn.Embedding(rows, expected.shape[1], dtype=expected.dtype)
+        holder: Any = next((module for module in blueprint.modules() if is_transformers(module)), None)
+        if holder is None:
+            layer.weight.normal_(std=_STD)
+        else:
+            holder._init_weights(layer)
+        return layer.weight.detach()
+
+
+def not_repeated(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collection[str]) -> list[str]:
+    """Return parameters that code wrote while the model was built which `initialise` does not run.
+
+    Such code stands outside of the module that has the parameter: `nn.init.zeros_(self.head.weight)` in a model's
+    `__init__`. transformers' models keep all of it in `_init_weights`, and write some parameters several times.
+
+    Args:
+        blueprint: on meta.
+        writes: FQN -> how often a parameter was written while the model was built.
+        fqns: those that are to be initialised.
+    """
+    found: list[str] = []
+    modules = dict(blueprint.named_modules())
+    for path, module in modules.items():
+        own = dict(module.named_parameters(recurse=False))
+        named = {clean_name(f"{path}.{name}" if path else name): param for name, param in own.items()}
+        named = {fqn: param for fqn, param in named.items() if fqn in fqns and writes.get(fqn)}
+        if not named or any(is_transformers(modules[each]) for each in _around(path)):
+            continue
+        before = {fqn: times_written(param) for fqn, param in named.items()}
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
+            for step in _steps(modules, path):
+                step()
+        found += [fqn for fqn, param in named.items() if writes[fqn] > times_written(param) - before[fqn]]
+    return found
+
+
+def _make(modules: dict[str, nn.Module], path: str, seed: int) -> dict[str, torch.Tensor]:
+    """Return a module's own parameters, initialised; it is proved that each was written."""
+    first = _run(modules, path, seed, FILLS[0])
+    if any(map(_may_be_unwritten, first.values())):
+        second = _run(modules, path, seed, FILLS[1])
+        lost = [name for name, value in first.items() if not same_bits(value, second[name])]
+        if lost:
+            raise LayoutError(
+                f"nothing initialises {count(len(lost), 'parameter')} of"
+                f" {escape(path) or 'the model'} ({type(modules[path]).__name__})",
+                problems=[escape(clean_name(f"{path}.{name}" if path else name)) for name in lost],
+                hint="give the module a reset_parameters() that does, or a source that has them",
+            )
+    return first
+
+
+def _may_be_unwritten(tensor: torch.Tensor) -> bool:
+    """True where an element looks as before anything was written: NaN, -1 or True."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(torch.isnan(tensor).any())
+    return bool((tensor == filled(tensor.new_empty(1), FILLS[0])).any())
+
+
+def _run(modules: dict[str, nn.Module], path: str, seed: int, byte: int) -> dict[str, torch.Tensor]:
+    """Initialise a module's own parameters over memory filled with one byte; all others are on meta."""
+    module = modules[path]
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    try:
+        for name, param in own.items():
+            setattr(module, name, nn.Parameter(filled(param, byte), requires_grad=param.requires_grad))
+        with _seeded(seed, _seed_name(path)), torch.no_grad():
+            for step in _steps(modules, path):
+                step()
+        return {name: getattr(module, name).detach() for name in own}
+    except LayoutError:
+        raise
+    except Exception as error:  # the model's own code, which may need what is on meta
+        raise LayoutError(
+            f"{escape(path) or 'the model'} ({type(module).__name__}) cannot be initialised by itself",
+            problems=[f"{type(error).__name__}: {escape(str(error))}"],
+            hint="give a source that has its weights",
+        ) from error
+    finally:
+        for name, param in own.items():
+            setattr(module, name, param)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, name: str) -> Iterator[None]:
+    """Draw from a generator of one's own; whoever draws next does not notice."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        yield
+
+
+def _seed_name(path: str) -> str:
+    """Return a module's name as the base model has it: a wrapper does not change what is drawn."""
+    name = clean_name(path)
+    return base_name(f"{name}.weight".removeprefix(".")) or name
+
+
+def _steps(modules: dict[str, nn.Module], path: str) -> Iterator[Callable[[], object]]:
+    """Yield what initialises a module, in the order in which building the model does: the last one wins.
+
+    First what constructors do, from the inside out, then `_init_weights` of the nearest transformers model, or of any
+    other module that has one, on the module and on those around it: GPT-2's blocks scale weights of their children.
+    """
+    around = [(each, modules[each]) for each in _around(path)]
+    adapted = _adapter(around)
+    for _, module in around:
+        # Asked of the class: PEFT's wrappers pass on what they are asked for.
+        reset = next((getattr(module, name) for name in _RESETS if hasattr(type(module), name)), None)
+        if callable(reset) and not _required(reset):
+            yield reset
+        if adapted is not None:
+            yield adapted
+            return  # PEFT makes adapters after the model has been initialised
+    for at, (_, module) in enumerate(around):
+        holder = _holder([each for _, each in around[at:]])
+        if holder is not None:
+            yield lambda holder=holder, module=module: holder._init_weights(module)  # type: ignore[misc]
+
+
+def _around(path: str) -> Iterator[str]:
+    """Yield a module's path and those of the modules around it, inner ones first."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _holder(around: Iterable[nn.Module]) -> Any:
+    """Return the nearest module whose `_init_weights` takes another; transformers models before all others."""
+    having = [module for module in around if callable(getattr(type(module), "_init_weights", None))]
+    known = next(filter(is_transformers, having), None)
+    if known is not None:
+        return known
+    return next((module for module in having if _required(module._init_weights) == 1), None)
+
+
+def _required(function: Any) -> int:
+    """Return how many arguments a function must be given."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of C
+        return 0
+    return sum(each.default is each.empty and each.kind in kinds for each in parameters)
+
+
+def _adapter(around: list[tuple[str, nn.Module]]) -> Callable[[], object] | None:
+    """Return PEFT's own initialisation of a LoRA layer for a module that is a part of its adapter; None for others."""
+    path = around[0][0]
+    at: int
+    layer: Any
+    for at, (outer, layer) in enumerate(around):
+        segments = path.removeprefix(outer).strip(".").split(".")
+        if segments[0] not in _ADAPTERS or not hasattr(type(layer), "reset_lora_parameters"):
+            continue
+        names = segments[1:2] or list(getattr(layer, segments[0]).keys())
+        configs: Any = next((m.peft_config for _, m in around[at:] if hasattr(m, "peft_config")), {})
+        modes = {name: getattr(configs.get(name), "init_lora_weights", True) for name in names}
+        computed = {str(mode) for mode in modes.values() if mode not in _PLAIN_LORA}
+        if computed:
+            raise LayoutError(
+                f"{escape(path)}: init_lora_weights={', '.join(sorted(computed))} is computed from the base's weights",
+                hint="initialise adapters with init_lora_weights=True or 'gaussian'",
+            )
+        return lambda: [layer.reset_lora_parameters(name, mode) for name, mode in modes.items()]
+    return None

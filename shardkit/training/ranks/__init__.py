@@ -1,0 +1,1 @@
+"""What a rank holds, what it tells the others, and what the phases hand on."""

@@ -1,0 +1,300 @@
+"""What this rank holds of a model, whoever wrapped it: regions of whole tensors and the memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardkit._torch import FSDPShard, fsdp_shards, non_persistent_buffers, shard_of
+from shardkit.core.regions import Region, full_region, split_dim
+from shardkit.core.text import escape
+from shardkit.errors import LayoutError, UsageError
+from shardkit.training.ranks.context import clean_name
+from shardkit.training.ranks.huge_pages import advise_huge_pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """The ranks that hold the same region of a tensor."""
+
+    mesh: DeviceMesh | None
+    """None for a plain tensor: then every rank is supposed to hold it."""
+    axes: tuple[int, ...] = ()
+    """The axes of the mesh that replicate it; all others cut it."""
+    index: int = 0
+    """This rank's place among them, row-major over `axes`."""
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalShard:
+    """This rank's part of a parameter or buffer."""
+
+    fqn: str
+    """Its first name, without what wrappers put in."""
+    names: tuple[str, ...]
+    """All of its names, the first one first: several where it is tied."""
+    shape: tuple[int, ...]
+    """Of the whole tensor, in elements."""
+    dtype: torch.dtype
+    kind: str
+    """"parameter" or "buffer"."""
+    persistent: bool
+    """It stands in the model's state dict."""
+    region: Region
+    """What this rank holds of the whole."""
+    replicas: Replicas
+    """Who else holds it."""
+    whole: torch.Tensor
+    """What the module has: a DTensor or a plain tensor."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory of `region`, without FSDP's padding; on meta before it is allocated."""
+        return local_tensor(self.whole)
+
+
+def local_tensor(whole: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's or buffer's memory on this rank, outside of autograd."""
+    with torch.no_grad():
+        plain = whole.detach()
+        return plain.to_local() if isinstance(plain, DTensor) else plain
+
+
+def local_shards(model: nn.Module) -> list[LocalShard]:
+    """Return this rank's part of every parameter and buffer of a model, each once, in the model's order.
+
+    Args:
+        model: wrapped by anybody: `fully_shard`, `parallelize_module`, both, or not at all; on meta or not.
+
+    Raises:
+        LayoutError: a tensor is placed in a way that is not understood; names all of them.
+        UsageError: the model is wrapped by FSDP1.
+    """
+    refuse_fsdp1(model)
+    found: list[LocalShard] = []
+    problems: list[str] = []
+    for names, whole, kind, persistent in _tensors(model):
+        try:
+            region, replicas = _place(whole)
+        except LayoutError as error:
+            problems.append(f"{escape(names[0])}: {error.message}")
+            continue
+        found.append(
+            LocalShard(
+                fqn=names[0],
+                names=names,
+                shape=tuple(whole.shape),
+                dtype=whole.dtype,
+                kind=kind,
+                persistent=persistent,
+                region=region,
+                replicas=replicas,
+                whole=whole,
+            )
+        )
+    if problems:
+        raise LayoutError(
+            f"{len(problems)} tensors are placed in a way that is not understood", problems=problems
+        )
+    return found
+
+
+def reshard(model: nn.Module) -> None:
+    """Let modules have this rank's parts again: after a forward without a backward some have gathered copies.
+
+    What is written to those is lost when backward frees them, and nothing says so.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raise for a model that FSDP1 has made flat parameters of.
+
+    Raises:
+        UsageError: names the way that works.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrapped = sum(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    if wrapped:
+        raise UsageError(
+            f"the model is wrapped by FullyShardedDataParallel (FSDP1, {wrapped} units), whose flat parameters need "
+            "whole tensors to be filled",
+            hint="give FSDP1 param_init_fn=shardkit.param_init_fn(ctx) when it wraps the model, or call load_into before; or wrap with shardkit.wrap or fully_shard (FSDP2)",
+        )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[tuple[str, ...], torch.Tensor, str, bool]]:
+    """Yield (clean names, tensor, kind, persistent) of every distinct parameter, then of every buffer."""
+    names: dict[int, list[str]] = {}
+    values: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(clean_name(name))
+        values[id(parameter)] = parameter
+    for key, parameter in values.items():
+        yield tuple(dict.fromkeys(names[key])), parameter, "parameter", True
+    buffers: dict[int, list[tuple[str, bool]]] = {}
+    held: dict[int, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        hidden = non_persistent_buffers(module)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            full = clean_name(f"{path}.{name}" if path else name)
+            buffers.setdefault(id(buffer), []).append((full, name not in hidden))
+            held[id(buffer)] = buffer
+    for key, buffer in held.items():
+        yield (
+            tuple(dict.fromkeys(name for name, _ in buffers[key])),
+            buffer,
+            "buffer",
+            any(persistent for _, persistent in buffers[key]),
+        )
+
+
+def _place(whole: torch.Tensor) -> tuple[Region, Replicas]:
+    """Return what this rank holds of a tensor and who else does; its memory is held against it."""
+    if not isinstance(whole, DTensor):
+        return full_region(tuple(whole.shape)), Replicas(mesh=None)
+    mesh, shape = whole.device_mesh, tuple(whole.shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # of a mesh that this rank is no part of
+        return Region((0,) * len(shape), (0,) * len(shape)), Replicas(mesh=mesh)
+    axes: list[int] = []
+    cuts: list[tuple[int, int, int]] = []
+    for axis, placement in enumerate(whole.placements):
+        cut = shard_of(placement)
+        if cut is not None:
+            cuts.append((axis, *cut))
+        elif placement.is_replicate():
+            axes.append(axis)
+        else:
+            raise LayoutError(
+                f"mesh axis {axis} has the placement {placement}, which is no place of a weight"
+            )
+    region = _cut(shape, _in_order(cuts, mesh), coordinate, mesh)
+    held = tuple(local_tensor(whole).shape)
+    if held != region.sizes:
+        raise LayoutError(
+            f"this rank holds {list(held)} of {list(shape)}, but its placements {list(map(str, whole.placements))} "
+            f"on a mesh of {list(mesh.shape)} give it {list(region.sizes)}"
+        )
+    index = count = 0
+    for axis in axes:
+        index = index * mesh.size(axis) + coordinate[axis]
+    count = prod(mesh.size(axis) for axis in axes)
+    return region, Replicas(mesh=mesh, axes=tuple(axes), index=index, count=count)
+
+
+def _in_order(cuts: list[tuple[int, int, int]], mesh: DeviceMesh) -> list[tuple[int, int]]:
+    """Return (axis, dim) in the order in which the axes cut.
+
+    That is the order of the mesh, but for a placement with a split factor: the axes right of it whose parts make
+    up that factor cut first. `[_StridedShard(0, split_factor=tp), Shard(0)]` on (dp, tp) is tp, then dp.
+    """
+    ordered: list[tuple[int, int]] = []
+    for axis, dim, factor in reversed(cuts):
+        parts, at = 1, 0
+        for place, (other, other_dim) in enumerate(ordered):
+            if parts == factor:
+                break
+            if other_dim == dim:
+                parts, at = parts * mesh.size(other), place + 1
+        if parts != factor:
+            raise LayoutError(f"mesh axis {axis} cuts dim {dim} after {factor} parts that no other axes make")
+        ordered.insert(at, (axis, dim))
+    return ordered
+
+
+def _cut(
+    shape: tuple[int, ...],
+    cuts: list[tuple[int, int]],
+    coordinate: list[int] | tuple[int, ...],
+    mesh: DeviceMesh,
+) -> Region:
+    offsets, sizes = [0] * len(shape), list(shape)
+    for axis, dim in cuts:
+        offset, sizes[dim] = split_dim(sizes[dim], mesh.size(axis), coordinate[axis])
+        offsets[dim] = offsets[dim] + offset if sizes[dim] else shape[dim]
+    return Region(tuple(offsets), tuple(sizes))
+
+
+def materialise(model: nn.Module, device: torch.device | None = None) -> None:
+    """Give every parameter on meta the memory of this rank's part, uninitialised; ties stay one object.
+
+    Memory of the operating system is not touched. A parameter keeps its identity, so that an optimizer or a tie
+    that points at it still does. Buffers are left as they are.
+
+    Args:
+        model: as for `local_shards`.
+        device: where; None is the device type of each parameter's mesh, and the CPU for a plain tensor.
+
+    Raises:
+        LayoutError: a parameter cannot be given memory because something else holds on to its old self.
+    """
+    managed = {id(shard.param): shard for shard in fsdp_shards(model)}
+    problems: list[str] = []
+    with torch.no_grad():
+        for names, whole, kind, _ in _tensors(model):
+            if kind == "parameter" and whole.is_meta:
+                assert isinstance(whole, nn.Parameter)
+                try:
+                    _allocate(whole, managed.get(id(whole)), _device(whole, device))
+                except RuntimeError as error:
+                    problems.append(f"{escape(names[0])}: {str(error).splitlines()[0]}")
+    if problems:
+        raise LayoutError(f"{len(problems)} parameters cannot be given memory", problems=problems)
+
+
+def _device(whole: torch.Tensor, device: torch.device | None) -> torch.device:
+    if device is not None:
+        return device
+    kind = whole.device_mesh.device_type if isinstance(whole, DTensor) else "cpu"
+    return (
+        torch.device(kind, torch.get_device_module(kind).current_device())
+        if kind != "cpu"
+        else torch.device(kind)
+    )
+
+
+def _allocate(parameter: nn.Parameter, managed: FSDPShard | None, device: torch.device) -> None:
+    old = local_tensor(parameter)
+    if managed is None or type(old) is not torch.Tensor:
+        memory = torch.empty_like(old, device=device)
+        if type(old) is torch.Tensor:
+            advise_huge_pages(memory)
+        give_memory(parameter, memory)
+        return
+    place = torch.device("cpu") if managed.on_cpu else device
+    padded = torch.empty(managed.padded_sizes, dtype=old.dtype, device=place, pin_memory=managed.pinned)
+    if not managed.pinned:
+        advise_huge_pages(padded)
+    length = old.shape[managed.dim] if old.numel() else 0
+    padded.narrow(managed.dim, length, padded.shape[managed.dim] - length).zero_()
+    give_memory(parameter, padded.narrow(managed.dim, 0, length))
+    managed.keep(padded)
+
+
+def give_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:
+    """Make a parameter on meta one with memory, the object and its attributes staying the same."""
+    value: torch.Tensor = memory
+    if isinstance(parameter, DTensor):
+        value = DTensor.from_local(
+            memory,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""Where the weights come from: any checkpoint or Hub model, shards made before, the memory of one rank."""

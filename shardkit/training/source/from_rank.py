@@ -1,0 +1,208 @@
+"""A source in the memory of one rank: a state dict that a merge or surgery made there, and nobody else has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.catalog import Catalog, OnRead, SourceFile
+from shardkit.core.dtypes import BY_NAME
+from shardkit.core.regions import full_region
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import IntegrityError, SourceError, UsageError
+from shardkit.training.fill.reading import memory_of
+from shardkit.training.ranks.agree import gather_json, world
+
+StateDict = Mapping[str, Any] | nn.Module
+"""What the rank holds: names and tensors, or the model that has them."""
+
+
+class RankSource:
+    """What `from_rank` returns, for `prepare` and `load_into`."""
+
+    def __init__(self, state: StateDict | None, rank: int) -> None:
+        self._state, self.rank = state, rank
+
+    @property
+    def is_here(self) -> bool:
+        """True on the rank that holds the state dict."""
+        return world()[0] == self.rank
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return f"the state dict of rank {self.rank}"
+
+    def elsewhere(self) -> SourceError:
+        """Return why this rank cannot read it."""
+        return SourceError(f"rank {self.rank} alone holds the state dict")
+
+    def describe(self) -> list[Any]:
+        """Return what this rank gave, to be compared with the others'."""
+        return [
+            "from_rank",
+            self.rank if type(self.rank) is int else repr(self.rank),
+            self._state is not None,
+        ]
+
+    def open(self) -> Catalog:
+        """Return a catalog of the tensors; each becomes bytes when it is read, one at a time.
+
+        Raises:
+            UsageError: no mapping of names to tensors, or a model that is wrapped by FSDP1.
+            SourceError: tensors whose values are not all here, or are not plain; lists all of them.
+        """
+        return _catalog(_tensors(self._state), self.label)
+
+
+def from_rank(state_dict: StateDict | None, rank: int = 0) -> RankSource:
+    """Let `prepare` or `load_into` take weights from the memory of one rank, which sends each other rank its shards.
+
+    Nothing is read before `finalize`: until then the tensors must stay as they are, and the context keeps them.
+
+    Args:
+        state_dict: on that rank names and tensors, of any dtype, device and strides, under the model's or the Hub's
+            names; or a model, whose `state_dict()` is taken. None on all other ranks.
+        rank: that holds it.
+
+    Returns:
+        A source. Every rank has to give it, with the same `rank`; what is wrong with it is raised by who takes it,
+        on all ranks.
+    """
+    return RankSource(state_dict, rank)
+
+
+def check_sources(source: object) -> None:
+    """Compare what the ranks gave as their source; every rank calls it.
+
+    Raises:
+        UsageError: on all ranks: not all of them name one rank, or others than that rank hold a state dict, or it
+            holds none.
+    """
+    told = gather_json(
+        source.describe() if isinstance(source, RankSource) else None, phase="opening the source"
+    )
+    if not any(told):
+        return
+    hint = "rank R: shardkit.from_rank(state_dict, rank=R); all others: shardkit.from_rank(None, rank=R)"
+    if not all(told) or any(each[1] != told[0][1] for each in told):
+        raise UsageError(
+            "the ranks do not name the same holder of the state dict",
+            problems=[
+                f"rank {here}: {f'from_rank(..., rank={each[1]})' if each else 'another kind of source'}"
+                for here, each in enumerate(told)
+            ],
+            hint=hint,
+        )
+    rank = told[0][1]
+    if type(rank) is not int or not 0 <= rank < len(told):
+        raise UsageError(
+            f"from_rank: rank={escape(str(rank))} is none of the {count(len(told), 'rank')}", hint=hint
+        )
+    wrong = [
+        f"rank {here}: {'None, though it is the rank that is named' if here == rank else 'a state dict; it would be ignored'}"
+        for here, (_, _, has) in enumerate(told)
+        if has != (here == rank)
+    ]
+    if wrong:
+        raise UsageError(
+            f"from_rank: rank {rank}, and no other, gives the state dict", problems=wrong, hint=hint
+        )
+
+
+def _tensors(state: StateDict | None) -> Mapping[str, Any]:
+    if isinstance(state, nn.Module):
+        if any(isinstance(module, FullyShardedDataParallel) for module in state.modules()):
+            raise UsageError(
+                "from_rank: the model is wrapped by FSDP1, and no rank holds all of it",
+                hint="save it, and give the checkpoint as the source",
+            )
+        state = state.state_dict()
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        what = "a mapping with keys that are no text" if isinstance(state, Mapping) else type(state).__name__
+        raise UsageError(f"from_rank: expected names and tensors, or a model, found {what}")
+    if not any(isinstance(value, torch.Tensor) for value in state.values()):
+        raise UsageError(
+            f"from_rank: none of {count(len(state), 'entry', 'entries')} is a tensor: {listed(list(state))}",
+            hint="give the state dict itself, as checkpoint['model']",
+        )
+    return state
+
+
+def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
+    catalog = Catalog(format="memory", directory=label)
+    problems = [f"{escape(name)}: {reason}" for name, value in state.items() if (reason := _refused(value))]
+    if problems:
+        raise SourceError(
+            f"{count(len(problems), 'tensor')} of {label} cannot be sent",
+            problems=problems,
+            hint="give whole plain tensors: gather DTensors with full_tensor(), dequantise, densify",
+        )
+    numbers: dict[object, int] = {}
+    others = []
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            others.append(name)
+            continue
+        tensor, dtype = value.detach(), BY_NAME[str(value.dtype).removeprefix("torch.")]
+        region = full_region(tuple(tensor.shape))
+        nbytes = region.num_elements * dtype.itemsize
+        # Tied tensors are one: they need not be held against each other.
+        place = (
+            (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if nbytes
+            else name
+        )
+        if place not in numbers:
+            numbers[place] = len(catalog.files)
+            decode = _decoder(tensor, name)
+            catalog.files.append(SourceFile(name=name, path=label, size=nbytes, decode=decode))
+        catalog.add_tensor(name, dtype, region.sizes, iter(((numbers[place], 0, nbytes, region),)))
+    catalog.objects = tuple(others)
+    if others:
+        catalog.notes = (f"left out of {label}, for they are no tensors: {listed(others)}",)
+    return catalog
+
+
+def _refused(value: object) -> str | None:
+    """Return why a tensor's bytes are not its values; None for plain tensors, and for what is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, DTensor):
+        return "a DTensor, of which this rank may hold a part only"
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        return f"a {type(value).__name__}, which is no plain tensor"
+    if value.is_meta:
+        return "on meta, without values"
+    if value.layout != torch.strided or value.is_quantized:
+        return f"its layout is {value.layout}" if value.layout != torch.strided else "quantised"
+    if str(value.dtype).removeprefix("torch.") not in BY_NAME:
+        return f"its dtype {value.dtype} is not supported"
+    if not _has_memory(value):
+        return "its memory was freed"
+    return None
+
+
+def _decoder(tensor: torch.Tensor, name: str) -> Callable[[OnRead], memoryview]:
+    def decode(_: OnRead) -> memoryview:
+        if not _has_memory(tensor):
+            raise IntegrityError(
+                f"{escape(name)} of the state dict has no memory any more",
+                hint="leave the tensors as they are until finalize has returned",
+            )
+        with torch.no_grad():
+            return memory_of(tensor.cpu().resolve_conj().resolve_neg().contiguous())
+
+    return decode
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False where the storage was made smaller than the tensor, as to free it: reading would be out of bounds."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return not tensor.numel() or end <= tensor.untyped_storage().nbytes()

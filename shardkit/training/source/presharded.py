@@ -1,0 +1,338 @@
+"""A directory that preshard or reshard wrote, opened from its manifest; no record is looked at.
+
+Where a region lies is arithmetic on the manifest's mesh and placements. So a rank opens the chunk lists of the files
+that it reads from, its own as a rule, and never those of a thousand others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import sub
+from typing import Any
+
+from shardkit.core.catalog import Catalog, Checksums, FileStamp, SourceFile
+from shardkit.core.dtypes import BY_NAME
+from shardkit.core.mesh import Mesh, Placement, parse_mesh
+from shardkit.core.regions import Region, Shape, find_tiling_error, full_region, intersect
+from shardkit.core.text import count, escape
+from shardkit.errors import IntegrityError, LayoutError, ShardkitError, SourceError, UsageError
+from shardkit.files import manifest
+from shardkit.files.digest import crc32
+from shardkit.files.strict_json import read_small
+from shardkit.formats.dcp import chunk_list
+from shardkit.formats.dcp.check import is_grid
+from shardkit.formats.dcp.chunk_list import ChunkList, ListedChunk
+from shardkit.formats.hub.base import read_key_rules, source_key_rules
+from shardkit.keys import KeyRule
+
+METADATA = ".metadata"
+_MAX_LIST_BYTES = 1 << 28
+_MAX_NUMBER = 1 << 62
+_MAX_DIMS = 64  # torch's own limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Presharded:
+    """What lies in such a directory."""
+
+    catalog: Catalog
+    """Every tensor and every file; no chunk: `open_chunks` finds those."""
+    digest: int
+    """The manifest's own, which covers the digest of every file."""
+    mesh: Mesh
+    placements: Mapping[str, tuple[Placement, ...]]
+    """Of every tensor, its other names aside."""
+    ties: Mapping[str, str]
+    """Another name of a tensor -> the one that has the records."""
+    lists: tuple[Mapping[str, Any], ...]
+    """What the manifest says of each file, in the catalog's order."""
+    key_rules: tuple[KeyRule, ...] | None = None
+    """What makes the Hub's names of the model's; None where they are the Hub's, or nobody said."""
+
+    def open_chunks(self, wanted: Mapping[str, Sequence[Region]] | None = None) -> Catalog:
+        """Return the catalog with the chunks in which some regions lie.
+
+        Args:
+            wanted: regions of tensors, in elements; None is all of them.
+
+        Raises:
+            IntegrityError: manifest, chunk lists and files are not of one run, or a file is not whole.
+            SourceError: a chunk list cannot be read.
+        """
+        if wanted is not None:
+            wanted = _by_record(wanted, self.ties)
+        numbers = range(len(self.lists)) if wanted is None else self._files_of(wanted)
+        lists = _read_lists(self.catalog.directory, {n: self.lists[n] for n in numbers})
+        catalog = self._with_chunks(lists)
+        self._check(catalog, wanted)
+        for other, name in self.ties.items():
+            catalog.tensors[other] = replace(catalog.tensors[name], fqn=other)
+        return catalog
+
+    def _files_of(self, wanted: Mapping[str, Sequence[Region]]) -> list[int]:
+        """Return the files in which regions lie; layers are alike, so that few are looked for twice."""
+        if self.mesh.num_shards > 2 * len(self.lists):  # a number in a small file could keep us for hours
+            raise IntegrityError(
+                f"{escape(self.catalog.directory)}: {manifest.NAME} lists {count(len(self.lists), 'file')} for "
+                f"{count(self.mesh.num_shards, 'shard')}",
+                hint="copy the directory again, or preshard again",
+            )
+        by_name = {file.name: number for number, file in enumerate(self.catalog.files)}
+        found, known = set[int](), set[object]()
+        for fqn, regions in wanted.items():
+            shape, placements = self.catalog.tensors[fqn].shape, self.placements[fqn]
+            for region in regions:
+                if (shape, placements, region) in known:
+                    continue
+                known.add((shape, placements, region))
+                for shard, owned in self.mesh.owners(shape, placements):
+                    number = by_name.get(f"__{shard}_0.distcp")
+                    if number is not None and intersect(owned, region) is not None:
+                        found.add(number)
+        return sorted(found)
+
+    def _with_chunks(self, lists: Mapping[int, ChunkList]) -> Catalog:
+        whole = self.catalog
+        catalog = Catalog(format=whole.format, directory=whole.directory, files=list(whole.files))
+        rows: dict[str, list[tuple[int, ListedChunk]]] = {}
+        for number, listed in lists.items():
+            stored = ((chunk.data_start, chunk.data_nbytes, chunk.crc32) for chunk in listed.chunks)
+            catalog.files[number] = replace(
+                whole.files[number],
+                stamp=_stamp(whole.files[number]),
+                checksums=Checksums.of(stored),
+            )
+            for chunk in listed.chunks:
+                rows.setdefault(chunk.fqn, []).append((number, chunk))
+        for fqn in self.placements:
+            entry = whole.tensors[fqn]
+            chunks = rows.pop(fqn, [])
+            if any((chunk.dtype, chunk.shape) != (entry.dtype, entry.shape) for _, chunk in chunks):
+                raise IntegrityError(
+                    f"{escape(whole.directory)}: a chunk list has another dtype or shape of {escape(fqn)} than {manifest.NAME}"
+                )
+            catalog.add_tensor_columns(
+                fqn,
+                entry.dtype,
+                entry.shape,
+                [file for file, _ in chunks],
+                [chunk.data_start for _, chunk in chunks],
+                [chunk.data_nbytes for _, chunk in chunks],
+                [chunk.region for _, chunk in chunks],
+            )
+        return catalog
+
+    def _check(self, catalog: Catalog, wanted: Mapping[str, Sequence[Region]] | None) -> None:
+        """Hold the chunks against what is to lie in them."""
+        problems = []
+        for fqn in self.placements if wanted is None else wanted:
+            entry = catalog.tensors[fqn]
+            chunks = catalog.chunks.regions(entry.chunk_ids)
+            for region in (None,) if wanted is None else wanted[fqn]:
+                region = full_region(entry.shape) if region is None else region
+                parts = [part for chunk in chunks if (part := intersect(chunk, region)) is not None]
+                stored = sum(part.num_elements for part in parts)
+                if stored != region.num_elements:
+                    problems.append(f"{escape(fqn)}: {stored} of {region.num_elements} elements are there")
+                elif not _are_apart(parts, region):
+                    problems.append(f"{escape(fqn)}: chunks overlap, so that elements are missing")
+        if problems:
+            raise IntegrityError(
+                f"{escape(catalog.directory)}: {manifest.NAME} and the chunk lists disagree",
+                problems=problems,
+            )
+
+
+def _are_apart(parts: Sequence[Region], region: Region) -> bool:
+    """True where parts with as many elements as the region are all of it."""
+    kept = [part for part in parts if part.num_elements]
+    if len(kept) < 2:
+        return True
+    moved = [Region(tuple(map(sub, part.offsets, region.offsets)), part.sizes) for part in kept]
+    if len({part.offsets for part in moved}) == len(moved) and is_grid(region.sizes, moved):
+        return True
+    return find_tiling_error(region.sizes, moved) is None
+
+
+def _by_record(wanted: Mapping[str, Sequence[Region]], ties: Mapping[str, str]) -> dict[str, list[Region]]:
+    """Return what is wanted under the names that have records."""
+    found: dict[str, list[Region]] = {}
+    for fqn, regions in wanted.items():
+        found.setdefault(ties.get(fqn, fqn), []).extend(regions)
+    return found
+
+
+def open_presharded(directory: str) -> Presharded | None:
+    """Open a directory by its manifest; None where it has none, or one of something else.
+
+    Args:
+        directory: with `shardkit.json` beside shard files.
+
+    Raises:
+        IntegrityError: a file is missing.
+        SourceError: the manifest says nothing that makes sense, or the run that wrote the directory did not end.
+    """
+    content = manifest.read(directory)
+    if content is None or not _is_of_shards(content):
+        return None
+    if not os.path.exists(os.path.join(directory, METADATA)):
+        raise SourceError(
+            f"{escape(directory)} has {manifest.NAME} and no {METADATA}, which is written last",
+            hint="copy all of the directory; or preshard again",
+        )
+    try:
+        found = _opened(directory, content)
+    except (KeyError, TypeError, ValueError, AttributeError, UsageError, LayoutError) as error:
+        raise SourceError(
+            f"{escape(os.path.join(directory, manifest.NAME))} does not describe shards as this version does",
+            problems=[_reason(error)],
+            hint="preshard again",
+        ) from error
+    there = set(os.listdir(directory))
+    names = (name for file in found.catalog.files for name in (file.name, chunk_list.name_for(file.name)))
+    missing = [escape(name) for name in names if name not in there]
+    if missing:
+        raise IntegrityError(
+            f"{escape(directory)}: {count(len(missing), 'file')} missing that {manifest.NAME} lists",
+            problems=missing,
+            hint="copy all of the directory; or preshard again",
+        )
+    return found
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"nothing is said of {escape(str(error))}"
+    return error.message if isinstance(error, ShardkitError) else escape(str(error))
+
+
+def _opened(directory: str, content: Mapping[str, Any]) -> Presharded:
+    catalog = Catalog(format="dcp", directory=directory)
+    for file in content["files"]:
+        name, size = (
+            _plain_name(file["name"]),
+            _whole_number(file["size"], f"size of {escape(str(file['name']))}"),
+        )
+        catalog.files.append(SourceFile(name=name, path=os.path.join(directory, name), size=size))
+    if len({file.name for file in catalog.files}) != len(catalog.files):
+        raise ValueError("a file is listed twice")
+    mesh = _mesh(content["mesh"]["axes"])
+    placements: dict[str, tuple[Placement, ...]] = {}
+    for fqn, tensor in content["tensors"].items():
+        shape = _shape(tensor["shape"], fqn)
+        catalog.add_tensor(fqn, BY_NAME[tensor["dtype"]], shape, iter(()))
+        placements[fqn] = _placements(tensor["placements"], mesh, len(shape), fqn)
+    ties = _ties(content["ties"], placements)
+    for other, name in ties.items():
+        catalog.tensors[other] = replace(catalog.tensors[name], fqn=other)
+    return Presharded(
+        catalog=catalog,
+        digest=content["crc32"],
+        key_rules=read_key_rules(content) or source_key_rules(content["tensors"]),
+        mesh=mesh,
+        placements=placements,
+        ties=ties,
+        lists=tuple(content["files"]),
+    )
+
+
+def _plain_name(name: object) -> str:
+    if not isinstance(name, str) or os.path.basename(name) != name or not name or "\0" in name:
+        raise IntegrityError(f"{manifest.NAME}: {escape(str(name))!r} is no file name", hint="preshard again")
+    return name
+
+
+def _whole_number(value: object, what: str) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_NUMBER:  # True is an int to isinstance
+        raise ValueError(f"{what}: expected a number from 0 on, found {escape(repr(value))}")
+    return value
+
+
+def _shape(sizes: object, fqn: str) -> Shape:
+    if not isinstance(sizes, list) or len(sizes) > _MAX_DIMS:
+        raise ValueError(f"{escape(fqn)}: no list of at most {_MAX_DIMS} sizes")
+    return tuple(_whole_number(size, f"{escape(fqn)}: size of a dim") for size in sizes)
+
+
+def _mesh(axes: object) -> Mesh:
+    """Return the mesh that the manifest lists, checked as one that is typed.
+
+    Raises:
+        MeshError: its axes or their sizes are none that shardkit writes.
+    """
+    if not isinstance(axes, list) or not axes:
+        raise ValueError("mesh: no list of axes")
+    sizes = [_whole_number(axis["size"], "size of a mesh axis") for axis in axes]
+    parts = (f"{axis['name']}:{axis['role']}={size}" for axis, size in zip(axes, sizes, strict=True))
+    return parse_mesh(",".join(parts), None)
+
+
+def _placements(texts: object, mesh: Mesh, num_dims: int, fqn: str) -> tuple[Placement, ...]:
+    if not isinstance(texts, list) or len(texts) != len(mesh.axes):
+        raise ValueError(
+            f"{escape(fqn)}: not one placement for each of {count(len(mesh.axes), 'mesh axis', 'mesh axes')}"
+        )
+    found = tuple(map(Placement.parse, texts))
+    if any(placement.shard_dim is not None and placement.shard_dim >= num_dims for placement in found):
+        raise ValueError(f"{escape(fqn)}: a placement cuts a dim that it does not have")
+    return found
+
+
+def _ties(groups: object, placements: Mapping[str, object]) -> dict[str, str]:
+    """Return other name -> the name that has the records."""
+    found: dict[str, str] = {}
+    for group in groups if isinstance(groups, list) else (groups,):
+        if not isinstance(group, list) or not all(isinstance(name, str) for name in group) or not group:
+            raise ValueError("ties: no lists of names")
+        name, *others = group
+        if name not in placements:
+            raise ValueError(f"ties: {escape(name)} is none of the tensors")
+        for other in others:
+            if other in placements or found.setdefault(other, name) != name:
+                raise ValueError(f"ties: {escape(other)} has bytes of its own, or of two tensors")
+    return found
+
+
+def _is_of_shards(content: Mapping[str, Any]) -> bool:
+    files = content.get("files")
+    return (
+        isinstance(content.get("mesh"), dict)
+        and isinstance(content.get("tensors"), dict)
+        and isinstance(files, list)
+        and all(isinstance(file, dict) and isinstance(file.get("chunks"), dict) for file in files)
+    )
+
+
+def _read_lists(directory: str, files: Mapping[int, Mapping[str, Any]]) -> dict[int, ChunkList]:
+    found: dict[int, ChunkList] = {}
+    errors: list[ShardkitError] = []
+    for number, file in files.items():
+        try:
+            found[number] = _read_list(directory, file)
+        except ShardkitError as error:
+            errors.append(error)
+    if errors:
+        raise IntegrityError(
+            f"{escape(directory)}: {count(len(errors), 'file')} not as {manifest.NAME} describes",
+            problems=[error.message for error in errors],
+            hint="copy the directory again, or preshard again",
+        )
+    return found
+
+
+def _read_list(directory: str, file: Mapping[str, Any]) -> ChunkList:
+    name = file["name"]
+    listed = chunk_list.read(directory, name)
+    if listed.size != file["size"]:
+        raise IntegrityError(f"{escape(name)} has {listed.size} bytes, not {file['size']}")
+    own = chunk_list.name_for(name)
+    if crc32(read_small(os.path.join(directory, own), own, _MAX_LIST_BYTES)) != file["chunks"].get("crc32"):
+        raise IntegrityError(f"{escape(own)} has been changed")
+    return listed
+
+
+def _stamp(file: SourceFile) -> FileStamp:
+    status = os.stat(file.path)
+    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)

@@ -1,0 +1,341 @@
+"""A source of weights, opened for one model: where each of its tensors lies, and which weights these are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from shardkit.core.catalog import Catalog
+from shardkit.core.regions import Region
+from shardkit.core.subset import subset
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import ResourceError, ShardkitError
+from shardkit.files import storage
+from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.hub.base import saved_key_rules
+from shardkit.formats.hub.directory import read_config
+from shardkit.formats.recorded import add_checksums
+from shardkit.formats.registry import layout_of, open_checkpoint
+from shardkit.formats.source import open_source
+from shardkit.keys.foreign import refuse_factors
+from shardkit.keys.peft import base_name
+from shardkit.keys.renaming import KeyRule, apply_key_rules
+from shardkit.keys.select import select_model
+from shardkit.layout.naming import match_names
+from shardkit.training.ranks.context import ExpectedTensor, KeyRules, Weights
+from shardkit.training.source.from_rank import RankSource
+from shardkit.training.source.hub_names import key_rules
+from shardkit.training.source.presharded import METADATA, open_presharded
+
+# Stored beside packed or scaled values. transformers 5.23, quantizers/: fp8, bitsandbytes, GPTQ, AWQ, MXFP4.
+_SCALES = (
+    *(".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight", ".qzeros", ".absmax", ".quant_map"),
+    *("_proj_blocks", "_proj_scales", ".SCB"),
+)
+_NUM_SAMPLES = 64
+_SAMPLE_NBYTES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A source, before it is known what of it is wanted."""
+
+    path: str
+    catalog: Catalog
+    names: Mapping[str, str]
+    """Stored name -> name without the checkpoint's own root, of the weights of its model."""
+    select: Callable[[Collection[str]], Catalog]
+    identity: Callable[[Catalog], object]
+    """Plain data that tells these weights from others, given the catalog of those that are wanted."""
+    hub_names: Mapping[str, str] | None = None
+    """Stored name -> the Hub's; None where that is not known."""
+    may_have_own_names: bool = False
+    """Names may also be the model's own: those that differ from these are the Hub's."""
+    quantised: str | None = None
+    presharded: str | None = None
+    is_hub: bool = False
+    notes: tuple[str, ...] = ()
+    open_chunks: Callable[[Mapping[str, Sequence[Region]]], Catalog] | None = None
+
+
+def open_weights(
+    source: str | os.PathLike[str] | RankSource,
+    names: Mapping[str, ExpectedTensor],
+    ties: Iterable[Collection[str]] = (),
+    *,
+    model: nn.Module | None = None,
+    revision: str | None = None,
+    variant: str | None = None,
+) -> Weights:
+    """Open a source and find in it the tensors of a model; none is read.
+
+    Whether they fit is for `check_fit` to say.
+
+    Args:
+        source: a Hub directory, file or repo id, a pre-sharded directory, a checkpoint of any trainer, or what
+            `from_rank` returned on the rank that holds the state dict.
+        names: the model's parameters and buffers; those in no state dict are not looked for.
+        ties: groups of names that are one parameter; the source may have any of them.
+        model: where it is transformers', wrapped or not, its own renamings are known.
+        revision: branch, tag or commit of a repo id.
+        variant: "fp16" takes `model.fp16.safetensors`.
+
+    Raises:
+        SourceError, IntegrityError: nothing there, or it is damaged or incomplete, or holds factors of matrices that the
+            model has whole.
+        ResourceError: it cannot be read or downloaded.
+        UsageError: a revision of something local.
+    """
+    wanted = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
+    for group in ties:
+        wanted.update(dict.fromkeys(group if any(name in wanted for name in group) else ()))
+    if isinstance(source, RankSource):
+        opened = _open_rank(source, list(wanted))
+    else:
+        opened = _open(os.fspath(source), list(wanted), revision, variant)
+    found = match_names(
+        opened.names,
+        wanted,
+        shapes={name: opened.catalog.tensors[name].shape for name in opened.names},
+        computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
+        model=model,
+    )
+    catalog = opened.select(list(dict.fromkeys(found.names.values())))
+    notes = list(opened.notes)
+    if found.ignored:
+        shown = listed(found.ignored)
+        notes.append(f"left out of the source, the model computes them: {shown}")
+    if found.renamed:
+        notes.append(
+            f"{count(found.renamed, 'tensor')} of the source found under other names than the model's"
+        )
+    return Weights(
+        path=opened.path,
+        catalog=catalog,
+        names=found.names,
+        identity=_digest([opened.identity(catalog), _samples(catalog)]),
+        presharded=opened.presharded,
+        unused={name: opened.catalog.tensors[name].shape for name in found.unused},
+        made=frozenset(found.made),
+        follows_class=found.is_transformers,
+        fused=found.fused,
+        quantised=opened.quantised or _scales(found.unused),
+        notes=tuple(notes),
+        key_rules=_key_rules(opened, found.names),
+        open_chunks=opened.open_chunks,
+    )
+
+
+def first_dtype(
+    source: str | os.PathLike[str] | RankSource, *, revision: str | None = None, variant: str | None = None
+) -> str | None:
+    """Return the dtype that `from_pretrained` takes where a config says none: of the first floating tensor by name, in
+    the first file; None where there is none, or nothing that can be opened here.
+
+    Args:
+        source: as for `open_weights`.
+        revision: as there.
+        variant: as there.
+
+    Source: transformers 5.23, modeling_utils, _get_dtype and get_state_dict_dtype.
+    """
+    try:
+        if isinstance(source, RankSource):
+            opened = _open_rank(source, [])
+        else:
+            opened = _open(os.fspath(source), [], revision, variant)
+    except ShardkitError:  # whoever opens it in earnest says so
+        return None
+    tensors, chunks = opened.catalog.tensors, opened.catalog.chunks
+
+    def place(name: str) -> tuple[str, str]:
+        entry = tensors[name]
+        file = opened.catalog.files[chunks.file[entry.first_chunk]].name if entry.num_chunks else ""
+        return file if opened.is_hub else "", name
+
+    floating = (name for name in opened.names if tensors[name].dtype.is_convertible)
+    first = min(floating, key=place, default=None)
+    return None if first is None else tensors[first].dtype.name
+
+
+def _key_rules(opened: _Opened, names: Mapping[str, str]) -> KeyRules | None:
+    hub = opened.hub_names
+    if hub is None:
+        return None
+    rules = key_rules({fqn: hub[stored] for fqn, stored in names.items()})
+    return rules if rules or not opened.may_have_own_names else None
+
+
+def _open(source: str, wanted: list[str], revision: str | None, variant: str | None) -> _Opened:
+    if not os.path.lexists(source) or revision is not None or variant is not None:
+        return _open_hub(source, wanted, revision, variant)
+    if os.path.isdir(source):
+        presharded = open_presharded(source)
+        if presharded is not None:
+            catalog, digest = presharded.catalog, presharded.digest
+            names, _ = _select(catalog, wanted, None)
+            return _Opened(
+                path=source,
+                catalog=catalog,
+                names=names,
+                hub_names=_renamed(names, presharded.key_rules or ()),
+                may_have_own_names=True,  # `reshard` writes what preshard does, under a model's names
+                select=lambda names: subset(catalog, names),
+                identity=lambda _: {"manifest": digest},
+                presharded=source,
+                open_chunks=presharded.open_chunks,
+            )
+    if layout_of(source) == "hub":
+        return _open_hub(source, wanted, None, None)
+    return _open_checkpoint(open_checkpoint(source), wanted)
+
+
+def _open_rank(source: RankSource, wanted: list[str]) -> _Opened:
+    catalog = source.open()
+    names, notes = _select(catalog, wanted, None)
+    return _Opened(
+        path=source.label,
+        catalog=catalog,
+        names=names,
+        hub_names=names,
+        may_have_own_names=True,
+        select=lambda names: subset(catalog, names),
+        identity=lambda _: [source.label],
+        notes=(*catalog.notes, *notes),
+    )
+
+
+def _open_hub(source: str, wanted: list[str], revision: str | None, variant: str | None) -> _Opened:
+    model = open_source(source, revision=revision, variant=variant)
+    add_checksums(model.catalog, source if os.path.lexists(source) else model.directory)
+    if wanted:
+        refuse_factors(model.catalog.tensors, wanted)
+    return _Opened(
+        path=model.directory,
+        catalog=model.catalog,
+        names={name: name for name in model.catalog.tensors},
+        hub_names={name: name for name in model.catalog.tensors},
+        select=lambda names: subset(model.catalog, names),
+        # Not the repo and its commit: a copy in a directory is the same weights.
+        identity=lambda _: model.identity["files"],
+        quantised=_quantisation(model.config),
+        is_hub=True,
+        notes=model.catalog.notes,
+    )
+
+
+def _open_checkpoint(checkpoint: Checkpoint, wanted: list[str]) -> _Opened:
+    names, notes = _select(checkpoint.catalog, wanted, checkpoint)
+    config = next((read_config(directory) for directory in checkpoint.assets), None)
+    rules = saved_key_rules(checkpoint)
+    return _Opened(
+        path=checkpoint.path,
+        catalog=checkpoint.catalog,
+        names=names,
+        hub_names=None if rules is None else _renamed(names, rules),
+        select=partial(_selected, checkpoint),
+        identity=lambda catalog: [_file_digest(checkpoint.catalog.directory), _rows(catalog)],
+        quantised=_quantisation(config),
+        notes=(*checkpoint.notes, *notes),
+    )
+
+
+def _selected(checkpoint: Checkpoint, names: Collection[str]) -> Catalog:
+    catalog = checkpoint.select(names)
+    add_checksums(catalog, checkpoint.path)
+    return catalog
+
+
+def _renamed(names: Mapping[str, str], rules: Sequence[KeyRule]) -> dict[str, str]:
+    changed = apply_key_rules(rules, names.values()).names
+    return {stored: changed.get(name, name) for stored, name in names.items()}
+
+
+def _select(
+    catalog: Catalog, wanted: list[str], checkpoint: Checkpoint | None
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the weights of a checkpoint's model, each with its name below the root; no optimizer among them."""
+    if wanted:
+        refuse_factors(catalog.tensors, wanted)  # now: names that fit nothing would be refused for that
+    bases = [base for base in map(base_name, wanted) if base is not None]
+    selection = select_model(
+        catalog.tensors,
+        catalog.objects,
+        catalog.paths,
+        checkpoint.roots if checkpoint is not None else {},
+        base_names=list(dict.fromkeys((*wanted, *bases))),
+    )
+    return selection.names, (*selection.notes, *selection.unloadable, *selection.warnings)
+
+
+def _quantisation(config: Mapping[str, object] | None) -> str | None:
+    described = (config or {}).get("quantization_config")
+    if not described:
+        return None
+    method = described.get("quant_method") if isinstance(described, dict) else None
+    return f"config.json has a quantization_config ({escape(str(method or 'of no named method'))})"
+
+
+def _scales(unused: Iterable[str]) -> str | None:
+    found = [name for name in unused if name.endswith(_SCALES)]
+    return f"{count(len(found), 'tensor')} of scales or packed values: {listed(found)}" if found else None
+
+
+def _rows(catalog: Catalog) -> list[object]:
+    """Return what a catalog says, as plain data that has no path and no time in it."""
+    table = catalog.chunks
+    files = [(file.name, file.size) for file in catalog.files]
+    return [
+        [
+            entry.fqn,
+            entry.dtype.name,
+            entry.shape,
+            [
+                (*files[table.file[row]], table.start[row], table.nbytes[row], region)
+                for row, region in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True)
+            ],
+        ]
+        for entry in catalog.tensors.values()
+    ]
+
+
+def _file_digest(directory: str) -> str | None:
+    """Return a digest of `.metadata`, in which torch puts an id of each save; None where there is none."""
+    digest = hashlib.sha256()
+    try:
+        with open(os.path.join(directory, METADATA), "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
+def _samples(catalog: Catalog) -> str:
+    """Return a digest of a few bytes here and there: headers are equal for all fine-tunes of one model."""
+    table, digest = catalog.chunks, hashlib.sha256()
+    places = [
+        (file, table.start[row], table.nbytes[row])
+        for row in range(len(table))
+        if table.nbytes[row] and not (file := catalog.files[table.file[row]]).decode
+    ] or [(file, 0, file.size) for file in catalog.files if not file.decode]
+    for file, first, nbytes in places[:: max(len(places) // _NUM_SAMPLES, 1)]:
+        start = first + nbytes // 2
+        size = min(_SAMPLE_NBYTES, first + nbytes - start)
+        try:
+            with open(file.path, "rb", buffering=0) as stream:
+                digest.update(storage.pread(stream.fileno(), size, start))
+        except OSError as error:
+            raise ResourceError(f"{escape(file.name)}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, separators=(",", ":"), sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,234 @@
+"""`shardkit preshard`: what it says, and what it leaves when a signal ends it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shlex
+import signal
+import struct
+import subprocess
+from dataclasses import asdict, replace
+
+import pytest
+
+import shardkit
+from shardkit.cli import preshard as preshard_command
+from shardkit.operations.preshard.preshard import PreshardResult
+
+ARGS = ["preshard", "tiny", "--world-size", "4", "--wrap", "none"]
+
+RESULT = PreshardResult(
+    source="org/model",
+    source_format="safetensors",
+    output="/data/model-dp_shard4",
+    dry_run=False,
+    world_size=4,
+    mesh="dp_shard=4",
+    layout="traced",
+    num_units=3,
+    num_tensors=20,
+    num_files=4,
+    read_bytes=8 << 30,
+    written_bytes=8 << 30,
+    file_bytes=(2 << 30, 2 << 30, 2 << 30, 1 << 30),
+    imbalance=1.1429,
+    num_tensors_with_empty_shards=2,
+    shares_extents=False,
+    peak_memory_bytes=128 << 20,
+    download_bytes=0,
+    free_bytes=100 << 30,
+    resumed_files=0,
+    checked_bytes=0,
+    unchecked=(),
+    source_manifests=(),
+    elapsed_s=4.0,
+    ties=(("embed.weight", "lm_head.weight"),),
+    omitted=(("ids", "a buffer"),),
+    skipped=(),
+    notes=("a note",),
+    warnings=("a \x1b warning",),
+)
+
+HUMAN = """\
+wrote /data/model-dp_shard4
+  source   org/model (safetensors)
+  mesh     dp_shard=4; world size 4
+  layout   traced from the model, 3 units
+  read     20 tensors, 8.0 GiB
+  write    4 shard files, 8.0 GiB
+  balance  largest file over mean 1.1429
+  empty    2 tensors with no rows on some ranks
+  tied     embed.weight = lm_head.weight (stored once)
+  omitted  ids: a buffer
+  time     4.00 s, 2.15 GB/s
+
+load it on every rank, into a model on meta (without to_empty()) that is wrapped for this mesh:
+  import shardkit
+  shardkit.load_into(model, '/data/model-dp_shard4')  # parameters and buffers
+"""
+
+DRY = """\
+dry run: nothing was written to /data/model-dp_shard4
+  source     org/model (safetensors)
+  mesh       dp_shard=4; world size 4
+  layout     traced from the model, 3 units
+  to fetch   6.0 GiB from the Hub; so far only headers were read
+  to read    20 tensors, 8.0 GiB
+  to write   4 shard files, 8.0 GiB
+  balance    largest file over mean 1.1429
+  per rank   shard 0-2: 2.0 GiB each
+             shard 3: 1.0 GiB
+  empty      2 tensors with no rows on some ranks
+  tied       embed.weight = lm_head.weight (stored once)
+  omitted    ids: a buffer
+  memory     at most 128.0 MiB of buffers
+  free disk  100.0 GiB
+"""
+
+
+@pytest.mark.parametrize(("dry_run", "text"), [(False, HUMAN), (True, DRY)])
+def test_text(dry_run, text):
+    lines = preshard_command.render(replace(RESULT, dry_run=dry_run, download_bytes=(6 << 30) * dry_run))
+    assert "\n".join(lines) + "\n" == text
+
+
+def test_streams(run, monkeypatch):
+    monkeypatch.setattr("shardkit.operations.preshard.preshard.preshard", lambda *args, **options: RESULT)
+    human, document = run(*ARGS), run(*ARGS, "--json")
+    assert human.stdout == HUMAN
+    assert human.stderr == "note: a note\nwarning: a \\x1b warning\n"
+    assert document.stderr == "warning: a \\x1b warning\n"
+    assert json.loads(document.stdout) == json.loads(json.dumps(asdict(RESULT)))
+
+
+def test_options_reach_the_library(run, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(
+        "shardkit.operations.preshard.preshard.preshard",
+        lambda *args, **options: seen.update(options, args=args) or RESULT,
+    )
+    flags = "--mesh dp_shard=4 --dtype bf16 --revision r --variant v --overwrite -n --no-resume --digest none"
+    run(*ARGS, "out", *flags.split(), "--jobs", "3", "--max-memory", "1GB", "--trust-remote-code", "--json")
+    assert type(seen.pop("progress")).__name__ == "NoProgress"
+    assert seen == {
+        "args": ("tiny", "out"),
+        "world_size": 4,
+        "mesh": "dp_shard=4",
+        "wrap": "none",
+        "dtype": "bf16",
+        "revision": "r",
+        "variant": "v",
+        "overwrite": True,
+        "dry_run": True,
+        "resume": False,
+        "resume_from": None,
+        "sha256": False,
+        "check_source": True,
+        "source_manifest": None,
+        "follow_links": False,
+        "digest": "none",
+        "jobs": 3,
+        "max_memory": "1GB",
+        "trust_remote_code": True,
+    }
+
+
+def test_real_run(run, tiny):
+    planned = json.loads(run(*ARGS, "--dry-run", "--json").stdout)
+    assert not os.path.exists("tiny-dp_shard4")
+    written = json.loads(run(*ARGS, "--json").stdout)
+    assert written["output"] == str(tiny.parent / "tiny-dp_shard4")
+    assert written["file_bytes"] == [os.path.getsize(f"tiny-dp_shard4/__{n}_0.distcp") for n in range(4)]
+    changing = {"dry_run": 0, "elapsed_s": 0, "free_bytes": 0, "checked_bytes": 0, "unchecked": 0}
+    assert planned | changing == written | changing
+
+
+def test_existing_destination_is_refused_by_both(run, tiny):
+    os.mkdir("tiny-dp_shard4")
+    assert run(*ARGS).exit_code == run(*ARGS, "--dry-run").exit_code == 2
+
+
+def test_other_torch_is_said(run, tiny, monkeypatch):
+    monkeypatch.setattr("shardkit.operations.environment.package_version", lambda name: "2.99.0")
+    result = run(*ARGS, "-n")
+    assert "warning: torch 2.99.0 is newer than what shardkit was tried with, 2.6 to 2.15\n" in result.stderr
+
+
+@pytest.mark.parametrize(("flags", "silenced"), [([], 0), (["--json"], 1), (["--no-progress"], 1)])
+def test_bars_of_the_hub(run, monkeypatch, flags, silenced):
+    calls = []
+    # The package hides this module behind the class of the same name.
+    module = importlib.import_module("huggingface_hub.utils.tqdm")
+    monkeypatch.setattr(module, "disable_progress_bars", lambda: calls.append(1))
+    monkeypatch.setattr("shardkit.operations.preshard.preshard.preshard", lambda *args, **options: RESULT)
+    run("preshard", "org/model", "--world-size", "4", *flags)
+    assert len(calls) == silenced
+
+
+def write_sparse_model(path, nbytes):
+    """A model of zeros that takes no disk; 64 tensors."""
+    step = nbytes // 64
+    header = {
+        f"layers.{n}.weight": {
+            "dtype": "U8",
+            "shape": [64, step // 64],
+            "data_offsets": [n * step, (n + 1) * step],
+        }
+        for n in range(64)
+    }
+    text = json.dumps(header).encode()
+    path.mkdir()
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + 64 * step)
+
+
+STOPS = """\
+import signal, threading
+from shardkit.files import storage
+
+heard, plain, set_handler = threading.Event(), storage.append, signal.signal
+
+def hearing(signum, handler):
+    def hear(*args):
+        heard.set()
+        handler(*args)
+    return set_handler(signum, hear if callable(handler) else handler)
+
+def append(fd, data):
+    plain(fd, data)
+    if b'"file"' in data and not heard.is_set():
+        print("a file is in the journal", flush=True)
+        heard.wait()
+
+signal.signal, storage.append = hearing, append
+"""
+"""Of a `sitecustomize.py`: the run stops when its journal lists a file, until it hears a signal."""
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_then_resume(start, tmp_path, tmp_path_factory, signum, code):
+    write_sparse_model(tmp_path / "big model", 200 << 20)
+    flags = ["--world-size", "64", "--wrap", "none", "--jobs", "1", "--no-resume"]
+    stops = tmp_path_factory.mktemp("stops")
+    (stops / "sitecustomize.py").write_text(STOPS)
+    root = os.path.dirname(os.path.dirname(shardkit.__file__))
+    env = {"PYTHONPATH": os.pathsep.join([str(stops), root])}
+    process = start("-m", "shardkit", "preshard", "big model", "out", *flags, env=env)
+    assert process.stdout.readline() == "a file is in the journal\n"
+    process.send_signal(signum)
+    _, said = process.communicate(timeout=600)
+    assert process.returncode == code, said
+    assert not (tmp_path / "out").exists()
+    first, resume = said.splitlines()
+    assert first == f"interrupted: {tmp_path}/out was not made; what was finished is kept beside it"
+    command = shlex.split(resume.removeprefix("resume: "))
+    assert command[1:] == ["-m", "shardkit", "preshard", "big model", "out", *flags[:-1]]
+    env = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run(
+        [*command, "--json"], cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=600
+    )
+    assert json.loads(done.stdout)["resumed_files"] >= 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["big model", "out"]

@@ -1,0 +1,180 @@
+"""`shardkit verify`: its words, its JSON, its exit codes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+
+import pytest
+
+from shardkit.files import storage
+
+SHARD = "__1_0.distcp"
+
+
+@pytest.fixture
+def sharded(run, tiny):
+    assert run("preshard", "tiny", "out", "--world-size", "2", "--wrap", "none").exit_code == 0
+    return tiny.parent / "out"
+
+
+def damage(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def data_of(directory, name):
+    """The first byte of a tensor's data in SHARD."""
+    lines = json.loads((directory / SHARD.replace(".distcp", ".chunks.json")).read_bytes())["chunks"]
+    return next(line[7] for line in lines if line[0] == name)
+
+
+def test_nothing_wrong(run, sharded):
+    result = run("verify", "out", "--full")
+    assert (result.exit_code, result.stderr) == (0, "")
+    size = sum(os.path.getsize(sharded / f"__{n}_0.distcp") for n in range(2))
+    assert result.stdout == (
+        "out: no problem found\n"
+        "  checkpoint    shardkit (dcp)\n"
+        "  level         full\n"
+        "  holds         4 tensors, 7 chunks, 116 B in 2 files\n"
+        "  held against  shardkit.json\n"
+        f"  compared      {size / 1024:.1f} KiB: 7 chunks, 2 whole files\n"
+    )
+
+
+def test_problems_and_exit_code(run, sharded):
+    at = data_of(sharded, "embed.weight")
+    damage(sharded / SHARD, at)
+    assert run("verify", "out").exit_code == 0
+    result = run("verify", "out", "--full")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("out: 1 problem found\n")
+    problem = result.stdout.splitlines()[-1]
+    assert problem.startswith(
+        f"  {SHARD}: embed.weight [3:5, 0:3]: bytes {at} to {at + 24}: CRC-32 of the data: expected "
+    )
+    assert ", found " in problem
+
+
+def test_json(run, sharded):
+    at = data_of(sharded, "embed.weight")
+    damage(sharded / SHARD, at)
+    result = run("verify", "out", "--read", "100%", "--seed", "4", "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    content = json.loads(result.stdout)
+    assert (content["ok"], content["level"], content["seed"]) == (False, "sample", 4)
+    assert content["read_bytes"] == content["tensor_bytes"] == 116
+    (problem,) = content["problems"]
+    assert (problem["file"], problem["tensor"]) == (SHARD, "embed.weight")
+    assert problem["region"] == [[3, 0], [2, 3]]
+    assert (problem["start_byte"], problem["num_bytes"]) == (at, 24)
+    assert len(problem["expected"]) == len(problem["found"]) == 8
+
+
+def test_what_opening_found_is_shown_with_each_of_its_lines(run, sharded):
+    (sharded / "shardkit.json").unlink()
+    for n in range(2):
+        (sharded / f"__{n}_0.distcp").unlink()
+    result = run("verify", "out")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[0] == "out: 1 problem found"
+    assert [line.split(":")[0] for line in result.stdout.splitlines()[-2:]] == [
+        "    __0_0.distcp",
+        "    __1_0.distcp",
+    ]
+
+
+def test_warnings_and_notes_are_on_stderr(run, sharded):
+    (sharded / "__5_0.distcp").write_bytes(b"")
+    (sharded / "shardkit.json").unlink()
+    result = run("verify", "out")
+    assert result.exit_code == 0
+    assert "warning: __5_0.distcp: not of this checkpoint\n" in result.stderr
+    assert "note: .metadata has no checksum" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (("absent",), 3),
+        ((".",), 3),
+        (("tiny", "--read", "x"), 2),
+        (("tiny", "--read", "5%", "--full"), 2),
+        (("tiny",), 0),
+        (("tiny", "--jobs", "0"), 2),
+        (("tiny", "--revision", "main"), 2),
+        (("tiny", "--manifest", "absent"), 3),
+        (("tiny", "--against", "absent"), 3),
+        (("tiny", "--against", "tiny"), 0),
+        (("tiny", "--against", "tiny", "--strict"), 0),
+        (("tiny", "--strict"), 2),
+    ],
+)
+def test_exit_codes(run, tiny, args, code):
+    assert run("verify", *args).exit_code == code
+
+
+def test_names_of_files_cannot_act_on_a_terminal(run, sharded):
+    (sharded / "\x1b[31m.distcp").write_bytes(b"")
+    result = run("verify", "out")
+    assert "\x1b" not in result.stdout + result.stderr
+    assert "\\x1b[31m.distcp" in result.stderr
+
+
+def test_against(run, sharded, tiny):
+    same = run("verify", "out", "--against", "tiny")
+    assert same.exit_code == 0
+    assert "  compared with  tiny: 4 tensors\n" in same.stdout
+    damage(sharded / SHARD, data_of(sharded, "embed.weight"))
+    other = run("verify", "tiny", "--against", "out")
+    assert other.exit_code == 1
+    assert other.stdout.splitlines()[-1] == (
+        "  embed.weight: it is not that of out (1 of 15 elements differ, the first at [3, 0]), though equal after "
+        "rounding out's to bfloat16; --rounded accepts it"  # the damaged bit is one that bf16 lacks
+    )
+
+
+def test_files_that_cannot_be_read(run, sharded, monkeypatch):
+    """5 where nothing is known to be wrong, 1 where something is."""
+    plain, inode = storage.preadv, (sharded / SHARD).stat().st_ino
+
+    def preadv(fd, buffers, start):
+        if os.fstat(fd).st_ino == inode:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(fd, buffers, start)
+
+    monkeypatch.setattr(storage, "preadv", preadv)
+    result = run("verify", "out", "--full")
+    assert result.exit_code == 5
+    assert f"  {SHARD}: reading at byte 0: Input/output error" in result.stdout
+    damage(sharded / "__0_0.distcp", 1000)
+    result = run("verify", "out", "--full", "--json")
+    assert result.exit_code == 1
+    assert sorted(problem["is_unreadable"] for problem in json.loads(result.stdout)["problems"]) == [
+        False,
+        True,
+    ]
+
+
+def test_ctrl_c(start, sharded):
+    """A signal while bytes are compared ends it without a traceback."""
+    code = (
+        "import os, signal, sys\n"
+        "from shardkit.files import file_bytes\n"
+        "from shardkit.cli import main\n"
+        "plain = file_bytes.crc32\n"
+        "def crc32(*args):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return plain(*args)\n"
+        "file_bytes.crc32 = crc32\n"
+        "main(['verify', 'out', '--full'])\n"
+    )
+    process = start("-c", code)
+    out, err = process.communicate(timeout=600)
+    assert (process.returncode, out) == (128 + signal.SIGINT, "")
+    assert err.startswith("interrupted: ")
+    assert "Traceback" not in err

@@ -1,0 +1,84 @@
+"""Folding of names: exact, in order, and short."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkit.core.folding import Fold, fold, format_numbers
+
+
+def expand(pattern):
+    """Return the names that a pattern stands for, as a shell expands braces."""
+    pieces = re.split(r"\{([^}]*)\}", pattern)
+    choices = [[piece] if n % 2 == 0 else numbers(piece) for n, piece in enumerate(pieces)]
+    return ["".join(parts) for parts in product(*choices)]
+
+
+def numbers(text):
+    found = []
+    for part in text.split(","):
+        first, *rest = map(int, part.split(".."))
+        last, step = rest[0] if rest else first, rest[1] if len(rest) > 1 else 1
+        found += range(first, last + 1, step)
+    return list(map(str, found))
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([7], "7"),
+        ([0, 1], "{0,1}"),
+        ([0, 1, 2], "{0..2}"),
+        ([1, 3, 5, 7], "{1..7..2}"),
+        ([3, 7], "{3,7}"),
+        ([0, 1, 2, 5, 9, 10, 11], "{0..2,5,9..11}"),
+    ],
+)
+def test_numbers(values, text):
+    assert format_numbers(values) == text
+
+
+def test_layers_and_experts():
+    names = [f"layers.{n}.up" for n in range(2)]
+    names += [f"layers.{n}.experts.{e}.up" for n in range(2, 6) for e in range(8)]
+    assert fold((name, 0) for name in names) == [
+        Fold("layers.{0,1}.up", 2, 0),
+        Fold("layers.{2..5}.experts.{0..7}.up", 32, 0),
+    ]
+
+
+def test_a_layer_that_lacks_an_expert_stands_apart():
+    names = [f"l.{n}.e.{e}" for n in range(3) for e in range(3) if (n, e) != (1, 2)]
+    assert [f.pattern for f in fold((name, 0) for name in names)] == ["l.{0,2}.e.{0..2}", "l.1.e.{0,1}"]
+
+
+def test_other_keys_are_not_folded_together():
+    found = fold([("l.0.w", "bf16"), ("l.1.w", "fp32"), ("l.2.w", "bf16")])
+    assert found == [Fold("l.{0,2}.w", 2, "bf16"), Fold("l.1.w", 1, "fp32")]
+
+
+@pytest.mark.parametrize(
+    "names", [["a.01", "a.1"], ["conv1.w", "conv2.w"], [""], ["a.\u0663"], ["a.9999999999"]]
+)
+def test_left_as_they_are(names):
+    assert [f.pattern for f in fold((name, 0) for name in names)] == names
+
+
+part = st.sampled_from(["a", "w", "0", "1", "2", "3", "4", "7", "10", "01"])
+
+
+@given(
+    st.lists(st.lists(part, min_size=1, max_size=4).map(".".join), unique=True, max_size=60),
+    st.integers(1, 3),
+)
+def test_patterns_stand_for_exactly_the_names(names, num_keys):
+    keys = {name: len(name) % num_keys for name in names}
+    found = fold(keys.items())
+    expanded = [(name, f.key) for f in found for name in expand(f.pattern)]
+    assert sorted(expanded) == sorted(keys.items())
+    assert all(f.count == len(expand(f.pattern)) for f in found)

@@ -1,0 +1,122 @@
+"""Only `transfer.storage` calls what changes files; and its own helpers leave files whole."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import gc
+import os
+from pathlib import Path
+
+import pytest
+
+import shardkit
+from shardkit.files import storage
+
+PACKAGE = Path(shardkit.__file__).parent
+CHANGING = {
+    *(
+        "open",
+        "write",
+        "pwrite",
+        "writev",
+        "pwritev",
+        "ftruncate",
+        "truncate",
+        "posix_fallocate",
+        "fsync",
+        "fdatasync",
+    ),
+    *("rename", "renames", "replace", "mkdir", "makedirs", "rmdir", "removedirs", "unlink", "remove", "link"),
+    *("symlink", "chmod", "fchmod", "copy_file_range", "sendfile", "pread", "preadv", "read", "readv"),
+}
+# What is not about checkpoints: the traced layout's scratch files, standard output, the program that clones.
+ELSEWHERE = {
+    "layout/trace_child.py": {"open"},
+    "layout/lacking.py": {"open"},
+    "cli/errors.py": {"os.open"},
+    "cli/__init__.py": {"open"},
+    "transfer/clone_child.py": {"fcntl.ioctl"},
+}
+
+
+def calls_of_the_system(path: Path) -> set[str]:
+    """Return the calls in a module that change or read files by other means than `storage`."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+            module, name = node.func.value.id, node.func.attr
+            if (module == "os" and name in CHANGING) or (
+                module == "shutil" and name not in ("disk_usage", "which")
+            ):
+                found.add(f"{module}.{name}")
+            if (module, name) == ("fcntl", "ioctl"):
+                found.add("fcntl.ioctl")
+        elif isinstance(node.func, ast.Name) and node.func.id == "open":
+            mode = node.args[1] if len(node.args) > 1 else None
+            if mode is not None and not (isinstance(mode, ast.Constant) and str(mode.value).startswith("r")):
+                found.add("open")
+    return found
+
+
+def test_files_are_changed_in_one_place() -> None:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = str(path.relative_to(PACKAGE))
+        calls = calls_of_the_system(path) - ELSEWHERE.get(name, set())
+        if calls and name != "files/storage.py":
+            found[name] = calls
+    assert not found
+
+
+def test_a_file_is_written_however_short_the_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(100_000)
+    write = os.write
+    monkeypatch.setattr(storage, "write", lambda fd, piece: write(fd, bytes(piece[:999])))
+    storage.write_file(str(tmp_path / "a"), data)
+    assert (tmp_path / "a").read_bytes() == data
+
+
+def test_nothing_is_written_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stream still holds must not go to another file that got the descriptor's number."""
+    write, failed = os.write, list[int]()
+
+    def failing(fd: int, piece: memoryview) -> int:
+        if not failed:
+            failed.append(fd)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, piece)
+
+    monkeypatch.setattr(storage, "write", failing)
+    with pytest.raises(OSError, match="No space"):
+        storage.write_file(str(tmp_path / "a"), b"lost")
+    other = os.open(tmp_path / "b", os.O_RDWR | os.O_CREAT)
+    assert other == failed[0]
+    gc.collect()
+    os.close(other)
+    assert (tmp_path / "b").read_bytes() == b""
+
+
+def test_a_tree_is_removed_and_what_its_links_lead_to_stays(tmp_path: Path) -> None:
+    kept, tree = tmp_path / "kept", tmp_path / "tree"
+    (kept / "deep").mkdir(parents=True)
+    (kept / "deep" / "file").write_text("x")
+    (tree / "a" / "b").mkdir(parents=True)
+    (tree / "a" / "file").write_text("y")
+    (tree / "a" / "to_directory").symlink_to(kept)
+    (tree / "a" / "b" / "to_file").symlink_to(kept / "deep" / "file")
+    storage.remove_tree(str(tree))
+    assert not tree.exists()
+    assert (kept / "deep" / "file").read_text() == "x"
+    storage.remove_tree(str(tree))  # a second time: nothing to do
+
+
+def test_directories_are_made_where_they_are_missing(tmp_path: Path) -> None:
+    storage.make_directories(str(tmp_path / "a" / "b"))
+    storage.make_directories(str(tmp_path / "a" / "b"))
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        storage.make_directories(str(tmp_path / "file"))

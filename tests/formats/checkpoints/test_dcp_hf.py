@@ -1,0 +1,266 @@
+"""Safetensors shards that torch's HuggingFaceStorageWriter wrote, and what may be missing from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardkit.errors import SourceError
+from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoints.dcp_hf import is_dcp_hf, open_dcp_hf
+from tests.formats.dcp.samples import assert_holds, replicate, save_shards, shard
+
+FULL = {
+    "model.embed_tokens.weight": torch.arange(28.0).reshape(7, 4),
+    "model.few": torch.arange(3).reshape(1, 3),
+    "model.columns": torch.arange(15, dtype=torch.bfloat16).reshape(3, 5),
+    "model.same": torch.arange(3.0),
+    "model.scale": torch.tensor(4.0),
+    "model.mask": torch.tensor([True, False]),
+}
+FILE_OF = {name: 1 + (name in ("model.few", "model.columns")) for name in FULL}
+
+
+def make(mesh: DeviceMesh) -> dict[str, Any]:
+    cut = {"model.embed_tokens.weight": 0, "model.few": 0, "model.columns": 1}
+    sharded = {name: shard(FULL[name], mesh, dim) for name, dim in cut.items()}
+    return {**FULL, **sharded, "model.same": replicate(FULL["model.same"], mesh)}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    return save_shards(make, 3, tmp_path / "c")
+
+
+def assert_opens(checkpoint: Checkpoint, expected: dict[str, torch.Tensor] = FULL) -> None:
+    assert checkpoint.layout == "dcp-hf"
+    assert checkpoint.check is None
+    assert_holds(checkpoint.select(tuple(checkpoint.catalog.tensors)), expected)
+
+
+@pytest.mark.parametrize("file_of", [None, FILE_OF])
+@pytest.mark.parametrize("world", [1, 3])
+def test_shapes_are_inferred_from_the_parts(
+    tmp_path: Path, world: int, file_of: dict[str, int] | None
+) -> None:
+    directory = save_shards(make, world, tmp_path / "c", file_of)
+    assert is_dcp_hf(directory)
+    assert_opens(open_dcp_hf(directory))
+
+
+def test_shards_below_in_sharded(directory: str, tmp_path: Path) -> None:
+    os.mkdir(tmp_path / "run")
+    os.rename(directory, tmp_path / "run" / "sharded")
+    assert is_dcp_hf(str(tmp_path / "run"))
+    checkpoint = open_dcp_hf(str(tmp_path / "run"))
+    assert_opens(checkpoint)
+    assert checkpoint.catalog.files[0].name == "sharded/shard-00001-model-00001-of-00001.safetensors"
+
+
+def test_files_of_nemo_automodel_beside_them(directory: str) -> None:
+    beside = Path(directory, ".hf_metadata")
+    beside.mkdir()
+    (beside / "config.json").write_text('{"model_type": "llama", "vocab_size": 7, "hidden_size": 4}')
+    (beside / "fqn_to_file_index_mapping.json").write_text(json.dumps(FILE_OF))
+    checkpoint = open_dcp_hf(directory)
+    assert_opens(checkpoint)
+    assert (checkpoint.writer, checkpoint.assets) == ("NeMo Automodel", (str(beside),))
+
+
+@pytest.mark.parametrize(
+    ("file_of", "missing", "message"),
+    [
+        (
+            None,
+            "shard-00001-model-00001-of-00001",
+            r"shard-00001-model-\*-of-00001\.safetensors: no such file",
+        ),
+        (
+            None,
+            "shard-00002-model-00001-of-00001",
+            r"shard-00002-model-\*-of-00001\.safetensors: no such file",
+        ),
+        (
+            FILE_OF,
+            "shard-00002-model-00001-of-00002",
+            r"model\.embed_tokens\.weight: chunks hold 16 of 28 elements",
+        ),
+        (
+            FILE_OF,
+            "shard-00001-model-00002-of-00002",
+            r"model\.columns: .*parts lie in shard-00002-model-00002",
+        ),
+    ],
+)
+def test_a_missing_file_leaves_a_gap(
+    tmp_path: Path, file_of: dict[str, int] | None, missing: str, message: str
+) -> None:
+    directory = save_shards(make, 3, tmp_path / "c", file_of)
+    os.remove(os.path.join(directory, f"{missing}.safetensors"))
+    with pytest.raises(SourceError, match=message):
+        open_dcp_hf(directory)
+
+
+def test_a_number_that_no_rank_has(tmp_path: Path) -> None:
+    directory = save_shards(make, 2, tmp_path / "c", FILE_OF)
+    for name in os.listdir(directory):
+        if "model-00002" in name:
+            os.remove(os.path.join(directory, name))
+    with pytest.raises(SourceError, match=r"shard-\*-model-00002-of-00002\.safetensors: no such file"):
+        open_dcp_hf(directory)
+
+
+def test_the_last_rank_s_file_is_missed_by_the_config(directory: str) -> None:
+    os.remove(os.path.join(directory, "shard-00003-model-00001-of-00001.safetensors"))
+    assert open_dcp_hf(directory).catalog.tensors["model.embed_tokens.weight"].shape == (6, 4)
+    Path(directory, "config.json").write_text('{"model_type": "llama", "vocab_size": 7, "hidden_size": 4}')
+    with pytest.raises(
+        SourceError, match=r"embed_tokens\.weight: 6 in dim 0, vocab_size of config\.json is 7"
+    ):
+        open_dcp_hf(directory)
+
+
+def test_the_last_rank_s_file_is_missed_by_the_last_norm(tmp_path: Path) -> None:
+    norm = "model.norm.weight"
+
+    def make_with_norm(mesh: DeviceMesh) -> dict[str, Any]:
+        return {**make(mesh), norm: shard(torch.arange(4.0), mesh, 0)}
+
+    directory = save_shards(make_with_norm, 2, tmp_path / "c")
+    checkpoint = open_dcp_hf(directory)
+    assert_opens(checkpoint, {**FULL, norm: torch.arange(4.0)})
+    assert checkpoint.notes == ()
+    os.remove(os.path.join(directory, "shard-00002-model-00001-of-00001.safetensors"))
+    with pytest.raises(SourceError, match="files of the last ranks may be missing") as caught:
+        open_dcp_hf(directory)
+    assert caught.value.problems == (f"{norm}: 2 in dim 0, dim 1 of model.embed_tokens.weight is 4",)
+
+
+def test_it_says_where_nothing_tells_whether_the_last_ranks_are_there(directory: str) -> None:
+    assert "written nowhere" in open_dcp_hf(directory).notes[0]
+    Path(directory, "config.json").write_text('{"model_type": "llama", "vocab_size": 7, "hidden_size": 4}')
+    assert open_dcp_hf(directory).notes == ()
+
+
+def test_a_list_of_names_tells_what_is_missing(directory: str) -> None:
+    names = dict.fromkeys((*FULL, "model.gone", "lm_head.weight"), "model-00001-of-00001.safetensors")
+    Path(directory, "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(SourceError) as caught:
+        open_dcp_hf(directory)
+    assert caught.value.problems == (
+        "model.gone: listed in model.safetensors.index.json, in no shard",
+        "lm_head.weight: listed in model.safetensors.index.json, in no shard",
+    )
+    Path(directory, "config.json").write_text('{"tie_word_embeddings": true}')
+    with pytest.raises(SourceError) as caught:
+        open_dcp_hf(directory)
+    assert len(caught.value.problems) == 1
+
+
+def test_shards_of_two_saves(directory: str) -> None:
+    name = os.path.join(directory, "shard-00001-model-00001-of-0000{}.safetensors")
+    shutil.copy(name.format(1), name.format(2))
+    with pytest.raises(
+        SourceError, match=r"several saves in one directory: \.\.\.-of-00001 and \.\.\.-of-00002"
+    ):
+        open_dcp_hf(directory)
+
+
+def rewrite(directory: str, rank: int, tensors: dict[str, torch.Tensor], corners: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    info = {name: {"saved_offsets": corner} for name, corner in corners.items()}
+    path = os.path.join(directory, f"shard-{rank:05d}-model-00001-of-00001.safetensors")
+    save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "corners", "message"),
+    [
+        ({"w": torch.ones(2)}, {"w": [1]}, r"w: chunks at \[0\] and \[1\] overlap"),
+        ({"w": torch.ones(2)}, {"w": [3]}, r"w: chunks hold 4 of 5 elements"),
+        ({"w": torch.ones(2)}, {"w": [1 << 50]}, r"w: chunks hold 4 of"),
+        ({"w": torch.ones(2)}, {"w": [1 << 62]}, r"w: expected 1 offsets, found \[4611686018427387904\]"),
+        ({"w": torch.ones(2)}, {"w": [-1]}, r"w: expected 1 offsets, found \[-1\]"),
+        ({"w": torch.ones(2)}, {"w": [True]}, r"w: expected 1 offsets, found \[True\]"),
+        ({"w": torch.ones(2)}, {"w": [0, 0]}, r"shard-00002-.*DCP_SHARDING_INFO does not place 1 tensors"),
+        ({"w": torch.ones(2)}, {}, r"w: expected 1 offsets, found None"),
+        ({"w": torch.ones(2).half()}, {"w": [2]}, r"w: shard-00002-.* has float16, another float32"),
+        ({"w": torch.ones(2, 1)}, {"w": [2, 0]}, r"w: shard-00002-.* has 2 dims, another does not"),
+    ],
+)
+def test_parts_that_do_not_fit(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], corners: dict[str, Any], message: str
+) -> None:
+    rewrite(str(tmp_path), 1, {"w": torch.zeros(2)}, {"w": [0]})
+    rewrite(str(tmp_path), 2, tensors, corners)
+    with pytest.raises(SourceError, match=message):
+        open_dcp_hf(str(tmp_path))
+
+
+def test_a_truncated_shard_is_named(directory: str) -> None:
+    path = os.path.join(directory, "shard-00002-model-00001-of-00001.safetensors")
+    os.truncate(path, os.path.getsize(path) - 1)
+    with pytest.raises(SourceError, match=r"shard-00002-model-00001-of-00001\.safetensors: truncated"):
+        open_dcp_hf(directory)
+
+
+class TestConsolidated:
+    """model-*-of-*.safetensors beside sharded/, as torch's own consolidation leaves them."""
+
+    STATE = (
+        "model.embed_tokens.weight",
+        "model.columns",
+        "model.same",
+        "model.scale",
+    )  # it fails on int and bool
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+        def some(mesh: DeviceMesh) -> dict[str, Any]:
+            return {name: tensor for name, tensor in make(mesh).items() if name in self.STATE}
+
+        directory = save_shards(some, 2, tmp_path / "run" / "sharded")
+        file_of = dict.fromkeys(self.STATE, 1)
+        consolidate_safetensors_files(directory, str(tmp_path / "run"), file_of)
+        return tmp_path / "run"
+
+    def expected(self) -> dict[str, torch.Tensor]:
+        return {name: FULL[name] for name in self.STATE}
+
+    def test_they_are_the_model_but_for_the_scalars(self, run: Path) -> None:
+        checkpoint = open_dcp_hf(str(run))
+        assert_opens(checkpoint, self.expected())
+        entry = checkpoint.catalog.tensors["model.embed_tokens.weight"]
+        assert entry.num_chunks == 1
+        assert "1 scalar of the consolidated files differ" in checkpoint.notes[-1]
+
+    def test_without_usable_shards_they_are_taken_as_they_are(self, run: Path) -> None:
+        os.remove(run / "sharded" / "shard-00001-model-00001-of-00001.safetensors")
+        checkpoint = open_dcp_hf(str(run))
+        assert set(checkpoint.catalog.tensors) == set(self.STATE)
+        assert "the shards cannot be" in checkpoint.notes[-1]
+
+    def test_where_they_are_damaged_the_shards_are_taken(self, run: Path) -> None:
+        path = run / "model-00001-of-00001.safetensors"
+        os.truncate(path, os.path.getsize(path) - 1)
+        checkpoint = open_dcp_hf(str(run))
+        assert_opens(checkpoint, self.expected())
+        assert checkpoint.catalog.tensors["model.columns"].num_chunks == 2
+        assert "the shards were taken" in checkpoint.notes[-1]
+
+
+def test_odd_paths_are_no_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "sharded").write_text("a file")
+    (tmp_path / "shard-1-model-1-of-1.safetensors").touch()
+    for path in (str(tmp_path), str(tmp_path / "none"), "a\0b"):
+        assert not is_dcp_hf(path)

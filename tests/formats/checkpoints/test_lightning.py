@@ -1,0 +1,147 @@
+"""Lightning's sharded checkpoints: roots from its strategies, and what meta.pt says without being run."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+import torch
+
+from shardkit.formats.checkpoints.lightning import is_lightning, open_lightning
+
+TRAINER = {
+    "epoch": 0,
+    "global_step": 2,
+    "pytorch-lightning_version": "2.6.6",
+    "callbacks": {
+        "ModelCheckpoint{'monitor': None}": {"best_model_score": torch.tensor(0.5), "dirpath": "/x"}
+    },
+    "hyper_parameters": {"lr": 0.1, "ema_decay": 0.99},
+}
+
+
+@pytest.fixture
+def saved(save_dcp, weights, adam, tmp_path):
+    """Return a function that writes a checkpoint under some root, with a meta.pt."""
+
+    def save(root, meta):
+        module = {f"net.{name}": tensor for name, tensor in weights.items()}
+        directory = save_dcp({root: module, "optimizer_0": adam}, tmp_path / "epoch=0-step=2.ckpt")
+        torch.save(meta, directory / "meta.pt")
+        return str(directory)
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("root", "writer"),
+    [("model", "Lightning FSDPStrategy"), ("state_dict", "Lightning ModelParallelStrategy")],
+)
+def test_strategies(saved, root, writer):
+    path = saved(root, TRAINER)
+    assert is_lightning(path)
+    found = open_lightning(path)
+    assert (found.layout, found.writer, found.path) == ("lightning", writer, path)
+    assert dict(found.roots) == {"model": (root,), "optimizer": ("optimizer_0",)}
+    assert f"{root}.net.lm_head.weight" in found.catalog.tensors
+    assert not found.refused_weights
+    assert [name for name, _ in found.skipped] == ["meta.pt"]
+
+
+def test_weights_are_read(saved, weights):
+    found = open_lightning(saved("model", TRAINER))
+    chosen = found.select(["model.net.lm_head.weight"])
+    assert list(chosen.tensors) == ["model.net.lm_head.weight"]
+    (row,) = chosen.tensors["model.net.lm_head.weight"].chunk_ids
+    with open(chosen.files[chosen.chunks.file[row]].path, "rb") as file:
+        file.seek(chosen.chunks.start[row])
+        assert file.read(48) == weights["lm_head.weight"].numpy().tobytes()
+
+
+def test_fabric(save_dcp, weights, adam, tmp_path):
+    directory = save_dcp({"model": weights, "optimizer": adam}, tmp_path / "step-2.ckpt")
+    torch.save({"step": 2, "path": pathlib.PurePosixPath("x")}, directory / "meta.pt")
+    found = open_lightning(str(directory))
+    assert found.writer == "Lightning Fabric"
+    assert dict(found.roots) == {"model": ("model",), "optimizer": ("optimizer",)}
+
+
+def test_fabric_with_keys_of_its_own(save_dcp, weights, tmp_path):
+    directory = save_dcp({"policy": weights}, tmp_path / "c")
+    torch.save({"step": 2}, directory / "meta.pt")
+    found = open_lightning(str(directory))
+    assert (found.writer, dict(found.roots)) == ("Lightning Fabric", {})
+
+
+def test_several_optimizers(save_dcp, weights, adam, tmp_path):
+    directory = save_dcp({"model": weights, "optimizer_0": adam, "optimizer_1": adam}, tmp_path / "c")
+    torch.save(TRAINER, directory / "meta.pt")
+    assert dict(open_lightning(str(directory)).roots) == {
+        "model": ("model",),
+        "optimizer": ("optimizer_0",),
+        "optimizer_1": ("optimizer_1",),
+    }
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        TRAINER | {"callbacks": {"EMA": {"decay": 0.99, "weights": {"net.w": torch.ones(3)}}}},
+        TRAINER | {"callbacks": {"EMACallback{'decay': 0.9}": {"state": [torch.ones(3)]}}},
+        TRAINER | {"ema_state_dict": {"net.w": torch.ones(3)}},
+        {"step": 1, "model_ema": {"net.w": torch.ones(3)}},
+    ],
+)
+def test_ema_in_meta_is_refused(saved, meta):
+    found = open_lightning(saved("model", meta))
+    assert "rank 0" in found.refused_weights["ema"]
+    assert any("cannot be recovered" in note for note in found.notes)
+
+
+def test_decays_and_likenesses_are_no_ema(saved):
+    meta = TRAINER | {
+        "callbacks": {"EMA": {"decay": 0.99, "num_updates": torch.tensor(3)}},
+        "schema": {"w": torch.ones(3)},
+        "demand": {"w": torch.ones(3)},
+    }
+    assert not open_lightning(saved("model", meta)).refused_weights
+
+
+def test_weight_averaging_saves_the_average(saved):
+    meta = TRAINER | {
+        "current_model_state": {"net.w": torch.ones(3)},
+        "averaging_state": {"n_averaged": torch.tensor(2)},
+    }
+    found = open_lightning(saved("state_dict", meta))
+    assert list(found.refused_weights) == ["current"]
+    assert any("running average" in note for note in found.notes)
+
+
+class Evil:
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def __reduce__(self):
+        return (os.mkdir, (self.target,))
+
+
+def test_meta_is_never_executed(saved, tmp_path):
+    target = str(tmp_path / "executed")
+    found = open_lightning(saved("model", TRAINER | {"callbacks": {"x": Evil(target)}}))
+    assert found.writer == "Lightning FSDPStrategy"
+    assert not os.path.exists(target)
+
+
+def test_damaged_meta_does_not_stand_in_the_way(saved):
+    path = saved("model", TRAINER)
+    with open(os.path.join(path, "meta.pt"), "wb") as file:
+        file.write(b"garbage")
+    found = open_lightning(path)
+    assert found.roots["model"] == ("model",)
+    assert "not looked into" in dict(found.skipped)["meta.pt"]
+
+
+def test_plain_dcp_is_not_lightning(save_dcp, weights, tmp_path):
+    assert not is_lightning(str(save_dcp(weights, tmp_path / "c")))
+    assert not is_lightning(str(tmp_path / "nothing"))

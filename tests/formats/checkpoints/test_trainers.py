@@ -1,0 +1,175 @@
+"""Trainers on top of plain DCP: the directory around it, and the roots that its names begin with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from shardkit.formats.registry import layout_of, open_checkpoint
+
+CONFIG = json.dumps({"model_type": "qwen2"})
+
+
+def test_mini_trainer(save_dcp, weights, tmp_path):
+    step = tmp_path / "step_2"
+    save_dcp({"model": weights}, step / "distributed")
+    for name in ("optimizer_rank_0.pt", "rng_state_rank_0.pt", "training_state.pt"):
+        (step / name).touch()
+    (step / "config.json").write_text(CONFIG)
+    assert layout_of(str(step)) == "mini-trainer"
+    found = open_checkpoint(str(step))
+    assert (found.layout, found.writer, found.path) == ("mini-trainer", "mini_trainer", str(step))
+    assert dict(found.roots) == {"model": ("model",)}
+    assert found.assets == (str(step),)
+    assert found.skipped == (
+        ("optimizer_rank_0.pt", "optimizer state"),
+        ("rng_state_rank_0.pt", "not a part of the weights"),
+        ("training_state.pt", "not a part of the weights"),
+    )
+    assert found.notes == ()
+    (step / "training_state.pt").unlink()
+    assert any("training_state.pt is missing" in note for note in open_checkpoint(str(step)).notes)
+
+
+def test_olmo_core(save_dcp, weights, adam, tmp_path):
+    step = tmp_path / "step100"
+    save_dcp({"model": weights, "optim": adam}, step / "model_and_optim")
+    (step / "train").mkdir()
+    (step / ".metadata.json").write_text("{}")
+    (step / "config.json").write_text(json.dumps({"model": {"d_model": 8}}))  # the experiment's
+    found = open_checkpoint(str(step))
+    assert (found.layout, found.writer) == ("olmo-core", "OLMo-core")
+    assert dict(found.roots) == {"model": ("model",), "optimizer": ("optim",)}
+    assert found.assets == ()
+    assert ("train", "not a part of the weights") in found.skipped
+
+
+def test_nemo_automodel_dcp(save_dcp, weights, adam, tmp_path):
+    step = tmp_path / "epoch_0_step_2"
+    save_dcp(weights, step / "model")
+    save_dcp({"optim": adam}, step / "optim")
+    (step / "model" / ".hf_metadata").mkdir()
+    (step / "model" / ".hf_metadata" / "config.json").write_text(CONFIG)
+    found = open_checkpoint(str(step))
+    assert (found.layout, found.writer) == ("nemo-automodel", "NeMo Automodel")
+    assert found.assets == (str(step / "model" / ".hf_metadata"),)
+    assert set(found.catalog.tensors) == set(weights)
+    assert ("optim", "optimizer state") in found.skipped
+
+
+@pytest.mark.parametrize("below", ["policy/weights", "policy/weights/model"])
+def test_nemo_rl(save_dcp, weights, tmp_path, below):
+    step = tmp_path / "step_5"
+    save_dcp({"model": weights}, step / below)
+    (step / "policy" / "tokenizer").mkdir()
+    (step / "policy" / "tokenizer" / "tokenizer.json").write_text("{}")
+    (step / "config.yaml").touch()
+    found = open_checkpoint(str(step))
+    assert (found.layout, found.writer) == ("nemo-rl", "NeMo-RL")
+    assert found.assets == (str(step / "policy" / "tokenizer"),)
+
+
+def test_prime_rl(save_dcp, weights, adam, tmp_path):
+    step = tmp_path / "step_5"
+    save_dcp({"app": {"model": weights, "optimizers": adam, "progress": {"step": 5}}}, step / "trainer")
+    (step / "dataloader").mkdir()
+    found = open_checkpoint(str(step))
+    assert (found.layout, found.writer) == ("prime-rl", "prime-rl")
+    assert dict(found.roots) == {"model": ("app", "model"), "optimizer": ("app", "optimizers")}
+
+
+def test_model_in_a_directory_of_its_own(save_dcp, weights, adam, tmp_path):
+    save_dcp({"model": weights}, tmp_path / "c" / "model")
+    save_dcp({"optim": adam}, tmp_path / "c" / "optimizer")
+    found = open_checkpoint(str(tmp_path / "c"))
+    assert found.layout == layout_of(str(tmp_path / "c")) == "dcp"
+    assert ("optimizer", "optimizer state") in found.skipped
+
+
+HEADS = {
+    "composer": ("Composer", {"state": {"model": ..., "optimizers": {"AdamW": ...}}}, ["state", "model"]),
+    "areal": ("AReaL", {"dcp": {"model": ..., "optimizer": ...}}, ["dcp", "model"]),
+    "recipe": ("torch's AppState recipe", {"app": {"model": ..., "optim": ...}}, ["app", "model"]),
+    "prime-rl": (
+        "prime-rl",
+        {"app": {"model": ..., "optimizers": ..., "progress": {"step": 1}}},
+        ["app", "model"],
+    ),
+    "fms-fsdp": ("fms-fsdp", {"model_state": ..., "optimizer_state": ...}, ["model_state"]),
+    "veomni": ("VeOmni", {"model": ..., "optimizer": ...}, ["model"]),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_names_tell_the_writer(save_dcp, weights, adam, tmp_path, case):
+    writer, shape, root = HEADS[case]
+
+    def filled(key, value):
+        if value is ...:
+            return weights if key.startswith("model") else adam
+        return {k: filled(k, v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    directory = save_dcp(filled("", shape), tmp_path / "c")
+    if case == "veomni":
+        (directory / "extra_state").mkdir()
+    assert layout_of(str(directory)) == "dcp"
+    found = open_checkpoint(str(directory))
+    assert (found.layout, found.writer) == ("dcp", writer)
+    assert found.roots["model"] == tuple(root)
+    prefix = ".".join(root)
+    assert {f"{prefix}.{name}" for name in weights} <= set(found.catalog.tensors)
+    assert found.roots["optimizer"][0] in ("state", "dcp", "app", "optimizer_state", "optimizer")
+
+
+def test_torchtitan(save_dcp, adam, tmp_path):
+    state = {"tok_embeddings.weight": torch.ones(4, 3), "layers.0.attention.wo.weight": torch.ones(3, 3)}
+    state |= {"optimizer": adam, "train_state": {"step": 2}, "lr_scheduler": {"last_epoch": 1}}
+    found = open_checkpoint(str(save_dcp(state, tmp_path / "step-2")))
+    assert (found.writer, dict(found.roots)) == ("torchtitan", {"optimizer": ("optimizer",)})
+
+
+def test_torchtitan_weights_only(save_dcp, tmp_path):
+    state = {"tok_embeddings.weight": torch.ones(4, 3), "layers.0.attention.wo.weight": torch.ones(3, 3)}
+    assert open_checkpoint(str(save_dcp(state, tmp_path / "step-2"))).writer == "torchtitan"
+
+
+def test_torchtune(save_dcp, tmp_path):
+    state = {
+        "model": {"layers.0.sa_norm.scale": torch.ones(3), "layers.0.attn.q_proj.weight": torch.ones(3, 3)}
+    }
+    assert open_checkpoint(str(save_dcp(state, tmp_path / "epoch_0"))).writer == "torchtune"
+
+
+def test_plain_dcp_keeps_its_writer_and_finds_its_config(save_dcp, weights, tmp_path):
+    directory = save_dcp({"model": weights}, tmp_path / "c")
+    (directory / "config.json").write_text(CONFIG)
+    found = open_checkpoint(str(directory))
+    assert (found.layout, dict(found.roots), found.assets) == ("dcp", {}, (str(directory),))
+    assert found.writer not in {rule[0] for rule in HEADS.values()}
+
+
+def test_optimizer_directory_says_so(save_dcp, weights, adam, tmp_path):
+    save_dcp({"model": weights}, tmp_path / "pytorch_model_fsdp_0")
+    found = open_checkpoint(str(save_dcp({"optimizer": adam}, tmp_path / "optimizer_0")))
+    assert (
+        found.notes[-1] == "this is the state of an optimizer; the model's is pytorch_model_fsdp_0, beside it"
+    )
+
+
+def test_presharded(make_hub, tmp_path):
+    import shardkit
+
+    model = make_hub({"a.weight": torch.ones(4, 2)})
+    shardkit.preshard(str(model), str(tmp_path / "out"), world_size=2, wrap="none")
+    found = open_checkpoint(str(tmp_path / "out"))
+    assert (found.layout, found.writer) == ("dcp", "shardkit")
+
+
+def test_link_out_of_a_structure_is_not_followed(save_dcp, weights, tmp_path):
+    save_dcp({"model": weights}, tmp_path / "elsewhere")
+    (tmp_path / "step_2").mkdir()
+    (tmp_path / "step_2" / "distributed").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "step_2" / "training_state.pt").touch()
+    assert layout_of(str(tmp_path / "step_2")) is None

@@ -1,0 +1,59 @@
+"""Reading tensors back through a checkpoint's catalog, and what they ought to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardkit.core.catalog import Catalog, ignore_read
+from shardkit.core.regions import relative_to, runs
+from shardkit.formats.checkpoint import Checkpoint
+
+Contents = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+
+def contents(checkpoint: Checkpoint) -> Contents:
+    """Return dtype, shape and row-major bytes of every tensor."""
+    catalog = checkpoint.select(list(checkpoint.catalog.tensors))
+    assert catalog.encoding == "raw"
+    return {
+        name: (entry.dtype.name, entry.shape, read_tensor(catalog, name))
+        for name, entry in catalog.tensors.items()
+    }
+
+
+def read_tensor(catalog: Catalog, name: str) -> bytes:
+    entry, table = catalog.tensors[name], catalog.chunks
+    out, itemsize, filled = bytearray(entry.nbytes), entry.dtype.itemsize, 0
+    for row in entry.chunk_ids:
+        source, region = catalog.files[table.file[row]], table.region(row)
+        start, nbytes = table.start[row], table.nbytes[row]
+        assert nbytes == region.num_elements * itemsize
+        if source.decode:
+            assert nbytes == source.size
+            data = bytes(source.decode(ignore_read))[start : start + nbytes]
+        else:
+            with open(source.path, "rb") as file:
+                file.seek(start)
+                data = file.read(nbytes)
+        for run in runs(relative_to(region, (0,) * len(entry.shape)), entry.shape):
+            piece = data[run.target * itemsize : (run.target + run.length) * itemsize]
+            out[run.source * itemsize : (run.source + run.length) * itemsize] = piece
+            filled += len(piece)
+    assert filled == entry.nbytes
+    return bytes(out)
+
+
+def expected(tensors: Mapping[str, Any]) -> Contents:
+    """Return the same of torch tensors."""
+    return {
+        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw(tensor))
+        for name, tensor in tensors.items()
+    }
+
+
+def raw(tensor: Any) -> bytes:
+    import torch
+
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,0 +1,183 @@
+"""Which layout a path has, from markers alone; and what is said where it has none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shardkit.errors import SourceError, UsageError
+from shardkit.formats.hub.checkpoint import open_hub_directory
+from shardkit.formats.registry import layout_of, open_checkpoint
+
+
+def test_dcp(save_dcp, weights, tmp_path):
+    directory = save_dcp(weights, tmp_path / "c")
+    assert layout_of(str(directory)) == "dcp"
+    found = open_checkpoint(str(directory))
+    assert (found.layout, found.path) == ("dcp", str(directory))
+    assert set(found.catalog.tensors) == set(weights)
+
+
+@pytest.mark.parametrize("part", [".metadata", "__0_0.distcp"])
+def test_a_part_stands_for_the_checkpoint(save_dcp, weights, tmp_path, part, monkeypatch):
+    directory = save_dcp(weights, tmp_path / "c")
+    assert layout_of(str(directory / part)) == "dcp"
+    assert open_checkpoint(str(directory / part)).path == str(directory)
+    monkeypatch.chdir(directory)
+    assert open_checkpoint(part).path == os.curdir
+
+
+def test_markers_come_before_names(save_dcp, weights, tmp_path):
+    """`.metadata` alone would make all of these plain DCP."""
+    lightning = save_dcp({"model": weights}, tmp_path / "last.ckpt")
+    torch.save({"epoch": 0}, lightning / "meta.pt")
+    megatron = save_dcp(weights, tmp_path / "iter_0000002")
+    (megatron / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    accelerate = save_dcp({"model": weights}, tmp_path / "checkpoint-2" / "pytorch_model_fsdp_0")
+    plain = save_dcp({"model": weights}, tmp_path / "plain")
+    (plain / "metadata.json").write_text('{"step": 2}')
+    assert [layout_of(str(path)) for path in (lightning, megatron, accelerate, accelerate.parent, plain)] == [
+        "lightning",
+        "megatron",
+        "accelerate",
+        "accelerate",
+        "dcp",
+    ]
+
+
+def touch(directory, *names):
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).touch()
+    return str(directory)
+
+
+def test_a_hub_model_comes_before_the_full_file_beside_it(tmp_path):
+    """Trainer with FULL_STATE_DICT writes both; only one of them has the Hub's names."""
+    path = touch(tmp_path, "pytorch_model_fsdp.bin", "optimizer.bin")
+    assert layout_of(path) == "accelerate-bin"
+    touch(tmp_path, "model.safetensors")
+    assert layout_of(path) == "hub"
+
+
+@pytest.mark.parametrize(
+    ("names", "layout"),
+    [
+        (["shard-00001-model-00001-of-00001.safetensors"], "dcp-hf"),
+        (["sharded/shard-00001-model-00001-of-00001.safetensors", "model.safetensors"], "dcp-hf"),
+        (["model_world_size_2_rank_0.pt"], "verl"),
+        (["actor/model_world_size_2_rank_0.pt", "data.pt"], "verl"),
+        (["policy/model_world_size_2_rank_0.pt"], "skyrl"),
+        (["model/dist_ckpt/.metadata", "ckpt_contents.json"], "verl-megatron"),
+        (["mp_rank_00_model_states.pt"], "deepspeed"),
+        (["__0.metadata", "__0_0.distcp"], "dcp"),
+        (["pytorch_model_fsdp_0_rank0.bin"], "accelerate-bin"),
+        (["epoch_0/notes.txt"], None),
+    ],
+)
+def test_layouts_from_file_names(tmp_path, names, layout):
+    assert layout_of(touch(tmp_path, *names)) == layout
+
+
+def test_a_layout_can_be_said(save_dcp, weights, tmp_path):
+    directory = save_dcp({"model": weights}, tmp_path / "last.ckpt")
+    torch.save({"epoch": 0}, directory / "meta.pt")
+    assert open_checkpoint(str(directory), layout="dcp").layout == "dcp"
+    with pytest.raises(UsageError, match="unknown layout 'lightening'"):
+        open_checkpoint(str(directory), layout="lightening")
+
+
+def test_hub(make_hub, weights):
+    model = make_hub(weights, config={"model_type": "llama"})
+    assert layout_of(str(model)) == layout_of(str(model / "model.safetensors")) == "hub"
+    found = open_checkpoint(str(model))
+    assert (found.layout, dict(found.roots), found.assets) == ("hub", {"model": ()}, (str(model),))
+    names = ["lm_head.weight", "model.embed_tokens.weight"]
+    chosen = open_hub_directory(str(model / "model.safetensors")).select(names)
+    assert list(chosen.tensors) == names
+    for name in names:
+        (row,) = chosen.tensors[name].chunk_ids
+        with open(chosen.files[chosen.chunks.file[row]].path, "rb") as file:
+            file.seek(chosen.chunks.start[row])
+            assert file.read(chosen.chunks.nbytes[row]) == weights[name].numpy().tobytes()
+
+
+def test_full_file(weights, tmp_path):
+    torch.save(weights, tmp_path / "model.pt")
+    assert layout_of(str(tmp_path / "model.pt")) == "full-file"
+    assert set(open_checkpoint(str(tmp_path / "model.pt")).catalog.tensors) == set(weights)
+
+
+NOTHING = {
+    "unfinished": ([".metadata.tmp", "__0_0.distcp"], "the save did not finish"),
+    "no metadata": (["__0_0.distcp"], "without it"),
+    "orbax": (["_CHECKPOINT_METADATA"], "Orbax"),
+    "nothing": ([], "it holds: nothing"),
+    "strange": (["notes\x1b[2J.txt"], r"it holds: notes\\x1b\[2J\.txt"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_no_checkpoint(tmp_path, case):
+    names, message = NOTHING[case]
+    for name in names:
+        (tmp_path / name).touch()
+    assert layout_of(str(tmp_path)) is None
+    with pytest.raises(SourceError, match=message) as caught:
+        open_checkpoint(str(tmp_path))
+    is_unknown = case in ("nothing", "strange")
+    assert any("looked for: .metadata" in problem for problem in caught.value.problems) == is_unknown
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["adapter_model.safetensors", "adapter_config.json"], "PEFT adapter"),
+        (["model-00001-of-00002.safetensors"], "index is missing"),
+        (["model.fp16.safetensors", "model.bf16.safetensors"], "2 files could be the weights"),
+    ],
+)
+def test_no_hub_model(tmp_path, names, message):
+    for name in names:
+        (tmp_path / name).touch()
+    assert layout_of(str(tmp_path)) is None
+    with pytest.raises(SourceError, match=message):
+        open_checkpoint(str(tmp_path))
+
+
+def test_run_directory_names_its_checkpoints(save_dcp, weights, tmp_path):
+    save_dcp(weights, tmp_path / "step-2")
+    with pytest.raises(SourceError, match="it holds checkpoints: step-2"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(SourceError, match="no such file or directory"):
+        open_checkpoint(str(tmp_path / "nothing"))
+    assert layout_of(str(tmp_path / "nothing")) is None
+    assert layout_of("a\0b") is None
+
+
+def test_odd_content_is_no_checkpoint_and_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / ".metadata")
+    os.mkfifo(tmp_path / "meta.pt")
+    os.mkfifo(tmp_path / "metadata.json")
+    layout_of(str(tmp_path))
+    with pytest.raises(SourceError):
+        open_checkpoint(str(tmp_path))
+    os.mkfifo(tmp_path / "x.pt")
+    with pytest.raises(SourceError):
+        open_checkpoint(str(tmp_path / "x.pt"))
+
+
+def test_no_torch(save_dcp, weights, tmp_path):
+    directory = save_dcp({"model": weights}, tmp_path / "c")
+    code = (
+        "import sys; from shardkit.formats.registry import open_checkpoint; "
+        "c = open_checkpoint(sys.argv[1]); c.select(list(c.catalog.tensors)); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(directory)], check=True)

@@ -1,0 +1,164 @@
+"""Checkpoints of PEFT models: the adapter as PEFT reads it, or merged into its base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardkit
+from shardkit.errors import LayoutError, SourceError, UsageError
+from shardkit.formats.hub import base as consolidate_base
+from tests.operations.consolidate.checkpoints import CONFIG, assert_bit_equal, hub, load, save, weights
+
+pytestmark = pytest.mark.usefixtures("fast_trace")
+
+PROJECTIONS = ("q_proj", "v_proj")
+SETTINGS = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": list(PROJECTIONS)}
+
+
+def wrapped() -> dict[str, torch.Tensor]:
+    """What `state_dict` of a PEFT model holds."""
+    state = {}
+    for name, value in weights().items():
+        module = name.rpartition(".")[0]
+        if not module.endswith(PROJECTIONS):
+            state[f"base_model.model.{name}"] = value
+            continue
+        path = f"base_model.model.{module}"
+        state[f"{path}.base_layer.weight"] = value
+        state[f"{path}.lora_A.default.weight"] = torch.randn(2, value.shape[1])
+        state[f"{path}.lora_B.default.weight"] = torch.randn(value.shape[0], 2)
+    return state
+
+
+def adapter(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace(".default", ""): value for name, value in state.items() if "lora_" in name}
+
+
+def merged(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    expected = weights()
+    for name, value in expected.items():
+        path = f"base_model.model.{name.removesuffix('.weight')}"
+        a, b = (state.get(f"{path}.lora_{part}.default.weight") for part in "AB")
+        if a is not None and b is not None:
+            expected[name] = value + (b @ a) * 4.0
+    return expected
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return wrapped()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SETTINGS))
+    return tmp_path / "adapter_config.json"
+
+
+@pytest.mark.parametrize("with_base", [True, False])
+def test_the_adapter(with_base: bool, state: dict[str, torch.Tensor], settings: Path, tmp_path: Path) -> None:
+    held = state if with_base else {name: value for name, value in state.items() if "lora_" in name}
+    result = shardkit.consolidate(save({"model": held}, tmp_path / "c"), adapter_config=str(settings))
+    assert result.kind == "adapter"
+    assert_bit_equal(load(result.output), adapter(state))
+    assert {p.name for p in Path(result.output).iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert json.loads((Path(result.output) / "adapter_config.json").read_text()) == SETTINGS
+    assert any("--merge-lora" in note for note in result.notes) == with_base
+
+
+def test_without_settings_it_says_what_is_lacking(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    result = shardkit.consolidate(save({"model": state}, tmp_path / "c"))
+    assert_bit_equal(load(result.output), adapter(state))
+    assert "--adapter-config" in result.warnings[0]
+
+
+def test_settings_from_what_a_trainer_noted(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    source = save(state, tmp_path / "c")
+    (source / "lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
+    result = shardkit.consolidate(source)
+    made = json.loads((Path(result.output) / "adapter_config.json").read_text())
+    assert (made["r"], made["lora_alpha"], made["target_modules"]) == (2, 8, sorted(PROJECTIONS))
+    (source / "lora_train_meta.json").write_text('{"r": 4, "lora_alpha": 8}')
+    with pytest.raises(SourceError, match="rank 4"):
+        shardkit.consolidate(source, str(tmp_path / "other"))
+
+
+def test_merged_into_its_base(state: dict[str, torch.Tensor], settings: Path, tmp_path: Path) -> None:
+    base = hub(tmp_path / "base", weights(), CONFIG)
+    result = shardkit.consolidate(
+        save({"model": state}, tmp_path / "c"), adapter_config=str(settings), base=str(base), merge_lora=True
+    )
+    assert (result.kind, result.warnings) == ("merged", ())
+    found, expected = load(result.output), merged(state)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+    assert sum(not torch.equal(found[name], value) for name, value in weights().items()) == 4
+
+
+def test_a_merged_model_gets_the_names_of_its_base(
+    state: dict[str, torch.Tensor], settings: Path, tmp_path: Path
+) -> None:
+    """In memory a vision model's language model stands below `model.language_model`."""
+    base = hub(tmp_path / "base", weights(), CONFIG)
+    path = "base_model.model.model."
+    inner = {name.replace(path, f"{path}language_model."): value for name, value in state.items()}
+    assert len(inner.keys() & state.keys()) == 1  # the head
+    source = save({"model": inner}, tmp_path / "c")
+    options = {"adapter_config": str(settings), "base": str(base), "merge_lora": True}
+    result = shardkit.consolidate(source, **options)
+    assert result.renamed == (("model.language_model.", "model.", len(weights()) - 1),)
+    found, expected = load(result.output), merged(state)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+    with pytest.raises(LayoutError, match="does not fit"):
+        shardkit.consolidate(source, str(tmp_path / "no"), rename=["nothing=x"], **options)
+
+
+@pytest.mark.parametrize(("base", "named"), [("org/model", "org/model"), (None, None), ("path", None)])
+def test_the_settings_that_are_made_name_the_bases_repo(
+    base: str | None,
+    named: str | None,
+    state: dict[str, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A path means nothing to whoever gets the adapter."""
+    source = save(state, tmp_path / "c")
+    (source / "lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 8}')
+    place = hub(tmp_path / "base")
+    monkeypatch.setattr(consolidate_base, "fetch_files", lambda *_, **__: str(place))
+    monkeypatch.setattr(consolidate_base, "open_headers", lambda *_: None)
+    result = shardkit.consolidate(source, base=str(place) if base == "path" else base)
+    made = json.loads((Path(result.output) / "adapter_config.json").read_text())
+    assert made["base_model_name_or_path"] == named
+
+
+def test_settings_that_are_not_there(state: dict[str, torch.Tensor], settings: Path, tmp_path: Path) -> None:
+    source = save({"model": state}, tmp_path / "c")
+    for given in (tmp_path / "none", source):
+        with pytest.raises(SourceError, match="--adapter-config") as caught:
+            shardkit.consolidate(source, adapter_config=str(given))
+        assert str(given) in caught.value.message
+    with pytest.raises(UsageError, match="hold none"):
+        shardkit.consolidate(save(weights(), tmp_path / "plain"), adapter_config=str(settings))
+    assert not list(tmp_path.glob("*-hf"))
+
+
+def test_nothing_to_merge(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no adapter"):
+        shardkit.consolidate(save({"model": weights()}, tmp_path / "c"), merge_lora=True)
+
+
+def test_merging_needs_the_scale(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="lora_alpha"):
+        shardkit.consolidate(save({"model": state}, tmp_path / "c"), merge_lora=True)

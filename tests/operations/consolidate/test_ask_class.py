@@ -1,0 +1,315 @@
+"""What consolidate says that `from_pretrained` would miss, held against what `from_pretrained` says itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from shardkit.cli import main
+from shardkit.layout import lacking
+from shardkit.layout.lacking import Question
+from shardkit.operations.consolidate.consolidate import consolidate
+from tests.distributed.processes import ROOT
+from tests.operations.consolidate.checkpoints import save
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "head_dim": 4,
+    "vocab_size": 97,
+}
+Drop = Callable[[str], bool]
+
+
+def qwen3(**changes: Any) -> Any:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, **changes))
+
+
+def moe() -> Any:
+    config = transformers.Qwen3MoeConfig(
+        **SMALL, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def vision() -> Any:
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "llama", **SMALL},
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "patch_size": 4,
+            "projection_dim": 8,
+        },
+        image_token_index=96,
+        vision_feature_layer=-1,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write each model as transformers saves it."""
+    made = {"qwen3": qwen3(), "tied": qwen3(tie_word_embeddings=True), "moe": moe(), "vision": vision()}
+    home = tmp_path_factory.mktemp("models")
+    for name, model in made.items():
+        model.save_pretrained(home / name)
+    return {name: home / name for name in made}
+
+
+def checkpoint_of(model: Path, drop: Drop, directory: Path) -> Path:
+    """Save a model without some of its tensors as a trainer does, with the config beside."""
+    state = {name: x for name, x in load_file(model / "model.safetensors").items() if not drop(name)}
+    save({"model": state}, directory)
+    (directory / "config.json").write_bytes((model / "config.json").read_bytes())
+    return directory
+
+
+def loaded(output: Path) -> tuple[set[str], set[str]]:
+    """Return the names that `from_pretrained` finds missing, and those of other shapes."""
+    name = json.loads((output / "config.json").read_text())["architectures"][0]
+    _, said = getattr(transformers, name).from_pretrained(
+        output, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    return set(said["missing_keys"]), {name for name, *_ in said["mismatched_keys"]}
+
+
+def nothing(name: str) -> bool:
+    return False
+
+
+def final_norm(name: str) -> bool:
+    return name.endswith(("model.norm.weight", "post_layernorm.weight"))
+
+
+def norm_of_every_layer(name: str) -> bool:
+    return "post_attention_layernorm" in name
+
+
+def head(name: str) -> bool:
+    return name.endswith("lm_head.weight")
+
+
+def embedding(name: str) -> bool:
+    return name.endswith("embed_tokens.weight")
+
+
+def an_expert_of_every_layer(name: str) -> bool:
+    return ".experts.1." in name
+
+
+def all_experts(name: str) -> bool:
+    return ".experts." in name
+
+
+def projector(name: str) -> bool:
+    return "multi_modal_projector" in name
+
+
+@pytest.mark.parametrize(
+    ("model", "drop", "num_missing", "num_misfits"),
+    [
+        ("qwen3", nothing, 0, 0),
+        ("qwen3", final_norm, 1, 0),
+        ("qwen3", norm_of_every_layer, 3, 0),
+        ("qwen3", head, 1, 0),
+        ("qwen3", embedding, 1, 0),
+        ("tied", nothing, 0, 0),  # it has no lm_head
+        ("tied", norm_of_every_layer, 3, 0),
+        ("tied", embedding, 2, 0),
+        ("moe", nothing, 0, 0),
+        ("moe", final_norm, 1, 0),
+        ("moe", norm_of_every_layer, 3, 0),
+        ("moe", all_experts, 6, 0),
+        ("moe", an_expert_of_every_layer, 0, 6),
+        ("vision", nothing, 0, 0),
+        ("vision", final_norm, 2, 0),
+        ("vision", norm_of_every_layer, 3, 0),
+        ("vision", projector, 4, 0),
+        ("vision", head, 1, 0),
+    ],
+)
+def test_what_is_told_is_what_from_pretrained_misses(
+    model: str, drop: Drop, num_missing: int, num_misfits: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of(models[model], drop, tmp_path / "step-3")
+    told = list[str]()
+    made = consolidate(checkpoint, tmp_path / "out", on_warning=told.append)
+    assert made.held_against == "class"
+    missing, misfits = loaded(tmp_path / "out")
+    assert (len(missing), len(misfits)) == (num_missing, num_misfits)
+    assert set(made.missing) == missing
+    assert {name for name, _ in made.misfits} == misfits
+    assert bool(made.unloadable) == bool(missing or misfits)
+    assert made.warnings[: len(made.unloadable)] == made.unloadable
+    assert set(made.unloadable) <= set(told)
+
+
+def test_the_first_line_and_the_document_name_what_is_missing(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of(models["qwen3"], norm_of_every_layer, tmp_path / "step-3")
+    result = CliRunner().invoke(main, ["consolidate", str(checkpoint), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    said = (
+        "Qwen3ForCausalLM.from_pretrained would initialise 3 tensors at random, which the output does not have: "
+        "model.layers.{0..2}.post_attention_layernorm.weight"
+    )
+    assert result.stdout.splitlines()[0] == (
+        f"wrote {tmp_path}/out, which from_pretrained would not load whole: {said}"
+    )
+    assert "from_pretrained(" not in result.stdout
+    result = CliRunner().invoke(main, ["consolidate", str(checkpoint), str(tmp_path / "dry"), "-n", "--json"])
+    document = json.loads(result.stdout)
+    assert document["unloadable"] == [said]
+    assert document["warnings"][0] == said
+    assert document["held_against"] == "class"
+    assert document["missing"] == [f"model.layers.{at}.post_attention_layernorm.weight" for at in range(3)]
+    assert document["misfits"] == []
+
+
+def test_a_whole_model_is_said_to_be_whole(models: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(models["qwen3"], nothing, tmp_path / "step-3")
+    result = CliRunner().invoke(main, ["consolidate", str(checkpoint), str(tmp_path / "out")])
+    assert "Qwen3ForCausalLM finds all of its weights" in result.stdout
+    assert f"transformers.Qwen3ForCausalLM.from_pretrained('{tmp_path}/out')" in result.stdout
+
+
+@pytest.mark.parametrize("ask_class", [True, False])
+def test_what_a_base_that_was_found_has_and_the_output_lacks_comes_first(
+    ask_class: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of(models["qwen3"], final_norm, tmp_path / "step-3")
+    (checkpoint / "config.json").unlink()
+    shutil.copytree(models["qwen3"], checkpoint / "hf")
+    made = consolidate(checkpoint, tmp_path / "out", ask_class=ask_class)
+    assert len(made.unloadable) == 1
+    assert "model.norm.weight" in made.unloadable[0]
+    assert made.warnings == made.unloadable
+    assert made.held_against == ("class" if ask_class else None)
+
+
+def test_what_a_base_that_was_found_has_and_its_class_does_not_want_is_a_warning_alone(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of(models["qwen3"], nothing, tmp_path / "step-3")
+    state = load_file(models["qwen3"] / "model.safetensors")
+    spare = {"score.weight": state["model.norm.weight"].clone()}
+    (checkpoint / "config.json").unlink()
+    shutil.copytree(models["qwen3"], checkpoint / "hf")
+    save_file({**state, **spare}, checkpoint / "hf/model.safetensors", metadata={"format": "pt"})
+    made = consolidate(checkpoint, tmp_path / "out")
+    assert made.unloadable == ()
+    assert any("score.weight" in warning for warning in made.warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["NoSuchForCausalLM"]}, "has no NoSuchForCausalLM"),
+        ({"architectures": None}, "names no architecture"),
+        (
+            {"architectures": ["MyModel"], "model_type": "mine", "auto_map": {"AutoModel": "evil.MyModel"}},
+            "code of its own",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+        ({"num_attention_heads": 0}, ""),
+        ({"max_window_layers": 10**9}, "more layers than can be built"),
+    ],
+)
+def test_a_class_that_cannot_be_asked_is_no_error_and_no_alarm(
+    changes: dict[str, Any], said: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of(models["qwen3"], nothing, tmp_path / "step-3")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, **changes}))
+    (checkpoint / "evil.py").write_text("raise SystemExit('code of a checkpoint was run')")
+    made = consolidate(checkpoint, tmp_path / "out")
+    assert made.unloadable == ()
+    assert made.held_against is None
+    assert any("was not asked whether from_pretrained" in note and said in note for note in made.notes)
+
+
+def question(models: dict[str, Path], drop: Drop) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    config = json.loads((models["qwen3"] / "config.json").read_text())
+    state = load_file(models["qwen3"] / "model.safetensors")
+    return config, {name: tuple(x.shape) for name, x in state.items() if not drop(name)}
+
+
+def test_another_thread_has_a_process_asked_and_closing_ends_it(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Building sets torch's default dtype for a moment: not beside a training loop."""
+    monkeypatch.setattr(lacking, "_answers", {})
+    found, ended = list[lacking.Answer](), list[int | None]()
+
+    def ask() -> None:
+        with Question(*question(models, final_norm)) as asked:
+            found.append(asked.answer())
+        with Question(*question(models, head)) as asked:
+            child = asked._child
+        assert child is not None
+        ended.append(child.returncode)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert found == [lacking.Answer(model_class="Qwen3ForCausalLM", missing=("model.norm.weight",))]
+    assert ended == [-signal.SIGKILL]
+
+
+def test_a_child_that_is_killed_was_not_asked(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lacking, "_answers", {})
+    monkeypatch.setattr(lacking, "_may_ask_here", lambda: False)
+    with Question(*question(models, head)) as asked:
+        assert asked._child is not None
+        asked._child.send_signal(signal.SIGKILL)
+        assert asked.answer().failure == "the process that asks it ended by signal 9"
+
+
+def test_without_room_for_scratch_files_the_class_is_not_asked(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lacking, "_answers", {})
+    monkeypatch.setattr(lacking.tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with Question(*question(models, head)) as asked:
+        assert "nothing can be written" in str(asked.answer().failure)
+
+
+def test_the_command_asks_without_importing_torch_itself(models: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(models["qwen3"], final_norm, tmp_path / "step-3")
+    code = (
+        "import sys; from shardkit.operations.consolidate.consolidate import consolidate; "
+        f"made = consolidate({str(checkpoint)!r}, {str(tmp_path / 'out')!r}); "
+        "assert not {'torch', 'transformers'} & sys.modules.keys(); print(made.held_against, *made.missing)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "class model.norm.weight\n", done.stderr

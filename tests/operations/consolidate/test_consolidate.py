@@ -1,0 +1,772 @@
+"""consolidate through its Python API: names, values, dtypes, ties, bases, destinations."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import shardkit
+from shardkit.core.progress import NoProgress
+from shardkit.errors import IntegrityError, Interrupted, LayoutError, ResourceError, SourceError, UsageError
+from shardkit.files import manifest
+from shardkit.files.digest import crc32
+from shardkit.operations.consolidate.consolidate import consolidate as module
+from shardkit.operations.consolidate.consolidate import default_output
+from tests.operations.consolidate.checkpoints import (
+    CONFIG,
+    EMBED,
+    HEAD,
+    assert_bit_equal,
+    hub,
+    load,
+    raw,
+    save,
+    training_state,
+    weights,
+)
+
+pytestmark = pytest.mark.usefixtures("fast_trace")
+
+MakeHub = Callable[..., Path]
+TIED = {**CONFIG, "tie_word_embeddings": True}
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A checkpoint with model, optimizer and trainer state."""
+    return save(training_state(weights()), tmp_path / "step-7")
+
+
+def config_of(directory: Path | str) -> dict[str, Any]:
+    content = json.loads((Path(directory) / "config.json").read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+class TestWhatComesOut:
+    """Names and values."""
+
+    def test_a_training_state_becomes_the_model(self, trained: Path, tmp_path: Path) -> None:
+        result = shardkit.consolidate(trained)
+        assert result.output == str(tmp_path / "step-7-hf")
+        assert os.listdir(result.output) == ["model.safetensors"]
+        assert_bit_equal(load(result.output), weights())
+        assert (result.root, result.num_tensors, result.num_files) == ("model", 21, 1)
+        assert "optimizer" in {part.what for part in result.skipped}
+        assert result.read_bytes == sum(value.nbytes for value in weights().values())
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["step-7", "step-7-hf"]
+
+    def test_transformers_loads_it(self, trained: Path, tmp_path: Path) -> None:
+        import transformers
+
+        base = hub(tmp_path / "base", weights(torch.bfloat16))
+        result = shardkit.consolidate(trained, base=str(base), max_shard_size=2000)
+        assert result.num_files > 2
+        model = transformers.AutoModelForCausalLM.from_pretrained(result.output)
+        assert_bit_equal(model.state_dict(), weights())
+
+    def test_optimizer_bytes_are_not_read(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They are several times the model's, and often damaged without anybody noticing."""
+        seen: list[str] = []
+        opened = module.open_checkpoint
+
+        def spy(path: str) -> Any:
+            checkpoint = opened(path)
+            select = checkpoint.select
+            object.__setattr__(checkpoint, "select", lambda names: seen.extend(names) or select(names))
+            return checkpoint
+
+        monkeypatch.setattr(module, "open_checkpoint", spy)
+        shardkit.consolidate(trained)
+        assert len(seen) == 21
+        assert not [name for name in seen if "exp_avg" in name]
+
+    @pytest.mark.parametrize("world_size", [1, 3, 8])
+    def test_hub_to_shards_and_back(self, world_size: int, make_hub: MakeHub, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        tensors = {
+            "layers.0.weight": torch.randn(70, 33),
+            "layers.10.weight": torch.randn(3, 4, 5, dtype=torch.float64),
+            "layers.2.weight": torch.randn(7).half(),
+            "fp8": torch.randint(0, 255, (6, 5), dtype=torch.uint8).view(torch.float8_e4m3fn),
+            "phase": torch.randn(5, 2, dtype=torch.complex64),
+            "ids": torch.arange(9).reshape(3, 3),
+            "mask": torch.tensor([True, False, True]),
+            "scalar": torch.tensor(2.5),
+            "empty": torch.zeros(0, 4),
+            "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+        }
+        shardkit.preshard(
+            str(make_hub(tensors)), str(tmp_path / "sharded"), world_size=world_size, wrap="none"
+        )
+        result = shardkit.consolidate(str(tmp_path / "sharded"), root="", max_shard_size="4KB")
+        assert_bit_equal(load(result.output), tensors)
+        index = json.loads((Path(result.output) / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+        assert index["metadata"]["total_parameters"] == sum(t.numel() for t in tensors.values())
+        assert index["weight_map"].keys() == tensors.keys()
+
+    def test_layers_are_in_their_order(self, tmp_path: Path) -> None:
+        state = {f"layers.{n}.weight": torch.full((2,), float(n)) for n in range(12)}
+        result = shardkit.consolidate(save(state, tmp_path / "c"), root="", max_shard_size=8)
+        assert [next(iter(load_one(result.output, name))) for name in result.file_names] == list(state)
+
+    def test_equal_input_gives_equal_bytes(self, tmp_path: Path) -> None:
+        found = []
+        for name in ("one", "another"):
+            source = save(training_state(weights()), tmp_path / name / "last.ckpt")
+            jobs = len(found) + 1
+            result = shardkit.consolidate(source, max_shard_size=4000, manifest=True, jobs=jobs)
+            found.append({p.name: p.read_bytes() for p in Path(result.output).iterdir()})
+        assert found[0] == found[1]
+        assert str(tmp_path).encode() not in b"".join(found[0].values())
+
+    def test_names_can_be_changed(self, tmp_path: Path) -> None:
+        source = save({"net.a.weight": torch.ones(2), "net.b.weight": torch.zeros(3)}, tmp_path / "c")
+        result = shardkit.consolidate(
+            source, strip_prefix=["net"], add_prefix="model", rename=[r"\.a\.=.c."], exclude=["*b*"]
+        )
+        assert list(load(result.output)) == ["model.c.weight"]
+
+    def test_a_weight_that_is_no_tensor_is_lost(self, tmp_path: Path) -> None:
+        state = {"layers.0.w": torch.ones(2), "layers.1.w": 5, "layers.1._extra_state": 6, "step": 7}
+        with pytest.raises(SourceError, match="1 entries are no tensors") as raised:
+            shardkit.consolidate(save(state, tmp_path / "c"))
+        assert raised.value.problems == ("layers.1.w",)
+        del state["layers.1.w"]
+        result = shardkit.consolidate(save(state, tmp_path / "d"), root="")
+        assert list(load(result.output)) == ["layers.0.w"]
+
+    def test_nothing_that_safetensors_can_hold(self, tmp_path: Path) -> None:
+        state = {"a.weight": torch.ones(2, dtype=torch.complex128), "b.weight": torch.ones(2)}
+        with pytest.raises(SourceError, match=r"(?s)1 of the tensors.*a\.weight: complex128"):
+            shardkit.consolidate(save(state, tmp_path / "c"))
+        assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+    def test_a_dry_run_tells_the_same_and_writes_nothing(self, trained: Path, tmp_path: Path) -> None:
+        dry = shardkit.consolidate(trained, dry_run=True, max_shard_size=4000)
+        assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
+        wet = shardkit.consolidate(trained, max_shard_size=4000)
+        assert dry.file_bytes == tuple(os.path.getsize(os.path.join(wet.output, n)) for n in wet.file_names)
+        assert (dry.checked_bytes, wet.checked_bytes > 0) == (0, True)
+        changing = {"dry_run": 0, "elapsed_s": 0, "free_bytes": 0, "checked_bytes": 0}
+        assert dry.to_json() | changing == wet.to_json() | changing
+
+
+def load_one(directory: str, name: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(os.path.join(directory, name))
+
+
+class TestDtypes:
+    """--dtype, and what is never narrowed."""
+
+    @pytest.mark.parametrize(
+        ("dtype", "expected"),
+        [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32), ("keep", torch.float64)],
+    )
+    def test_floating_tensors_only(self, dtype: str, expected: torch.dtype, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        state = {
+            "a.weight": torch.randn(300, 50, dtype=torch.float64),
+            "ids": torch.arange(5),
+            "fp8": torch.ones(4).to(torch.float8_e4m3fn),
+        }
+        result = shardkit.consolidate(
+            save(state, tmp_path / "c"), root="", dtype=dtype, max_memory="2MiB", jobs=1
+        )
+        assert_bit_equal(load(result.output), {**state, "a.weight": state["a.weight"].to(expected)})
+        assert (dtype == "keep") is not any("fp8" in note for note in result.notes)
+
+    def test_a_tensor_larger_than_the_memory_is_converted(self, tmp_path: Path) -> None:
+        state = {"w.weight": torch.randn(1100, 1000)}
+        result = shardkit.consolidate(
+            save(state, tmp_path / "c"), root="", dtype="bf16", max_memory="2MiB", jobs=1
+        )
+        assert result.peak_memory_bytes <= 2 << 20 < state["w.weight"].nbytes
+        assert_bit_equal(load(result.output), {"w.weight": state["w.weight"].bfloat16()})
+
+    def test_as_the_base_stores_each(self, trained: Path, tmp_path: Path) -> None:
+        mixed = {name: value if "norm" in name else value.bfloat16() for name, value in weights().items()}
+        base = hub(tmp_path / "base", mixed)
+        result = shardkit.consolidate(trained, base=str(base), dtype="base")
+        assert_bit_equal(load(result.output), mixed)
+        assert config_of(result.output)["dtype"] == "bfloat16"
+
+    def test_what_the_base_keeps_in_fp32_stays(self, trained: Path, tmp_path: Path) -> None:
+        mixed = {name: value if "norm" in name else value.bfloat16() for name, value in weights().items()}
+        result = shardkit.consolidate(trained, base=str(hub(tmp_path / "base", mixed)), dtype="fp16")
+        expected = {
+            name: v if v.dtype is torch.float32 else weights()[name].half() for name, v in mixed.items()
+        }
+        assert_bit_equal(load(result.output), expected)
+        assert any(note.startswith("kept in fp32") and "5 tensors" in note for note in result.notes)
+
+    def test_what_the_model_class_keeps_in_fp32_stays(self, tmp_path: Path) -> None:
+        config = {
+            "architectures": ["T5ForConditionalGeneration"],
+            "model_type": "t5",
+            **{"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 11},
+        }
+        state = {
+            "encoder.block.0.layer.1.DenseReluDense.wo.weight": torch.randn(8, 16),
+            "encoder.block.0.layer.1.DenseReluDense.wi.weight": torch.randn(16, 8),
+        }
+        result = shardkit.consolidate(
+            save(state, tmp_path / "c"), root="", dtype="fp16", base=str(hub(tmp_path / "base", None, config))
+        )
+        assert [str(t.dtype) for t in load(result.output).values()].count("torch.float32") == 1
+        assert load(result.output)[next(iter(state))].dtype is torch.float32
+
+    def test_what_is_narrower_than_in_the_base_is_named(self, trained: Path, tmp_path: Path) -> None:
+        """A job that rounded a router, or the norms, told nobody."""
+        mixed = {name: value if "norm" in name else value.bfloat16() for name, value in weights().items()}
+        base = str(hub(tmp_path / "base", mixed))
+        rounded = save(weights(torch.bfloat16), tmp_path / "rounded")
+        for dtype in ("keep", "bf16"):
+            result = shardkit.consolidate(rounded, tmp_path / dtype, base=base, dtype=dtype)
+            (warning,) = (text for text in result.warnings if "narrower" in text)
+            assert warning.startswith("5 tensors narrower than in ")
+            assert "float32 -> bfloat16: model.layers.0.input_layernorm.weight, " in warning
+        for source, dtype in ((rounded, "base"), (trained, "keep"), (trained, "bf16")):
+            result = shardkit.consolidate(source, base=base, dtype=dtype, overwrite=True)
+            assert not any("narrower" in text for text in result.warnings)
+
+    def test_what_is_asked_for_is_no_loss(self, trained: Path, tmp_path: Path) -> None:
+        result = shardkit.consolidate(trained, base=str(hub(tmp_path / "base", weights())), dtype="bf16")
+        assert not any("narrower" in text or "rounded" in text for text in result.warnings)
+        mixed = {name: value if "norm" in name else value.bfloat16() for name, value in weights().items()}
+        result = shardkit.consolidate(save(mixed, tmp_path / "mixed"), dtype="bf16")
+        (warning,) = (text for text in result.warnings if "rounded" in text)
+        assert warning.startswith(
+            "5 tensors rounded that the source, mostly in half precision, holds in a wider"
+        )
+
+    def test_it_says_where_nobody_knows(self, trained: Path) -> None:
+        result = shardkit.consolidate(trained, dtype="bf16")
+        assert any("is not known, there is no base and no config" in note for note in result.notes)
+
+    def test_or_where_the_class_is_not_known(self, trained: Path, tmp_path: Path) -> None:
+        base = hub(tmp_path / "base", config={**CONFIG, "model_type": "nobodys"})
+        result = shardkit.consolidate(trained, base=str(base), dtype="bf16")
+        assert any("is not known, its class cannot be built here" in note for note in result.notes)
+
+    def test_base_dtypes_need_a_base(self, trained: Path) -> None:
+        with pytest.raises(UsageError, match="--dtype base"):
+            shardkit.consolidate(trained, dtype="base")
+
+
+class TestTies:
+    """One copy of equal ones, both of those that differ."""
+
+    def consolidated(
+        self, tmp_path: Path, state: dict[str, torch.Tensor], config: dict[str, Any] | None, **options: Any
+    ) -> shardkit.ConsolidateResult:
+        source = save({"model": state}, tmp_path / "c")
+        base = None if config is None else str(hub(tmp_path / "base", None, config))
+        return shardkit.consolidate(source, base=base, **options)
+
+    def test_equal_copies_are_written_once(self, tmp_path: Path) -> None:
+        result = self.consolidated(tmp_path, weights(tied=True), TIED)
+        assert result.ties == ((EMBED, HEAD),)
+        expected = weights(tied=True)
+        del expected[HEAD]
+        assert_bit_equal(load(result.output), expected)
+
+    @pytest.mark.parametrize("config", [None, CONFIG, {k: v for k, v in CONFIG.items() if "tie" not in k}])
+    def test_equal_copies_are_both_written_where_nothing_ties_them(
+        self, config: dict[str, Any] | None, tmp_path: Path
+    ) -> None:
+        """Without a word in it, a Llama's config does not tie: `from_pretrained` would initialise the output."""
+        result = self.consolidated(tmp_path, weights(tied=True), config)
+        assert_bit_equal(load(result.output), weights(tied=True))
+        assert result.ties == ()
+
+    def test_copies_that_differ_are_both_written_and_the_config_says_so(self, tmp_path: Path) -> None:
+        config = {**TIED, "text_config": {"tie_word_embeddings": True}}
+        result = self.consolidated(tmp_path, weights(), config)
+        assert_bit_equal(load(result.output), weights())
+        assert result.untied == ((EMBED, HEAD),)
+        assert HEAD in result.warnings[0]
+        written = config_of(result.output)
+        assert written["tie_word_embeddings"] is written["text_config"]["tie_word_embeddings"] is False
+
+    def test_a_config_that_says_nothing_says_it_now(self, tmp_path: Path) -> None:
+        """transformers' default may be either."""
+        result = self.consolidated(tmp_path, weights(), {k: v for k, v in CONFIG.items() if "tie" not in k})
+        assert config_of(result.output)["tie_word_embeddings"] is False
+        assert not result.warnings
+
+    def test_a_base_that_stores_one_copy_decides(self, tmp_path: Path) -> None:
+        stored = weights(tied=True)
+        del stored[HEAD]
+        base = hub(tmp_path / "base", stored, TIED)
+        same = shardkit.consolidate(save(weights(tied=True), tmp_path / "same"), base=str(base))
+        assert_bit_equal(load(same.output), stored)
+        other = shardkit.consolidate(save(weights(), tmp_path / "other"), base=str(base))
+        assert_bit_equal(load(other.output), weights())
+        assert other.untied == ((EMBED, HEAD),)
+
+    def test_a_base_that_stores_both_decides(self, tmp_path: Path) -> None:
+        base = hub(tmp_path / "base", weights(tied=True), TIED)
+        result = shardkit.consolidate(save(weights(tied=True), tmp_path / "c"), base=str(base))
+        assert_bit_equal(load(result.output), weights(tied=True))
+
+    def test_a_shared_embedding_of_encoder_and_decoder(self, tmp_path: Path) -> None:
+        shared = torch.randn(9, 4)
+        names = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)
+        source = save({n: shared.clone() for n in names}, tmp_path / "c")
+        base = hub(
+            tmp_path / "base", None, {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}
+        )
+        assert list(load(shardkit.consolidate(source, base=base, root="").output)) == ["shared.weight"]
+        assert load(shardkit.consolidate(source, tmp_path / "alone", root="").output).keys() == set(names)
+
+    def test_a_t5_with_an_output_of_its_own_keeps_its_scales(self, tmp_path: Path) -> None:
+        """There tie_word_embeddings: false says how outputs are scaled; values that differ are loaded as they are."""
+        state = {"shared.weight": torch.randn(9, 4), HEAD: torch.randn(9, 4)}
+        base = hub(
+            tmp_path / "base", None, {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}
+        )
+        result = shardkit.consolidate(save(state, tmp_path / "c"), base=base, root="")
+        assert_bit_equal(load(result.output), state)
+        assert "tie_word_embeddings" not in config_of(result.output)
+
+    def test_copies_cut_in_different_ways_are_compared(self, tmp_path: Path) -> None:
+        """By their values, however many chunks each has."""
+        from shardkit.core.catalog import Catalog, SourceFile
+        from shardkit.core.dtypes import BY_NAME
+        from shardkit.core.regions import Region
+        from shardkit.transfer.same_bytes import same_bytes
+
+        values = torch.arange(24, dtype=torch.int32).reshape(4, 6)
+        catalog, content = Catalog(format="x", directory=str(tmp_path)), b""
+        cuts: dict[str, list[tuple[slice, slice]]] = {
+            "rows": [(slice(2, 4), slice(0, 6)), (slice(0, 2), slice(0, 6))],
+            "columns": [(slice(0, 4), slice(0, 1)), (slice(0, 4), slice(1, 6))],
+            "whole": [(slice(0, 4), slice(0, 6))],
+            "other": [(slice(0, 4), slice(0, 6))],
+        }
+        for name, boxes in cuts.items():
+            chunks = []
+            for box in boxes:
+                data = (values + (name == "other")).numpy()[box].tobytes()
+                region = Region(tuple(s.start for s in box), tuple(s.stop - s.start for s in box))
+                chunks.append((0, len(content), len(data), region))
+                content += data
+            catalog.add_tensor(name, BY_NAME["int32"], (4, 6), iter(chunks))
+        (tmp_path / "x").write_bytes(content)
+        catalog.files.append(SourceFile(name="x", path=str(tmp_path / "x"), size=len(content)))
+        for name in ("rows", "columns", "whole"):
+            assert same_bytes(catalog, name, "whole")
+            assert same_bytes(catalog, "columns", name)
+            assert not same_bytes(catalog, name, "other")
+
+
+class TestBase:
+    """The model that it was trained from."""
+
+    def test_its_files_are_copied(self, trained: Path, tmp_path: Path) -> None:
+        files = {
+            "tokenizer__json": "{}",
+            "chat_template__jinja": "x",
+            "modeling_own__py": "y",
+            "README__md": "z",
+        }
+        others = {"trainer_state__json": "{}", "optimizer__pt": "", "training_args__bin": ""}
+        files |= {"normalizer__json": "{}", "spm_char__model": "", "entity_vocab__json": "{}"}
+        base = hub(tmp_path / "base", weights(), **files, **others)
+        (base / "additional_chat_templates").mkdir()
+        (base / "additional_chat_templates" / "tools.jinja").write_text("t")
+        result = shardkit.consolidate(trained, base=str(base))
+        found = {str(p.relative_to(result.output)) for p in Path(result.output).rglob("*") if p.is_file()}
+        assert found == {
+            "additional_chat_templates/tools.jinja",
+            "chat_template.jinja",
+            "config.json",
+            "entity_vocab.json",
+            "model.safetensors",
+            "modeling_own.py",
+            "normalizer.json",
+            "README.md",
+            "spm_char.model",
+            "tokenizer.json",
+        }
+        assert set(result.assets) == found - {"model.safetensors"}
+        assert result.model_class == "LlamaForCausalLM"
+
+    def test_the_config_is_the_bases_but_for_the_dtype(self, trained: Path, tmp_path: Path) -> None:
+        config = {**CONFIG, "dtype": "float16", "text_config": {"torch_dtype": "float16"}, "use_cache": False}
+        result = shardkit.consolidate(trained, base=str(hub(tmp_path / "b", None, config)), dtype="bf16")
+        expected = {**config, "dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}}
+        assert config_of(result.output) == expected
+
+    @pytest.mark.parametrize(
+        ("version", "key"), [("4.40.0", "torch_dtype"), ("4.56.0", "dtype"), (None, "dtype")]
+    )
+    def test_a_config_without_a_dtype(
+        self, version: str | None, key: str, trained: Path, tmp_path: Path
+    ) -> None:
+        config = {k: v for k, v in CONFIG.items() if k not in ("dtype", "transformers_version")}
+        config |= {"transformers_version": version} if version else {}
+        result = shardkit.consolidate(trained, base=str(hub(tmp_path / "b", None, config)))
+        assert config_of(result.output)[key] == "float32"
+
+    def test_what_does_not_fit_is_listed(self, trained: Path, tmp_path: Path) -> None:
+        theirs = weights()
+        theirs["model.layers.2.extra"] = torch.ones(1)
+        theirs[EMBED] = torch.ones(38, 16)
+        del theirs["model.norm.weight"]
+        base = str(hub(tmp_path / "base", theirs))
+        with pytest.raises(LayoutError) as raised:
+            shardkit.consolidate(trained, base=base)
+        problems = raised.value.problems
+        assert any(line.startswith("missing: model.layers.2.extra") for line in problems)
+        assert any(line.startswith("unexpected: model.norm.weight") for line in problems)
+        assert f"shape: {EMBED}: [37, 16], in the base [38, 16]" in problems
+        with pytest.raises(LayoutError, match=r"1 difference\n"):
+            shardkit.consolidate(trained, base=base, allow_missing=True, allow_unexpected=True)
+        assert not (tmp_path / "step-7-hf").exists()
+
+    def test_what_is_allowed_is_said(self, trained: Path, tmp_path: Path) -> None:
+        theirs = weights()
+        theirs["model.layers.2.extra"] = torch.ones(1)
+        del theirs["model.norm.weight"]
+        result = shardkit.consolidate(
+            trained, base=str(hub(tmp_path / "base", theirs)), allow_missing=True, allow_unexpected=True
+        )
+        assert_bit_equal(load(result.output), weights())
+        assert (
+            sum("model.norm.weight" in note or "model.layers.2.extra" in note for note in result.notes) == 2
+        )
+
+    def test_what_the_checkpoint_carries_is_found(
+        self, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A trainer's own copy: what it changed for the run is changed back."""
+        changed = {**CONFIG, "use_cache": False, "_name_or_path": "/scratch/somebody/model"}
+        inside = hub(tmp_path / "huggingface", None, changed, tokenizer__json="{}")
+        (inside / "generation_config.json").write_text('{"use_cache": false, "top_k": 3}')
+        with_assets(monkeypatch, str(inside))
+        result = shardkit.consolidate(trained)
+        assert (result.base, result.warnings) == ("huggingface", ())
+        assert config_of(result.output) == CONFIG
+        generation = json.loads((Path(result.output) / "generation_config.json").read_text())
+        assert generation == {"use_cache": True, "top_k": 3}
+        assert any("use_cache" in note for note in result.notes)
+
+    def test_a_hub_model_keeps_its_config(self, tmp_path: Path) -> None:
+        """Split anew; of what transformers' Trainer saved, the run's changes go."""
+        source = hub(tmp_path / "model", weights(), {**CONFIG, "use_cache": False})
+        result = shardkit.consolidate(source, max_shard_size=4000)
+        assert result.layout == "hub"
+        assert config_of(result.output) == {**CONFIG, "use_cache": False}
+        assert_bit_equal(load(result.output), weights())
+        (source / "trainer_state.json").write_text("{}")
+        again = shardkit.consolidate(source, str(tmp_path / "again"), single_file=True)
+        assert config_of(again.output) == CONFIG
+
+    def test_weights_that_lie_with_what_was_found_bind_nobody(
+        self, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with_assets(monkeypatch, str(hub(tmp_path / "huggingface", {"other.weight": torch.ones(1)})))
+        result = shardkit.consolidate(trained)
+        assert_bit_equal(load(result.output), weights())
+        assert any("other.weight" in warning for warning in result.warnings)
+
+    def test_without_one_it_says_what_is_lacking(self, trained: Path) -> None:
+        assert any("--base" in warning for warning in shardkit.consolidate(trained).warnings)
+
+    @pytest.mark.parametrize(
+        ("base", "error"),
+        [("no/such/base/here", SourceError), ("step-7", SourceError), ("step-7/.metadata", SourceError)],
+    )
+    def test_what_is_no_base(
+        self, base: str, error: type[Exception], trained: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(trained.parent)
+        with pytest.raises(error, match="--base"):
+            shardkit.consolidate(trained, base=base)
+
+    def test_a_misspelt_directory_is_thought_of(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A name without a slash may be a repo's, and is a directory's far more often."""
+
+        def fetch(repo_id: str, *_: Any, **__: Any) -> str:
+            raise ResourceError(f"{repo_id}: cannot be downloaded", hint="check the network")
+
+        monkeypatch.setattr("shardkit.formats.hub.base.fetch_files", fetch)
+        with pytest.raises(ResourceError) as caught:
+            shardkit.consolidate(trained, base="qwen3-bse")
+        assert (
+            caught.value.hint == "there is no directory qwen3-bse here; if a repo is meant: check the network"
+        )
+        with pytest.raises(ResourceError) as caught:
+            shardkit.consolidate(trained, base="org/qwen3")
+        assert caught.value.hint == "check the network"
+
+    def test_links_that_leave_it_are_not_followed(self, trained: Path, tmp_path: Path) -> None:
+        base = hub(tmp_path / "base", weights())
+        (tmp_path / "secret").write_text("s")
+        (base / "tokenizer.json").symlink_to(tmp_path / "secret")
+        result = shardkit.consolidate(trained, base=str(base))
+        assert not (Path(result.output) / "tokenizer.json").exists()
+        assert any("tokenizer.json" in note and "--follow-links" in note for note in result.notes)
+        (base / "config.json").rename(tmp_path / "config")
+        (base / "config.json").symlink_to(tmp_path / "config")
+        with pytest.raises(SourceError, match=r"config\.json: a symbolic link that leaves") as caught:
+            shardkit.consolidate(trained, tmp_path / "out", base=str(base))
+        assert "--follow-links" in (caught.value.hint or "")
+        result = shardkit.consolidate(trained, tmp_path / "out", base=str(base), follow_links=True)
+        copied = tmp_path / "out" / "tokenizer.json"
+        assert (copied.read_text(), copied.is_symlink()) == ("s", False)
+        assert (tmp_path / "out" / "config.json").is_file()
+        assert not any("links that leave" in note for note in result.notes)
+
+    def test_weights_in_a_shared_store_are_read_and_named(self, tmp_path: Path) -> None:
+        """Everywhere; what is written holds their bytes, not links."""
+        model = hub(tmp_path / "model", weights())
+        (model / "model.safetensors").rename(tmp_path / "blob")
+        (model / "model.safetensors").symlink_to(tmp_path / "blob")
+        note = (
+            f"1 weight file is a link to files outside of {model}: model.safetensors -> {tmp_path / 'blob'}"
+        )
+        made = shardkit.consolidate(model, tmp_path / "out")
+        split = shardkit.preshard(model, tmp_path / "split", world_size=2, wrap="none")
+        for result in (made, split, shardkit.inspect(model), shardkit.verify(model, full=True)):
+            assert note in result.notes, result
+        assert not (tmp_path / "out" / "model.safetensors").is_symlink()
+        for other in ("out", "split"):
+            found = shardkit.diff(model, tmp_path / other)
+            assert found.is_equal
+            assert note in found.notes
+        (tmp_path / "blob").unlink()
+        with pytest.raises(SourceError, match=r"model\.safetensors: no such file"):
+            shardkit.consolidate(model, tmp_path / "again")
+
+
+def with_assets(monkeypatch: pytest.MonkeyPatch, *directories: str) -> None:
+    """Let the checkpoint carry directories of its own, as some trainers' do."""
+    opened = module.open_checkpoint
+
+    def open_with(path: str) -> Any:
+        checkpoint = opened(path)
+        object.__setattr__(checkpoint, "assets", directories)
+        return checkpoint
+
+    monkeypatch.setattr(module, "open_checkpoint", open_with)
+
+
+class TestChecks:
+    """Before and after the bytes move."""
+
+    def check_with(self, monkeypatch: pytest.MonkeyPatch, check: Any) -> None:
+        opened = module.open_checkpoint
+
+        def open_with(path: str) -> Any:
+            checkpoint = opened(path)
+            object.__setattr__(checkpoint, "check", check)
+            return checkpoint
+
+        monkeypatch.setattr(module, "open_checkpoint", open_with)
+
+    def test_what_the_checksums_say_is_asked_of_the_weights_alone(
+        self, trained: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+
+        def check(names: list[str]) -> Iterator[str]:
+            asked.extend(names)
+            return iter(())
+
+        self.check_with(monkeypatch, check)
+        assert shardkit.consolidate(trained, check=True).checked
+        assert len(asked) == 21
+
+    def test_a_difference_ends_it(
+        self, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.check_with(monkeypatch, lambda names: iter([f"{names[0]} in __0_0.distcp"]))
+        with pytest.raises(IntegrityError, match=r"(?s)in 1 place\n.*__0_0\.distcp"):
+            shardkit.consolidate(trained, check=True)
+        assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
+
+    def test_a_layout_without_checksums_says_so(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.check_with(monkeypatch, None)
+        result = shardkit.consolidate(trained, check=True)
+        assert not result.checked
+        assert any("no checksums" in note for note in result.notes)
+
+    @pytest.mark.parametrize("damage", ["index", "header", "missing"])
+    def test_what_was_written_is_read_back(
+        self, damage: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from shardkit.operations.consolidate.run import Descriptions
+
+        write = Descriptions._write_synced
+
+        def damaging(self: Descriptions, name: str, data: bytes) -> None:
+            write(self, name, data)
+            weights_of = sorted(Path(self._directory).glob("model-*.safetensors"))
+            if damage == "index":
+                write(self, name, data.replace(b"model.norm", b"model.form"))
+            elif damage == "header":
+                content = weights_of[0].read_bytes()
+                weights_of[0].write_bytes(content.replace(b'"F32"', b'"I32"', 1))
+            else:
+                weights_of[0].unlink()
+
+        monkeypatch.setattr(Descriptions, "_write_synced", damaging)
+        with pytest.raises(IntegrityError, match="what was written"):
+            shardkit.consolidate(trained, max_shard_size=4000)
+        assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
+
+    def test_a_manifest_is_there_on_request(self, trained: Path) -> None:
+        result = shardkit.consolidate(trained, manifest=True)
+        content = manifest.read(result.output)
+        assert content is not None
+        assert content["tensors"].keys() == weights().keys()
+        assert [file["name"] for file in content["files"]] == ["model.safetensors"]
+        for name, value in weights().items():
+            assert content["tensors"][name]["crc32"] == crc32(raw(value))
+        assert shardkit.inspect(result.output).kind == "hub"
+
+
+class TestDestination:
+    """What may be written, and where."""
+
+    @pytest.mark.parametrize(
+        ("checkpoint", "output"),
+        [
+            ("/run/last.ckpt", "/run/last-hf"),
+            ("/run/last.ckpt/", "/run/last-hf"),
+            ("/run/epoch=0-step=2.ckpt", "/run/epoch=0-step=2-hf"),
+            ("/run/step-1000", "/run/step-1000-hf"),
+            ("/run/pytorch_model.bin", "/run/pytorch_model-hf"),
+        ],
+    )
+    def test_default(self, checkpoint: str, output: str) -> None:
+        assert default_output(checkpoint) == output
+
+    def test_a_runs_newest_checkpoint_is_taken(self, tmp_path: Path) -> None:
+        for step in (9, 10):
+            save({"model": {"w.weight": torch.full((2,), float(step))}}, tmp_path / "run" / f"step-{step}")
+        result = shardkit.consolidate(tmp_path / "run")
+        assert result.output == str(tmp_path / "run" / "step-10-hf")
+        assert result.step == 10
+        (value,) = load(result.output).values()
+        assert value[0] == 10
+
+    def test_an_earlier_output_is_replaced_whole(self, trained: Path) -> None:
+        old = shardkit.consolidate(trained, max_shard_size=4000)
+        with pytest.raises(UsageError, match="exists"):
+            shardkit.consolidate(trained)
+        shardkit.consolidate(trained, overwrite=True)
+        assert os.listdir(old.output) == ["model.safetensors"]
+
+    @pytest.mark.parametrize("other", ["checkpoint-500", "optimizer.pt", ".git", "thesis.tex"])
+    def test_nothing_else_is_ever_replaced(self, other: str, trained: Path, tmp_path: Path) -> None:
+        """A run's directory has the final model beside all its checkpoints."""
+        out = hub(tmp_path / "out", weights())
+        (out / other).mkdir()
+        with pytest.raises(UsageError, match=f"(?s)not replaced|{re.escape(other)}"):
+            shardkit.consolidate(trained, str(out), overwrite=True)
+        assert (out / other).exists()
+
+    def test_a_directory_without_weights_is_not_replaced(self, trained: Path, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "README.md").touch()
+        with pytest.raises(UsageError, match="holds no weights"):
+            shardkit.consolidate(trained, str(tmp_path / "out"), overwrite=True)
+
+    @pytest.mark.parametrize("place", ["", "inside", ".."])
+    def test_the_checkpoint_is_never_written(self, place: str, trained: Path) -> None:
+        with pytest.raises(UsageError):
+            shardkit.consolidate(trained, os.path.join(trained, place), overwrite=True)
+
+    def test_too_little_space_is_known_before_the_first_byte(
+        self, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 100}))
+        with pytest.raises(ResourceError, match="No space left"):
+            shardkit.consolidate(trained)
+        assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
+
+    def test_a_disk_that_fills_up_half_way_leaves_nothing(
+        self, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(fd: int, data: bytes, offset: int) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("shardkit.files.storage.pwrite", full)
+        with pytest.raises(ResourceError, match=r"model\.safetensors.*No space left"):
+            shardkit.consolidate(trained)
+        assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
+
+    def test_the_umask_decides_the_modes(self, trained: Path, tmp_path: Path) -> None:
+        base = hub(tmp_path / "base", weights(), tokenizer__json="{}")
+        (base / "tokenizer.json").chmod(0o600)
+        old = os.umask(0o027)
+        try:
+            result = shardkit.consolidate(trained, base=str(base), max_shard_size=4000, manifest=True)
+        finally:
+            os.umask(old)
+        assert {p.stat().st_mode & 0o777 for p in Path(result.output).iterdir()} == {0o640}
+
+    def test_an_interrupted_call_is_resumed_by_the_next_one(self, trained: Path, tmp_path: Path) -> None:
+        class Impatient(NoProgress):
+            seen = 0
+
+            def advance(self, num_bytes: int) -> None:
+                self.seen += 1
+                if self.seen == 15:
+                    raise KeyboardInterrupt
+
+        with pytest.raises(Interrupted):
+            shardkit.consolidate(trained, max_shard_size=2000, jobs=1, progress=Impatient())
+        assert not (tmp_path / "step-7-hf").exists()
+        result = shardkit.consolidate(trained, max_shard_size=2000)
+        assert result.resumed_files > 0
+        assert_bit_equal(load(result.output), weights())
+        assert not list(tmp_path.glob(".*"))
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"dtype": "int8"},
+            {"digest": "md5"},
+            {"max_shard_size": 0},
+            {"max_shard_size": "5 apples"},
+            {"jobs": 0},
+            {"private": True},
+            {"branch": "x"},
+            {"base_revision": "main"},
+            {"allow_missing": True},
+            {"rename": ["no equals sign"]},
+            {"push_to_hub": "not a repo"},
+        ],
+    )
+    def test_options_that_cannot_be_carried_out(
+        self, options: dict[str, Any], trained: Path, tmp_path: Path
+    ) -> None:
+        with pytest.raises(UsageError):
+            shardkit.consolidate(trained, **options)
+        assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
+
+
+def test_a_hub_model_without_tensors_is_one_still(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    save_file({}, str(tmp_path / "empty" / "model.safetensors"), metadata={"format": "pt"})
+    shardkit.consolidate(str(tmp_path / "empty"), str(tmp_path / "out"))
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert list(file.keys()) == []

@@ -1,0 +1,82 @@
+"""verify against another checkpoint, whatever its format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardkit.errors import SourceError
+from shardkit.operations.preshard.preshard import preshard
+from shardkit.operations.verify.verify import verify
+from tests.operations.consolidate.checkpoints import HEAD, hub, save, training_state, weights
+from tests.operations.verify.test_verify import flip
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save(training_state(weights()), tmp_path / "step-3")
+
+
+def test_any_two_formats(checkpoint: Path, tmp_path: Path) -> None:
+    """Names differ (`model.` before each), and so do files, meshes and what lies beside the model."""
+    model = hub(tmp_path / "hub", weights(), None)
+    preshard(model, tmp_path / "sharded", world_size=3, wrap="none")
+    for path, other in ((checkpoint, model), (model, checkpoint), (tmp_path / "sharded", checkpoint)):
+        result = verify(path, against=other)
+        assert result.problems == ()
+        assert (result.against, result.num_compared_tensors) == (str(other), len(weights()))
+    assert any(str(checkpoint) in note and "beside the model" in note for note in result.notes)
+
+
+def test_each_kind_of_difference(checkpoint: Path, tmp_path: Path) -> None:
+    changed = weights()
+    changed["model.norm.weight"][5] += 1
+    changed["model.layers.0.mlp.up_proj.weight"] = changed["model.layers.0.mlp.up_proj.weight"].T.contiguous()
+    changed["model.layers.1.mlp.up_proj.weight"] = changed["model.layers.1.mlp.up_proj.weight"].double()
+    changed["more"] = torch.ones(2)
+    del changed[HEAD]
+    result = verify(checkpoint, against=hub(tmp_path / "other", changed))
+    assert not result.ok
+    found = {problem.tensor: problem for problem in result.problems}
+    assert found.keys() == {
+        "model.norm.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "more",
+        HEAD,
+    }
+    assert "1 of 16 elements differ, the first at [5]" in found["model.norm.weight"].message
+    shape = found["model.layers.0.mlp.up_proj.weight"]
+    assert (shape.message, shape.expected, shape.found) == ("shape", "[16, 24]", "[24, 16]")
+    dtype = found["model.layers.1.mlp.up_proj.weight"]
+    assert (dtype.message, dtype.expected, dtype.found) == ("dtype", "float64", "float32")
+    assert "only" in found["more"].message
+    assert "has no such tensor" in found[HEAD].message
+
+
+def test_one_flipped_bit(checkpoint: Path, tmp_path: Path) -> None:
+    model = hub(tmp_path / "hub", weights())
+    data = (model / "model.safetensors").read_bytes()
+    flip(model / "model.safetensors", data.index(weights()["model.norm.weight"].numpy().tobytes()) + 9)
+    assert verify(model, full=True).ok  # nothing is recorded of it
+    (problem,) = verify(model, against=checkpoint).problems
+    assert problem.tensor == "model.norm.weight"
+    assert "the first at [2]" in problem.message
+
+
+def test_what_is_damaged_is_told_once(checkpoint: Path, tmp_path: Path) -> None:
+    model = hub(tmp_path / "hub", weights())
+    shard = checkpoint / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-9])
+    result = verify(checkpoint, against=model)
+    assert not result.ok
+    assert any("not compared with" in note for note in result.notes)
+
+
+def test_what_it_is_compared_with_must_be_there(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(SourceError):
+        verify(checkpoint, against=tmp_path / "absent")

@@ -1,0 +1,192 @@
+"""Boxes of stored tensors reach memory bit for bit, whatever the chunks, strides and dtypes; and nothing else is read."""
+
+import os
+import struct
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.dtypes import BY_NAME
+from shardkit.core.regions import Region
+from shardkit.errors import IntegrityError
+from shardkit.formats.registry import open_checkpoint
+from shardkit.formats.source import open_source
+from shardkit.training.fill.reading import STAGED_NBYTES, Filled, memory_of, plan_reads, run_reads, window
+from shardkit.transfer.sources import SourceFiles
+
+DTYPES = [
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64),
+    *(torch.int64, torch.uint8, torch.bool),
+]
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Every bit pattern that a dtype has: NaNs, infinities and subnormals among them."""
+    count = torch.Size(shape).numel()
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape).bool()
+    return torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and bytes(memory_of(a.contiguous())) == bytes(memory_of(b.contiguous()))
+
+
+def chunked(path: Path, whole: torch.Tensor, grid: tuple[int, ...]) -> Catalog:
+    """Store a tensor in a grid of chunks, with bytes between them that belong to nobody."""
+    name = str(whole.dtype).removeprefix("torch.")
+    cuts = [
+        [(at, min(step, size - at)) for at in range(0, size, step)]
+        for size, step in ((s, max(-(-s // g), 1)) for s, g in zip(whole.shape, grid, strict=True))
+    ]
+    content, rows = b"", []
+    for places in reversed(list(product(*cuts))):
+        region = Region(tuple(o for o, _ in places), tuple(s for _, s in places))
+        content += b"\xee" * 7
+        data = bytes(memory_of(whole[window(region)].contiguous()))
+        rows.append((0, len(content), len(data), region))
+        content += data
+    path.write_bytes(content)
+    catalog = Catalog(format="test", directory=str(path.parent))
+    catalog.files.append(SourceFile(name=path.name, path=str(path), size=len(content)))
+    catalog.add_tensor("w", BY_NAME[name], tuple(whole.shape), iter(rows))
+    return catalog
+
+
+def fill(catalog: Catalog, region: Region, target: torch.Tensor, name: str = "w", threads: int = 1) -> Filled:
+    with SourceFiles(catalog.files) as sources:
+        reads = plan_reads(catalog.tensors[name], catalog, region, target, name)
+        return run_reads(reads, sources, threads)
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], Region]:
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=0, max_size=4)))
+    grid = tuple(draw(st.integers(1, 3)) for _ in shape)
+    offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    sizes = tuple(draw(st.integers(0, size - at)) for size, at in zip(shape, offsets, strict=True))
+    return shape, grid, Region(offsets, sizes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(boxes(), st.sampled_from(DTYPES), st.booleans())
+def test_any_box_of_any_chunks(
+    tmp_path_factory: pytest.TempPathFactory,
+    box: tuple[tuple[int, ...], tuple[int, ...], Region],
+    dtype: torch.dtype,
+    transposed: bool,
+) -> None:
+    shape, grid, region = box
+    whole = random(shape, dtype)
+    catalog = chunked(tmp_path_factory.getbasetemp() / "chunks.bin", whole, grid)
+    target = torch.zeros(region.sizes[::-1], dtype=dtype).permute(tuple(reversed(range(len(shape)))))
+    if not transposed:
+        target = target.contiguous()
+    filled = fill(catalog, region, target, threads=2)
+    assert same(target, whole[window(region)])
+    assert filled.elements["w"] == region.num_elements
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_values_are_converted_as_torch_does(tmp_path: Path, source: torch.dtype, target: torch.dtype) -> None:
+    whole = random((301, 7), source)
+    region = Region((13, 2), (250, 4))
+    memory = torch.empty(region.sizes, dtype=target)
+    fill(chunked(tmp_path / "f", whole, (2, 2)), region, memory)
+    expected = whole.to(target)[window(region)]
+    is_nan = expected.isnan()  # whose bits a vectorised conversion may choose otherwise than a scalar one
+    assert torch.equal(memory.isnan(), is_nan)
+    assert torch.equal(memory[~is_nan], expected[~is_nan])
+
+
+def test_rows_cost_their_bytes_and_short_runs_no_more_than_the_rows_they_lie_in(tmp_path: Path) -> None:
+    whole = random((512, 4096), torch.float32)
+    catalog = chunked(tmp_path / "f", whole, (1, 1))
+    rows, wide, narrow = (
+        Region((100, 0), (200, 4096)),
+        Region((0, 1024), (512, 1024)),
+        Region((0, 8), (512, 16)),
+    )
+    for region, cost in ((rows, 1.0), (wide, 1.0), (narrow, 256.0)):
+        target = torch.empty(region.sizes)
+        before = read_bytes()
+        filled = fill(catalog, region, target)
+        by_system = read_bytes() - before
+        assert same(target, whole[window(region)])
+        assert target.nbytes <= filled.read_bytes <= target.nbytes * cost
+        assert abs(by_system - filled.read_bytes) < 10_000  # what reading /proc costs
+
+
+def read_bytes() -> int:
+    with open("/proc/self/io") as file:
+        return int(file.readline().split()[1])
+
+
+def test_pieces_of_tensors_larger_than_every_buffer(tmp_path: Path) -> None:
+    rows = 5 * STAGED_NBYTES // (1000 * 2)
+    whole = random((rows, 1000), torch.bfloat16)
+    catalog = chunked(tmp_path / "f", whole, (1, 1))
+    for region in (Region((1, 0), (rows - 2, 1000)), Region((1, 3), (rows - 2, 996))):
+        same_dtype, wider = torch.empty(region.sizes, dtype=whole.dtype), torch.empty(region.sizes)
+        fill(catalog, region, same_dtype, threads=2)
+        assert same(same_dtype, whole[window(region)])
+        fill(catalog, region, wider, threads=2)
+        assert torch.equal(wider.nan_to_num(), whole[window(region)].float().nan_to_num())
+
+
+def test_one_row_larger_than_the_buffer(tmp_path: Path) -> None:
+    whole = random((2, 2 * STAGED_NBYTES), torch.uint8)
+    target = torch.empty((2, 2 * STAGED_NBYTES - 5), dtype=torch.uint8)[:, ::1]
+    fill(chunked(tmp_path / "f", whole, (1, 1)), Region((0, 5), tuple(target.shape)), target)
+    assert same(target, whole[:, 5:])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_bytes_that_have_to_be_decoded(tmp_path: Path) -> None:
+    """A dense tensor that was saved as it lay, column by column."""
+    whole = random((6, 5), torch.float32)
+    dcp.save({"w": whole.t().contiguous().t()}, checkpoint_id=tmp_path)
+    catalog = open_checkpoint(str(tmp_path)).select(["w"])
+    assert catalog.files[catalog.chunks.file[0]].decode is not None
+    for dtype in (torch.float32, torch.float64):
+        target = torch.zeros((4, 2), dtype=dtype)
+        fill(catalog, Region((1, 3), (4, 2)), target)
+        assert same(target, whole[1:5, 3:].to(dtype))
+
+
+def test_a_file_that_ends_early_is_named_with_tensor_and_offset(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(10), "b": torch.ones(1000)}, tmp_path / "model.safetensors")
+    catalog = open_source(str(tmp_path)).catalog
+    os.truncate(tmp_path / "model.safetensors", 2000)
+    with pytest.raises(IntegrityError, match=r"model\.safetensors"):
+        fill(catalog, Region((0,), (1000,)), torch.empty(1000), "b")
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(10), "b": torch.ones(1000)}, tmp_path / "model.safetensors")
+    catalog = open_source(str(tmp_path)).catalog
+    with SourceFiles(catalog.files) as sources:
+        sources.borrow(0)  # opened while it was whole
+        os.truncate(tmp_path / "model.safetensors", 2000)
+        reads = list(
+            plan_reads(catalog.tensors["b"], catalog, Region((0,), (1000,)), torch.empty(1000), "layer.b")
+        )
+        with pytest.raises(
+            IntegrityError, match=r"model\.safetensors ends at byte 2000 while layer\.b is read"
+        ):
+            run_reads(reads, sources)
+
+
+def test_a_single_element_of_any_stride() -> None:
+    whole = torch.zeros(2, 2)
+    memory_of(whole[1:, 1:])[:] = struct.pack("=f", 7.0)
+    memory_of(torch.as_strided(whole, (1,), (2,)))[:] = struct.pack("=f", 5.0)
+    assert whole.tolist() == [[5, 0], [0, 7]]

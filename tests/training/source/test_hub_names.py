@@ -1,0 +1,191 @@
+"""Models whose names in memory are not the Hub's: what training saves becomes the Hub model it started from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import nn
+
+import shardkit
+from shardkit.errors import IntegrityError, LayoutError
+from shardkit.files import manifest
+from shardkit.training.prepare import describe
+from shardkit.training.ranks.context import Weights
+from shardkit.training.save import save
+from shardkit.training.source.hub_names import key_rules, recall, remember
+from shardkit.training.source.weights import open_weights
+from tests.distributed.processes import ROOT, run_script
+from tests.training import models
+
+pytestmark = pytest.mark.usefixtures("fast_trace")
+
+RULES = {
+    "qwen2-vl": [("model.language_model.", "model."), ("model.visual.", "visual.")],
+    "qwen2-vl-tied": [("model.language_model.", "model."), ("model.visual.", "visual.")],
+    "qwen2.5-vl": [("model.language_model.", "model."), ("model.visual.", "visual.")],
+    "llava": [
+        ("lm_head.", "language_model.lm_head."),
+        ("model.language_model.", "language_model.model."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+        ("model.vision_tower.", "vision_tower."),
+    ],
+    "llava-tied": [
+        ("model.language_model.", "language_model.model."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+        ("model.vision_tower.", "vision_tower."),
+    ],
+    "qwen3-vl": [],
+    "gpt-neox": [("lm_head.", "embed_out.")],
+}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("names")
+    run_script(str(ROOT / "tests/training/names_world.py"), str(place))
+    return place
+
+
+def assert_is(found: Path, hub: Path) -> None:
+    """Names, dtypes and bits."""
+    expected, got = load_file(hub / "model.safetensors"), load_file(found / "model.safetensors")
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape), name
+        assert got[name].tobytes() == value.tobytes(), name
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*itertools.product(RULES, ["dcp", "saved"]), ("qwen2-vl", "flat"), ("llava-tied", "flat")],
+)
+def test_a_base_gives_its_names(out: Path, name: str, kind: str, tmp_path: Path) -> None:
+    """Saved by `dcp.save`, nested or not, and by `shardkit.save`."""
+    done = shardkit.consolidate(out / f"{name}-{kind}", tmp_path / "hub", base=out / name, manifest=True)
+    assert_is(tmp_path / "hub", out / name)
+    assert [rule[:2] for rule in done.renamed] == RULES[name]
+    assert done.warnings == ()
+    assert [part for part in done.skipped if part.num_tensors] == []
+    described = manifest.read(str(tmp_path / "hub"))
+    assert described is not None
+    assert [tuple(rule) for rule in described["key_rules"]] == [*done.stripped, *done.renamed]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "kind"), [*itertools.product(RULES, ["saved"]), ("qwen2-vl", "again"), ("llava-tied", "again")]
+)
+def test_what_shardkit_saved_knows_the_names(out: Path, name: str, kind: str, tmp_path: Path) -> None:
+    """Without a base; also when it was started from what was saved before."""
+    said = json.loads((out / f"{name}-{kind}" / "shardkit.json").read_text())
+    assert [tuple(rule) for rule in said["key_rules"]] == RULES[name]
+    done = shardkit.consolidate(out / f"{name}-{kind}", tmp_path / "hub")
+    assert_is(tmp_path / "hub", out / name)
+    assert [rule[:2] for rule in done.renamed] == RULES[name]
+    (warning,) = done.warnings
+    assert "there is no config.json" in warning
+
+
+@pytest.mark.dist
+def test_transformers_loads_it(out: Path, tmp_path: Path) -> None:
+    import transformers
+
+    shardkit.consolidate(out / "llava-dcp", tmp_path / "hub", base=out / "llava")
+    model, info = transformers.LlavaForConditionalGeneration.from_pretrained(
+        tmp_path / "hub", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    expected = transformers.LlavaForConditionalGeneration.from_pretrained(out / "llava").state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.dist
+def test_another_base_is_refused(out: Path, tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="does not fit") as caught:
+        shardkit.consolidate(out / "llava-dcp", tmp_path / "hub", base=out / "qwen2-vl")
+    assert "--rename" in str(caught.value)
+    assert not (tmp_path / "hub").exists()
+
+
+@pytest.mark.dist
+def test_a_damaged_manifest_is_no_licence_to_guess(out: Path, tmp_path: Path) -> None:
+    place = tmp_path / "saved"
+    shutil.copytree(out / "llava-saved", place)
+    text = (place / "shardkit.json").read_text()
+    (place / "shardkit.json").write_text(text.replace('"lm_head."', '"lm_tail."'))
+    with pytest.raises(IntegrityError, match="has been changed"):
+        shardkit.consolidate(place, tmp_path / "hub")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_fused_experts_are_refused_with_the_reason(tmp_path: Path) -> None:
+    model = models.save("qwen3-moe", tmp_path / "moe")
+    save(model, tmp_path / "saved")
+    with pytest.raises(LayoutError, match="does not fit") as caught:
+        shardkit.consolidate(tmp_path / "saved", tmp_path / "hub", base=tmp_path / "moe")
+    assert "experts fused" in str(caught.value.hint)
+    done = shardkit.consolidate(tmp_path / "saved", tmp_path / "hub")
+    assert any("experts fused" in warning for warning in done.warnings)
+    assert done.renamed == ()
+
+
+def test_an_adapters_names_are_not_renamed() -> None:
+    assert key_rules({"base_model.model.a.q.base_layer.weight": "b.q.weight"}) is None
+    assert key_rules({"a.q.weight": "b.q.weight"}) == (("a.", "b."),)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_rules_stay_with_a_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert recall(model) is None
+    save(model, tmp_path / "none")
+    assert "key_rules" not in json.loads((tmp_path / "none" / "shardkit.json").read_text())
+    remember(model, _weights((("0.", "net."),)))
+    remember(model, _weights(None))  # a source that knows nothing
+    remember(model, None)
+    assert recall(model) == (("0.", "net."),)
+    assert recall(_Compiled(model)) == (("0.", "net."),)
+    assert recall(nn.Sequential(model)) is None  # a part of another model: its names are others
+    assert "_shardkit_key_rules" not in model.state_dict()
+    save(model, tmp_path / "some")
+    done = shardkit.consolidate(tmp_path / "some", tmp_path / "hub")
+    assert load_file(tmp_path / "hub" / "model.safetensors").keys() == {"net.weight", "net.bias"}
+    assert done.renamed == (("0.", "net.", 2),)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_rules_outlive_reshard(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    remember(model, _weights((("0.", "net."), ("1.", "head."))))
+    save(model, tmp_path / "saved", optimizer=torch.optim.AdamW(model.parameters()))
+    shardkit.reshard(tmp_path / "saved", tmp_path / "two", world_size=2)
+    shardkit.reshard(tmp_path / "two", tmp_path / "three", world_size=3)
+    for name in ("saved", "two", "three"):
+        shardkit.consolidate(tmp_path / name, tmp_path / f"{name}-hub")
+        assert_is(tmp_path / f"{name}-hub", tmp_path / "saved-hub")
+        weights = open_weights(tmp_path / name, describe(model)[0])
+        assert weights.key_rules == (("0.", "net."), ("1.", "head.")), name
+    assert shardkit.verify(tmp_path / "three").ok
+
+
+class _Compiled(nn.Module):
+    """As torch.compile wraps a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+
+def _weights(rules: Any) -> Weights:
+    from shardkit.core.catalog import Catalog
+
+    return Weights(path="", catalog=Catalog(format="", directory=""), names={}, identity="", key_rules=rules)
