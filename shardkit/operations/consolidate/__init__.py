@@ -1,1 +1,0 @@
-"""From any sharded checkpoint to a Hub model."""

@@ -1,1 +1,0 @@
-"""From a Hub model to the shards of every rank."""

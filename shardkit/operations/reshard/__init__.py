@@ -1,1 +1,0 @@
-"""From a sharded checkpoint to the shards of another mesh."""
