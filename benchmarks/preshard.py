@@ -34,7 +34,7 @@ from common import (
 CHILD = """
 import json, os, resource, sys, time
 import shardkit
-import shardkit.operations.preshard.preshard
+import shardkit.operations.preshard
 options = json.loads(sys.argv[1])
 begun = time.monotonic()
 result = shardkit.preshard(**options)

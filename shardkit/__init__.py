@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         SourceError,
         UsageError,
     )
-    from shardkit.operations.consolidate.consolidate import consolidate
+    from shardkit.operations.consolidate import consolidate
     from shardkit.operations.consolidate.result import ConsolidateResult
     from shardkit.operations.diff.diff import diff
     from shardkit.operations.diff.result import DiffResult
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from shardkit.operations.inspect.inspect import inspect
     from shardkit.operations.inspect.result import InspectResult
     from shardkit.operations.manifest.manifest import ManifestResult, write_manifest
-    from shardkit.operations.preshard.preshard import PreshardResult, preshard
-    from shardkit.operations.reshard.reshard import ReshardResult, reshard
+    from shardkit.operations.preshard import PreshardResult, preshard
+    from shardkit.operations.reshard import ReshardResult, reshard
     from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
     from shardkit.operations.verify.result import VerifyProblem, VerifyResult
     from shardkit.operations.verify.verify import verify
@@ -60,16 +60,16 @@ if TYPE_CHECKING:
     from shardkit.training.wrap import bf16_mixed_precision, wrap
 
 _HOMES = {
-    "consolidate": "shardkit.operations.consolidate.consolidate",
+    "consolidate": "shardkit.operations.consolidate",
     "ConsolidateResult": "shardkit.operations.consolidate.result",
     "diff": "shardkit.operations.diff.diff",
     "DiffResult": "shardkit.operations.diff.result",
-    "preshard": "shardkit.operations.preshard.preshard",
-    "PreshardResult": "shardkit.operations.preshard.preshard",
+    "preshard": "shardkit.operations.preshard",
+    "PreshardResult": "shardkit.operations.preshard",
     "inspect": "shardkit.operations.inspect.inspect",
     "InspectResult": "shardkit.operations.inspect.result",
-    "reshard": "shardkit.operations.reshard.reshard",
-    "ReshardResult": "shardkit.operations.reshard.reshard",
+    "reshard": "shardkit.operations.reshard",
+    "ReshardResult": "shardkit.operations.reshard",
     "resolve_checkpoint": "shardkit.operations.resolve",
     "ResolvedCheckpoint": "shardkit.operations.resolve",
     "verify": "shardkit.operations.verify.verify",

@@ -15,8 +15,8 @@ from tests.distributed.processes import ROOT, ForkServer
 
 IMPORTED = (
     *(
-        "shardkit.operations.preshard.preshard",
-        "shardkit.operations.consolidate.consolidate",
+        "shardkit.operations.preshard",
+        "shardkit.operations.consolidate",
         "shardkit.operations.verify.verify",
     ),
     *("shardkit.formats.hub.headers", "shardkit.formats.hub.push", "shardkit.formats.hub.repo"),

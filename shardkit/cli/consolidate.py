@@ -134,7 +134,7 @@ def command(*, checkpoint: str, output: str | None, as_json: bool, no_progress: 
     out, show_bars = Output(as_json=as_json), not (as_json or no_progress)
     if not show_bars:
         _silence_hub(options)
-    from shardkit.operations.consolidate.consolidate import consolidate
+    from shardkit.operations.consolidate import consolidate
 
     progress = make_progress(enabled=show_bars)
     result = consolidate(checkpoint, output, progress=progress, on_warning=out.warn, **options)

@@ -26,7 +26,7 @@ from shardkit.core.sizes import format_size
 from shardkit.core.text import escape
 
 if TYPE_CHECKING:
-    from shardkit.operations.preshard.preshard import PreshardResult
+    from shardkit.operations.preshard import PreshardResult
 
 
 @click.command(
@@ -108,7 +108,7 @@ def command(*, source: str, output: str | None, as_json: bool, no_progress: bool
     warn_of_torch(out)
     if not show_bars:
         _silence_hub(source)
-    from shardkit.operations.preshard.preshard import preshard
+    from shardkit.operations.preshard import preshard
 
     result = preshard(source, output, progress=make_progress(enabled=show_bars), **options)
     out.result(result, render)

@@ -24,7 +24,7 @@ from shardkit.core.sizes import format_size
 from shardkit.core.text import escape
 
 if TYPE_CHECKING:
-    from shardkit.operations.reshard.reshard import ReshardResult
+    from shardkit.operations.reshard import ReshardResult
 
 _CASTS = click.Choice(["keep", "bf16", "fp16", "fp32"])
 
@@ -99,7 +99,7 @@ def command(*, checkpoint: str, output: str, as_json: bool, no_progress: bool, *
     CHECKPOINT is a sharded checkpoint of any trainer, or a run directory, whose newest complete checkpoint is
     taken. OUTPUT is of the same trainer's kind: what lies beside the shards is copied. No model code is needed.
     """
-    from shardkit.operations.reshard.reshard import reshard
+    from shardkit.operations.reshard import reshard
 
     out = Output(as_json=as_json)
     progress = make_progress(enabled=not (as_json or no_progress))

@@ -145,9 +145,7 @@ def test_an_adapters_config_is_not_the_bases():
 
 
 def test_streams(run, monkeypatch):
-    monkeypatch.setattr(
-        "shardkit.operations.consolidate.consolidate.consolidate", lambda *args, **options: RESULT
-    )
+    monkeypatch.setattr("shardkit.operations.consolidate.consolidate", lambda *args, **options: RESULT)
     human, document = run("consolidate", "/run"), run("consolidate", "/run", "--json")
     assert human.stdout == HUMAN
     assert human.stderr == "note: a note\nwarning: a \\x1b warning\n"
@@ -158,7 +156,7 @@ def test_streams(run, monkeypatch):
 def test_options_reach_the_library(run, monkeypatch):
     seen = {}
     monkeypatch.setattr(
-        "shardkit.operations.consolidate.consolidate.consolidate",
+        "shardkit.operations.consolidate.consolidate",
         lambda *args, **options: seen.update(options, args=args) or RESULT,
     )
     flags = (

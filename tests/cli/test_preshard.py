@@ -15,7 +15,7 @@ import pytest
 
 import shardkit
 from shardkit.cli import preshard as preshard_command
-from shardkit.operations.preshard.preshard import PreshardResult
+from shardkit.operations.preshard import PreshardResult
 
 ARGS = ["preshard", "tiny", "--world-size", "4", "--wrap", "none"]
 
@@ -95,7 +95,7 @@ def test_text(dry_run, text):
 
 
 def test_streams(run, monkeypatch):
-    monkeypatch.setattr("shardkit.operations.preshard.preshard.preshard", lambda *args, **options: RESULT)
+    monkeypatch.setattr("shardkit.operations.preshard.preshard", lambda *args, **options: RESULT)
     human, document = run(*ARGS), run(*ARGS, "--json")
     assert human.stdout == HUMAN
     assert human.stderr == "note: a note\nwarning: a \\x1b warning\n"
@@ -106,7 +106,7 @@ def test_streams(run, monkeypatch):
 def test_options_reach_the_library(run, monkeypatch):
     seen = {}
     monkeypatch.setattr(
-        "shardkit.operations.preshard.preshard.preshard",
+        "shardkit.operations.preshard.preshard",
         lambda *args, **options: seen.update(options, args=args) or RESULT,
     )
     flags = "--mesh dp_shard=4 --dtype bf16 --revision r --variant v --overwrite -n --no-resume --digest none"
@@ -162,7 +162,7 @@ def test_bars_of_the_hub(run, monkeypatch, flags, silenced):
     # The package hides this module behind the class of the same name.
     module = importlib.import_module("huggingface_hub.utils.tqdm")
     monkeypatch.setattr(module, "disable_progress_bars", lambda: calls.append(1))
-    monkeypatch.setattr("shardkit.operations.preshard.preshard.preshard", lambda *args, **options: RESULT)
+    monkeypatch.setattr("shardkit.operations.preshard.preshard", lambda *args, **options: RESULT)
     run("preshard", "org/model", "--world-size", "4", *flags)
     assert len(calls) == silenced
 

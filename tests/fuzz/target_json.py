@@ -21,7 +21,7 @@ from shardkit.files import manifest
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.hub.directory import open_model, read_index
 from shardkit.operations.inspect.inspect import inspect
-from shardkit.operations.preshard.preshard import preshard
+from shardkit.operations.preshard import preshard
 from shardkit.operations.verify.verify import verify
 from shardkit.training.source.presharded import open_presharded
 from tests.fuzz.mutate import change_json, pick

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from shardkit.errors import SourceError
 from shardkit.operations import resolve
-from shardkit.operations.consolidate.consolidate import consolidate
+from shardkit.operations.consolidate import consolidate
 from shardkit.operations.diff.diff import diff
-from shardkit.operations.reshard.reshard import reshard
+from shardkit.operations.reshard import reshard
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 from shardkit.operations.resolve_order import is_left_out, is_temporary, step_of
 from shardkit.operations.verify.verify import verify

@@ -17,7 +17,7 @@ from shardkit.core.regions import Region
 from shardkit.errors import SourceError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
-from shardkit.operations.preshard.preshard import preshard
+from shardkit.operations.preshard import preshard
 from shardkit.training.prepare import describe
 from shardkit.training.ranks.context import Weights
 from shardkit.training.source.weights import open_weights

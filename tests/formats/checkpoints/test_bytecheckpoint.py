@@ -29,7 +29,7 @@ from shardkit.formats.checkpoints.bytecheckpoint import is_bytecheckpoint, open_
 from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import bytecheckpoint_vocabulary
 from shardkit.formats.dcp.vocabulary import metadata_vocabulary
 from shardkit.formats.optimizer.entries import OptimizerState, Unmapped
-from shardkit.operations.reshard.reshard import reshard
+from shardkit.operations.reshard import reshard
 from shardkit.pickles.interpreter import parse
 from tests.formats.dcp.samples import assert_holds, raw, save
 from tests.formats.reading import read_tensor

@@ -17,7 +17,7 @@ from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.deepspeed.checkpoint import open_deepspeed
 from shardkit.formats.optimizer.entries import OptimizerState, Unmapped
-from shardkit.operations.reshard.reshard import reshard
+from shardkit.operations.reshard import reshard
 from tests.formats.deepspeed.test_checkpoint import (
     GROUPS,
     Tensors,

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from shardkit.cli import main
 from shardkit.layout import lacking
 from shardkit.layout.lacking import Question
-from shardkit.operations.consolidate.consolidate import consolidate
+from shardkit.operations.consolidate import consolidate
 from tests.distributed.processes import ROOT
 from tests.operations.consolidate.checkpoints import save
 
@@ -304,7 +304,7 @@ def test_without_room_for_scratch_files_the_class_is_not_asked(
 def test_the_command_asks_without_importing_torch_itself(models: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = checkpoint_of(models["qwen3"], final_norm, tmp_path / "step-3")
     code = (
-        "import sys; from shardkit.operations.consolidate.consolidate import consolidate; "
+        "import sys; from shardkit.operations.consolidate import consolidate; "
         f"made = consolidate({str(checkpoint)!r}, {str(tmp_path / 'out')!r}); "
         "assert not {'torch', 'transformers'} & sys.modules.keys(); print(made.held_against, *made.missing)"
     )

@@ -20,8 +20,8 @@ from shardkit.core.progress import NoProgress
 from shardkit.errors import IntegrityError, Interrupted, LayoutError, ResourceError, SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
-from shardkit.operations.consolidate.consolidate import consolidate as module
-from shardkit.operations.consolidate.consolidate import default_output
+from shardkit.operations import consolidate as module
+from shardkit.operations.consolidate import default_output
 from tests.operations.consolidate.checkpoints import (
     CONFIG,
     EMBED,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardkit.errors import SourceError
-from shardkit.operations.consolidate.consolidate import consolidate
+from shardkit.operations.consolidate import consolidate
 from shardkit.training.finalize import load_into
 from shardkit.training.model.build import build_model
 from shardkit.training.prepare import prepare

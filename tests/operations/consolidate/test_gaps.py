@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from shardkit.cli import main
-from shardkit.operations.consolidate.consolidate import consolidate
+from shardkit.operations.consolidate import consolidate
 from tests.operations.consolidate.checkpoints import CONFIG, EMBED, HEAD, hub, save, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")

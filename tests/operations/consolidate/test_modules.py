@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.operations.consolidate.consolidate import consolidate
+from shardkit.operations.consolidate import consolidate
 from shardkit.operations.inspect.inspect import inspect
-from shardkit.operations.preshard.preshard import preshard
+from shardkit.operations.preshard import preshard
 from shardkit.operations.verify.verify import verify
 from tests.operations.consolidate.checkpoints import hub, save, weights
 

@@ -30,7 +30,7 @@ from shardkit.files.file_bytes import FileBytes
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.operations.manifest.digests import Digests
 from shardkit.operations.manifest.manifest import write_manifest
-from shardkit.operations.preshard.preshard import preshard
+from shardkit.operations.preshard import preshard
 from shardkit.operations.verify.result import Report, VerifyResult
 from shardkit.operations.verify.verify import verify
 from tests.operations.verify.test_verify import flip, flipped, state, tensors

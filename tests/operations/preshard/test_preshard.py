@@ -24,7 +24,7 @@ from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageErr
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.formats.dcp import chunk_list
-from shardkit.operations.preshard.preshard import _check_room
+from shardkit.operations.preshard import _check_room
 
 MakeHub = Callable[..., Path]
 CAUSAL = {"architectures": ["TinyForCausalLM"]}  # no model_type: declared, without a child process
@@ -323,7 +323,7 @@ class TestSourceThatChanges:
         """Let something happen between reading the headers and moving the bytes."""
 
         def install(happen: Callable[[], None]) -> None:
-            from shardkit.operations.preshard.preshard import preshard as module
+            from shardkit.operations import preshard as module
 
             decide = module.build_job
 

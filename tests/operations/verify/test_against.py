@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardkit.errors import SourceError
-from shardkit.operations.preshard.preshard import preshard
+from shardkit.operations.preshard import preshard
 from shardkit.operations.verify.verify import verify
 from tests.operations.consolidate.checkpoints import HEAD, hub, save, training_state, weights
 from tests.operations.verify.test_verify import flip

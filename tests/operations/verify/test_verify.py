@@ -22,9 +22,9 @@ from shardkit.files import manifest
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.hub.directory import open_model
-from shardkit.operations.consolidate.consolidate import consolidate
-from shardkit.operations.preshard.preshard import preshard
-from shardkit.operations.reshard.reshard import reshard
+from shardkit.operations.consolidate import consolidate
+from shardkit.operations.preshard import preshard
+from shardkit.operations.reshard import reshard
 from shardkit.operations.verify.result import VerifyResult
 from shardkit.operations.verify.spelling import Difference
 from shardkit.operations.verify.verify import verify

@@ -20,7 +20,7 @@ from shardkit.core.mesh import Placement, parse_mesh
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats.dcp import chunk_list
-from shardkit.operations.preshard.preshard import preshard
+from shardkit.operations.preshard import preshard
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.model.build import build_model
 from shardkit.training.prepare import describe, prepare
