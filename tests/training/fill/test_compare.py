@@ -23,7 +23,7 @@ FILES = {
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("compare")
-    run_script(str(Path(__file__).with_name("compare_world.py")), str(directory))
+    run_script(str(Path(__file__).parents[1] / "compare_world.py"), str(directory))
     return directory
 
 
