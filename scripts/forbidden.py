@@ -45,7 +45,7 @@ ALLOWED = {
     "layout/traced.py": {"subprocess": "models are built and traced in a child process"},
     "layout/units.py": {"importlib": "a wrap policy that the person who runs it names, `module:function`"},
     "operations/environment.py": {"importlib": "versions of packages"},
-    "training/bridges/lightning.py": {"importlib": "lightning, under either of its names"},
+    "training/diagnostics/lightning.py": {"importlib": "lightning, under either of its names"},
     "training/bridges/safe_object.py": {"zipfile": "writes one in memory"},
     "transfer/cloner.py": {"subprocess": "a process that clones extents, running a file of ours"},
 }

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardkit.training.bridges.lightning import FSDPDiagnosticsCallback
+from shardkit.training.diagnostics.lightning import FSDPDiagnosticsCallback
 from shardkit.training.wrap import bf16_mixed_precision, wrap
 from tests.distributed.processes import agent_store, fork, wait
 from tests.distributed.trainers.lightning_cases import OnCpu, let_fsdp_use_cpu
