@@ -161,7 +161,7 @@ def render(result: ConsolidateResult) -> list[str]:
 
 def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     would = "to " if result.dry_run else ""
-    yield "found", f"{escape(result.writer)} ({escape(result.layout)})"
+    yield "found", f"{escape(result.writer)} ({escape(result.format)})"
     if result.resolved != result.checkpoint:
         yield "took", f"{escape(result.resolved)}: {result.reason}"
     yield from _names(result)

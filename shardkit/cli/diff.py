@@ -84,11 +84,11 @@ def render(result: DiffResult) -> list[str]:
 
 def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
     sides = (
-        ("A", result.a, result.resolved_a, result.layout_a),
-        ("B", result.b, result.resolved_b, result.layout_b),
+        ("A", result.a, result.resolved_a, result.format_a),
+        ("B", result.b, result.resolved_b, result.format_b),
     )
-    for label, given, resolved, layout in sides:
-        yield label, f"{escape(given)} ({escape(layout)})"
+    for label, given, resolved, format in sides:
+        yield label, f"{escape(given)} ({escape(format)})"
         if resolved != given:
             yield label, f"took {escape(resolved)}"
     if result.rtol is not None:

@@ -59,7 +59,7 @@ def render(result: ManifestResult) -> list[str]:
 
 
 def _facts(result: ManifestResult) -> Iterator[tuple[str, str]]:
-    yield "checkpoint", f"{escape(result.writer)} ({escape(result.layout)})"
+    yield "checkpoint", f"{escape(result.writer)} ({escape(result.format)})"
     would = "to " if result.dry_run else ""
     yield f"{would}read", f"{count(result.num_files, 'file')}, {format_size(result.read_bytes)}"
     if result.dry_run:

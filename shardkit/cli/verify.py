@@ -89,8 +89,8 @@ def _problem(problem: VerifyProblem) -> Iterator[str]:
 
 
 def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
-    if result.layout is not None:
-        yield "checkpoint", f"{escape(result.writer or '')} ({escape(result.layout)})"
+    if result.format is not None:
+        yield "checkpoint", f"{escape(result.writer or '')} ({escape(result.format)})"
     seed = f", seed {result.seed}" if result.seed is not None else ""
     yield "level", f"{result.level}{seed}"
     chunks, tensors = count(result.num_chunks, "chunk"), count(result.num_tensors, "tensor")

@@ -1,4 +1,4 @@
-"""What every layout of sharded checkpoint opens to."""
+"""What every format of sharded checkpoint opens to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Checkpoint:
 
     path: str
     """The directory or file that was opened."""
-    layout: str
+    format: str
     """Stable identifier, e.g. "dcp", "dcp-hf", "lightning", "accelerate", "verl", "deepspeed-zero3", "hub"."""
     writer: str
     """Who wrote it, for people, e.g. "Lightning FSDPStrategy"."""
@@ -30,9 +30,9 @@ class Checkpoint:
     """
     check: Callable[[Collection[str]], Iterator[str]] | None = None
     """Read the bytes of some tensors and yield one line for each that differs from the CRC-32 recorded with it, naming
-    tensor and file. None where the layout records none."""
+    tensor and file. None where the format records none."""
     roots: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
-    """Paths that the layout itself gives a meaning: "model", "optimizer", "ema" -> prefix path of their state dicts. A
+    """Paths that the format itself gives a meaning: "model", "optimizer", "ema" -> prefix path of their state dicts. A
     root that is the empty tuple holds everything. Absent where only the names can tell."""
     refused_weights: Mapping[str, str] = field(default_factory=dict)
     """Kinds of weights that are there but cannot be recovered, with the reason, e.g. {"ema": "..."}."""

@@ -1,4 +1,4 @@
-"""Which layout a checkpoint has, and opening it.
+"""Which format a checkpoint has, and opening it.
 
 Told from marker files, never from guesses. The order avoids mistakes: exact markers first, then whose class
 `.metadata` holds, then names that more than one writer uses.
@@ -23,8 +23,8 @@ from shardkit.formats.hub.files import PIPELINE
 _MAX_SHOWN = 8
 
 
-class _Layout(NamedTuple):
-    """A layout that can be opened."""
+class Format(NamedTuple):
+    """A format that can be opened."""
 
     name: str
     module: str
@@ -36,40 +36,40 @@ class _Layout(NamedTuple):
 
 
 _EXACT = (
-    _Layout(
+    Format(
         "megatron",
         "checkpoints.megatron:megatron",
         ("metadata.json",),
         "metadata.json of Megatron-Core beside .metadata",
     ),
-    _Layout(
+    Format(
         "lightning", "checkpoints.lightning:lightning", ("meta.pt",), "meta.pt beside .metadata (Lightning)"
     ),
-    _Layout(
+    Format(
         "verl",
         "checkpoints.verl:verl",
         ("fsdp_config.json", "model_world_size_*_rank_*.pt", "actor", "critic"),
         "model_world_size_W_rank_R.pt (verl)",
     ),
-    _Layout(
+    Format(
         "deepspeed",
         "deepspeed.checkpoint:deepspeed",
         ("latest*", "global_step*", "zero", "zero_to_fp32.py", "*mp_rank_*_model_states.pt"),
         "latest and global_stepN/, or *mp_rank_*_model_states.pt (DeepSpeed)",
     ),
-    _Layout(
+    Format(
         "accelerate",
         "checkpoints.accelerate:accelerate",
         ("pytorch_model_fsdp_*", ".metadata", "__*.metadata"),
         "pytorch_model_fsdp_0/ (accelerate, transformers Trainer)",
     ),
-    _Layout(
+    Format(
         "torch-checkpointing",
         "checkpoints.torch_checkpointing:torch_checkpointing",
         ("metadata.pkl",),
         "metadata.pkl (torch_checkpointing)",
     ),
-    _Layout(
+    Format(
         "bytecheckpoint",
         "checkpoints.bytecheckpoint:bytecheckpoint",
         (".metadata", "model"),
@@ -77,35 +77,35 @@ _EXACT = (
     ),
 )
 _BY_NAMES = (
-    _Layout(
+    Format(
         "dcp",
         "dcp.checkpoint:dcp_directory",
         (".metadata", "*.metadata"),
         ".metadata or __R.metadata (torch DCP)",
     ),
-    _Layout(
+    Format(
         "dcp-hf",
         "checkpoints.dcp_hf:dcp_hf",
         ("shard-*.safetensors", "sharded", "model"),
         "shard-R-model-I-of-N.safetensors (torch DCP, safetensors)",
     ),
-    _Layout(
+    Format(
         "hub",
         "hub.checkpoint:hub_directory",
         ("*.safetensors", "*.json", "*.bin"),
         "model.safetensors, or an index and its files (Hub)",
     ),
-    _Layout(
+    Format(
         "accelerate-bin",
         "checkpoints.accelerate_bin:accelerate_bin",
         ("pytorch_model_fsdp*.bin",),
         "pytorch_model_fsdp_0_rankR.bin or pytorch_model_fsdp.bin (accelerate)",
     ),
 )
-_FULL_FILE = _Layout(
+_FULL_FILE = Format(
     "full-file", "checkpoints.full_file:full_file", (), "a file of torch.save with a whole state dict"
 )
-_LAYOUTS = {row.name: row for row in (*_EXACT, *_BY_NAMES, _FULL_FILE)}
+_FORMATS = {row.name: row for row in (*_EXACT, *_BY_NAMES, _FULL_FILE)}
 
 # (pattern, what it is part of): a file that stands for the directory it lies in.
 _PARTS = (
@@ -132,10 +132,10 @@ _OTHERS = (
 )
 
 
-def layout_of(path: str) -> str | None:
-    """Return the layout of a checkpoint, told from marker files alone; None where it is none.
+def format_of(path: str) -> str | None:
+    """Return the format of a checkpoint, told from marker files alone; None where it is none.
 
-    The layouts: megatron, lightning, verl, deepspeed, accelerate, accelerate-bin, torch-checkpointing,
+    The formats: megatron, lightning, verl, deepspeed, accelerate, accelerate-bin, torch-checkpointing,
     bytecheckpoint, dcp, dcp-hf, hub, full-file; and those of trainers that put a directory around
     one of these (mini-trainer, olmo-core, nemo-automodel, nemo-rl, prime-rl, skyrl, verl-megatron, nemo).
 
@@ -143,23 +143,23 @@ def layout_of(path: str) -> str | None:
         path: a directory, or a file that is one or stands for one.
     """
     row, found = _look(directory_of(path))
-    if found is not None and found.structure.layout is not None:
-        return found.structure.layout
+    if found is not None and found.structure.format is not None:
+        return found.structure.format
     if found is not None:
         row, _ = _look(found.weights)
     return row.name if row is not None else None
 
 
-def open_checkpoint(path: str, *, layout: str | None = None) -> Checkpoint:
-    """Open a checkpoint of any layout: its catalog, and how to get at the tensors.
+def open_checkpoint(path: str, *, format: str | None = None) -> Checkpoint:
+    """Open a checkpoint of any format: its catalog, and how to get at the tensors.
 
     Args:
         path: a directory, a file that is one, or a file that belongs to one (`.metadata`, `meta.pt`).
-        layout: for the rare tie; None tells it from marker files.
+        format: for the rare tie; None tells it from marker files.
 
     Raises:
         SourceError: nothing there, no checkpoint, or a damaged or incomplete one.
-        UsageError: `layout` is not the name of a layout.
+        UsageError: `format` is not the name of a format.
         IntegrityError, ResourceError: from opening it.
     """
     if not os.path.lexists(path):
@@ -169,8 +169,8 @@ def open_checkpoint(path: str, *, layout: str | None = None) -> Checkpoint:
     directory = directory_of(path)
     if os.path.isdir(directory):
         _check_listing(directory)
-    if layout is not None:
-        return _open(_named(layout), directory)
+    if format is not None:
+        return _open(_named(format), directory)
     row, found = _look(directory)
     if found is not None:
         inside, _ = _look(found.weights)
@@ -185,11 +185,11 @@ def open_checkpoint(path: str, *, layout: str | None = None) -> Checkpoint:
 def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield (name, what it is) of the files with weights in a checkpoint's directory that are no part of what was read.
 
-    Directories are listed, no file with weights is opened. What the layout itself names as skipped is left out, and the files that
+    Directories are listed, no file with weights is opened. What the format itself names as skipped is left out, and the files that
     lie beside the model's config and belong to it.
     """
     home = checkpoint.path
-    if checkpoint.layout == "hub" or not os.path.isdir(home):  # a Hub model says so itself
+    if checkpoint.format == "hub" or not os.path.isdir(home):  # a Hub model says so itself
         return
     said = {name for name, _ in checkpoint.skipped}
     left = [name for name in list_weights(home) if name not in said and said.isdisjoint(name.split("/"))]
@@ -218,10 +218,10 @@ def _check_listing(directory: str) -> None:
         ) from None
 
 
-def _look(path: str) -> tuple[_Layout | None, trainers.Found | None]:
-    """Return the layout of a path, or the structure around it."""
+def _look(path: str) -> tuple[Format | None, trainers.Found | None]:
+    """Return the format of a path, or the structure around it."""
     if not os.path.isdir(path):
-        return next((row for row in (_LAYOUTS["hub"], _FULL_FILE) if _is(row, path)), None), None
+        return next((row for row in (_FORMATS["hub"], _FULL_FILE) if _is(row, path)), None), None
     names = listing(path)
     for row in _EXACT:
         if has_any(names, *row.gate) and _is(row, path):
@@ -232,29 +232,29 @@ def _look(path: str) -> tuple[_Layout | None, trainers.Found | None]:
     return next((row for row in _BY_NAMES if has_any(names, *row.gate) and _is(row, path)), None), None
 
 
-def _is(row: _Layout, path: str) -> bool:
+def _is(row: Format, path: str) -> bool:
     answer: Callable[[str], bool] = _function(row, "is")
     return answer(path)
 
 
-def _function(row: _Layout, verb: str) -> Any:
+def _function(row: Format, verb: str) -> Any:
     module, _, name = row.module.partition(":")
     return getattr(import_module(f"shardkit.formats.{module}"), f"{verb}_{name}")
 
 
-def _open(row: _Layout, path: str) -> Checkpoint:
+def _open(row: Format, path: str) -> Checkpoint:
     opener: Callable[[str], Checkpoint] = _function(row, "open")
     checkpoint = opener(path)
     return trainers.recognise(checkpoint) if row.name == "dcp" else replace(checkpoint, path=path)
 
 
-def _named(layout: str) -> _Layout:
-    if layout not in _LAYOUTS:
+def _named(format: str) -> Format:
+    if format not in _FORMATS:
         raise UsageError(
-            f"unknown layout {escape(layout)!r}{suggestion(layout, _LAYOUTS)}",
-            hint=f"layouts are: {', '.join(sorted(_LAYOUTS))}",
+            f"unknown format {escape(format)!r}{suggestion(format, _FORMATS)}",
+            hint=f"formats are: {', '.join(sorted(_FORMATS))}",
         )
-    return _LAYOUTS[layout]
+    return _FORMATS[format]
 
 
 def _nothing(path: str) -> SourceError:
@@ -272,7 +272,7 @@ def _nothing(path: str) -> SourceError:
     below = list(_checkpoints_below(path, names)) if guess is None else []
     if below:
         guess = f"it holds checkpoints: {', '.join(map(escape, below))}"
-    looked_for = [] if guess else [f"looked for: {row.what}" for row in _LAYOUTS.values()]
+    looked_for = [] if guess else [f"looked for: {row.what}" for row in _FORMATS.values()]
     return SourceError(
         f"{escape(path)} is not a checkpoint{f': {guess}' if guess else ''}",
         problems=[f"it holds: {shown or 'nothing'}", *looked_for],
@@ -295,5 +295,5 @@ def _checkpoints_below(path: str, names: frozenset[str]) -> Iterator[str]:
     """Yield the directories below that are checkpoints, the first few."""
     for name in sorted(names)[: _MAX_SHOWN**2]:
         directory = inner(path, name)
-        if directory is not None and layout_of(directory) is not None:
+        if directory is not None and format_of(directory) is not None:
             yield own_name(directory)

@@ -47,9 +47,9 @@ def _has_manifest(path: str) -> bool:
 
 def _is_resharded(path: str) -> bool:
     """True for a checkpoint of a trainer that keeps DCP directories in folders, where all of these are ours."""
-    from shardkit.formats.registry import layout_of
+    from shardkit.formats.registry import format_of
 
-    if layout_of(path) in (None, *_NOT_OF_FOLDERS):  # a run's directory, a folder of somebody's own
+    if format_of(path) in (None, *_NOT_OF_FOLDERS):  # a run's directory, a folder of somebody's own
         return False
     found = [here for here, _, names in os.walk(path) if _METADATA in names]
     return bool(found) and all(os.path.isfile(os.path.join(here, manifest.NAME)) for here in found)

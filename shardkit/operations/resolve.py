@@ -22,7 +22,7 @@ from shardkit.formats.checkpoints.accelerate import model_directories
 from shardkit.formats.checkpoints.trainers import find_structure
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.hub.files import PIPELINE
-from shardkit.formats.registry import directory_of, layout_of, open_checkpoint
+from shardkit.formats.registry import directory_of, format_of, open_checkpoint
 from shardkit.formats.torchsave.file import open_torch_file
 from shardkit.operations.resolve_order import (
     BEYOND,
@@ -60,7 +60,7 @@ class ResolvedCheckpoint:
 
     path: str
     """The checkpoint, a directory or a file."""
-    layout: str
+    format: str
     """As `shardkit.inspect` names it."""
     step: int | None
     """The training step, where its name, a tracker file or Lightning's own record in it tells."""
@@ -130,7 +130,7 @@ def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) ->
                 hint=f"repair or remove it, or name the one to take: {escape(found.path)}",
             )
         return found
-    if not search.skipped and layout_of(given) is None:
+    if not search.skipped and format_of(given) is None:
         open_checkpoint(given)  # says what the directory looks like: a save that did not finish, ...
     raise SourceError(
         f"{escape(given)}: no complete checkpoint in it",
@@ -180,22 +180,22 @@ class _Search:
 
     def looked_for(self) -> list[str]:
         return [
-            f"looked for directories and .ckpt files of known layouts, {_MAX_DEPTH} levels deep",
+            f"looked for directories and .ckpt files of known formats, {_MAX_DEPTH} levels deep",
             f"looked for {', '.join(TRACKERS)}",
         ]
 
     def itself(self) -> ResolvedCheckpoint | None:
         """Return the path itself where it is a checkpoint, and not also a run of them."""
-        layout = layout_of(self.home)
-        if layout is None:
+        format = format_of(self.home)
+        if format is None:
             return None
-        if layout == "hub" and self._holds_training_states():
+        if format == "hub" and self._holds_training_states():
             first = "the checkpoints of its training come first; its weight file can be given by itself"
             self._skip(self.home, self._damage(self.home) or first)
             return None
         tracked = _tracked(self.home)
         step = _step_at(self.home)
-        if layout == "deepspeed" and tracked is not None:
+        if format == "deepspeed" and tracked is not None:
             # The directory is what its tracker names; where that is damaged, the ones before it may not be.
             reason = self._damage(self.home) if len(self._children(self.home)) > 1 else None
             if reason is not None:
@@ -204,9 +204,9 @@ class _Search:
             order = ordered(self._children(self.home), tracked[1])
             self._mention(self.home, [name for place, name in order if place.rule == BEYOND], tracked[0])
             return self._take(
-                self.home, layout, step_of(tracked[1]), f"{tracked[0]} names {escape(tracked[1])}"
+                self.home, format, step_of(tracked[1]), f"{tracked[0]} names {escape(tracked[1])}"
             )
-        return self._take(self.home, layout, step, "it is a checkpoint itself")
+        return self._take(self.home, format, step, "it is a checkpoint itself")
 
     def below(self, directory: str, depth: int) -> ResolvedCheckpoint | None:
         """Return the newest complete checkpoint below a directory, None where there is none.
@@ -332,13 +332,13 @@ class _Search:
 
     def _look(self, path: str, depth: int) -> ResolvedCheckpoint | None:
         """Return the checkpoint at a path, or the newest below it."""
-        layout, step = layout_of(path), _step_at(path)
-        if layout is not None:
+        format, step = format_of(path), _step_at(path)
+        if format is not None:
             reason = self._damage(path)
             if reason is None:
-                return self._take(path, layout, _step_inside(path) if step is None else step, "")
+                return self._take(path, format, _step_inside(path) if step is None else step, "")
         elif not os.path.isdir(path):
-            reason = "not a checkpoint of a known layout"
+            reason = "not a checkpoint of a known format"
         else:
             reason = _unfinished(path)
             if reason is None:
@@ -353,7 +353,7 @@ class _Search:
         if found is not None:
             return found if found.step is not None else replace(found, step=step)
         if step is not None and len(self.skipped) == num_skipped:
-            self._skip(path, "it holds no checkpoint of a known layout")
+            self._skip(path, "it holds no checkpoint of a known format")
         return None
 
     def _has_model_at_the_top(self) -> bool:
@@ -425,7 +425,7 @@ class _Search:
         return (
             stem != name
             and any(other == stem or other.startswith(f"{stem}.") for other in names)
-            and layout_of(os.path.join(directory, name)) == "hub"
+            and format_of(os.path.join(directory, name)) == "hub"
         )
 
     def _holds_training_states(self) -> bool:
@@ -434,7 +434,7 @@ class _Search:
             return False
         for name in self._children(self.home):
             path = os.path.join(self.home, name)
-            if step_of(name) is not None and layout_of(path) not in (None, "hub", "full-file"):
+            if step_of(name) is not None and format_of(path) not in (None, "hub", "full-file"):
                 return True
         return False
 
@@ -449,9 +449,9 @@ class _Search:
         if all(known != name for known, _ in self.skipped):
             self.skipped.append((name, reason))
 
-    def _take(self, path: str, layout: str, step: int | None, reason: str) -> ResolvedCheckpoint:
+    def _take(self, path: str, format: str, step: int | None, reason: str) -> ResolvedCheckpoint:
         return ResolvedCheckpoint(
-            path=path, layout=layout, step=step, reason=reason, skipped=tuple(self.skipped)
+            path=path, format=format, step=step, reason=reason, skipped=tuple(self.skipped)
         )
 
 
@@ -530,7 +530,7 @@ def _last_of_trainer(path: str) -> str | None:
     beside = (other for other in listing(parent) if _OF_TRAINER.fullmatch(other))
     is_trainer = any(
         os.path.isfile(os.path.join(parent, other, _TRAINER_STATE))
-        and layout_of(os.path.join(parent, other)) is not None
+        and format_of(os.path.join(parent, other)) is not None
         for other in beside
     )
     return _TRAINER_STATE if is_trainer else None

@@ -1,4 +1,4 @@
-"""Which layout a path has, from markers alone; and what is said where it has none."""
+"""Which format a path has, from markers alone; and what is said where it has none."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats.hub.checkpoint import open_hub_directory
-from shardkit.formats.registry import layout_of, open_checkpoint
+from shardkit.formats.registry import format_of, open_checkpoint
 
 
 def test_dcp(save_dcp, weights, tmp_path):
     directory = save_dcp(weights, tmp_path / "c")
-    assert layout_of(str(directory)) == "dcp"
+    assert format_of(str(directory)) == "dcp"
     found = open_checkpoint(str(directory))
-    assert (found.layout, found.path) == ("dcp", str(directory))
+    assert (found.format, found.path) == ("dcp", str(directory))
     assert set(found.catalog.tensors) == set(weights)
 
 
 @pytest.mark.parametrize("part", [".metadata", "__0_0.distcp"])
 def test_a_part_stands_for_the_checkpoint(save_dcp, weights, tmp_path, part, monkeypatch):
     directory = save_dcp(weights, tmp_path / "c")
-    assert layout_of(str(directory / part)) == "dcp"
+    assert format_of(str(directory / part)) == "dcp"
     assert open_checkpoint(str(directory / part)).path == str(directory)
     monkeypatch.chdir(directory)
     assert open_checkpoint(part).path == os.curdir
@@ -40,7 +40,7 @@ def test_markers_come_before_names(save_dcp, weights, tmp_path):
     accelerate = save_dcp({"model": weights}, tmp_path / "checkpoint-2" / "pytorch_model_fsdp_0")
     plain = save_dcp({"model": weights}, tmp_path / "plain")
     (plain / "metadata.json").write_text('{"step": 2}')
-    assert [layout_of(str(path)) for path in (lightning, megatron, accelerate, accelerate.parent, plain)] == [
+    assert [format_of(str(path)) for path in (lightning, megatron, accelerate, accelerate.parent, plain)] == [
         "lightning",
         "megatron",
         "accelerate",
@@ -59,13 +59,13 @@ def touch(directory, *names):
 def test_a_hub_model_comes_before_the_full_file_beside_it(tmp_path):
     """Trainer with FULL_STATE_DICT writes both; only one of them has the Hub's names."""
     path = touch(tmp_path, "pytorch_model_fsdp.bin", "optimizer.bin")
-    assert layout_of(path) == "accelerate-bin"
+    assert format_of(path) == "accelerate-bin"
     touch(tmp_path, "model.safetensors")
-    assert layout_of(path) == "hub"
+    assert format_of(path) == "hub"
 
 
 @pytest.mark.parametrize(
-    ("names", "layout"),
+    ("names", "format"),
     [
         (["shard-00001-model-00001-of-00001.safetensors"], "dcp-hf"),
         (["sharded/shard-00001-model-00001-of-00001.safetensors", "model.safetensors"], "dcp-hf"),
@@ -79,23 +79,23 @@ def test_a_hub_model_comes_before_the_full_file_beside_it(tmp_path):
         (["epoch_0/notes.txt"], None),
     ],
 )
-def test_layouts_from_file_names(tmp_path, names, layout):
-    assert layout_of(touch(tmp_path, *names)) == layout
+def test_formats_from_file_names(tmp_path, names, format):
+    assert format_of(touch(tmp_path, *names)) == format
 
 
-def test_a_layout_can_be_said(save_dcp, weights, tmp_path):
+def test_a_format_can_be_said(save_dcp, weights, tmp_path):
     directory = save_dcp({"model": weights}, tmp_path / "last.ckpt")
     torch.save({"epoch": 0}, directory / "meta.pt")
-    assert open_checkpoint(str(directory), layout="dcp").layout == "dcp"
-    with pytest.raises(UsageError, match="unknown layout 'lightening'"):
-        open_checkpoint(str(directory), layout="lightening")
+    assert open_checkpoint(str(directory), format="dcp").format == "dcp"
+    with pytest.raises(UsageError, match="unknown format 'lightening'"):
+        open_checkpoint(str(directory), format="lightening")
 
 
 def test_hub(make_hub, weights):
     model = make_hub(weights, config={"model_type": "llama"})
-    assert layout_of(str(model)) == layout_of(str(model / "model.safetensors")) == "hub"
+    assert format_of(str(model)) == format_of(str(model / "model.safetensors")) == "hub"
     found = open_checkpoint(str(model))
-    assert (found.layout, dict(found.roots), found.assets) == ("hub", {"model": ()}, (str(model),))
+    assert (found.format, dict(found.roots), found.assets) == ("hub", {"model": ()}, (str(model),))
     names = ["lm_head.weight", "model.embed_tokens.weight"]
     chosen = open_hub_directory(str(model / "model.safetensors")).select(names)
     assert list(chosen.tensors) == names
@@ -108,7 +108,7 @@ def test_hub(make_hub, weights):
 
 def test_full_file(weights, tmp_path):
     torch.save(weights, tmp_path / "model.pt")
-    assert layout_of(str(tmp_path / "model.pt")) == "full-file"
+    assert format_of(str(tmp_path / "model.pt")) == "full-file"
     assert set(open_checkpoint(str(tmp_path / "model.pt")).catalog.tensors) == set(weights)
 
 
@@ -126,7 +126,7 @@ def test_no_checkpoint(tmp_path, case):
     names, message = NOTHING[case]
     for name in names:
         (tmp_path / name).touch()
-    assert layout_of(str(tmp_path)) is None
+    assert format_of(str(tmp_path)) is None
     with pytest.raises(SourceError, match=message) as caught:
         open_checkpoint(str(tmp_path))
     is_unknown = case in ("nothing", "strange")
@@ -144,7 +144,7 @@ def test_no_checkpoint(tmp_path, case):
 def test_no_hub_model(tmp_path, names, message):
     for name in names:
         (tmp_path / name).touch()
-    assert layout_of(str(tmp_path)) is None
+    assert format_of(str(tmp_path)) is None
     with pytest.raises(SourceError, match=message):
         open_checkpoint(str(tmp_path))
 
@@ -158,15 +158,15 @@ def test_run_directory_names_its_checkpoints(save_dcp, weights, tmp_path):
 def test_nothing_there(tmp_path):
     with pytest.raises(SourceError, match="no such file or directory"):
         open_checkpoint(str(tmp_path / "nothing"))
-    assert layout_of(str(tmp_path / "nothing")) is None
-    assert layout_of("a\0b") is None
+    assert format_of(str(tmp_path / "nothing")) is None
+    assert format_of("a\0b") is None
 
 
 def test_odd_content_is_no_checkpoint_and_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / ".metadata")
     os.mkfifo(tmp_path / "meta.pt")
     os.mkfifo(tmp_path / "metadata.json")
-    layout_of(str(tmp_path))
+    format_of(str(tmp_path))
     with pytest.raises(SourceError):
         open_checkpoint(str(tmp_path))
     os.mkfifo(tmp_path / "x.pt")

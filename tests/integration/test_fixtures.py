@@ -24,7 +24,7 @@ from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.dtypes import BY_SAFETENSORS
 from shardkit.core.regions import relative_to, runs
 from shardkit.errors import SourceError
-from shardkit.formats.registry import layout_of, open_checkpoint
+from shardkit.formats.registry import format_of, open_checkpoint
 
 HOME = Path(os.environ.get("SHARDKIT_FIXTURES", "nowhere")) / "sharded"
 NAMES = sorted(path.name for path in HOME.iterdir()) if HOME.is_dir() else []
@@ -174,9 +174,9 @@ def test_stored_tensors_are_the_truth(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
 def test_layouts(name):
     path = model_of(name)
-    assert layout_of(str(path)) == LAYOUTS.get(name, "dcp")
+    assert format_of(str(path)) == LAYOUTS.get(name, "dcp")
     checkpoint = open_checkpoint(str(path))
-    assert checkpoint.layout.startswith(LAYOUTS.get(name, "dcp"))
+    assert checkpoint.format.startswith(LAYOUTS.get(name, "dcp"))
     if name in WRITERS:
         assert checkpoint.writer == WRITERS[name]
 
@@ -185,9 +185,9 @@ def test_layouts(name):
 def test_the_directory_around(name):
     around, layout = AROUND[name]
     path = str(HOME / name / around)
-    assert layout_of(path) == layout
+    assert format_of(path) == layout
     found, inside = open_checkpoint(path), open_checkpoint(str(model_of(name)))
-    assert (found.path, found.layout) == (path, layout)
+    assert (found.path, found.format) == (path, layout)
     assert set(found.catalog.tensors) == set(inside.catalog.tensors)
 
 

@@ -1,4 +1,4 @@
-"""Rules of `resolve_checkpoint`, over stand-ins for checkpoints; the real layouts come at the end."""
+"""Rules of `resolve_checkpoint`, over stand-ins for checkpoints; the real formats come at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardkit.operations.verify.verify import verify
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory with a file `whole`, and a .ckpt file, is a checkpoint; with `damaged` it does not open."""
 
-    def layout_of(path: str) -> str | None:
+    def format_of(path: str) -> str | None:
         if os.path.isdir(path):
             names = os.listdir(path)
             return "stand-in" if "whole" in names or "damaged" in names else None
@@ -38,7 +38,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
             raise SourceError("1 of 2 rank files is missing", problems=["rank_1.pt"])
         return SimpleNamespace()
 
-    monkeypatch.setattr(resolve, "layout_of", layout_of)
+    monkeypatch.setattr(resolve, "format_of", format_of)
     monkeypatch.setattr(resolve, "open_checkpoint", open_checkpoint)
 
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_taken_as_it_is(tmp_path: Path) -> None:
     found = resolve_checkpoint(tmp_path / "step_7")
     assert not found.warnings
     assert found == ResolvedCheckpoint(
-        path=str(tmp_path / "step_7"), layout="stand-in", step=7, reason="it is a checkpoint itself"
+        path=str(tmp_path / "step_7"), format="stand-in", step=7, reason="it is a checkpoint itself"
     )
     assert os.fspath(found) == str(found) == found.to_json()["path"]
 
@@ -171,7 +171,7 @@ def test_what_is_unfinished_is_passed_over_and_named(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("stand_ins")
 def test_a_save_that_had_hardly_begun_is_named(tmp_path: Path) -> None:
     make(tmp_path, "step_1", "step_2/", "notes/")
-    assert resolve_checkpoint(tmp_path).skipped == (("step_2", "it holds no checkpoint of a known layout"),)
+    assert resolve_checkpoint(tmp_path).skipped == (("step_2", "it holds no checkpoint of a known format"),)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -294,7 +294,7 @@ def test_real_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "step-10/__0_0.distcp").unlink()
     (tmp_path / "step-11/.metadata").rename(tmp_path / "step-11/.metadata.tmp")
     found = resolve_checkpoint(tmp_path)
-    assert (os.path.basename(found), found.layout, found.step) == ("step-9", "dcp", 9)
+    assert (os.path.basename(found), found.format, found.step) == ("step-9", "dcp", 9)
     assert [name for name, _ in found.skipped] == ["step-11", "step-10"]
     assert "__0_0.distcp" in found.skipped[1][1]
 
@@ -400,22 +400,22 @@ def test_a_commit_marker_counts(tmp_path: Path) -> None:
         (tmp_path / f"step_{step}/rng_state_rank_0.pt").touch()
     (tmp_path / "step_2/training_state.pt").touch()
     found = resolve_checkpoint(tmp_path)
-    assert (os.path.basename(found), found.layout) == ("step_2", "mini-trainer")
+    assert (os.path.basename(found), found.format) == ("step_2", "mini-trainer")
     assert "training_state.pt" in found.skipped[0][1]
 
 
 def test_a_run_that_also_holds_its_final_model(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert resolve_checkpoint(tmp_path).layout == "hub"
+    assert resolve_checkpoint(tmp_path).format == "hub"
     save(tmp_path / "checkpoint-30/pytorch_model_fsdp_0", weight=1)
     found = resolve_checkpoint(tmp_path)
-    assert (found.layout, found.step) == ("accelerate", 30)
+    assert (found.format, found.step) == ("accelerate", 30)
     assert found.reason == "checkpoint-30: it is the only one with a step in its name"
     (warning,) = found.warnings
     assert warning.startswith("passed over the model at the top, which may be newer: ")
     with pytest.raises(SourceError):
         resolve_checkpoint(tmp_path, strict=True)
-    assert resolve_checkpoint(tmp_path / "model.safetensors", strict=True).layout == "hub"
+    assert resolve_checkpoint(tmp_path / "model.safetensors", strict=True).format == "hub"
     (tmp_path / "model.safetensors").unlink()
     assert resolve_checkpoint(tmp_path, strict=True).reason == "checkpoint-30: it is the only one"
 
@@ -508,7 +508,7 @@ def test_a_deepspeed_run(tmp_path: Path) -> None:
         torch.save({"module": {"weight": torch.zeros(3)}, "param_shapes": None}, path)
     (tmp_path / "latest").write_text("global_step10")
     found = resolve_checkpoint(tmp_path)
-    assert (found.path, found.layout, found.step) == (str(tmp_path), "deepspeed", 10)
+    assert (found.path, found.format, found.step) == (str(tmp_path), "deepspeed", 10)
     assert found.reason == "latest names global_step10"
     shutil.copytree(tmp_path / "global_step10", tmp_path / "global_step11")
     (warning,) = resolve_checkpoint(tmp_path).warnings
@@ -518,7 +518,7 @@ def test_a_deepspeed_run(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "global_step11")
     os.truncate(tmp_path / "global_step10/mp_rank_00_model_states.pt", 200)
     found = resolve_checkpoint(tmp_path)
-    assert (os.path.basename(found), found.layout, found.step) == ("global_step9", "deepspeed", 9)
+    assert (os.path.basename(found), found.format, found.step) == ("global_step9", "deepspeed", 9)
     assert found.skipped[0][0] == "global_step10"
     assert "mp_rank_00_model_states.pt" in found.skipped[0][1]
 

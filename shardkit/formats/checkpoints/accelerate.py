@@ -55,7 +55,7 @@ def open_accelerate(path: str) -> Checkpoint:
     return replace(
         checkpoint,
         path=path,
-        layout="accelerate",
+        format="accelerate",
         writer="transformers Trainer (FSDP)" if is_trainer else "accelerate (FSDP)",
         roots={"model": ("model",)},
         # Trainer leaves the config to the output directory, where save_model puts it at the end.

@@ -58,7 +58,7 @@ def open_accelerate_bin(path: str) -> Checkpoint:
         return replace(
             checkpoint,
             path=path,
-            layout="accelerate-bin",
+            format="accelerate-bin",
             writer="accelerate (FSDP, full)",
             optimizer=_optimizer(path, checkpoint.catalog, frozenset(checkpoint.catalog.tensors)),
             has_boxes=False,
@@ -71,7 +71,7 @@ def open_accelerate_bin(path: str) -> Checkpoint:
     _refuse_flat(list(gathered.catalog.tensors))
     return Checkpoint(
         path=path,
-        layout="accelerate-bin",
+        format="accelerate-bin",
         writer="accelerate (FSDP, a file for each rank)",
         catalog=gathered.catalog,
         select=gathered.select,

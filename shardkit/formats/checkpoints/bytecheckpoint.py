@@ -52,7 +52,7 @@ def open_bytecheckpoint(path: str) -> Checkpoint:
     checkpoint = as_checkpoint(path, open_bytecheckpoint_files(directory or path))
     return replace(
         checkpoint,
-        layout="bytecheckpoint",
+        format="bytecheckpoint",
         writer="ByteCheckpoint",
         optimizer=_optimizer(path),
         assets=asset_directories(directory, path),

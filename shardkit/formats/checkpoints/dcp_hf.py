@@ -63,7 +63,7 @@ def open_dcp_hf(path: str) -> Checkpoint:
     catalog = _open_sharded(path, directory)
     return Checkpoint(
         path=path,
-        layout="dcp-hf",
+        format="dcp-hf",
         writer=_writer(path, directory),
         catalog=catalog,
         select=lambda names: subset(catalog, names),
@@ -186,7 +186,7 @@ def _open_consolidated(path: str, directory: str) -> Checkpoint | None:
         shards = _open_sharded(path, directory)
     except SourceError as error:
         notes.append(f"the consolidated files were taken; the shards cannot be: {error.message}")
-        return replace(checkpoint, layout="dcp-hf", writer=_writer(path, directory), notes=tuple(notes))
+        return replace(checkpoint, format="dcp-hf", writer=_writer(path, directory), notes=tuple(notes))
     if any(fqn not in catalog.tensors for fqn in shards.tensors) or any(
         shards.tensors[fqn].shape != entry.shape
         for fqn, entry in catalog.tensors.items()
@@ -206,7 +206,7 @@ def _open_consolidated(path: str, directory: str) -> Checkpoint | None:
         )
     return replace(
         checkpoint,
-        layout="dcp-hf",
+        format="dcp-hf",
         writer=_writer(path, directory),
         catalog=catalog,
         select=lambda names: subset(catalog, names),

@@ -64,7 +64,7 @@ def open_full_file(path: str) -> Checkpoint:
         )
     return Checkpoint(
         path=path,
-        layout="full-file",
+        format="full-file",
         writer="Lightning (one file)" if is_lightning else "torch.save",
         catalog=gathered.catalog,
         select=gathered.select,

@@ -75,7 +75,7 @@ def open_lightning(path: str) -> Checkpoint:
     return replace(
         checkpoint,
         path=path,
-        layout="lightning",
+        format="lightning",
         writer=_STRATEGIES[model] if is_trainer and model else "Lightning Fabric",
         roots=roots,
         refused_weights=_refused(meta),

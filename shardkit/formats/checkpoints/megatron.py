@@ -48,7 +48,7 @@ def open_megatron(path: str) -> Checkpoint:
     skipped = ((_COMMON, "arguments and other state of the trainer"),) if _COMMON in listing(path) else ()
     return replace(
         checkpoint,
-        layout="megatron",
+        format="megatron",
         writer="Megatron-Core (torch_dist)",
         assets=asset_directories(path),
         skipped=(*checkpoint.skipped, *skipped),

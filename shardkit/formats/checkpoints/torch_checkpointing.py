@@ -71,7 +71,7 @@ def open_torch_checkpointing(path: str) -> Checkpoint:
     known = [name for name in names if name in ("model", "optimizer", "ema")]
     return Checkpoint(
         path=path,
-        layout="torch-checkpointing",
+        format="torch-checkpointing",
         writer="torch_checkpointing",
         catalog=gathered.catalog,
         select=gathered.select,

@@ -48,7 +48,7 @@ _NOT_SHOWN = (".*", "*.md", "config.json", "*token*", "*.jinja", "huggingface", 
 class Structure:
     """A directory that a trainer puts around a checkpoint."""
 
-    layout: str | None
+    format: str | None
     """Stable identifier; None where it is that of what lies inside."""
     writer: str | None
     """For people; None where only what lies inside can tell."""
@@ -74,13 +74,13 @@ class Found(NamedTuple):
 
 _STRUCTURES = (
     Structure(
-        layout="verl-megatron",
+        format="verl-megatron",
         writer="verl (Megatron)",
         weights=("model/dist_ckpt", "dist_ckpt", "actor/model/dist_ckpt", "actor/dist_ckpt"),
         assets=("model/huggingface", "huggingface", "actor/model/huggingface", "actor/huggingface"),
     ),
     Structure(
-        layout="mini-trainer",
+        format="mini-trainer",
         writer="mini_trainer",
         weights=("distributed",),
         beside=("training_state.pt", "optimizer_rank_*.pt", "rng_state_rank_*.pt"),
@@ -88,41 +88,41 @@ _STRUCTURES = (
         last="training_state.pt",
     ),
     Structure(
-        layout="olmo-core",
+        format="olmo-core",
         writer="OLMo-core",
         weights=("model_and_optim",),
         roots={"model": ("model",), "optimizer": ("optim",)},
         last=".metadata.json",
     ),
     Structure(
-        layout="nemo-rl",
+        format="nemo-rl",
         writer="NeMo-RL",
         weights=("policy/weights/model", "policy/weights"),
         assets=("policy/tokenizer", "policy"),
     ),
-    Structure(layout="skyrl", writer="SkyRL", weights=("policy",), assets=("policy/huggingface",)),
+    Structure(format="skyrl", writer="SkyRL", weights=("policy",), assets=("policy/huggingface",)),
     Structure(
-        layout="prime-rl",
+        format="prime-rl",
         writer="prime-rl",
         weights=("trainer",),
         roots={"model": ("app", "model"), "optimizer": ("app", "optimizers")},
     ),
     Structure(
-        layout="nemo",
+        format="nemo",
         writer="NeMo 2.0",
         weights=("weights",),
         beside=("context",),
         assets=("context", "context/nemo_tokenizer"),
     ),
     Structure(
-        layout="nemo-automodel",
+        format="nemo-automodel",
         writer="NeMo Automodel",
         weights=("model",),
         beside=("optim", "step_scheduler*", "losses.json"),
         assets=("model/.hf_metadata", "model", "."),
     ),
     # No trainer in particular: the model's part of a checkpoint in a directory of its own.
-    Structure(layout=None, writer=None, weights=("model", "weights", "distcp", "dcp", "fsdp")),
+    Structure(format=None, writer=None, weights=("model", "weights", "distcp", "dcp", "fsdp")),
 )
 
 
@@ -180,7 +180,7 @@ def inside(checkpoint: Checkpoint, found: Found, path: str) -> Checkpoint:
     return replace(
         checkpoint,
         path=path,
-        layout=structure.layout or checkpoint.layout,
+        format=structure.format or checkpoint.format,
         writer=structure.writer or checkpoint.writer,
         roots={**checkpoint.roots, **_present(structure.roots, checkpoint)},
         assets=tuple(dict.fromkeys((*asset_directories(*places), *checkpoint.assets))),

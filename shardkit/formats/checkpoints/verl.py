@@ -65,7 +65,7 @@ def open_verl(path: str) -> Checkpoint:
     version = config.get("FSDP_version")
     return Checkpoint(
         path=path,
-        layout="verl",
+        format="verl",
         writer=f"verl (FSDP{version if version in (1, 2) else ''})",
         catalog=gathered.catalog,
         select=gathered.select,

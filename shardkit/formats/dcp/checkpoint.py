@@ -41,7 +41,7 @@ def as_checkpoint(path: str, opened: DcpDirectory) -> Checkpoint:
     _refuse_flat(path, catalog)
     return Checkpoint(
         path=path,
-        layout="dcp",
+        format="dcp",
         writer="torch.distributed.checkpoint",
         catalog=catalog,
         select=opened.select,

@@ -260,7 +260,7 @@ def _checkpoint(
     check: Callable[..., Iterator[str]] = partial(differing, weights.files, weights.by_name)
     return Checkpoint(
         path=path,
-        layout=f"deepspeed-{kind}",
+        format=f"deepspeed-{kind}",
         writer=f"Lightning DeepSpeedStrategy, {writer}" if state.is_lightning else writer,
         catalog=catalog,
         select=partial(subset, catalog),

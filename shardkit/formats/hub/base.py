@@ -119,7 +119,7 @@ def find_base(checkpoint: Checkpoint) -> Base | None:
         names = os.listdir(directory)
         if CONFIG in names or ADAPTER_CONFIG in names:
             base = _open(os.path.basename(os.path.abspath(directory)), directory, is_given=False)
-            return replace(base, is_trainers=checkpoint.layout != "hub" or _TRAINER_STATE in names)
+            return replace(base, is_trainers=checkpoint.format != "hub" or _TRAINER_STATE in names)
     return None
 
 

@@ -37,7 +37,7 @@ def open_hub_directory(path: str) -> Checkpoint:
     catalog = model.catalog
     return Checkpoint(
         path=path,
-        layout="hub",
+        format="hub",
         writer="a Hub model",
         catalog=catalog,
         select=lambda names: subset(catalog, names),

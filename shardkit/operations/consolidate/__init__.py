@@ -342,7 +342,7 @@ def _describe(
         resolved=resolved.path,
         reason=resolved.reason,
         step=resolved.step,
-        layout=checkpoint.layout,
+        format=checkpoint.format,
         writer=checkpoint.writer,
         output=path,
         dry_run=dry_run,

@@ -139,7 +139,7 @@ class ConsolidateJob:
     def describe(self) -> dict[str, Any]:
         """Return the part of the manifest that is known before a byte moves."""
         return {
-            "layout": self.checkpoint.layout,
+            "layout": self.checkpoint.format,
             "writer": self.checkpoint.writer,
             "weights": self.options.weights,
             "holds": self.kind,
@@ -367,7 +367,7 @@ def _check_options(checkpoint: Checkpoint, base: Base | None, options: JobOption
 
 def _select(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> Selection:
     catalog = checkpoint.catalog
-    if checkpoint.layout == "hub" and not catalog.tensors:  # a file without tensors is a file all the same
+    if checkpoint.format == "hub" and not catalog.tensors:  # a file without tensors is a file all the same
         return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
     rules = saved_key_rules(checkpoint) if options.weights == "model" else None
     root = SAVED_ROOT

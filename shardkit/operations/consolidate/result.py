@@ -43,7 +43,7 @@ class ConsolidateResult:
     """Why that one."""
     step: int | None
     """Its training step, where that is known."""
-    layout: str
+    format: str
     """Stable identifier, e.g. "dcp", "lightning", "verl"."""
     writer: str
     """Who wrote it, for people."""

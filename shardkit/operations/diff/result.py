@@ -137,9 +137,9 @@ class DiffResult:
     resolved_a: str
     """The checkpoint that was taken."""
     resolved_b: str
-    layout_a: str
+    format_a: str
     """As `shardkit.inspect` names it."""
-    layout_b: str
+    format_b: str
     is_equal: bool
     """No tensor differs, and none is equal only after rounding."""
     rounded_side: Literal["a", "b"] | None

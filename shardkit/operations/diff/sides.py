@@ -87,7 +87,7 @@ def open_sides(
         paths = {os.path.relpath(file.path, each.catalog.directory): file.path for file in each.catalog.files}
         notes += (
             link_notes(each.catalog.directory, paths)
-            if each.layout == "hub" and os.path.isdir(each.path)
+            if each.format == "hub" and os.path.isdir(each.path)
             else ()
         )
     names, said = _name_all(opened) if all_tensors else _name_model(opened)
@@ -173,7 +173,7 @@ def _name_all(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Names
 
 def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Names], list[str]]:
     """Name the weights of both sides alike: what one is called helps to find the other's model."""
-    first, second = (1, 0) if opened[1].layout == _HUB and opened[0].layout != _HUB else (0, 1)
+    first, second = (1, 0) if opened[1].format == _HUB and opened[0].format != _HUB else (0, 1)
     found: dict[int, Names | str] = {}
     for side, other in ((first, second), (second, first), (first, second)):
         base = found.get(other)

@@ -53,7 +53,7 @@ def inspect(
             f"{escape(path)}: no such file or directory",
             hint="inspect reads local paths; bring a Hub model here with: hf download ORGANISATION/NAME",
         )
-    from shardkit.formats.registry import layout_of, open_checkpoint, stray_weights
+    from shardkit.formats.registry import format_of, open_checkpoint, stray_weights
 
     directory = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
     if os.path.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
@@ -62,10 +62,10 @@ def inspect(
             content is not None and "kind" not in content
         ):  # else it lies beside a Hub model, or what training saved
             return inspect_presharded(path, directory, content, unfold=tensors)
-    layout = layout_of(path)
-    if layout == "hub" or (path.endswith(".bin") and os.path.isfile(path)):
+    format = format_of(path)
+    if format == "hub" or (path.endswith(".bin") and os.path.isfile(path)):
         return _inspect_hub(path, unfold=tensors)
-    if layout is None and os.path.isdir(path):
+    if format is None and os.path.isdir(path):
         _refuse_unfinished(path)
     checkpoint = open_checkpoint(path)
     return _inspect_sharded(path, checkpoint, tuple(stray_weights(checkpoint)), unfold=tensors)
@@ -128,7 +128,7 @@ def _hub_files(identity: Mapping[str, Any], held: Mapping[str, int]) -> Iterator
 def _inspect_sharded(
     path: str, checkpoint: Checkpoint, stray: tuple[tuple[str, str], ...], *, unfold: bool
 ) -> InspectResult:
-    """Say what a checkpoint of any layout holds; of plain DCP its records are not opened."""
+    """Say what a checkpoint of any format holds; of plain DCP its records are not opened."""
     catalog = checkpoint.catalog
     ties = _shared_extents(catalog)
     copies = {name for group in ties for name in group[1:]}
@@ -136,11 +136,11 @@ def _inspect_sharded(
         Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values() if e.fqn not in copies
     ]
     files = tuple(_files(catalog, copies))
-    is_dcp = checkpoint.layout == "dcp"
+    is_dcp = checkpoint.format == "dcp"
     return InspectResult(
         path=path,
         kind="dcp" if is_dcp else "sharded",
-        format=catalog.format if is_dcp else checkpoint.layout,
+        format=catalog.format if is_dcp else checkpoint.format,
         made_by=checkpoint.writer or None,
         source=None,
         model_class=None,

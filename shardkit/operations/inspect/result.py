@@ -67,9 +67,9 @@ class InspectResult:
     """As it was given."""
     kind: Literal["hub", "presharded", "dcp", "sharded"]
     """A Hub model, a checkpoint with a `shardkit.json`, any other plain DCP checkpoint, or one of another
-    layout."""
+    format."""
     format: str
-    """Of the files: "safetensors", "torch-bin" or "dcp"; for kind "sharded" the layout, e.g. "lightning"."""
+    """Of the files: "safetensors", "torch-bin" or "dcp"; for kind "sharded" the checkpoint's, e.g. "lightning"."""
     made_by: str | None
     """Tool and version, where they are recorded; for sharded checkpoints the trainer, where it can be told."""
     source: str | None

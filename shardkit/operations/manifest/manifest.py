@@ -17,7 +17,7 @@ from shardkit.files import manifest
 from shardkit.files.file_bytes import FileBytes, place_of
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.formats.dcp.directory import remembered
-from shardkit.formats.registry import directory_of, layout_of
+from shardkit.formats.registry import directory_of, format_of
 from shardkit.operations.manifest.digests import Digests
 from shardkit.operations.sidecar import check_sidecar, write_sidecar
 from shardkit.operations.verify.in_threads import check_jobs, in_threads
@@ -37,7 +37,7 @@ class ManifestResult:
     manifest: str
     """The manifest, an absolute path."""
     dry_run: bool
-    layout: str
+    format: str
     """Such as "dcp", "lightning" or "hub"."""
     writer: str
     """Who wrote the checkpoint, for people."""
@@ -77,7 +77,7 @@ def write_manifest(
     What has checksums in it is held against them: a checkpoint that is damaged already gets no manifest.
 
     Args:
-        path: a checkpoint of any layout that shardkit opens, or a Hub model.
+        path: a checkpoint of any format that shardkit opens, or a Hub model.
         output: the manifest to make; by default beside the checkpoint, `<path>.shardkit.json`.
         inside: put it into the checkpoint's directory, as `shardkit.json`.
         sha256: take the sha256 of every file too.
@@ -193,7 +193,7 @@ def _files(structure: Structure, listing: Listing) -> dict[str, FileBytes]:
 
 def _follows(structure: Structure) -> bool:
     """True where links stand for files, as in the Hub's cache."""
-    return structure.checkpoint is not None and structure.checkpoint.layout == _HUB
+    return structure.checkpoint is not None and structure.checkpoint.format == _HUB
 
 
 def _content(
@@ -206,7 +206,7 @@ def _content(
         "format": manifest.FORMAT,
         "kind": manifest.KIND_FILES,
         "tool": {"name": "shardkit", "version": __version__},
-        "layout": result.layout,
+        "layout": result.format,
         "writer": result.writer,
         "files": [entries[name] for name in listing.files],
         "unlisted": list(listing.unlisted),
@@ -234,7 +234,7 @@ def _result(
         path=path,
         manifest=target,
         dry_run=dry_run,
-        layout=opened.layout if opened is not None else layout_of(path) or "",
+        format=opened.format if opened is not None else format_of(path) or "",
         writer=opened.writer if opened is not None else "unknown",
         sha256=sha256,
         num_files=len(listing.files),

@@ -22,7 +22,7 @@ from shardkit.formats.dcp.directory import open_dcp_lazily
 from shardkit.formats.dcp.metadata import Place
 from shardkit.formats.hub.base import saved_key_rules
 from shardkit.formats.optimizer.entries import OptimizerState
-from shardkit.formats.registry import layout_of, open_checkpoint
+from shardkit.formats.registry import format_of, open_checkpoint
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
 from shardkit.keys import KeyRule
 from shardkit.operations.companions import BesideFile, Survey, check_survey, survey
@@ -92,10 +92,10 @@ def take_apart(path: str, *, check_source: bool = True) -> Parts:
     Raises:
         SourceError, IntegrityError, ResourceError: as opening does; a part of it was not saved to its end.
     """
-    if not os.path.isdir(path) or layout_of(path) in _OTHER_DCP:
+    if not os.path.isdir(path) or format_of(path) in _OTHER_DCP:
         return _other(path)
     found = survey(path)
-    if not found.folders or any(layout_of(os.path.join(path, name)) in _OTHER_DCP for name in found.folders):
+    if not found.folders or any(format_of(os.path.join(path, name)) in _OTHER_DCP for name in found.folders):
         return _other(path)
     check_survey(path, found)
     checkpoint = _open_weights(path)

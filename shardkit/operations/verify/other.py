@@ -1,4 +1,4 @@
-"""What is no plain DCP directory: Hub models, and the layouts of trainers that keep files of their own."""
+"""What is no plain DCP directory: Hub models, and the formats of trainers that keep files of their own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def verify_other(checkpoint: Checkpoint, directory: str, report: Report) -> list
     """Open all records of all tensors, and return the files with the checksums in them, if they have any.
 
     Args:
-        checkpoint: of a layout that is neither DCP nor the Hub's.
+        checkpoint: of a format that is neither DCP nor the Hub's.
         directory: that names are relative to.
         report: gets what is wrong.
     """

@@ -61,7 +61,7 @@ class VerifyResult:
     path: str
     """As it was given."""
     level: Level
-    layout: str | None
+    format: str | None
     """Such as "dcp", "lightning" or "hub"; None where it could not be opened."""
     writer: str | None
     """Who wrote it, for people; None where it could not be opened."""

@@ -14,7 +14,7 @@ from shardkit.files.file_bytes import FileBytes, place_of
 from shardkit.formats.beside import inner
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.dcp.directory import is_dcp
-from shardkit.formats.registry import directory_of, layout_of, open_checkpoint
+from shardkit.formats.registry import directory_of, format_of, open_checkpoint
 from shardkit.operations.verify.dcp import verify_dcp
 from shardkit.operations.verify.manifest import (
     METADATA,
@@ -28,7 +28,7 @@ from shardkit.operations.verify.result import Report
 
 _REMAINS = ("*.distcp", "__*.chunks.json", "*.safetensors", "*.safetensors.index.json", manifest.NAME)
 _FOLDERS_ARE_ALL = ("dcp", "accelerate")
-"""Layouts of which nothing but their DCP folders is opened: where these are whole, a failure is no damage."""
+"""Formats of which nothing but their DCP folders is opened: where these are whole, a failure is no damage."""
 _NOT_PLAIN_DCP = "bytecheckpoint"  # has a `.metadata` of its own kind
 _NO_CHECKSUM = "safetensors files record no checksum; only a manifest with digests has one"
 
@@ -52,7 +52,7 @@ def check_structure(
     """Check everything but the tensors' bytes.
 
     Args:
-        path: a checkpoint of any layout.
+        path: a checkpoint of any format.
         report: gets what is wrong.
         manifest_path: of a manifest that lies elsewhere.
         is_new: it is about to get a manifest: none beside it is looked for, and what has no checksum goes without
@@ -137,7 +137,7 @@ def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitErro
 
 def _is_damaged_one(path: str) -> bool:
     """True for what was a checkpoint once, as far as the names tell."""
-    if layout_of(path) is not None:
+    if format_of(path) is not None:
         return True
     directory = directory_of(path)
     return any(_has_remains(place) for place in (directory, *_directories(directory)))
@@ -173,7 +173,7 @@ def _survey(
     """
     described: list[Described] = []
     folders: list[str] = []
-    is_plain = checkpoint is None or checkpoint.layout != _NOT_PLAIN_DCP
+    is_plain = checkpoint is None or checkpoint.format != _NOT_PLAIN_DCP
     walk = os.walk(directory, onerror=_cannot_list) if os.path.isdir(directory) else ()
     for here, directories, names in walk:
         directories.sort()
@@ -182,8 +182,8 @@ def _survey(
         found = read_manifest(here, folder, report) if manifest.NAME in names else None
         described += [found] if found is not None else []
         is_described = found is not None and found.is_of_dcp
-        is_known = checkpoint is not None and checkpoint.layout == "dcp" and not folder
-        if is_plain and (is_described or is_known or (is_dcp(here) and layout_of(here) != _NOT_PLAIN_DCP)):
+        is_known = checkpoint is not None and checkpoint.format == "dcp" and not folder
+        if is_plain and (is_described or is_known or (is_dcp(here) and format_of(here) != _NOT_PLAIN_DCP)):
             folders.append(folder)
     return described, folders
 
@@ -212,7 +212,7 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
     """
     directory = directory_of(path)
     of_the_machine = isinstance(failure, ResourceError)  # it may be gone when the folders are looked at
-    if has_folders and not report.problems and not of_the_machine and layout_of(path) in _FOLDERS_ARE_ALL:
+    if has_folders and not report.problems and not of_the_machine and format_of(path) in _FOLDERS_ARE_ALL:
         report.add_notes([f"it is whole, but shardkit cannot take the weights from it: {failure.message}"])
         return True
     if any(problem.message == failure.message for problem in report.problems):
@@ -229,7 +229,7 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
     home = os.path.realpath(checkpoint.catalog.directory)
     if any(os.path.realpath(os.path.join(directory, folder)) == home for folder in folders):
         return []
-    if checkpoint.layout == "hub":
+    if checkpoint.format == "hub":
         return verify_hub(checkpoint, report)
     return verify_other(checkpoint, directory, report)
 
@@ -264,7 +264,7 @@ def _lacking(
         yield f"{METADATA} has no checksum: that it says what was saved cannot be proved"
     if all(file.has_digest for file in files):
         return
-    if checkpoint is not None and checkpoint.layout == "hub" and checkpoint.catalog.format != "torch-bin":
+    if checkpoint is not None and checkpoint.format == "hub" and checkpoint.catalog.format != "torch-bin":
         yield _NO_CHECKSUM
     elif checkpoint is not None and checkpoint.check is None:
-        yield f"checkpoints of this layout ({checkpoint.layout}) record no checksum"
+        yield f"checkpoints of this format ({checkpoint.format}) record no checksum"

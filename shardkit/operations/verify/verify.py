@@ -37,7 +37,7 @@ def verify(
     follow_links: bool = False,
     progress: Progress | None = None,
 ) -> VerifyResult:
-    """Check a checkpoint of any layout; without torch, but for a legacy `.bin`.
+    """Check a checkpoint of any format; without torch, but for a legacy `.bin`.
 
     Everything that is wrong is in the result's `problems`, files that the system cannot read among it; only what
     cannot be looked at at all is raised.
@@ -167,7 +167,7 @@ def _result(
     return VerifyResult(
         path=path,
         level=level,
-        layout=checkpoint.layout if checkpoint is not None else None,
+        format=checkpoint.format if checkpoint is not None else None,
         writer=checkpoint.writer if checkpoint is not None else None,
         manifests=tuple(report.manifests),
         against=against,

@@ -22,7 +22,7 @@ from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.hub.base import saved_key_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
-from shardkit.formats.registry import layout_of, open_checkpoint
+from shardkit.formats.registry import format_of, open_checkpoint
 from shardkit.formats.source import open_source
 from shardkit.keys.foreign import refuse_factors
 from shardkit.keys.peft import base_name
@@ -192,7 +192,7 @@ def _open(source: str, wanted: list[str], revision: str | None, variant: str | N
                 presharded=source,
                 open_chunks=presharded.open_chunks,
             )
-    if layout_of(source) == "hub":
+    if format_of(source) == "hub":
         return _open_hub(source, wanted, None, None)
     return _open_checkpoint(open_checkpoint(source), wanted)
 

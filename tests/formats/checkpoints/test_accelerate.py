@@ -24,7 +24,7 @@ def test_model_is_opened(checkpoint, weights):
     (checkpoint / "scheduler.bin").touch()
     assert is_accelerate(str(checkpoint))
     found = open_accelerate(str(checkpoint))
-    assert (found.layout, found.writer, found.path) == ("accelerate", "accelerate (FSDP)", str(checkpoint))
+    assert (found.format, found.writer, found.path) == ("accelerate", "accelerate (FSDP)", str(checkpoint))
     assert set(found.catalog.tensors) == {f"model.{name}" for name in weights}
     assert dict(found.roots) == {"model": ("model",)}
     assert found.skipped == (

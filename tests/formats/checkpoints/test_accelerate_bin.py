@@ -10,7 +10,7 @@ import torch
 
 from shardkit.errors import SourceError
 from shardkit.formats.checkpoints.accelerate_bin import is_accelerate_bin, open_accelerate_bin
-from shardkit.formats.registry import layout_of, open_checkpoint
+from shardkit.formats.registry import format_of, open_checkpoint
 from tests.formats.reading import contents, expected
 
 
@@ -27,7 +27,7 @@ def parts(rank_files: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.dist
 def test_parts_of_ranks(parts, rank_files):
-    assert layout_of(str(parts)) == "accelerate-bin"
+    assert format_of(str(parts)) == "accelerate-bin"
     checkpoint = open_checkpoint(str(parts))
     assert contents(checkpoint) == expected(torch.load(rank_files / "fsdp1.truth"))
     assert checkpoint.roots == {"model": ()}
@@ -35,7 +35,7 @@ def test_parts_of_ranks(parts, rank_files):
         **{f"optimizer_0_rank{rank}.bin": "optimizer state" for rank in range(4)},
         **{f"random_states_{rank}.pkl": "state of the trainer" for rank in range(4)},
     }
-    assert open_checkpoint(str(parts / "pytorch_model_fsdp_0_rank2.bin")).layout == "accelerate-bin"
+    assert open_checkpoint(str(parts / "pytorch_model_fsdp_0_rank2.bin")).format == "accelerate-bin"
 
 
 @pytest.mark.dist
@@ -61,7 +61,7 @@ def test_the_whole_model(tmp_path, weights, name):
     torch.save(weights, tmp_path / name)
     (tmp_path / "optimizer.bin").write_bytes(b"never opened")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert layout_of(str(tmp_path)) == "accelerate-bin"
+    assert format_of(str(tmp_path)) == "accelerate-bin"
     checkpoint = open_checkpoint(str(tmp_path))
     assert contents(checkpoint) == expected(weights)
     assert (checkpoint.roots, checkpoint.assets) == ({"model": ()}, (str(tmp_path),))

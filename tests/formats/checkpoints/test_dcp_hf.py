@@ -40,7 +40,7 @@ def directory(tmp_path: Path) -> str:
 
 
 def assert_opens(checkpoint: Checkpoint, expected: dict[str, torch.Tensor] = FULL) -> None:
-    assert checkpoint.layout == "dcp-hf"
+    assert checkpoint.format == "dcp-hf"
     assert checkpoint.check is None
     assert_holds(checkpoint.select(tuple(checkpoint.catalog.tensors)), expected)
 

@@ -11,14 +11,14 @@ import torch
 
 from shardkit.errors import SourceError
 from shardkit.formats.checkpoints.full_file import is_full_file, open_full_file
-from shardkit.formats.registry import layout_of, open_checkpoint
+from shardkit.formats.registry import format_of, open_checkpoint
 from tests.formats.reading import contents, expected
 
 
 def test_a_flat_state_dict(tmp_path, weights):
     path = str(tmp_path / "pytorch_model.pt")
     torch.save(weights, path)
-    assert layout_of(path) == "full-file"
+    assert format_of(path) == "full-file"
     checkpoint = open_checkpoint(path)
     assert contents(checkpoint) == expected(weights)
     assert checkpoint.roots == {"model": ()}
@@ -45,7 +45,7 @@ def test_lightning(tmp_path, weights, adam):
         },
         path,
     )
-    assert layout_of(path) == "full-file"
+    assert format_of(path) == "full-file"
     checkpoint = open_checkpoint(path)
     assert checkpoint.writer == "Lightning (one file)"
     assert checkpoint.roots == {"model": ("state_dict",), "optimizer": ("optimizer_states",)}
@@ -130,7 +130,7 @@ def test_what_is_no_state_dict(tmp_path, value, reason):
 def test_files_of_before_torch_1_6_are_told(tmp_path, weights):
     path = str(tmp_path / "old.pt")
     torch.save(weights, path, _use_new_zipfile_serialization=False)
-    assert layout_of(path) == "full-file"
+    assert format_of(path) == "full-file"
     with pytest.raises(SourceError, match=r"before torch 1\.6") as caught:
         open_checkpoint(path)
     assert "save it again" in str(caught.value)

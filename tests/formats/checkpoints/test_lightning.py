@@ -42,7 +42,7 @@ def test_strategies(saved, root, writer):
     path = saved(root, TRAINER)
     assert is_lightning(path)
     found = open_lightning(path)
-    assert (found.layout, found.writer, found.path) == ("lightning", writer, path)
+    assert (found.format, found.writer, found.path) == ("lightning", writer, path)
     assert dict(found.roots) == {"model": (root,), "optimizer": ("optimizer_0",)}
     assert f"{root}.net.lm_head.weight" in found.catalog.tensors
     assert not found.refused_weights

@@ -42,7 +42,7 @@ def write_config(directory: str, backend: object) -> None:
 def test_tensors_are_given_as_they_are_stored(directory: str) -> None:
     assert is_megatron(directory)
     checkpoint = open_megatron(directory)
-    assert checkpoint.layout == "megatron"
+    assert checkpoint.format == "megatron"
     assert_holds(checkpoint.select(tuple(TENSORS)), TENSORS)
     assert checkpoint.catalog.objects == ("decoder.layers.mlp.linear_fc1._extra_state/shard_0_2",)
     assert checkpoint.catalog.paths is None

@@ -13,7 +13,7 @@ import torch
 
 from shardkit.errors import SourceError
 from shardkit.formats.checkpoints.torch_checkpointing import is_torch_checkpointing, open_torch_checkpointing
-from shardkit.formats.registry import layout_of, open_checkpoint
+from shardkit.formats.registry import format_of, open_checkpoint
 from tests.formats.reading import contents, expected
 
 
@@ -44,7 +44,7 @@ def saved(rank_files: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.dist
 def test_one_item_keeps_its_names(saved, rank_files):
-    assert layout_of(str(saved)) == "torch-checkpointing"
+    assert format_of(str(saved)) == "torch-checkpointing"
     checkpoint = open_checkpoint(str(saved))
     assert contents(checkpoint) == expected(torch.load(rank_files / "fsdp2.truth"))
     assert checkpoint.roots == {"model": ()}

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from shardkit.formats.registry import layout_of, open_checkpoint
+from shardkit.formats.registry import format_of, open_checkpoint
 
 CONFIG = json.dumps({"model_type": "qwen2"})
 
@@ -18,9 +18,9 @@ def test_mini_trainer(save_dcp, weights, tmp_path):
     for name in ("optimizer_rank_0.pt", "rng_state_rank_0.pt", "training_state.pt"):
         (step / name).touch()
     (step / "config.json").write_text(CONFIG)
-    assert layout_of(str(step)) == "mini-trainer"
+    assert format_of(str(step)) == "mini-trainer"
     found = open_checkpoint(str(step))
-    assert (found.layout, found.writer, found.path) == ("mini-trainer", "mini_trainer", str(step))
+    assert (found.format, found.writer, found.path) == ("mini-trainer", "mini_trainer", str(step))
     assert dict(found.roots) == {"model": ("model",)}
     assert found.assets == (str(step),)
     assert found.skipped == (
@@ -40,7 +40,7 @@ def test_olmo_core(save_dcp, weights, adam, tmp_path):
     (step / ".metadata.json").write_text("{}")
     (step / "config.json").write_text(json.dumps({"model": {"d_model": 8}}))  # the experiment's
     found = open_checkpoint(str(step))
-    assert (found.layout, found.writer) == ("olmo-core", "OLMo-core")
+    assert (found.format, found.writer) == ("olmo-core", "OLMo-core")
     assert dict(found.roots) == {"model": ("model",), "optimizer": ("optim",)}
     assert found.assets == ()
     assert ("train", "not a part of the weights") in found.skipped
@@ -53,7 +53,7 @@ def test_nemo_automodel_dcp(save_dcp, weights, adam, tmp_path):
     (step / "model" / ".hf_metadata").mkdir()
     (step / "model" / ".hf_metadata" / "config.json").write_text(CONFIG)
     found = open_checkpoint(str(step))
-    assert (found.layout, found.writer) == ("nemo-automodel", "NeMo Automodel")
+    assert (found.format, found.writer) == ("nemo-automodel", "NeMo Automodel")
     assert found.assets == (str(step / "model" / ".hf_metadata"),)
     assert set(found.catalog.tensors) == set(weights)
     assert ("optim", "optimizer state") in found.skipped
@@ -67,7 +67,7 @@ def test_nemo_rl(save_dcp, weights, tmp_path, below):
     (step / "policy" / "tokenizer" / "tokenizer.json").write_text("{}")
     (step / "config.yaml").touch()
     found = open_checkpoint(str(step))
-    assert (found.layout, found.writer) == ("nemo-rl", "NeMo-RL")
+    assert (found.format, found.writer) == ("nemo-rl", "NeMo-RL")
     assert found.assets == (str(step / "policy" / "tokenizer"),)
 
 
@@ -76,7 +76,7 @@ def test_prime_rl(save_dcp, weights, adam, tmp_path):
     save_dcp({"app": {"model": weights, "optimizers": adam, "progress": {"step": 5}}}, step / "trainer")
     (step / "dataloader").mkdir()
     found = open_checkpoint(str(step))
-    assert (found.layout, found.writer) == ("prime-rl", "prime-rl")
+    assert (found.format, found.writer) == ("prime-rl", "prime-rl")
     assert dict(found.roots) == {"model": ("app", "model"), "optimizer": ("app", "optimizers")}
 
 
@@ -84,7 +84,7 @@ def test_model_in_a_directory_of_its_own(save_dcp, weights, adam, tmp_path):
     save_dcp({"model": weights}, tmp_path / "c" / "model")
     save_dcp({"optim": adam}, tmp_path / "c" / "optimizer")
     found = open_checkpoint(str(tmp_path / "c"))
-    assert found.layout == layout_of(str(tmp_path / "c")) == "dcp"
+    assert found.format == format_of(str(tmp_path / "c")) == "dcp"
     assert ("optimizer", "optimizer state") in found.skipped
 
 
@@ -114,9 +114,9 @@ def test_names_tell_the_writer(save_dcp, weights, adam, tmp_path, case):
     directory = save_dcp(filled("", shape), tmp_path / "c")
     if case == "veomni":
         (directory / "extra_state").mkdir()
-    assert layout_of(str(directory)) == "dcp"
+    assert format_of(str(directory)) == "dcp"
     found = open_checkpoint(str(directory))
-    assert (found.layout, found.writer) == ("dcp", writer)
+    assert (found.format, found.writer) == ("dcp", writer)
     assert found.roots["model"] == tuple(root)
     prefix = ".".join(root)
     assert {f"{prefix}.{name}" for name in weights} <= set(found.catalog.tensors)
@@ -146,7 +146,7 @@ def test_plain_dcp_keeps_its_writer_and_finds_its_config(save_dcp, weights, tmp_
     directory = save_dcp({"model": weights}, tmp_path / "c")
     (directory / "config.json").write_text(CONFIG)
     found = open_checkpoint(str(directory))
-    assert (found.layout, dict(found.roots), found.assets) == ("dcp", {}, (str(directory),))
+    assert (found.format, dict(found.roots), found.assets) == ("dcp", {}, (str(directory),))
     assert found.writer not in {rule[0] for rule in HEADS.values()}
 
 
@@ -164,7 +164,7 @@ def test_presharded(make_hub, tmp_path):
     model = make_hub({"a.weight": torch.ones(4, 2)})
     shardkit.preshard(str(model), str(tmp_path / "out"), world_size=2, wrap="none")
     found = open_checkpoint(str(tmp_path / "out"))
-    assert (found.layout, found.writer) == ("dcp", "shardkit")
+    assert (found.format, found.writer) == ("dcp", "shardkit")
 
 
 def test_link_out_of_a_structure_is_not_followed(save_dcp, weights, tmp_path):
@@ -172,4 +172,4 @@ def test_link_out_of_a_structure_is_not_followed(save_dcp, weights, tmp_path):
     (tmp_path / "step_2").mkdir()
     (tmp_path / "step_2" / "distributed").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "step_2" / "training_state.pt").touch()
-    assert layout_of(str(tmp_path / "step_2")) is None
+    assert format_of(str(tmp_path / "step_2")) is None

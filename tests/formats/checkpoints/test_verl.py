@@ -12,7 +12,7 @@ import torch
 
 from shardkit.errors import SourceError
 from shardkit.formats.checkpoints.verl import is_verl, open_verl
-from shardkit.formats.registry import layout_of, open_checkpoint
+from shardkit.formats.registry import format_of, open_checkpoint
 from tests.formats.reading import contents, expected
 
 NAME = "model_world_size_4_rank_{}.pt"
@@ -66,7 +66,7 @@ def test_unfinished_sums_are_refused(rank_files):
 @pytest.mark.dist
 def test_what_lies_beside_the_weights(actor):
     parent = str(actor.parent)
-    assert layout_of(parent) == layout_of(str(actor)) == "verl"
+    assert format_of(parent) == format_of(str(actor)) == "verl"
     for path in (parent, str(actor), str(actor / NAME.format(1))):
         checkpoint = open_checkpoint(path)
         assert set(checkpoint.catalog.tensors) >= {"wide.weight", "few.weight"}

@@ -21,7 +21,7 @@ def test_select_gives_the_tensors_in_order(tmp_path: Path) -> None:
     directory = save(STATE, tmp_path / "c")
     assert is_dcp_directory(directory)
     checkpoint = open_dcp_directory(directory)
-    assert (checkpoint.path, checkpoint.layout, checkpoint.assets) == (directory, "dcp", ())
+    assert (checkpoint.path, checkpoint.format, checkpoint.assets) == (directory, "dcp", ())
     assert checkpoint.catalog.encoding == "torch-record"
     chosen = checkpoint.select(["model.b", "model.a.weight"])
     assert list(chosen.tensors) == ["model.b", "model.a.weight"]

@@ -208,14 +208,14 @@ def test_joined_partitions(
     root = write_joined(tmp_path / "run", num_ranks, deepspeed_classes, keep_padding=keep_padding)
     checkpoint = open_deepspeed(str(root))
     assert_same(read(checkpoint), truth())
-    assert (checkpoint.layout, checkpoint.writer) == ("deepspeed-zero2", "DeepSpeed ZeRO-2")
+    assert (checkpoint.format, checkpoint.writer) == ("deepspeed-zero2", "DeepSpeed ZeRO-2")
     assert checkpoint.roots == {"model": ()}
     assert any("float32 masters; the model ran in bfloat16" in note for note in checkpoint.notes)
 
 
 def test_stage_1_keeps_frozen_parameters_in_the_module_alone(tmp_path: Path, deepspeed_classes: Any) -> None:
     checkpoint = open_deepspeed(str(write_joined(tmp_path, 2, deepspeed_classes, stage=1)))
-    assert checkpoint.layout == "deepspeed-zero1"
+    assert checkpoint.format == "deepspeed-zero1"
     assert_same(read(checkpoint), truth())
 
 
@@ -223,14 +223,14 @@ def test_stage_1_keeps_frozen_parameters_in_the_module_alone(tmp_path: Path, dee
 def test_partitioned_parameters(tmp_path: Path, num_ranks: int, deepspeed_classes: Any) -> None:
     checkpoint = open_deepspeed(str(write_partitioned(tmp_path / "run", num_ranks, deepspeed_classes)))
     assert_same(read(checkpoint), truth())
-    assert checkpoint.layout == "deepspeed-zero3"
+    assert checkpoint.format == "deepspeed-zero3"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_universal(tmp_path: Path, stage: int, deepspeed_classes: Any) -> None:
     """What a universal checkpoint casts from the module, a tied name or a buffer, is read from the module."""
     checkpoint = open_deepspeed(str(write_universal(tmp_path / "run", stage, deepspeed_classes)))
-    assert checkpoint.layout == "deepspeed-universal"
+    assert checkpoint.format == "deepspeed-universal"
     assert_same(read(checkpoint), truth())
 
 
@@ -286,7 +286,7 @@ def test_without_zero(tmp_path: Path) -> None:
     torch.save({**state, "pytorch-lightning_version": "2.6.6"}, tmp_path / "mp_rank_00_model_states.pt")
     checkpoint = open_deepspeed(str(tmp_path))
     assert_same(read(checkpoint), {"weight": module["weight"], "bias": module["bias"]})
-    assert (checkpoint.layout, checkpoint.catalog.objects) == ("deepspeed-zero0", ("extra",))
+    assert (checkpoint.format, checkpoint.catalog.objects) == ("deepspeed-zero0", ("extra",))
     assert checkpoint.writer == "Lightning DeepSpeedStrategy, DeepSpeed"
     assert any("without their names" in note for note in checkpoint.notes)
 

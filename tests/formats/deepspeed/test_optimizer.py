@@ -138,7 +138,7 @@ def tensors(state: OptimizerState) -> Tensors:
     """Every tensor that is no byte entry, read as those of the model are."""
     checkpoint = Checkpoint(
         path="",
-        layout="",
+        format="",
         writer="",
         catalog=state.catalog,
         select=lambda names: subset(state.catalog, names),

@@ -470,7 +470,7 @@ class TestBase:
         """Split anew; of what transformers' Trainer saved, the run's changes go."""
         source = hub(tmp_path / "model", weights(), {**CONFIG, "use_cache": False})
         result = shardkit.consolidate(source, max_shard_size=4000)
-        assert result.layout == "hub"
+        assert result.format == "hub"
         assert config_of(result.output) == {**CONFIG, "use_cache": False}
         assert_bit_equal(load(result.output), weights())
         (source / "trainer_state.json").write_text("{}")

@@ -127,7 +127,7 @@ class TestFormats:
         result = diff(model, state)
         assert result.is_equal
         assert result.count("equal") == len(result.tensors) == 21
-        assert (result.layout_a, result.layout_b) == ("hub", "dcp")
+        assert (result.format_a, result.format_b) == ("hub", "dcp")
         assert result.read_bytes == 2 * sum(value.nbytes for value in weights().values())
         assert any("63 tensors beside the model's" in note for note in result.notes)
         found = {tensor.name: tensor for tensor in result.tensors}

@@ -445,7 +445,7 @@ def test_every_folder_of_a_trainers_checkpoint(made: Path, tmp_path: Path) -> No
         shutil.copytree(made / source, tmp_path / "checkpoint-5" / name)
     result = verify(tmp_path / "checkpoint-5", full=True)
     assert result.ok
-    assert (result.layout, result.num_tensors, result.num_files) == ("accelerate", 24, 4)
+    assert (result.format, result.num_tensors, result.num_files) == ("accelerate", 24, 4)
     assert result.manifests == ("optimizer_1/shardkit.json",)
     assert not any("not read: optimizer_0" in note for note in result.notes)
     start, _, names = extents(made / "stock")[SHARD][0]
@@ -458,13 +458,13 @@ def test_a_file_may_stand_for_its_checkpoint(made: Path) -> None:
     for file in (".metadata", SHARD, manifest.NAME):
         assert verify(made / "presharded" / file).num_tensors == 4
     whole = verify(made / "hub" / "model.safetensors")
-    assert (whole.ok, whole.layout, whole.num_tensors) == (True, "hub", 4)
+    assert (whole.ok, whole.format, whole.num_tensors) == (True, "hub", 4)
 
 
 def test_rank_files_of_torch_save(tmp_path: Path) -> None:
     torch.save({"state_dict": {"w": torch.arange(500.0), "v": torch.ones(3)}}, tmp_path / "whole.ckpt")
     result = verify(tmp_path / "whole.ckpt", full=True)
-    assert (result.ok, result.layout, result.num_checked_chunks) == (True, "full-file", 2)
+    assert (result.ok, result.format, result.num_checked_chunks) == (True, "full-file", 2)
     at = (tmp_path / "whole.ckpt").read_bytes().index(torch.arange(500.0).numpy().tobytes())
     flip(tmp_path / "whole.ckpt", at + 99)
     assert verify(tmp_path / "whole.ckpt").ok
