@@ -41,8 +41,10 @@ ALLOWED = {
     "formats/dcp/decode.py": {"importlib": "one of two zstd modules, both named here"},
     "formats/registry.py": {"importlib": "layouts load when their turn comes; the names are ours"},
     "formats/torchsave/bin.py": {"zipfile": "names and checksums of a zip, nothing is unpacked"},
-    "layout/choose.py": {"importlib": "whether transformers is installed"},
-    "layout/traced.py": {"subprocess": "models are built and traced in a child process"},
+    "layout/traced.py": {
+        "importlib": "whether transformers is installed",
+        "subprocess": "models are built and traced in a child process",
+    },
     "layout/units.py": {"importlib": "a wrap policy that the person who runs it names, `module:function`"},
     "operations/environment.py": {"importlib": "versions of packages"},
     "training/diagnostics/lightning.py": {"importlib": "lightning, under either of its names"},

@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from shardkit.cli.output import Output, facts, json_option
-from shardkit.core.sizes import format_size
-from shardkit.core.text import escape
+from shardkit.core.text import escape, format_size
 from shardkit.operations.environment import Environment, environment
 
 

@@ -19,8 +19,7 @@ from shardkit.cli.output import (
     size_runs,
     table,
 )
-from shardkit.core.sizes import format_size
-from shardkit.core.text import escape
+from shardkit.core.text import escape, format_size
 from shardkit.operations.inspect.inspect import inspect
 from shardkit.operations.inspect.result import InspectedFile, InspectResult
 

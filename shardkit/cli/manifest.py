@@ -9,8 +9,7 @@ import click
 
 from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, links_option
 from shardkit.cli.progress import make_progress
-from shardkit.core.sizes import format_size
-from shardkit.core.text import escape
+from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
     from shardkit.operations.manifest.manifest import ManifestResult

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 import click
 
-from shardkit.core.sizes import format_size
 from shardkit.core.text import count as count
-from shardkit.core.text import escape
+from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
-    from shardkit.transfer.source_check import Unchecked
+    from shardkit.transfer.checks import Unchecked
 
 MAX_LINES = 20
 """Most lines of one list for people; --json has all."""

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from shardkit.core.progress import NoProgress, Progress
+from shardkit.core.threads import NoProgress, Progress
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -20,8 +20,7 @@ from shardkit.cli.output import (
     source_manifest_option,
 )
 from shardkit.cli.progress import make_progress
-from shardkit.core.sizes import format_size
-from shardkit.core.text import escape
+from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
     from shardkit.operations.reshard import ReshardResult

@@ -9,8 +9,7 @@ import click
 
 from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, links_option, more
 from shardkit.cli.progress import make_progress
-from shardkit.core.sizes import format_size
-from shardkit.core.text import escape
+from shardkit.core.text import escape, format_size
 from shardkit.errors import ResourceError
 from shardkit.operations.verify.result import VerifyProblem, VerifyResult
 from shardkit.operations.verify.verify import verify

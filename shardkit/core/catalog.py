@@ -1,5 +1,7 @@
 """What a checkpoint holds: tensors, their chunks and where each chunk's bytes lie. No tensor data.
 
+Here too: a catalog of some of the tensors (`subset`), and several catalogs as one (`combine_catalogs`).
+
 Chunks are kept in columns (one `array` for each property) and not as objects: a checkpoint of 1,024
 ranks has 600,000 of them.
 """
@@ -7,8 +9,8 @@ ranks has 600,000 of them.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import prod
@@ -269,3 +271,67 @@ class Catalog:
         self.tensors[fqn] = TensorEntry(
             fqn=fqn, dtype=dtype, shape=shape, first_chunk=first, num_chunks=len(regions)
         )
+
+
+def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
+    """Return a catalog of some of the tensors, in the order given; `catalog` itself stays as it is.
+
+    Files keep their numbers. Notes and objects are about the whole and stay behind.
+    """
+    paths = catalog.paths
+    chosen = Catalog(
+        format=catalog.format,
+        directory=catalog.directory,
+        encoding=catalog.encoding,
+        files=list(catalog.files),
+        paths=None if paths is None else {name: paths[name] for name in names if name in paths},
+    )
+    table = catalog.chunks
+    for name in names:
+        entry = catalog.tensors[name]
+        rows = slice(entry.chunk_ids.start, entry.chunk_ids.stop)
+        first = len(chosen.chunks)
+        chosen.chunks.extend_columns(
+            table.file[rows], table.start[rows], table.nbytes[rows], table.boxes(entry.chunk_ids)
+        )
+        chosen.tensors[name] = replace(entry, first_chunk=first)
+    return chosen
+
+
+def combine_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
+    """Return one catalog of raw extents, with the key of each part in front of its names and paths.
+
+    Files that several parts point into are there once.
+    """
+    whole = Catalog(format="dcp", directory="", paths={})
+    known: dict[object, int] = {}
+    for key, catalog in catalogs.items():
+        table, numbers = catalog.chunks, [_number(whole, known, file) for file in catalog.files]
+        paths = catalog.paths or {}
+        for fqn, entry in catalog.tensors.items():
+            rows, name = slice(entry.chunk_ids.start, entry.chunk_ids.stop), f"{key}.{fqn}"
+            whole.add_tensor_columns(
+                name,
+                entry.dtype,
+                entry.shape,
+                [numbers[file] for file in table.file[rows]],
+                table.start[rows].tolist(),
+                table.nbytes[rows].tolist(),
+                table.regions(entry.chunk_ids),
+            )
+            assert whole.paths is not None
+            whole.paths[name] = (key, *paths.get(fqn, (fqn,)))
+    return whole
+
+
+def _number(whole: Catalog, known: dict[object, int], file: SourceFile) -> int:
+    """Return the file's number in the whole; files that are decoded are each their own."""
+    key = (file.path, file.stamp) if file.decode is None else id(file)
+    if key not in known:
+        whole.files.append(file)
+        known[key] = len(whole.files) - 1
+    elif file.checksums is not None:
+        held = whole.files[known[key]]
+        both = file.checksums if held.checksums is None else held.checksums | file.checksums
+        whole.files[known[key]] = replace(held, checksums=both)
+    return known[key]

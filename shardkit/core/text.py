@@ -1,9 +1,14 @@
-"""Text that came from a file, made safe to print; the nearest known name to an unknown one; plurals."""
+"""Text for people: names made safe to print, suggestions, plurals, sizes in bytes, and many names written as one."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from shardkit.errors import UsageError
 
 _MAX_SHOWN = 200
 _MAX_CANDIDATES = 20_000
@@ -48,3 +53,127 @@ def listed(names: Collection[str]) -> str:
 def count(number: int, noun: str, plural: str | None = None) -> str:
     """Return "1 file", "2 files"; a plural that is not made with an s is given."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+KIB, MIB = 1 << 10, 1 << 20
+
+_DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15}
+_BINARY = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "pib": 1 << 50}
+_FACTORS = _DECIMAL | _BINARY
+_PATTERN = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)", re.ASCII)
+
+
+def parse_size(text: str | int) -> int:
+    """Return a number of bytes from text such as "5GB", "512MiB" or "1024"; case does not matter.
+
+    Raises:
+        UsageError: not a size.
+    """
+    if isinstance(text, int):
+        return text
+    match = _PATTERN.fullmatch(text.strip())
+    factor = _FACTORS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise UsageError(
+            f"not a size: {text!r}",
+            hint="write a number of bytes with a unit, such as 512MiB, 5GB or 1048576",
+        )
+    whole, _, fraction = match.group(1).partition(".")
+    # Integer arithmetic: a float would lose bytes above 2^53.
+    return int(whole) * factor + (int(fraction) * factor // 10 ** len(fraction) if fraction else 0)
+
+
+def format_size(num_bytes: int) -> str:
+    """Return bytes for people, in binary units, always with the unit: "131.4 GiB"."""
+    if num_bytes < 0:
+        return "-" + format_size(-num_bytes)
+    if num_bytes < KIB:
+        return f"{num_bytes} B"
+    value = float(num_bytes)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1023.95:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} PiB"
+
+
+# Without leading zeros: `01` and `1` are two names.
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+_MIN_RUN = 3
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Fold(Generic[Key]):
+    """Names that are written as one pattern."""
+
+    pattern: str
+    count: int
+    """How many names."""
+    key: Key
+    """What they have in common."""
+
+
+def fold(items: Iterable[tuple[str, Key]]) -> list[Fold[Key]]:
+    """Return patterns for names with equal keys, in the order of each pattern's first name.
+
+    Args:
+        items: (name, key); names are distinct.
+    """
+    groups: dict[tuple[tuple[str | None, ...], Key], list[tuple[int, ...]]] = {}
+    for name, key in items:
+        parts = name.split(".")
+        shape = tuple(None if _NUMBER.fullmatch(part) else part for part in parts)
+        numbers = tuple(int(part) for part, fixed in zip(parts, shape, strict=True) if fixed is None)
+        groups.setdefault((shape, key), []).append(numbers)
+    return [
+        Fold(_pattern(shape, box), _count(box), key)
+        for (shape, key), rows in groups.items()
+        for box in _boxes(rows)
+    ]
+
+
+def _boxes(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
+    """Cut rows of numbers into boxes: one tuple of values for each place, every combination present."""
+    if not rows[0]:
+        return [()]
+    tails: dict[int, list[tuple[int, ...]]] = {}
+    for first, *rest in rows:
+        tails.setdefault(first, []).append(tuple(rest))
+    firsts: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for first, tail in tails.items():
+        firsts.setdefault(tuple(sorted(tail)), []).append(first)
+    return [(tuple(sorted(values)), *box) for tail, values in firsts.items() for box in _boxes(tail)]
+
+
+def _count(box: Sequence[Sequence[int]]) -> int:
+    total = 1
+    for values in box:
+        total *= len(values)
+    return total
+
+
+def _pattern(shape: Sequence[str | None], box: Sequence[Sequence[int]]) -> str:
+    places = iter(box)
+    return ".".join(format_numbers(next(places)) if part is None else part for part in shape)
+
+
+def format_numbers(values: Sequence[int]) -> str:
+    """Return ascending numbers as a shell would expand them: `7`, `{0..35}`, `{1..47..2}`, `{0..2,5,9}`."""
+    if len(values) == 1:
+        return str(values[0])
+    step = values[1] - values[0]
+    if step > 1 and len(values) >= _MIN_RUN and list(values) == list(range(values[0], values[-1] + 1, step)):
+        return f"{{{values[0]}..{values[-1]}..{step}}}"
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return "{" + ",".join(map(_run, runs)) + "}"
+
+
+def _run(run: Sequence[int]) -> str:
+    return f"{run[0]}..{run[-1]}" if len(run) >= _MIN_RUN else ",".join(map(str, run))

@@ -1,11 +1,11 @@
-"""Jobs in a few threads, for a main thread that goes on hearing signals while it waits for them."""
+"""Jobs in a few threads, while the main thread still hears signals; and how a long job reports progress."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, Protocol
 
 _UNHEARD_S = 0.5
 
@@ -63,3 +63,32 @@ def until_done(futures: Collection[Future[Any]]) -> None:
         done, others = wait(others, _UNHEARD_S, return_when=FIRST_EXCEPTION)
         if any(future.exception() for future in done):
             return
+
+
+class Progress(Protocol):
+    """Counts bytes. Methods may be called from any thread."""
+
+    def start(self, total_bytes: int, label: str) -> None:
+        """A phase begins that moves `total_bytes`."""
+        ...
+
+    def advance(self, num_bytes: int) -> None:
+        """`num_bytes` more are where they belong."""
+        ...
+
+    def finish(self) -> None:
+        """The phase is over."""
+        ...
+
+
+class NoProgress:
+    """Shows nothing."""
+
+    def start(self, total_bytes: int, label: str) -> None:
+        """Ignore it."""
+
+    def advance(self, num_bytes: int) -> None:
+        """Ignore it."""
+
+    def finish(self) -> None:
+        """Ignore it."""

@@ -37,6 +37,8 @@ _OTHER = re.compile(
     r"|(fourierft)_spectrum|(shira)_weight|(c3a)_kernel|(road)_(?:theta|alpha)|(bone)_block|(miss)_block"
 )
 _PARAMETERS = ("weight", "bias")
+_BASE_LAYER = re.compile(rf"\.{_BASE}(?=\.)")
+_WRAPPED = re.compile(rf"\.(?:{_BASE}|{_ORIGINAL}|{_SAVED}\.[^.]+)(?=\.)")
 
 
 class LoraModule(NamedTuple):
@@ -137,6 +139,16 @@ def base_name(name: str) -> str | None:
     else:
         return None
     return join(segment for segment in path if segment not in (_BASE, "token_adapter"))
+
+
+def without_base_layers(fqn: str) -> str:
+    """Return a name in a wrapped model without the part that PEFT puts before a base's weight."""
+    return _BASE_LAYER.sub("", fqn)
+
+
+def without_peft_modules(fqn: str) -> str:
+    """Return the same, also without the parts of modules that are trained in full, before and after."""
+    return _WRAPPED.sub("", fqn)
 
 
 def _take_apart(name: str) -> _Part | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.keys.names import Segments, clean, is_number, join
@@ -85,3 +87,139 @@ def build_tree(
             if found is not None:
                 found.is_dict = True
     return top
+
+
+Kind = Literal["optimizer", "scheduler", "random state", "trainer state", "averaged weights"]
+
+# torch.optim, torchao, bitsandbytes, Shampoo, Muon, DeepSpeed: what one parameter's state is made of.
+_STATE = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_diff", "exp_inf"}
+    | {"momentum_buffer", "second_momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_avg_slow"}
+    | {"state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2", "master_param", "hessian", "prev_grad"}
+)
+_COUNTERS = frozenset({"step", "eta", "mu", "mu_product", "sum", "step_size", "prev", "ax"})
+
+_OPTIMIZER = re.compile(
+    r"(?:\w+_)?(?:optim|optimizer)s?(?:_(?:states?|state_dict|dict|\d+))*|opt_states?|chained_\d+|param_groups"
+)
+_SCHEDULER = re.compile(r"(?:lr_|learning_rate_)?(?:scheduler|sched)s?(?:_(?:states?|state_dict|\d+))*")
+_RANDOM = re.compile(r"(?:\w+_)?(?:rng|random)(?:_\w+)?s?")
+_TRAINER = re.compile(
+    r"(?:train|trainer|client|extra|job)_?states?|(?:\w+_)?(?:dataloader|data_loader|sampler)s?(?:_\w+)?"
+    r"|callbacks|loops|progress|(?:grad_)?scaler|hparams|hyper_parameters|timestamps?"
+)
+_COUNTER = re.compile(
+    r"(?:\w+_)?(?:steps?|epochs?|iterations?|iter|seed|seen|lr|loss|version|decay|num_updates|n_averaged|initted)"
+    r"(?:_\w+)?"
+)
+_AVERAGED = re.compile(
+    r"(?:\w+_)?(?:ema|swa)(?:_\w+|\d+)?|(?:\w+_)?(?:shadow|averaged)(?:_(?:params|parameters|model|weights))?"
+)
+# torch.get_rng_state() is 5056 bytes (5048 before 1.9), CUDA's is 16 (816 before 1.13).
+_RANDOM_BYTES = frozenset({5056, 5048, 816, 16})
+_SMALL = 4096  # elements: a scheduler or a dataloader keeps no weights
+_TAIL = 3  # segments that say which parameter of which kind of layer
+
+
+def optimizer_names(entries: Iterable[TensorEntry]) -> set[str]:
+    """Return the names of tensors that are an optimizer's state for some parameter, by their leaves.
+
+    A single leaf is not enough: averaging modules have buffers of such names too. Two of them, or one beside a
+    step count, or one below a name of optimizers.
+    """
+    kin: dict[str, list[str]] = {}
+    for entry in entries:
+        parent, _, leaf = entry.fqn.rpartition(".")
+        if leaf in _STATE or leaf in _COUNTERS:
+            kin.setdefault(parent, []).append(leaf)
+    found = set[str]()
+    for parent, leaves in kin.items():
+        if any(leaf in _STATE for leaf in leaves) and (len(leaves) > 1 or _is_below_optimizer(parent)):
+            found.update(f"{parent}.{leaf}" if parent else leaf for leaf in leaves)
+    return found
+
+
+def _is_below_optimizer(name: str) -> bool:
+    return any(_OPTIMIZER.fullmatch(segment) for segment in name.split("."))
+
+
+def optimizer_path(name: str) -> Segments:
+    """Return the path of the optimizer that a state belongs to, as far as its name tells."""
+    segments = clean(name)
+    for at, segment in enumerate(segments):
+        if _OPTIMIZER.fullmatch(segment):
+            return segments[: at + 1]
+    return segments[: segments.index("state")] if "state" in segments else segments[:1]
+
+
+def object_kind(segment: str) -> Kind | None:
+    """Return what an entry that is no tensor belongs to, by a segment beside or above the model."""
+    for pattern, kind in _BY_NAME:
+        if pattern.fullmatch(segment):
+            return kind
+    return None
+
+
+def kind_beside(node: Node, *, siblings: Iterable[Node], is_dict: bool, is_harness: bool) -> Kind | None:
+    """Return what a child of a node on the way to the model is, or None for what may be the model.
+
+    Args:
+        node: the child.
+        siblings: the children of that level, with or without itself.
+        is_dict: the children are entries of a dict that was saved, not modules.
+        is_harness: a trainer put this level together: it is such a dict, or an optimizer is in it. Names say
+            more there than among the modules of a model.
+    """
+    name = node.path[-1]
+    if not node.is_module:
+        return _leaf_kind(name, node, is_dict, is_harness)
+    if _OPTIMIZER.fullmatch(name):
+        return "optimizer"
+    if _AVERAGED.fullmatch(name) and (is_harness or _is_copy(node, siblings)):
+        return "averaged weights"
+    is_small = node.num_elements <= _SMALL
+    for pattern, kind in _BY_NAME:
+        if pattern.fullmatch(name) and (is_harness or is_small):
+            return kind
+    return None
+
+
+_BY_NAME: tuple[tuple[re.Pattern[str], Kind], ...] = (
+    (_OPTIMIZER, "optimizer"),
+    (_SCHEDULER, "scheduler"),
+    (_RANDOM, "random state"),
+    (_TRAINER, "trainer state"),
+)
+
+
+def _leaf_kind(name: str, node: Node, is_dict: bool, is_harness: bool) -> Kind | None:
+    entry = node.entries[0]
+    if entry.dtype.name == "uint8" and len(entry.shape) == 1:
+        is_random = _RANDOM.fullmatch(name) or (is_dict and entry.num_elements in _RANDOM_BYTES)
+        return "random state" if is_random else None
+    # A model may have a scalar at its top (CLIP's logit_scale), so beside modules the name must say it.
+    is_count = entry.num_elements <= 1 and (is_dict or (is_harness and _COUNTER.fullmatch(name)))
+    return "trainer state" if is_count else None
+
+
+def is_averaged(name: str) -> bool:
+    """True for a name that trainers give to averaged weights (EMA, SWA)."""
+    return _AVERAGED.fullmatch(name) is not None
+
+
+def _is_copy(node: Node, siblings: Iterable[Node]) -> bool:
+    """True where most tensors of a node have a counterpart among its siblings, by name and shape.
+
+    Copies stored as buffers have names without dots, and the path below the sibling in them.
+    """
+    others = [
+        (path, entry) for sibling in siblings if sibling is not node for path, entry in sibling.tensors()
+    ]
+    known, depth = {(path[-_TAIL:], entry.shape) for path, entry in others}, len(node.path)
+    for start in (depth, depth - 1):
+        known |= {(("".join(path[start:]),), entry.shape) for path, entry in others if len(path) > start + 1}
+    matched = sum(
+        (path[-_TAIL:], entry.shape) in known or (path[depth:], entry.shape) in known
+        for path, entry in node.tensors()
+    )
+    return 2 * matched >= node.num_tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,9 +12,8 @@ from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError
-from shardkit.layout.declared import declare
-from shardkit.layout.layout import Layout, TensorLayout
-from shardkit.layout.traced import CannotBuildError, Trace, trace_model
+from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, declare
+from shardkit.layout.traced import Trace, trace_model, why_no_class
 from shardkit.layout.wrap_policy import parse_policy
 
 # A search for the nearest name takes a second among 20,000 of them.
@@ -80,17 +78,6 @@ def make_layout(
         else:
             return fit(found, model.catalog.tensors, model.config)
     return declare(model.catalog.tensors, mesh, wrap, model.config, reason=reason)
-
-
-def why_no_class(config: Mapping[str, Any] | None) -> str | None:
-    """Return why a config's class cannot be built, as far as can be told without importing it; None where it may be."""
-    if config is None:
-        return "there is no config.json"
-    if not config.get("architectures") or not config.get("model_type"):
-        return "config.json names no architecture"
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed"
-    return None
 
 
 def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:

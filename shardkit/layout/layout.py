@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from shardkit.core.mesh import Mesh, Placements
+from shardkit.core.catalog import TensorEntry
+from shardkit.core.mesh import REPLICATE, Mesh, Placement, Placements
 from shardkit.core.regions import Region, Shape
+from shardkit.core.text import escape
+from shardkit.errors import LayoutError, PolicyError
+from shardkit.keys.ties import stored_ties
+from shardkit.layout.wrap_policy import WrapPolicy, list_candidates, match_paths, parse_policy, unknown_names
+
+
+class CannotBuildError(LayoutError):
+    """No model can be made from the config: a fact about the model, not about the policy or the mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +82,177 @@ class Layout:
         """Yield (shard coordinate, region) of every stored chunk of a tensor."""
         tensor = self.tensors[fqn]
         return self.mesh.owners(tensor.shape, tensor.placements)
+
+
+UNCHECKED = "names were not checked against a model"
+
+# Buffers of torch's and transformers' modules, by the last part of their names.
+_BUFFERS = frozenset(
+    (
+        "running_mean running_var num_batches_tracked inv_freq position_ids token_type_ids"
+        " relative_position_index masked_bias cos_cached sin_cached e_score_correction_bias"
+    ).split()
+)
+
+
+def declare(
+    tensors: Mapping[str, TensorEntry],
+    mesh: Mesh,
+    wrap: str,
+    config: Mapping[str, Any] | None,
+    *,
+    reason: str = "",
+) -> Layout:
+    """Lay tensors out by FSDP2's rule: `Shard(0)` on the shard axis, buffers replicated.
+
+    Args:
+        tensors: by name.
+        mesh: at most one replicate axis, then one shard axis.
+        wrap: `auto` makes a unit of each child of an outermost numbered container ("model.layers.N."),
+            `none` one unit; module paths are matched against the tensor names.
+        config: config.json, for ties; None where there is none.
+        reason: why no model was traced; goes into the note and into errors.
+
+    Returns:
+        Layout of origin "declared".
+
+    Raises:
+        PolicyError: a policy that needs the model, or that matches no module path.
+    """
+    ties = stored_ties({fqn: entry.shape for fqn, entry in tensors.items()}, config)
+    aliases = {name for group in ties for name in group[1:]}
+    kept = [entry for fqn, entry in tensors.items() if fqn not in aliases]
+    paths = _unit_paths(parse_policy(wrap), tensors, reason)
+    units = ("", *paths)
+    unit_of = {path: index for index, path in enumerate(units)}
+    placed = [_place(entry, mesh, _find_unit(entry.fqn, unit_of)) for entry in kept]
+    return Layout(
+        origin="declared",
+        mesh=mesh,
+        units=tuple(Unit(path=path, class_name=None) for path in units),
+        tensors={tensor.fqn: tensor for tensor in placed},
+        ties=ties,
+        sources={fqn: fqn for fqn in tensors},
+        policy=wrap,
+        notes=(f"{UNCHECKED}: {reason}" if reason else UNCHECKED,),
+    )
+
+
+def _place(entry: TensorEntry, mesh: Mesh, unit: int) -> TensorLayout:
+    """FSDP2 refuses scalars, and integers are buffers in all but quantized models."""
+    is_buffer = entry.dtype.kind in ("int", "bool") or entry.fqn.rpartition(".")[2] in _BUFFERS
+    sharded = Placement(0) if entry.shape and not is_buffer else REPLICATE
+    placements: Placements = tuple(sharded if axis.role == "shard" else REPLICATE for axis in mesh.axes)
+    return TensorLayout(
+        fqn=entry.fqn, shape=entry.shape, placements=placements, unit=unit, is_buffer=is_buffer
+    )
+
+
+def _find_unit(fqn: str, unit_of: Mapping[str, int]) -> int:
+    """Index of the innermost unit that holds the tensor."""
+    path = fqn.rpartition(".")[0]
+    while path and path not in unit_of:
+        path = path.rpartition(".")[0]
+    return unit_of[path]
+
+
+def _unit_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[str]:
+    if policy.kind == "none":
+        return []
+    if policy.kind == "function":
+        raise _needs_model(f"--wrap {escape(policy.text)}: a function is called with the model", reason)
+    if policy.kind == "auto":
+        containers = find_containers(fqns)
+        if not containers:
+            raise PolicyError(
+                "--wrap auto: no numbered container (as in model.layers.0.) among the tensor names",
+                problems=list_candidates(_templates(_module_paths(fqns))),
+                hint="name one of these module paths, or --wrap none for one unit",
+            )
+        return [f"{path}.{index}" for path, size in containers.items() for index in range(size)]
+    return _named_paths(policy, fqns, reason)
+
+
+def _named_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[str]:
+    modules = _module_paths(fqns)
+    found: set[str] = set()
+    unknown = []
+    for name in policy.names:
+        matched = match_paths(name, modules)
+        found.update(matched)
+        if not matched:
+            unknown.append(name)
+    if unknown:
+        why = "class names need the model (transformers and config.json)"
+        raise unknown_names(
+            unknown,
+            _templates(modules),
+            what="module paths",
+            reason=f"{why}, and {reason}" if reason else why,
+        )
+    return _natural_order(path for path in modules if path in found)
+
+
+def find_containers(fqns: Iterable[str]) -> dict[str, int]:
+    """Return the outermost numbered containers: path to number of children, in order of appearance.
+
+    A container's children are modules named 0 .. n-1 ("model.layers" with "model.layers.0.mlp..."); one
+    inside another's child (the experts of a layer) does not count.
+    """
+    children: dict[str, set[str]] = {}
+    for fqn in fqns:
+        parts = fqn.split(".")
+        for at, part in enumerate(parts[:-1]):
+            if at and part.isdecimal():
+                children.setdefault(".".join(parts[:at]), set()).add(part)
+    whole = {
+        path: len(names)
+        for path, names in children.items()
+        if names == {str(index) for index in range(len(names))}
+    }
+    return {path: size for path, size in whole.items() if not _is_inside(path, whole)}
+
+
+def _is_inside(path: str, containers: Mapping[str, int]) -> bool:
+    parent = path.rpartition(".")[0]
+    while parent:
+        if parent in containers:
+            return True
+        parent = parent.rpartition(".")[0]
+    return False
+
+
+def _module_paths(fqns: Iterable[str]) -> list[str]:
+    """Every module that the tensor names pass through, parents first."""
+    found: dict[str, None] = {}
+    for fqn in fqns:
+        parts = fqn.split(".")
+        for stop in range(1, len(parts)):
+            found.setdefault(".".join(parts[:stop]))
+    return list(found)
+
+
+def _templates(paths: Iterable[str]) -> Counter[str]:
+    """Module paths with `*` for numbers, and how many modules each stands for."""
+    return Counter(".".join("*" if part.isdecimal() else part for part in path.split(".")) for path in paths)
+
+
+def _natural_order(paths: Iterable[str]) -> list[str]:
+    """Children of one parent by number (layers.2 before layers.10), parents by first appearance."""
+    place: dict[str, int] = {}
+    keyed = []
+    for path in paths:
+        key: list[tuple[int, int]] = []
+        parts = path.split(".")
+        for stop, part in enumerate(parts, 1):
+            at = place.setdefault(".".join(parts[:stop]), len(place))
+            key.append((0, int(part)) if part.isdecimal() else (1, at))
+        keyed.append((key, path))
+    return [path for _, path in sorted(keyed)]
+
+
+def _needs_model(message: str, reason: str) -> PolicyError:
+    return PolicyError(
+        f"{message}, and {reason or 'no model is at hand'}",
+        hint="--wrap auto, none and module paths (model.layers) work without a model",
+    )

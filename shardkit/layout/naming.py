@@ -20,8 +20,7 @@ from shardkit.errors import SourceError
 from shardkit.keys.base import is_computed, match_prefix
 from shardkit.keys.names import clean, clean_name, join, natural, split
 from shardkit.keys.peft import base_name
-from shardkit.layout.dtypes import is_transformers
-from shardkit.layout.units import collect
+from shardkit.layout.classes import build_model, collect, ignored_patterns, is_transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +236,20 @@ def find_lacking(model: nn.Module, shapes: Mapping[str, Shape]) -> Lacking:
     return Lacking(tuple(name for name in missing if name not in found.made), tuple(misfits))
 
 
+def answer_lacking(directory: str, shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """Ask `find_lacking` of the class that a config names; return plain data.
+
+    Args:
+        directory: holds config.json. Code in it does not run.
+        shapes: by name in the files.
+
+    Raises:
+        Exception: anything that building a model may raise.
+    """
+    model = build_model(directory, trust_remote_code=False)
+    return {"model_class": type(model).__name__, **find_lacking(model, shapes)._asdict()}
+
+
 class _Transforms(NamedTuple):
     """How `from_pretrained` renames and converts stored tensors for a model.
 
@@ -323,8 +336,6 @@ def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[st
 
 def _ignored_names(model: nn.Module) -> Callable[[str], object]:
     """Return what tells names that the model's class leaves out."""
-    from shardkit.layout.meta_model import ignored_patterns
-
     patterns = ignored_patterns(model)
     return (
         re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).search if patterns else lambda _: None

@@ -17,7 +17,7 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +29,28 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit._torch import class_before_sharding, init_fake_world
 from shardkit.core.mesh import REPLICATE, Axis, Mesh, Placement, Placements
-from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, SourceError
 from shardkit.keys.names import clean_name
-from shardkit.layout import meta_model
-from shardkit.layout.dtypes import ClassDtypes, built_dtypes, class_dtypes
-from shardkit.layout.naming import find_lacking, match_names
-from shardkit.layout.sharding import plan_units, shard_units
-from shardkit.layout.traced import CannotBuildError
-from shardkit.layout.units import class_counts, collect, describe, find_units, import_name, tie_error
+from shardkit.layout.classes import (
+    ClassDtypes,
+    build_model,
+    built_dtypes,
+    class_dtypes,
+    collect,
+    ignored_patterns,
+)
+from shardkit.layout.layout import CannotBuildError
+from shardkit.layout.naming import answer_lacking, match_names
+from shardkit.layout.units import (
+    class_counts,
+    describe,
+    find_units,
+    import_name,
+    plan_units,
+    shard_units,
+    tie_error,
+)
 from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy
 
 # Far above what the largest models take: 12 s and 400 MiB.
@@ -80,17 +92,6 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
         return {"status": "layout", **failure.to_json(), "show_output": True}
 
 
-def answer_lacking(directory: str, names: Mapping[str, Shape]) -> dict[str, Any]:
-    """Return what `from_pretrained` would not find in files, as `lacking` asks it; any exception may come out.
-
-    Args:
-        directory: holds config.json; code in it does not run.
-        names: of the files' tensors, with their shapes.
-    """
-    model = meta_model.build_model(directory, trust_remote_code=False)
-    return {"model_class": type(model).__name__, **find_lacking(model, names)._asdict()}
-
-
 def _limit() -> None:
     """Let a config that describes something endless end this process, not the machine."""
     for what, most in ((resource.RLIMIT_CPU, _MAX_CPU_S), (resource.RLIMIT_DATA, _MAX_DATA_BYTES)):
@@ -104,9 +105,7 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
         _limit()
         return answer_lacking(request["directory"], request["names"])
     wanted: torch.dtype | None = getattr(torch, request["dtype"]) if request.get("dtype") else None
-    model = meta_model.build_model(
-        request["directory"], trust_remote_code=request["trust_remote_code"], dtype=wanted
-    )
+    model = build_model(request["directory"], trust_remote_code=request["trust_remote_code"], dtype=wanted)
     if request["axes"] is None:
         state = _State.of(model)
         unsaved = collect(model, "_keys_to_ignore_on_save")
@@ -251,7 +250,7 @@ def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int,
         ],
         "ties": ties,
         "absent_buffers": [name for name in map(clean_name, buffers) if name not in after.tensors],
-        "ignored_patterns": meta_model.ignored_patterns(model),
+        "ignored_patterns": ignored_patterns(model),
         "notes": [f"left out, not a tensor: {escape(name)}" for name in after.others],
     }
 

@@ -193,11 +193,10 @@ def _from_transformers(wide: list[str], base: Base | None, target: DType) -> fro
     try:
         import torch
 
-        from shardkit.layout import meta_model
-        from shardkit.layout.dtypes import built_dtypes
+        from shardkit.layout.classes import build_model, built_dtypes
 
         wanted = getattr(torch, target.name)
-        model = meta_model.build_model(base.directory, trust_remote_code=False, dtype=wanted)
+        model = build_model(base.directory, trust_remote_code=False, dtype=wanted)
     except (
         Exception
     ):  # no transformers, no such class, or whatever a model's constructor raises: then nobody knows

@@ -7,8 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 
-from shardkit.core.sizes import format_size
-from shardkit.core.text import escape, listed
+from shardkit.core.text import escape, format_size, listed
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest
 from shardkit.files.staging import reclaimable_bytes, recover

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardkit.core.catalog import Catalog
 from shardkit.keys import ties
 from shardkit.keys.ties import tied_names
-from shardkit.transfer.same_bytes import same_bytes
+from shardkit.transfer.sources import same_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

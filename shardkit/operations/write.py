@@ -10,19 +10,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardkit.core.progress import Progress
-from shardkit.core.sizes import KIB, MIB, parse_size
-from shardkit.core.text import escape
+from shardkit.core.text import KIB, MIB, escape, parse_size
+from shardkit.core.threads import Progress
 from shardkit.errors import Interrupted, ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.staging import Staging, abandoned, journal_of, named, remove_abandoned
 from shardkit.operations.destination import Replaceable, check_replaceable, is_sharded_checkpoint
 from shardkit.transfer.chains import Run
+from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.images import ImageSet
 from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
 from shardkit.transfer.plan import TransferPlan
-from shardkit.transfer.source_check import OFF, CheckedSource, SourceCheck
 
 _MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB
 

@@ -15,7 +15,7 @@ from shardkit.core.regions import Region, intersect, relative_to
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.files.links import may_follow_links
-from shardkit.layout.class_ties import broken_ties
+from shardkit.layout.classes import broken_ties
 from shardkit.training.fill.broadcast import fill_broadcast
 from shardkit.training.fill.compare import say_checked
 from shardkit.training.fill.direct import fill_direct

@@ -20,7 +20,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
 from shardkit.files.links import may_follow_links
 from shardkit.formats.hub.directory import read_config, read_index
-from shardkit.layout.class_ties import BrokenTie, broken_ties, tie
+from shardkit.layout.classes import BrokenTie, broken_ties, tie
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import BuildModel, build_model, find_config
 from shardkit.training.model.fit import Fit, Missing, check_fit, check_ties, check_untied, diverged_ties

@@ -40,7 +40,7 @@ from shardkit.formats.dcp.directory import DcpDirectory, open_dcp_lazily
 from shardkit.training.bridges.safe_object import MAX_OBJECT_NBYTES, vetted
 from shardkit.training.fill.compare import DAMAGED
 from shardkit.training.fill.reading import Read, plan_reads, run_reads, torch_dtype
-from shardkit.transfer.source_check import SourceCheck
+from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.sources import SourceFiles
 
 _ANOTHER_COPY = "the checkpoint is damaged or was put together by hand: use another copy"

@@ -34,8 +34,8 @@ from shardkit._torch import checkpointed, is_checkpointed, non_persistent_buffer
 from shardkit.core.text import escape
 from shardkit.errors import MeshError, PolicyError, UsageError
 from shardkit.keys.names import clean_name
-from shardkit.layout.dtypes import ClassDtypes, class_dtypes
-from shardkit.layout.sharding import PlannedUnit, plan_units, shard_units
+from shardkit.layout.classes import ClassDtypes, class_dtypes
+from shardkit.layout.units import PlannedUnit, plan_units, shard_units
 from shardkit.training.model.units import CHECKPOINTING, POLICY, Policy, choose_units, match_policy
 from shardkit.training.ranks.local import local_tensor
 

@@ -14,20 +14,17 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
-from shardkit.core.progress import Progress
-from shardkit.core.sizes import KIB, MIB
-from shardkit.core.text import escape
-from shardkit.core.threads import run_all, until_done
+from shardkit.core.text import KIB, MIB, escape
+from shardkit.core.threads import Progress, run_all, until_done
 from shardkit.errors import ResourceError
 from shardkit.files import storage
 from shardkit.transfer.chains import Run
+from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.cloner import Cloner
 from shardkit.transfer.convert import one_thread_each
-from shardkit.transfer.fill import Filler, Stretch, copy_range, image_crc
+from shardkit.transfer.fill import Filler, Scatter, Stretch, copy_range, image_crc
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan
-from shardkit.transfer.scatter import Scatter
-from shardkit.transfer.source_check import SourceCheck
 from shardkit.transfer.sources import SourceFiles
 
 _BUFFER_BYTES = MIB  # the processor's cache keeps it; 8 MiB is slower on every file system tried

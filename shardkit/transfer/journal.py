@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
+from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import FileDigest
-from shardkit.transfer.source_check import SourceCheck
 from shardkit.transfer.stream import read_back
 
 _FORMAT = 4

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from shardkit.core.catalog import FileStamp, OnRead, SourceFile
+from shardkit.core.catalog import Catalog, FileStamp, OnRead, SourceFile, TensorEntry
+from shardkit.core.regions import Region, Shape, blocks, intersect, relative_to, runs
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.reflink import BLOCK
 from shardkit.transfer.chains import Run
-from shardkit.transfer.source_check import Runs, SourceCheck
+from shardkit.transfer.checks import Runs, SourceCheck
+from shardkit.transfer.images import Hole
+
+if TYPE_CHECKING:
+    import numpy
 
 MAX_BORROWED = 64  # by one reader
 _MIN_OPEN, _MAX_OPEN = 32, 4096
@@ -344,3 +350,117 @@ def _changed(names: Sequence[str]) -> IntegrityError:
         problems=[escape(name) for name in names],
         hint="start again once the source is at rest; nothing that was made of it is kept",
     )
+
+
+def bands(hole: Hole, catalog: Catalog, reader: Reader, limit: int) -> Iterator[memoryview]:
+    """Yield a hole's bytes in order, in the source's dtype; each view is valid until the next.
+
+    Args:
+        hole: a run of its tensor, none of whose chunks has to be decoded.
+        catalog: where the tensor lies.
+        reader: reads it.
+        limit: most bytes of a band. As much again holds a part on its way.
+    """
+    entry, table = catalog.tensors[hole.fqn], catalog.chunks
+    itemsize = entry.dtype.itemsize
+    chunks = list(zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True))
+    band_bytes, part_bytes = bytearray(), bytearray()
+    for block in blocks(hole.region.sizes, max(limit // itemsize, 1)):
+        if not band_bytes:  # the first is the largest
+            band_bytes = bytearray(block.num_elements * itemsize)
+            part_bytes = bytearray(len(band_bytes))
+        corner = tuple(a + b for a, b in zip(hole.region.offsets, block.offsets, strict=True))
+        band = Region(corner, block.sizes)
+        view = memoryview(band_bytes)[: block.num_elements * itemsize]
+        elements = _as_array(view, block.sizes, itemsize)
+        for row, held in chunks:
+            part = intersect(band, held)
+            if part is None:
+                continue
+            read = memoryview(part_bytes)[: part.num_elements * itemsize]
+            for run in runs(relative_to(part, held.offsets), held.sizes):
+                start, stop = run.target * itemsize, (run.target + run.length) * itemsize
+                place = table.start[row] + run.source * itemsize
+                reader.read_into(table.file[row], read[start:stop], place, hole.fqn)
+            inside = relative_to(part, corner)
+            window = [slice(o, o + s) for o, s in zip(inside.offsets, inside.sizes, strict=True)]
+            window[-1] = slice(window[-1].start * itemsize, window[-1].stop * itemsize)
+            elements[tuple(window)] = _as_array(read, part.sizes, itemsize)
+        yield view
+
+
+def _as_array(view: memoryview, sizes: Shape, itemsize: int) -> numpy.ndarray:
+    """View bytes as a box of bytes whose last dim counts bytes: numpy moves its rows whole, of any dtype."""
+    import numpy  # a tenth of a second that most runs do not need
+
+    return numpy.frombuffer(view, dtype=numpy.uint8).reshape(*sizes[:-1], sizes[-1] * itemsize)
+
+
+_BLOCK_BYTES = 1 << 20
+
+
+def same_bytes(catalog: Catalog, a: str, b: str) -> bool:
+    """Compare two tensors of a catalog whose extents are raw bytes.
+
+    Tensors of different dtypes or shapes are not the same.
+
+    Raises:
+        IntegrityError, ResourceError: a file cannot be read as described.
+    """
+    first, second = catalog.tensors[a], catalog.tensors[b]
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    left, right = _chunks(catalog, first), _chunks(catalog, second)
+    with SourceFiles(catalog.files) as files, files.reader() as reader:
+        if [region for region, _ in left] == [region for region, _ in right]:  # tied tensors nearly always
+            return all(
+                _same_chunks(reader, catalog, one, other, first)
+                for (_, one), (_, other) in zip(left, right, strict=True)
+            )
+        return all(
+            _gather(reader, catalog, first, block) == _gather(reader, catalog, second, block)
+            for block in blocks(first.shape, _BLOCK_BYTES // first.dtype.itemsize)
+        )
+
+
+def _chunks(catalog: Catalog, entry: TensorEntry) -> list[tuple[Region, int]]:
+    """Return (region, row) of every chunk with elements, in the order of the regions."""
+    regions = catalog.chunks.regions(entry.chunk_ids)
+    return sorted(
+        (region, row) for region, row in zip(regions, entry.chunk_ids, strict=True) if region.num_elements
+    )
+
+
+def _same_chunks(reader: Reader, catalog: Catalog, a: int, b: int, entry: TensorEntry) -> bool:
+    table = catalog.chunks
+    if (table.file[a], table.start[a]) == (table.file[b], table.start[b]):
+        return True
+    left, right = bytearray(_BLOCK_BYTES), bytearray(_BLOCK_BYTES)
+    total = table.region(a).num_elements * entry.dtype.itemsize
+    for start in range(0, total, _BLOCK_BYTES):
+        size = min(_BLOCK_BYTES, total - start)
+        for row, buffer in ((a, left), (b, right)):
+            reader.read_into(table.file[row], memoryview(buffer)[:size], table.start[row] + start, entry.fqn)
+        if left[:size] != right[:size]:
+            return False
+    return True
+
+
+def _gather(reader: Reader, catalog: Catalog, entry: TensorEntry, block: Region) -> bytearray:
+    """Return the bytes of a region, however they are chunked."""
+    table, itemsize = catalog.chunks, entry.dtype.itemsize
+    result = bytearray(block.num_elements * itemsize)
+    for row in entry.chunk_ids:
+        held = table.region(row)
+        part = intersect(held, block)
+        if part is None:
+            continue
+        data = bytearray(part.num_elements * itemsize)
+        for run in runs(relative_to(part, held.offsets), held.sizes):
+            view = memoryview(data)[run.target * itemsize : (run.target + run.length) * itemsize]
+            reader.read_into(table.file[row], view, table.start[row] + run.source * itemsize, entry.fqn)
+        for run in runs(relative_to(part, block.offsets), block.sizes):
+            result[run.source * itemsize : (run.source + run.length) * itemsize] = data[
+                run.target * itemsize : (run.target + run.length) * itemsize
+            ]
+    return result

@@ -10,7 +10,7 @@ import pytest
 
 from shardkit.cli.output import painted
 from shardkit.cli.progress import ByteBar, make_progress
-from shardkit.core.progress import NoProgress
+from shardkit.core.threads import NoProgress
 
 MIB = 1 << 20
 

@@ -1,7 +1,23 @@
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.core.text import escape, nearest, suggestion
+from shardkit.core.text import (
+    Fold,
+    escape,
+    fold,
+    format_numbers,
+    format_size,
+    nearest,
+    parse_size,
+    suggestion,
+)
+from shardkit.errors import UsageError
 
 
 def test_leaves_plain_names_alone() -> None:
@@ -33,3 +49,130 @@ def test_nearest_name() -> None:
     assert nearest("up\nproj", ["up\n_proj"]) == "up\\n_proj"
     assert suggestion("up_proj", ["up_prj"]) == "  (closest name: up_prj)"
     assert suggestion("up_proj", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("0", 0),
+        ("1024", 1024),
+        ("5GB", 5 * 10**9),
+        ("5GiB", 5 << 30),
+        ("512 MiB", 512 << 20),
+        ("1.5gb", 1_500_000_000),
+        ("0.5KiB", 512),
+        (" 7 B ", 7),
+        ("9007199254740993", 9007199254740993),  # above 2^53: no float on the way
+        ("1.0000001PB", 1_000_000_100_000_000),
+        (7, 7),
+    ],
+)
+def test_parses_sizes(text: str | int, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-5GB", "5 G B", "5XB", "1e9", "0x10", "5.", ".5GB", "nan", "\u0665GB", "5G"]
+)
+def test_refuses_sizes(text: str) -> None:
+    with pytest.raises(UsageError, match="not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (-1536, "-1.5 KiB"),
+        ((1 << 20) - 1, "1.0 MiB"),
+        (5 << 30, "5.0 GiB"),
+        (3 << 50, "3.0 PiB"),
+        (3000 << 50, "3000.0 PiB"),
+    ],
+)
+def test_formats_sizes(num_bytes: int, text: str) -> None:
+    assert format_size(num_bytes) == text
+
+
+@given(st.integers(0, 1 << 60))
+def test_what_is_printed_parses_to_nearly_the_same(num_bytes: int) -> None:
+    assert abs(parse_size(format_size(num_bytes)) - num_bytes) <= num_bytes * 0.05 + 1
+
+
+@given(st.integers(0, 10**15), st.sampled_from(["", "B", "kb", "MB", "GiB", "tib"]))
+def test_whole_numbers_are_exact(number: int, unit: str) -> None:
+    assert parse_size(f"{number}{unit}") == number * parse_size(f"1{unit}")
+
+
+def expand(pattern):
+    """Return the names that a pattern stands for, as a shell expands braces."""
+    pieces = re.split(r"\{([^}]*)\}", pattern)
+    choices = [[piece] if n % 2 == 0 else numbers(piece) for n, piece in enumerate(pieces)]
+    return ["".join(parts) for parts in product(*choices)]
+
+
+def numbers(text):
+    found = []
+    for part in text.split(","):
+        first, *rest = map(int, part.split(".."))
+        last, step = rest[0] if rest else first, rest[1] if len(rest) > 1 else 1
+        found += range(first, last + 1, step)
+    return list(map(str, found))
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([7], "7"),
+        ([0, 1], "{0,1}"),
+        ([0, 1, 2], "{0..2}"),
+        ([1, 3, 5, 7], "{1..7..2}"),
+        ([3, 7], "{3,7}"),
+        ([0, 1, 2, 5, 9, 10, 11], "{0..2,5,9..11}"),
+    ],
+)
+def test_numbers(values, text):
+    assert format_numbers(values) == text
+
+
+def test_layers_and_experts():
+    names = [f"layers.{n}.up" for n in range(2)]
+    names += [f"layers.{n}.experts.{e}.up" for n in range(2, 6) for e in range(8)]
+    assert fold((name, 0) for name in names) == [
+        Fold("layers.{0,1}.up", 2, 0),
+        Fold("layers.{2..5}.experts.{0..7}.up", 32, 0),
+    ]
+
+
+def test_a_layer_that_lacks_an_expert_stands_apart():
+    names = [f"l.{n}.e.{e}" for n in range(3) for e in range(3) if (n, e) != (1, 2)]
+    assert [f.pattern for f in fold((name, 0) for name in names)] == ["l.{0,2}.e.{0..2}", "l.1.e.{0,1}"]
+
+
+def test_other_keys_are_not_folded_together():
+    found = fold([("l.0.w", "bf16"), ("l.1.w", "fp32"), ("l.2.w", "bf16")])
+    assert found == [Fold("l.{0,2}.w", 2, "bf16"), Fold("l.1.w", 1, "fp32")]
+
+
+@pytest.mark.parametrize(
+    "names", [["a.01", "a.1"], ["conv1.w", "conv2.w"], [""], ["a.\u0663"], ["a.9999999999"]]
+)
+def test_left_as_they_are(names):
+    assert [f.pattern for f in fold((name, 0) for name in names)] == names
+
+
+part = st.sampled_from(["a", "w", "0", "1", "2", "3", "4", "7", "10", "01"])
+
+
+@given(
+    st.lists(st.lists(part, min_size=1, max_size=4).map(".".join), unique=True, max_size=60),
+    st.integers(1, 3),
+)
+def test_patterns_stand_for_exactly_the_names(names, num_keys):
+    keys = {name: len(name) % num_keys for name in names}
+    found = fold(keys.items())
+    expanded = [(name, f.key) for f in found for name in expand(f.pattern)]
+    assert sorted(expanded) == sorted(keys.items())
+    assert all(f.count == len(expand(f.pattern)) for f in found)

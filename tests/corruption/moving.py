@@ -28,7 +28,7 @@ from torch import nn
 
 import shardkit
 from shardkit.errors import IntegrityError
-from shardkit.transfer.source_check import SourceCheck
+from shardkit.transfer.checks import SourceCheck
 from tests.corruption.outputs import make, weights
 from tests.corruption.sweep import SCRATCH
 from tests.distributed.processes import ROOT, run_script

@@ -10,8 +10,7 @@ import pytest
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.layout.declared import declare
-from shardkit.layout.layout import Layout
+from shardkit.layout.layout import Layout, declare
 from shardkit.layout.traced import read_answer
 from tests.distributed.processes import run_script
 

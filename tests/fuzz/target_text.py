@@ -15,9 +15,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkit.core.mesh import Mesh, Placement, parse_mesh
-from shardkit.core.sizes import format_size, parse_size
+from shardkit.core.text import format_size, parse_size
 from shardkit.formats.torchsave.placements import StoredPlacement, local_region
-from shardkit.keys.rules import apply_rules, parse_rules
+from shardkit.keys.select import apply_rules, parse_rules
 from shardkit.layout.wrap_policy import WrapPolicy, match_paths, parse_policy, unknown_names
 from tests.fuzz.mutate import BOUNDARIES, TEXTS, change_bytes, change_text, pick
 from tests.fuzz.target import Refusals, Target, attempt

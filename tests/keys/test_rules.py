@@ -4,7 +4,7 @@ import pytest
 
 from shardkit.errors import SourceError, UsageError
 from shardkit.keys import select_model
-from shardkit.keys.rules import parse_rules
+from shardkit.keys.select import parse_rules
 from tests.keys.key_sets import MODELS, entries, optimizer
 
 LLAMA = MODELS["llama"]

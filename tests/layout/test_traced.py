@@ -21,8 +21,8 @@ from shardkit.formats.dcp import chunk_list
 from shardkit.keys.names import natural
 from shardkit.layout import traced
 from shardkit.layout.choose import fit, make_layout
-from shardkit.layout.layout import Layout
-from shardkit.layout.traced import CannotBuildError, Trace, trace_model
+from shardkit.layout.layout import CannotBuildError, Layout
+from shardkit.layout.traced import Trace, trace_model
 
 MESH = parse_mesh(None, 4)
 ModelDir = Callable[..., str]

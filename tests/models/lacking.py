@@ -22,7 +22,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 import shardkit
-from shardkit.layout.dtypes import safe_creation
+from shardkit.layout.classes import safe_creation
 from shardkit.layout.naming import Lacking, find_lacking
 from tests.models.zoo import ZOO, from_pretrained, make_hub
 from tests.models.zoo_world import contents

@@ -22,7 +22,7 @@ from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
 from shardkit.operations.consolidate.result import ConsolidateResult
-from shardkit.transfer import fill, source_check, sources, stream, windows
+from shardkit.transfer import checks, fill, sources, stream, windows
 from tests.corruption.outputs import columns
 from tests.formats.deepspeed.test_checkpoint import deepspeed_classes as deepspeed_classes
 from tests.formats.deepspeed.test_checkpoint import write_joined, write_partitioned
@@ -338,7 +338,7 @@ def test_the_same_bytes_are_summed_once(tmp_path: Path, move: str, monkeypatch: 
         summed.append(memoryview(data).nbytes)
         return int(crc32(data, crc))
 
-    for module in (fill, source_check, sources, stream, windows):
+    for module in (checks, fill, sources, stream, windows):
         monkeypatch.setattr(module, "crc32", noted)
     large = {"large": torch.arange(1_500_000.0), **TENSORS}
     saved = save_dcp(tmp_path / "c", large)
@@ -419,7 +419,7 @@ def test_flats_of_deepspeed(
 _KILLED = """
 import os, signal, sys
 import shardkit
-from shardkit.core.progress import NoProgress
+from shardkit.core.threads import NoProgress
 
 class Kill(NoProgress):
     done = 0

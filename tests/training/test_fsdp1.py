@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 
-from shardkit.core.sizes import MIB
+from shardkit.core.text import MIB
 from shardkit.errors import UsageError
 from shardkit.training.wrap import bf16_mixed_precision
 from tests.distributed.processes import ROOT, run_script

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import shardkit
 from shardkit.errors import LayoutError
-from shardkit.layout.class_ties import broken_ties, tie
+from shardkit.layout.classes import broken_ties, tie
 from tests.training import models
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

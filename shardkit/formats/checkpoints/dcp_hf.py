@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from shardkit.core.catalog import Catalog, ignore_read
-from shardkit.core.subset import subset
+from shardkit.core.catalog import Catalog, ignore_read, subset
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import read_inside

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from shardkit.core.catalog import Catalog, FileStamp, SourceFile
-from shardkit.core.subset import subset
+from shardkit.core.catalog import Catalog, FileStamp, SourceFile, subset
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.strict_json import read_small

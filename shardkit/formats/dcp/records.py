@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from shardkit.core.catalog import Catalog, Checksums, SourceFile, TensorEntry, ignore_read
-from shardkit.core.subset import subset
+from shardkit.core.catalog import Catalog, Checksums, SourceFile, TensorEntry, ignore_read, subset
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files.digest import crc32

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from shardkit.core.subset import subset
+from shardkit.core.catalog import subset
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.beside import asset_directories, parent

@@ -26,7 +26,7 @@ from shardkit.formats.hub.files import select_weights
 from shardkit.formats.hub.repo import fetch_files, looks_like_repo_id, open_headers
 from shardkit.keys import KeyRule
 from shardkit.keys.renaming import find_rules
-from shardkit.transfer.same_bytes import same_bytes
+from shardkit.transfer.sources import same_bytes
 
 ADAPTER_CONFIG = "adapter_config.json"
 SAVED_ROOT = "model"  # what `shardkit.save` puts a model's names under

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from shardkit.core.subset import subset
+from shardkit.core.catalog import subset
 from shardkit.errors import ShardkitError
 from shardkit.formats.beside import asset_directories, listing
 from shardkit.formats.checkpoint import Checkpoint

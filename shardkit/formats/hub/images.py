@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, blocks, flat_offset, full_region
-from shardkit.core.sizes import MIB
-from shardkit.core.text import escape
+from shardkit.core.text import MIB, escape
 from shardkit.errors import SourceError
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import is_unicode

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from shardkit.core.catalog import Catalog, SourceFile, TensorEntry
+from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, find_tiling_error, full_region
-from shardkit.core.subset import subset
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import locate_all

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from shardkit.core.progress import NoProgress, Progress
-from shardkit.core.sizes import MIB, parse_size
-from shardkit.core.text import count, escape
+from shardkit.core.text import MIB, count, escape, parse_size
+from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.files.links import may_follow_links
 from shardkit.formats.dcp.directory import remembered

@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardkit.core.folding import fold
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape, fold, listed
 from shardkit.formats.hub.assets import CONFIG
-from shardkit.layout.lacking import Answer, Question
+from shardkit.layout.traced import Answer, Question
 from shardkit.operations.consolidate.job import ConsolidateJob
 from shardkit.operations.write import OnWarning, warn_all
 

@@ -26,11 +26,9 @@ from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import SAVED_ROOT, Base, holds_equal, hub_key_rules, saved_key_rules
 from shardkit.formats.hub.images import OutputTensor, SafetensorsImages
 from shardkit.keys import KeyRule, Selection, select_model
-from shardkit.keys.foreign import refuse_factors
-from shardkit.keys.gaps import find_gaps
+from shardkit.keys.check import find_gaps, refuse_factors
 from shardkit.keys.ties import may_be_untied, ties_embeddings
-from shardkit.layout.lacking import Answer
-from shardkit.layout.traced import ModelNames
+from shardkit.layout.traced import Answer, ModelNames
 from shardkit.operations.casts import check_choice, choose_dtypes
 from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate.adapter import Chosen, choose_tensors

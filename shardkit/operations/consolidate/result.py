@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardkit.transfer.source_check import Unchecked
+from shardkit.transfer.checks import Unchecked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from shardkit._version import __version__
 from shardkit.core.catalog import FileStamp
-from shardkit.core.progress import NoProgress
 from shardkit.core.text import count, escape
+from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, crc32
@@ -22,8 +22,8 @@ from shardkit.operations.companions import BesideFile, copy_file
 from shardkit.operations.consolidate.assets import Asset
 from shardkit.operations.consolidate.job import ConsolidateJob
 from shardkit.operations.consolidate.modules import TrainedModule
+from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
-from shardkit.transfer.source_check import SourceCheck
 
 _PART = ".part"
 

@@ -10,10 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardkit.core.progress import NoProgress, Progress
 from shardkit.core.regions import Shape
-from shardkit.core.sizes import KIB, MIB, parse_size
-from shardkit.core.text import escape
+from shardkit.core.text import KIB, MIB, escape, parse_size
+from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import UsageError
 from shardkit.files.links import may_follow_links
 from shardkit.operations.diff.read import tensor_bands

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import blocks, full_region
-from shardkit.transfer.gather import bands
 from shardkit.transfer.images import Hole
 from shardkit.transfer.plan import FlatSource, flat_source
-from shardkit.transfer.sources import Reader
+from shardkit.transfer.sources import Reader, bands
 
 
 def tensor_bands(catalog: Catalog, stored: str, reader: Reader, max_elements: int) -> Iterator[memoryview]:

@@ -21,7 +21,7 @@ from shardkit.keys.names import natural
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 from shardkit.operations.ties import place_of, tie_candidates
-from shardkit.transfer.same_bytes import same_bytes
+from shardkit.transfer.sources import same_bytes
 
 _HUB = "hub"
 Names = Mapping[str, str]

@@ -7,8 +7,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from shardkit.core.folding import fold
-from shardkit.core.text import escape
+from shardkit.core.text import escape, fold
 from shardkit.errors import SourceError
 from shardkit.files import manifest
 from shardkit.operations.inspect.result import (

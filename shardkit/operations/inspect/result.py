@@ -9,8 +9,8 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from shardkit.core.dtypes import BY_NAME
-from shardkit.core.folding import fold
 from shardkit.core.regions import Shape
+from shardkit.core.text import fold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from shardkit._version import __version__
-from shardkit.core.progress import NoProgress, Progress
 from shardkit.core.text import count, escape, listed
+from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.file_bytes import FileBytes, place_of

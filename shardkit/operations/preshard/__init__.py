@@ -10,8 +10,8 @@ from math import prod
 from typing import Any
 
 from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.core.progress import NoProgress, Progress
-from shardkit.core.sizes import KIB, MIB
+from shardkit.core.text import KIB, MIB
+from shardkit.core.threads import NoProgress, Progress
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.reflink import BLOCK, can_share_extents, nearest_existing
 from shardkit.formats.hub.directory import HubModel
@@ -21,8 +21,8 @@ from shardkit.operations.describe_dcp import Descriptions
 from shardkit.operations.destination import check_destination, check_space, free_bytes
 from shardkit.operations.preshard.job import PreshardJob, build_job
 from shardkit.operations.write import check_resume_from, check_warnings, execute_options, run_job
+from shardkit.transfer.checks import Unchecked
 from shardkit.transfer.execute import ExecuteOptions
-from shardkit.transfer.source_check import Unchecked
 
 # What a chunk adds beside the shard files: its entries in `.metadata` and in a chunk list. Measured: 110
 # and 130 bytes for a 2-D weight; names of tied tensors and long paths add some.

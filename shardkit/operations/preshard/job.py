@@ -24,7 +24,7 @@ from shardkit.layout.choose import make_layout
 from shardkit.layout.layout import Layout
 from shardkit.operations.casts import rounded_wide
 from shardkit.transfer.plan import TransferPlan, build_plan
-from shardkit.transfer.same_bytes import same_bytes
+from shardkit.transfer.sources import same_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any
 
 from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.core.progress import NoProgress, Progress
-from shardkit.core.sizes import KIB, MIB
-from shardkit.core.text import escape
+from shardkit.core.text import KIB, MIB, escape
+from shardkit.core.threads import NoProgress, Progress
 from shardkit.files.links import may_follow_links
 from shardkit.formats.dcp.directory import remembered
 from shardkit.formats.recorded import find_manifests
@@ -28,8 +27,8 @@ from shardkit.operations.write import (
     run_job,
     warn_all,
 )
+from shardkit.transfer.checks import Unchecked
 from shardkit.transfer.execute import ExecuteOptions
-from shardkit.transfer.source_check import Unchecked
 
 _DESCRIPTION_BYTES = 1 * KIB  # for each chunk, beside the shard files
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardkit.core.catalog import TensorEntry
-from shardkit.keys.groups import Kind, object_kind, optimizer_names
+from shardkit.keys.tree import Kind, object_kind, optimizer_names
 
 _HEAD = 3  # segments that trainers put above a state dict: app.optimizers, policy.optimizer.optim
 _SMALL = 4096  # elements: nobody but a model has more under such a name

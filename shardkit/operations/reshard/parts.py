@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from shardkit.core.catalog import Catalog, Checksums
-from shardkit.core.combined import combine_catalogs
+from shardkit.core.catalog import Catalog, Checksums, combine_catalogs
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed

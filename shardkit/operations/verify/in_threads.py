@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 
-from shardkit.core.progress import Progress
-from shardkit.core.threads import run_all
+from shardkit.core.threads import Progress, run_all
 from shardkit.errors import UsageError
 from shardkit.operations.verify.result import Report
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from shardkit.core.progress import NoProgress, Progress
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
+from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import ResourceError, ShardkitError
 
 Level = Literal["structure", "sample", "full"]

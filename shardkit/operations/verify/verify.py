@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from shardkit.core.progress import NoProgress, Progress
-from shardkit.core.sizes import parse_size
-from shardkit.core.text import count
+from shardkit.core.text import count, parse_size
+from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import UsageError
 from shardkit.files.file_bytes import FileBytes
 from shardkit.files.links import may_follow_links

@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardkit._torch import wrap_policy_classes
-from shardkit.core.sizes import MIB
-from shardkit.core.text import escape
+from shardkit.core.text import MIB, escape
 from shardkit.errors import UsageError
 from shardkit.training.diagnostics.diagnose import Diagnosis, diagnose
 from shardkit.training.diagnostics.memory import PhaseMemory, PhaseUsage

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardkit.core.sizes import MIB
+from shardkit.core.text import MIB
 from shardkit.errors import UsageError
 
 _STATUS = "/proc/self/status"

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from shardkit.core.folding import fold
-from shardkit.core.sizes import MIB
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import MIB, count, escape, fold, listed
 
 if TYPE_CHECKING:
     from shardkit.training.diagnostics.diagnose import Diagnosis

@@ -26,8 +26,8 @@ from shardkit.training.fill.reading import Filled, Worker, flat_bytes, plan_read
 from shardkit.training.ranks.agree import agree, agreed, broadcast_json, device_for, lost, world
 from shardkit.training.ranks.context import Weights
 from shardkit.training.ranks.local import LocalShard
+from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
-from shardkit.transfer.source_check import SourceCheck
 from shardkit.transfer.sources import SourceFiles
 
 _IN_FLIGHT = 4  # bands

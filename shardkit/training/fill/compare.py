@@ -6,10 +6,9 @@ import logging
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from shardkit.core.sizes import format_size
-from shardkit.core.text import count
+from shardkit.core.text import count, format_size
 from shardkit.training.ranks.agree import agreed, gather_json, world
-from shardkit.transfer.source_check import CheckedSource, SourceCheck, Unchecked
+from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.sources import SourceFiles
 
 DAMAGED = "use another copy of the checkpoint; check_source=False takes the damaged bytes as they are"

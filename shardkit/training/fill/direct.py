@@ -12,7 +12,7 @@ from shardkit.training.fill.reading import Filled, plan_reads, run_reads
 from shardkit.training.fill.replicas import copy_to_replicas, divide
 from shardkit.training.ranks.agree import agreed
 from shardkit.training.ranks.context import Weights
-from shardkit.transfer.source_check import SourceCheck
+from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.sources import SourceFiles
 
 

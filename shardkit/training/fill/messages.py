@@ -13,7 +13,7 @@ import torch
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.regions import Region, blocks, intersect
-from shardkit.core.sizes import MIB
+from shardkit.core.text import MIB
 
 BAND_NBYTES = 4 * MIB
 """Most bytes of a tensor in one message."""

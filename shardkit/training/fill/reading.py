@@ -20,12 +20,12 @@ import torch
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_offset, intersect, is_contiguous, relative_to, runs
-from shardkit.core.sizes import MIB
+from shardkit.core.text import MIB
 from shardkit.core.threads import until_done
 from shardkit.files.reflink import BLOCK
 from shardkit.training.fill.staging import DeviceStaging
+from shardkit.transfer.checks import CheckedSource
 from shardkit.transfer.convert import one_thread_each
-from shardkit.transfer.source_check import CheckedSource
 from shardkit.transfer.sources import Reader, SourceFiles
 
 _STRAIGHT_NBYTES = 16 * MIB  # of one system call; so that two threads share a large tensor

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardkit.core.sizes import MIB
+from shardkit.core.text import MIB
 from shardkit.files.digest import crc32
 from shardkit.training.fill.match import Wanted
 from shardkit.training.fill.reading import Filled, flat_bytes

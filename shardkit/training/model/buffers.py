@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import non_persistent_buffers, shares_memory
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError
-from shardkit.layout.dtypes import is_transformers, meta_twins
+from shardkit.layout.classes import is_transformers, meta_twins
 from shardkit.training.model.bits import FILLS, filled, same_bits
 from shardkit.training.ranks.context import clean_name
 

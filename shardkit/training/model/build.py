@@ -21,7 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardkit.core.dtypes import BY_NAME, CASTS
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, SourceError, UsageError
-from shardkit.layout.dtypes import ClassDtypes, built_dtypes, class_dtypes, safe_creation
+from shardkit.layout.classes import ClassDtypes, built_dtypes, class_dtypes, find_class, safe_creation
+from shardkit.layout.layout import CannotBuildError
 from shardkit.training.model.buffers import InitBuffers, compute_buffers
 from shardkit.training.ranks.context import clean_name
 
@@ -186,14 +187,12 @@ def _from_config(
     may be larger than the machine.
     """
     try:
-        from shardkit.layout.meta_model import find_class
+        import transformers  # noqa: F401 - is it here?
     except ImportError as error:
         raise UsageError(
             "building a model from its config needs transformers",
             hint="pip install transformers, or give a function that builds the model",
         ) from error
-    from shardkit.layout.traced import CannotBuildError
-
     model_class, config = find_class(directory, trust_remote_code=trust_remote_code)
     _refuse_quantised(config)
     options = {} if dtype is None else {"dtype": dtype}

@@ -11,10 +11,10 @@ from typing import Literal
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError, UsageError
-from shardkit.layout.class_ties import BrokenTie
+from shardkit.layout.classes import BrokenTie
 from shardkit.training.fill.match import converts
 from shardkit.training.ranks.context import ExpectedTensor, Weights
-from shardkit.transfer.same_bytes import same_bytes
+from shardkit.transfer.sources import same_bytes
 
 Missing = Literal["error", "init"] | Sequence[str]
 """What to do about tensors that the source lacks."""

@@ -20,7 +20,7 @@ from shardkit._torch import times_written
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
 from shardkit.keys.peft import base_name
-from shardkit.layout.dtypes import is_transformers
+from shardkit.layout.classes import is_transformers
 from shardkit.training.model.bits import FILLS, filled, same_bits
 from shardkit.training.ranks.context import ModelInitializationContext, clean_name
 

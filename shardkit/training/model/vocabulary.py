@@ -10,7 +10,7 @@ from torch import nn
 
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
-from shardkit.layout.dtypes import is_transformers
+from shardkit.layout.classes import is_transformers
 from shardkit.training.ranks.context import clean_name
 
 MULTIPLE = 8  # rows of embeddings; tensor cores want it, and ranks up to 8 get shards of one size

@@ -11,7 +11,7 @@ from torch import nn
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Region, full_region
 from shardkit.keys.names import clean_name as clean_name
-from shardkit.transfer.source_check import CheckedSource
+from shardkit.transfer.checks import CheckedSource
 
 KeyRules = tuple[tuple[str, str], ...]
 """(prefix of a model's names, the Hub's in its place), as `keys.renaming.KeyRule` spells them."""

@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, subset
 from shardkit.core.regions import Region
-from shardkit.core.subset import subset
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files import storage
@@ -24,7 +23,7 @@ from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
 from shardkit.formats.registry import format_of, open_checkpoint
 from shardkit.formats.source import open_source
-from shardkit.keys.foreign import refuse_factors
+from shardkit.keys.check import refuse_factors
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules
 from shardkit.keys.select import select_model

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardkit.core.subset import subset
+from shardkit.core.catalog import subset
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.checkpoints.bytecheckpoint import is_bytecheckpoint, open_bytecheckpoint
 from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import bytecheckpoint_vocabulary

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.core.subset import subset
+from shardkit.core.catalog import subset
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.dcp.directory import open_dcp

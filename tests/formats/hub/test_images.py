@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, BY_SAFETENSORS, DType
-from shardkit.core.progress import NoProgress
+from shardkit.core.threads import NoProgress
 from shardkit.errors import SourceError
 from shardkit.formats.hub import images as safetensors_images
 from shardkit.formats.hub.directory import open_model

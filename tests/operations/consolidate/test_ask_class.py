@@ -18,8 +18,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from shardkit.cli import main
-from shardkit.layout import lacking
-from shardkit.layout.lacking import Question
+from shardkit.layout import traced
+from shardkit.layout.traced import Question
 from shardkit.operations.consolidate import consolidate
 from tests.distributed.processes import ROOT
 from tests.operations.consolidate.checkpoints import save
@@ -263,8 +263,8 @@ def test_another_thread_has_a_process_asked_and_closing_ends_it(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Building sets torch's default dtype for a moment: not beside a training loop."""
-    monkeypatch.setattr(lacking, "_answers", {})
-    found, ended = list[lacking.Answer](), list[int | None]()
+    monkeypatch.setattr(traced, "_answers", {})
+    found, ended = list[traced.Answer](), list[int | None]()
 
     def ask() -> None:
         with Question(*question(models, final_norm)) as asked:
@@ -277,15 +277,15 @@ def test_another_thread_has_a_process_asked_and_closing_ends_it(
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    assert found == [lacking.Answer(model_class="Qwen3ForCausalLM", missing=("model.norm.weight",))]
+    assert found == [traced.Answer(model_class="Qwen3ForCausalLM", missing=("model.norm.weight",))]
     assert ended == [-signal.SIGKILL]
 
 
 def test_a_child_that_is_killed_was_not_asked(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lacking, "_answers", {})
-    monkeypatch.setattr(lacking, "_may_ask_here", lambda: False)
+    monkeypatch.setattr(traced, "_answers", {})
+    monkeypatch.setattr(traced, "_may_ask_here", lambda: False)
     with Question(*question(models, head)) as asked:
         assert asked._child is not None
         asked._child.send_signal(signal.SIGKILL)
@@ -295,8 +295,8 @@ def test_a_child_that_is_killed_was_not_asked(
 def test_without_room_for_scratch_files_the_class_is_not_asked(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lacking, "_answers", {})
-    monkeypatch.setattr(lacking.tempfile, "tempdir", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(traced, "_answers", {})
+    monkeypatch.setattr(traced.tempfile, "tempdir", str(tmp_path / "nowhere"))
     with Question(*question(models, head)) as asked:
         assert "nothing can be written" in str(asked.answer().failure)
 

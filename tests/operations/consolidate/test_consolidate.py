@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import shardkit
-from shardkit.core.progress import NoProgress
+from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, Interrupted, LayoutError, ResourceError, SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
@@ -348,7 +348,7 @@ class TestTies:
         from shardkit.core.catalog import Catalog, SourceFile
         from shardkit.core.dtypes import BY_NAME
         from shardkit.core.regions import Region
-        from shardkit.transfer.same_bytes import same_bytes
+        from shardkit.transfer.sources import same_bytes
 
         values = torch.arange(24, dtype=torch.int32).reshape(4, 6)
         catalog, content = Catalog(format="x", directory=str(tmp_path)), b""

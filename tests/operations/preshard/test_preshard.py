@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
-from shardkit.core.progress import NoProgress
+from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
 from shardkit.cli import main
-from shardkit.core.progress import NoProgress
+from shardkit.core.threads import NoProgress
 from shardkit.formats.dcp import directory as dcp_module
 
 # torch's own: a save without a process group, and the ShardedTensor that its converter still looks for.

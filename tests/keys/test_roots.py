@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.keys import select_model
-from shardkit.keys.groups import object_kind
+from shardkit.keys.tree import object_kind
 from tests.keys.key_sets import MODELS, entries, entry, optimizer
 
 LLAMA = MODELS["llama"]

@@ -5,7 +5,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.mesh import parse_mesh
 from shardkit.core.regions import Region
 from shardkit.errors import PolicyError
-from shardkit.layout.declared import declare, find_containers
+from shardkit.layout.layout import declare, find_containers
 
 MESH = parse_mesh(None, 4)
 

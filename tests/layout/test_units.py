@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardkit.layout.dtypes import ClassDtypes
-from shardkit.layout.sharding import UnitPlan, plan_units, shard_units
+from shardkit.layout.classes import ClassDtypes
+from shardkit.layout.units import UnitPlan, plan_units, shard_units
 
 BF16 = ClassDtypes(wanted=torch.bfloat16)
 BLOCKS = ["blocks.0", "blocks.1"]

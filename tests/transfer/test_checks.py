@@ -18,8 +18,8 @@ from shardkit.core.catalog import Catalog, Checksums, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError
-from shardkit.transfer import source_check, sources
-from shardkit.transfer.source_check import (
+from shardkit.transfer import checks, sources
+from shardkit.transfer.checks import (
     IN_PART,
     NOT_READ,
     NOT_RECORDED,
@@ -36,7 +36,7 @@ HINT = "-"
 @pytest.fixture(autouse=True)
 def no_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries of the size of a checkpoint's are 5 % of what is read, and not of a few hundred bytes."""
-    monkeypatch.setattr(source_check, "_FREE_NBYTES", 0)
+    monkeypatch.setattr(checks, "_FREE_NBYTES", 0)
 
 
 def source(
@@ -284,7 +284,7 @@ def test_very_many_short_runs(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_check, "_MAX_KEPT", 4)
+    monkeypatch.setattr(checks, "_MAX_KEPT", 4)
     catalog, content = source(tmp_path, [1000])
     ((start, stop),) = places(catalog)
     check = SourceCheck(catalog)

@@ -1,0 +1,370 @@
+"""The dtype of each tensor of a transformers model, as `from_pretrained` gives it for a wanted one.
+
+`from_pretrained` builds the class with the wanted dtype as torch's default: what the class makes fp32 by itself (a
+router, a bias) stays so. Beside that a class lists modules that half precision would harm. prepare, wrap, preshard and
+consolidate all ask here.
+
+Source: transformers 5.23, PreTrainedModel.from_pretrained, _get_dtype_plan, and core_model_loading,
+convert_and_load_state_dict_in_model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit._torch import class_before_sharding
+from shardkit.core.text import escape
+from shardkit.keys.names import clean_name
+from shardkit.keys.peft import without_base_layers, without_peft_modules
+from shardkit.layout.layout import CannotBuildError
+from shardkit.layout.wrap_policy import no_split_names
+
+# `_keep_in_fp32_modules` is about fp16 alone, the strict ones about bf16 too.
+_KEPT = {
+    torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
+    torch.bfloat16: ("_keep_in_fp32_modules_strict",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassDtypes:
+    """What a model's class makes of a wanted dtype."""
+
+    wanted: torch.dtype
+    kept: re.Pattern[str] | None = None
+    """Found in names of what stays fp32; None where there is nothing."""
+    made: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """FQN -> dtype, of floating parameters that the class makes in another dtype than the wanted one."""
+    buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """FQN -> dtype that the class makes, of floating buffers."""
+
+    def of(self, fqn: str) -> torch.dtype:
+        """Return the dtype of a floating tensor, by its name in the model."""
+        if self.kept is not None and self.kept.search(fqn):
+            return torch.float32
+        return self.made.get(without_peft_modules(fqn), self.wanted)
+
+    def of_stored(self, name: str) -> torch.dtype:
+        """Return the dtype of a floating tensor, by its name in a file, where outer modules may be named otherwise."""
+        found = self.of(name)
+        if found is not self.wanted or not self.made:
+            return found
+        ends = (
+            dtype
+            for fqn, dtype in self.made.items()
+            if f".{fqn}".endswith(f".{name}") or name.endswith(f".{fqn}")
+        )
+        return next(ends, found)
+
+
+def is_transformers(module: object) -> bool:
+    """True for a model of transformers; without importing transformers for any other."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+
+
+def built_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
+    """Return what a class makes of a dtype, told by a model of it that was built with that dtype as torch's default."""
+    return ClassDtypes(wanted=wanted, kept=_kept(model, wanted), made=dict(_made(model, wanted)))
+
+
+def class_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
+    """Return what the classes of a live model make of a dtype, in whatever dtype it was built.
+
+    Each model of transformers in it is built once more, on meta. What cannot be (a class of somebody's own that takes
+    more than a config) is judged by its list of modules alone.
+
+    Args:
+        model: any model; wrappers around it and adapters in it do not matter.
+        wanted: a floating dtype.
+    """
+    made, buffers = dict[str, torch.dtype](), dict[str, torch.dtype]()
+    holds_any = False
+    for prefix, twin in meta_twins(model, wanted):
+        holds_any = True
+        if twin is not None:
+            made |= {prefix + fqn: dtype for fqn, dtype in _made(twin, wanted)}
+            buffers |= {prefix + fqn: x.dtype for fqn, x in twin.named_buffers() if x.is_floating_point()}
+    kept = _kept(model, wanted) if holds_any else None
+    return ClassDtypes(wanted=wanted, kept=kept, made=made, buffers=buffers)
+
+
+def _kept(model: nn.Module, wanted: torch.dtype) -> re.Pattern[str] | None:
+    """Patterns are regular expressions that are searched anywhere in a name; `*` stands for anything."""
+    patterns = {pattern for attribute in _KEPT.get(wanted, ()) for pattern in collect(model, attribute)}
+    return re.compile("|".join(f"(?:{p.replace('*', '.*')})" for p in sorted(patterns))) if patterns else None
+
+
+def _made(model: nn.Module, wanted: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.is_floating_point() and parameter.dtype != wanted:
+            yield fqn, parameter.dtype
+
+
+def meta_twins(model: nn.Module, wanted: torch.dtype | None) -> Iterator[tuple[str, nn.Module | None]]:
+    """Build each outermost model of transformers in a live model once more, on meta.
+
+    Args:
+        model: any model; wrappers around it and adapters in it do not matter.
+        wanted: a floating dtype; None is the config's.
+
+    Yields:
+        What the twin's names have before them in the model, and the twin; None where the class cannot be built.
+    """
+    outermost: list[str] = []
+    for path, module in model.named_modules():
+        if is_transformers(module) and not any(f"{path}.".startswith(outer) for outer in outermost):
+            outermost.append(f"{path}." if path else "")
+            yield without_peft_modules(outermost[-1]), _twin(module, wanted)
+
+
+def _twin(model: Any, wanted: torch.dtype | None) -> nn.Module | None:
+    plain: Any = class_before_sharding(model)
+    options = {} if wanted is None else {"dtype": wanted}
+    with (
+        contextlib.suppress(Exception),
+        torch.random.fork_rng(devices=[]),
+        torch.device("meta"),
+        safe_creation(),
+    ):
+        twin = plain._from_config(copy.deepcopy(model.config), **options)
+        return twin if isinstance(twin, nn.Module) else None
+    return None
+
+
+@contextlib.contextmanager
+def safe_creation() -> Iterator[None]:
+    """Do as `from_pretrained` does: code that reads a `torch.linspace` while it builds gets real numbers."""
+    try:
+        from transformers.initialization import meta_device_safe_creation_ops
+    except ImportError:  # transformers 5.0 has no such thing
+        yield
+        return
+    with meta_device_safe_creation_ops():
+        yield
+
+
+_TRUST = "--trust-remote-code lets the model's own code run; read it first"
+
+
+def build_model(directory: str, *, trust_remote_code: bool, dtype: torch.dtype | None = None) -> nn.Module:
+    """Build the model that `from_pretrained` would, without weights, on the meta device.
+
+    Args:
+        directory: holds config.json.
+        dtype: the wanted one; None is the config's.
+        trust_remote_code: may code in the directory be imported.
+
+    Raises:
+        CannotBuildError: no config, no architecture, or one that is not known or may not be run.
+    """
+    model_class, config = find_class(directory, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"), safe_creation():
+            # The attention's implementation owns no parameters; the fast ones need packages.
+            options = {} if dtype is None else {"dtype": dtype}
+            model = model_class._from_config(config, attn_implementation="eager", **options)
+    except ImportError as error:
+        raise CannotBuildError(
+            f"{model_class.__name__} needs a package that is not here: {escape(str(error))}"
+        ) from error
+    assert isinstance(model, nn.Module)
+    tie(model)
+    return model
+
+
+def find_class(directory: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Return the class of the model that a directory's config describes, and the config; nothing is built.
+
+    Args:
+        directory: holds config.json.
+        trust_remote_code: may code in the directory be imported.
+
+    Raises:
+        CannotBuildError: no config, no architecture, or one that is not known or may not be run.
+    """
+    import transformers  # seconds, which those who only ask for a live model's dtypes need not spend
+
+    raw = _read_config(directory)
+    model_class = _find_class(raw, directory, trust_remote_code)
+    return model_class, transformers.AutoConfig.from_pretrained(
+        directory, trust_remote_code=trust_remote_code
+    )
+
+
+def _read_config(directory: str) -> dict[str, Any]:
+    try:
+        with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+    except (OSError, ValueError) as error:
+        raise CannotBuildError(f"config.json cannot be read: {escape(str(error))}") from None
+    if not isinstance(config, dict):
+        raise CannotBuildError("config.json is not an object")
+    return config
+
+
+def _find_class(raw: dict[str, Any], directory: str, trust_remote_code: bool) -> Any:
+    """The class that `architectures` names, from transformers or from the model's own code."""
+    import transformers
+
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str):
+        raise CannotBuildError("config.json names no architecture")
+    auto_map = raw.get("auto_map")
+    remote = _remote_reference(auto_map, name)
+    if remote and trust_remote_code:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        return get_class_from_dynamic_module(remote, directory)
+    known_type = raw.get("model_type") in transformers.CONFIG_MAPPING
+    native = getattr(transformers, name, None) if known_type and name.isidentifier() else None
+    if isinstance(native, type) and issubclass(native, transformers.PreTrainedModel):
+        return native
+    if auto_map and not trust_remote_code:
+        raise CannotBuildError(f"{escape(name)} comes with code of its own, which was not run", hint=_TRUST)
+    raise CannotBuildError(
+        f"transformers {transformers.__version__} has no {escape(name)} for"
+        f" model_type {escape(str(raw.get('model_type')))!r}"
+    )
+
+
+def _remote_reference(auto_map: object, name: str) -> str | None:
+    """The auto_map's "module.Class" whose class is `name`."""
+    if not isinstance(auto_map, dict):
+        return None
+    references = (value for value in auto_map.values() if isinstance(value, str))
+    return next((value for value in references if value.rpartition(".")[2] == name), None)
+
+
+def ignored_patterns(model: nn.Module) -> tuple[str, ...]:
+    """Return the patterns of source names that `from_pretrained` leaves out in silence.
+
+    Source: transformers 5.23, PreTrainedModel._adjust_missing_and_unexpected_keys: besides the class's
+    own patterns two for buffers that used to be persistent.
+    """
+    patterns = list(collect(model, "_keys_to_ignore_on_load_unexpected"))
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.append(r"(^|\.)position_ids$")
+    return tuple(patterns)
+
+
+class BrokenTie(NamedTuple):
+    """Two parameters of a model that its class has as one."""
+
+    kept: str
+    """FQN of the one that the class ties the other to."""
+    other: str
+    """FQN of the other."""
+
+
+class _Place(NamedTuple):
+    """Where a parameter is."""
+
+    fqn: str
+    module: nn.Module
+    name: str
+    """In the module."""
+    parameter: nn.Parameter
+
+
+def broken_ties(model: nn.Module) -> list[BrokenTie]:
+    """Return what a model's classes and configs tie and the model has as several parameters of one shape.
+
+    Args:
+        model: wrapped or not. What is no model of transformers, and holds none, ties nothing that could be known.
+
+    Source: transformers 5.23, PreTrainedModel.tie_weights and get_expanded_tied_weights_keys.
+    """
+    return [BrokenTie(kept.fqn, other.fqn) for kept, other in _broken(model)]
+
+
+def tie(model: nn.Module) -> list[BrokenTie]:
+    """Tie what a model's classes tie, where both parameters are on meta and nothing holds them yet; return what was done.
+
+    Args:
+        model: not wrapped.
+    """
+    done = []
+    for kept, other in _broken(model):
+        if _is_free(kept.parameter) and _is_free(other.parameter) and _are_alike(kept, other):
+            setattr(other.module, other.name, getattr(kept.module, kept.name))
+            done.append(BrokenTie(kept.fqn, other.fqn))
+    return done
+
+
+def _is_free(parameter: nn.Parameter) -> bool:
+    return parameter.is_meta and not isinstance(parameter, DTensor)
+
+
+def _are_alike(kept: _Place, other: _Place) -> bool:
+    one, two = kept.parameter, other.parameter
+    return one.dtype == two.dtype and one.requires_grad == two.requires_grad
+
+
+def _broken(model: nn.Module) -> Iterator[tuple[_Place, _Place]]:
+    declared = dict(_declared(model))
+    if not declared:
+        return
+    places: dict[str, _Place] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            place = _Place(clean_name(f"{path}.{name}" if path else name), module, name, parameter)
+            places.setdefault(without_base_layers(place.fqn), place)
+    for other, kept in declared.items():
+        if other in places and kept in places:
+            one, two = places[kept], places[other]
+            if one.parameter is not two.parameter and one.parameter.shape == two.parameter.shape:
+                yield one, two
+
+
+def _declared(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield (name, the name that it is tied to), as the outermost models of transformers say it, now and when they were built.
+
+    Now: a config may have been changed. When they were built: what `from_pretrained` found to differ in a file is
+    tied no more.
+    """
+    outermost: list[str] = []
+    for path, module in model.named_modules():
+        expand = getattr(module, "get_expanded_tied_weights_keys", None)
+        if (
+            not is_transformers(module)
+            or expand is None
+            or any(f"{path}.".startswith(outer) for outer in outermost)
+        ):
+            continue
+        outermost.append(f"{path}." if path else "")
+        before = without_base_layers(f".{clean_name(path)}.").lstrip(".")
+        built = getattr(module, "all_tied_weights_keys", None)
+        try:
+            now = expand(all_submodels=True)
+        except (
+            ValueError
+        ):  # patterns that find nothing, because wrappers have changed names or modules are gone
+            now = built
+        if isinstance(built, dict) and isinstance(now, dict):
+            named = ((clean_name(other), clean_name(kept)) for other, kept in now.items())
+            yield from ((before + other, before + kept) for other, kept in named if other in built)
+
+
+def collect(model: nn.Module, attribute: str) -> tuple[str, ...]:
+    """Return the strings of a class attribute over all modules; it may be a str, list, set or None.
+
+    transformers 5 puts a `set()` of the attribute on each instance, which makes single letters of a str;
+    so the class is asked as well, and single letters count for nothing.
+    """
+    values = (getattr(holder, attribute, None) for part in model.modules() for holder in (type(part), part))
+    return tuple(dict.fromkeys(name for value in values for name in no_split_names(value) if len(name) > 1))
