@@ -22,8 +22,8 @@ from shardkit.formats.beside import asset_directories, listing
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.checkpoints.full_file import open_full_file
 from shardkit.formats.optimizer.entries import OptimizerState, Unmapped, unmapped
-from shardkit.formats.optimizer.numbered import parameters_of
 from shardkit.formats.rankfiles.files import RankFile, gather_files, missing_ranks
+from shardkit.formats.rankfiles.numbered import parameters_of
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files
 
 _FILE = re.compile(r"pytorch_model_fsdp(?:_(\d{1,6}))?(?:_rank(0|[1-9]\d{0,5}))?\.bin")

@@ -24,8 +24,8 @@ from shardkit.files.strict_json import parse_object
 from shardkit.formats.beside import asset_directories, inner, listing
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.optimizer.entries import OptimizerState, Unmapped
-from shardkit.formats.optimizer.numbered import parameters_of
 from shardkit.formats.rankfiles.files import Gathered, RankFile, gather_files, missing_ranks
+from shardkit.formats.rankfiles.numbered import parameters_of
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files
 
 _MODEL = re.compile(r"model_world_size_([1-9]\d{0,5})_rank_(0|[1-9]\d{0,5})\.pt")

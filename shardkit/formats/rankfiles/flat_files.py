@@ -13,10 +13,10 @@ from shardkit.core.text import escape
 from shardkit.formats.deepspeed.files import without_tree
 from shardkit.formats.optimizer.agreement import Agreement
 from shardkit.formats.optimizer.entries import PARAMS, OptimizerState, Unmapped, unmapped
-from shardkit.formats.optimizer.numbered import Parameter, without_copies
 from shardkit.formats.rankfiles.flat import Piece, Weight
 from shardkit.formats.rankfiles.flat_state import Leaves, write_state
 from shardkit.formats.rankfiles.flat_units import split_units
+from shardkit.formats.rankfiles.numbered import Parameter, without_copies
 from shardkit.formats.torchsave.file import TensorRef, TorchFile
 
 _UNKNOWN = (

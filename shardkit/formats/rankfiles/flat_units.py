@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from shardkit.formats.optimizer.numbered import Parameter
+from shardkit.formats.rankfiles.numbered import Parameter
 
 
 class _Run(NamedTuple):

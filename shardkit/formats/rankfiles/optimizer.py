@@ -26,9 +26,9 @@ from shardkit.formats.optimizer.entries import (
     state_path,
     unmapped,
 )
-from shardkit.formats.optimizer.numbered import Parameter, has_names, name_numbers, names_in_groups
 from shardkit.formats.rankfiles.files import Gathering, each_file
 from shardkit.formats.rankfiles.flat_files import FlatState, is_flat, open_flat_states
+from shardkit.formats.rankfiles.numbered import Parameter, has_names, name_numbers, names_in_groups
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, UnreadableTensor
 
 _Key = str | int  # a parameter's FQN or number
