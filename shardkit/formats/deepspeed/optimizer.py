@@ -22,12 +22,12 @@ from shardkit.formats.deepspeed.files import Tag, open_states, without_tree
 from shardkit.formats.deepspeed.states import ModelStates, OptimizerStates
 from shardkit.formats.deepspeed.weights import pieces_of
 from shardkit.formats.deepspeed.zero import FlatPiece
-from shardkit.formats.optimizer.agreement import Agreement
 from shardkit.formats.optimizer.entries import (
     GROUPS,
     PARAMS,
     STATE,
     STEP,
+    Agreement,
     OptimizerState,
     Unmapped,
     check_groups,

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
-from shardkit.formats.optimizer.agreement import Agreement
 from shardkit.formats.optimizer.entries import (
     GROUPS,
     PARAMS,
     STATE,
+    Agreement,
     OptimizerState,
     StateWriter,
     Unmapped,
