@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardkit.core.catalog import Catalog
-from shardkit.formats.optimizer.entries import OptimizerState, Unmapped
+from shardkit.formats.optimizer import OptimizerState, Unmapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

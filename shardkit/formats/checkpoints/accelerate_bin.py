@@ -21,7 +21,7 @@ from shardkit.files.links import locate
 from shardkit.formats.beside import asset_directories, listing
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.checkpoints.full_file import open_full_file
-from shardkit.formats.optimizer.entries import OptimizerState, Unmapped, unmapped
+from shardkit.formats.optimizer import OptimizerState, Unmapped, unmapped
 from shardkit.formats.rankfiles.files import RankFile, gather_files, missing_ranks
 from shardkit.formats.rankfiles.numbered import parameters_of
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files

@@ -16,7 +16,7 @@ from shardkit.formats.checkpoints.bytecheckpoint_metadata import (
 )
 from shardkit.formats.dcp.checkpoint import as_checkpoint
 from shardkit.formats.dcp.directory import DcpDirectory
-from shardkit.formats.optimizer.entries import (
+from shardkit.formats.optimizer import (
     GROUPS,
     PARAMS,
     STATE,

@@ -23,7 +23,7 @@ from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
 from shardkit.formats.beside import asset_directories, inner, listing
 from shardkit.formats.checkpoint import Checkpoint
-from shardkit.formats.optimizer.entries import OptimizerState, Unmapped
+from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.formats.rankfiles.files import Gathered, RankFile, gather_files, missing_ranks
 from shardkit.formats.rankfiles.numbered import parameters_of
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files

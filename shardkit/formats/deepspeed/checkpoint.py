@@ -33,7 +33,7 @@ from shardkit.formats.deepspeed.states import (
 )
 from shardkit.formats.deepspeed.universal import is_cut, open_parameters, open_universal_optimizer
 from shardkit.formats.deepspeed.weights import Weights, assemble, masters_of
-from shardkit.formats.optimizer.entries import OptimizerState, Unmapped
+from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.formats.rankfiles.flat import build_catalog, differing
 from shardkit.formats.torchsave.file import TensorRef, TorchFile
 

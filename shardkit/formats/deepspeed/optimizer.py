@@ -22,7 +22,7 @@ from shardkit.formats.deepspeed.files import Tag, open_states, without_tree
 from shardkit.formats.deepspeed.states import ModelStates, OptimizerStates
 from shardkit.formats.deepspeed.weights import pieces_of
 from shardkit.formats.deepspeed.zero import FlatPiece
-from shardkit.formats.optimizer.entries import (
+from shardkit.formats.optimizer import (
     GROUPS,
     PARAMS,
     STATE,

@@ -21,7 +21,7 @@ from shardkit.formats.beside import inner, listing
 from shardkit.formats.deepspeed.files import Tag, open_states, without_tree
 from shardkit.formats.deepspeed.optimizer import group_params
 from shardkit.formats.deepspeed.states import ModelStates
-from shardkit.formats.optimizer.entries import GROUPS, STATE, STEP, OptimizerState, Unmapped, unmapped
+from shardkit.formats.optimizer import GROUPS, STATE, STEP, OptimizerState, Unmapped, unmapped
 from shardkit.formats.rankfiles.flat import Weight
 from shardkit.formats.rankfiles.flat_state import Leaves, write_state
 from shardkit.formats.torchsave.file import TensorRef, TorchFile

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from shardkit.core.text import escape
 from shardkit.formats.deepspeed.files import without_tree
-from shardkit.formats.optimizer.entries import PARAMS, Agreement, OptimizerState, Unmapped, unmapped
+from shardkit.formats.optimizer import PARAMS, Agreement, OptimizerState, Unmapped, unmapped
 from shardkit.formats.rankfiles.flat import Piece, Weight
 from shardkit.formats.rankfiles.flat_state import Leaves, write_state
 from shardkit.formats.rankfiles.flat_units import split_units

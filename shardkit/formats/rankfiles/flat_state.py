@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardkit.formats.optimizer.entries import STEP, OptimizerState, StateWriter, path_name, state_path
+from shardkit.formats.optimizer import STEP, OptimizerState, StateWriter, path_name, state_path
 from shardkit.formats.rankfiles.flat import Weight, build_catalog
 from shardkit.formats.torchsave.file import TorchFile
 

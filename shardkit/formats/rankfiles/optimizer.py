@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
-from shardkit.formats.optimizer.entries import (
+from shardkit.formats.optimizer import (
     GROUPS,
     PARAMS,
     STATE,

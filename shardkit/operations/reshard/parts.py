@@ -20,7 +20,7 @@ from shardkit.formats.checkpoints.accelerate import model_directories
 from shardkit.formats.dcp.directory import open_dcp_lazily
 from shardkit.formats.dcp.metadata import Place
 from shardkit.formats.hub.base import saved_key_rules
-from shardkit.formats.optimizer.entries import OptimizerState
+from shardkit.formats.optimizer import OptimizerState
 from shardkit.formats.registry import format_of, open_checkpoint
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
 from shardkit.keys import KeyRule

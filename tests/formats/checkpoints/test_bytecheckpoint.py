@@ -28,7 +28,7 @@ from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.checkpoints.bytecheckpoint import is_bytecheckpoint, open_bytecheckpoint
 from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import bytecheckpoint_vocabulary
 from shardkit.formats.dcp.vocabulary import metadata_vocabulary
-from shardkit.formats.optimizer.entries import OptimizerState, Unmapped
+from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.operations.reshard import reshard
 from shardkit.pickles.interpreter import parse
 from tests.formats.dcp.samples import assert_holds, raw, save
