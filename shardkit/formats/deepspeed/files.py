@@ -15,14 +15,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ShardkitError, SourceError
 from shardkit.files.links import locate, read_inside
 from shardkit.formats.beside import inner, listing
-from shardkit.formats.torchsave.file import TensorRef, TorchFile, open_torch_file
+from shardkit.formats.torchsave.file import TorchFile, open_torch_file
 
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{2,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{2,6})_optim_states\.pt")
@@ -190,8 +190,3 @@ def open_states(tag: Tag, names: Iterable[str], read: Callable[[TorchFile], T]) 
         problems=[error.message for error in failures],
         hint=failures[0].hint,
     )
-
-
-def without_tree(file: TorchFile, tensors: Iterable[TensorRef]) -> TorchFile:
-    """Return a file with no more than what it takes to read some tensors: there may be thousands of them."""
-    return replace(file, tree=None, storages={ref.key: file.storages[ref.key] for ref in tensors})

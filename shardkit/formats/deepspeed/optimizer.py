@@ -18,7 +18,7 @@ from typing import Any
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
-from shardkit.formats.deepspeed.files import Tag, open_states, without_tree
+from shardkit.formats.deepspeed.files import Tag, open_states
 from shardkit.formats.deepspeed.states import ModelStates, OptimizerStates
 from shardkit.formats.deepspeed.weights import pieces_of
 from shardkit.formats.deepspeed.zero import FlatPiece
@@ -33,8 +33,7 @@ from shardkit.formats.optimizer import (
     check_groups,
     unmapped,
 )
-from shardkit.formats.rankfiles.flat import Piece, Weight
-from shardkit.formats.rankfiles.flat_state import Leaves, write_state
+from shardkit.formats.rankfiles.flat import Leaves, Piece, Weight, without_tree, write_state
 from shardkit.formats.torchsave.file import TensorRef, TorchFile
 
 _NEVER = "it has no state: the optimizer never took a step, or keeps it elsewhere (NVMe offload)"

@@ -13,8 +13,8 @@ from typing import Any
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.formats.deepspeed.files import without_tree
 from shardkit.formats.optimizer import STATE, STEP, count_of
+from shardkit.formats.rankfiles.flat import without_tree
 from shardkit.formats.torchsave.file import Opaque, TensorRef, TorchFile
 
 _MAX_RANKS = 1 << 17

@@ -2,20 +2,23 @@
 
 Elements that lie side by side in a flat tensor are a range of a parameter's elements, and a range is a few
 boxes: no parameter is ever put together.
+
+The optimizer's state as pieces of flat tensors in several files, put into the form of the recipes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_range_boxes, full_region
 from shardkit.core.text import escape
 from shardkit.formats.dcp.decode import strided_file
+from shardkit.formats.optimizer import STEP, OptimizerState, StateWriter, path_name, state_path
 from shardkit.formats.torchsave.file import TensorRef, TorchFile, differing_storages
 
 _MAX_NAMED = 3
@@ -110,3 +113,52 @@ def differing(
                 f"{named}{f' and {more} more' if more > 0 else ''}: {escape(files[number].name)}: "
                 f"storage {escape(key)} does not have the CRC-32 recorded with it"
             )
+
+
+Leaves = dict[str, dict[str, Weight | float]]
+"""By parameter and leaf, a tensor or a number."""
+
+
+def write_state(
+    directory: str,
+    files: Sequence[TorchFile],
+    taken: Leaves,
+    groups: Sequence[Mapping[str, Any]],
+    params: Sequence[Sequence[str]],
+) -> OptimizerState:
+    """Return the state, given every parameter's leaves.
+
+    Args:
+        directory: of the checkpoint.
+        files: that leaves point into; the first is also that of the groups.
+        taken: the state.
+        groups: settings of the inner optimizer; none where they were not saved.
+        params: the parameters of each group.
+    """
+    weights, paths = dict[str, Weight](), dict[str, tuple[str | int, ...]]()
+    for name, leaves in taken.items():
+        for leaf, value in leaves.items():
+            if isinstance(value, Weight):
+                path = state_path(name, leaf)
+                weights[path_name(path)], paths[path_name(path)] = value, path
+    catalog = build_catalog(directory, files, weights)
+    catalog.paths = paths
+    writer = StateWriter(catalog, files[0].source)
+    in_group = {name: group for group, names in zip(groups, params, strict=True) for name in names}
+    for name, leaves in taken.items():
+        for leaf, value in leaves.items():
+            if isinstance(value, (int, float)):
+                writer.add_count(state_path(name, leaf), value)
+        count: object = in_group.get(name, {}).get(STEP)  # apex's and DeepSpeed's own Adam count by group
+        if STEP not in leaves and isinstance(count, (int, float)):
+            writer.add_count(state_path(name, STEP), count)
+    writer.add_groups(
+        [{key: value for key, value in group.items() if key != STEP} for group in groups], params
+    )
+    lacking = [] if groups else ["the settings of the optimizer's groups (lr, ...) are not in the checkpoint"]
+    return writer.finish(lacking, has_boxes=False)
+
+
+def without_tree(file: TorchFile, tensors: Iterable[TensorRef]) -> TorchFile:
+    """Return a file with no more than what it takes to read some tensors: there may be thousands of them."""
+    return replace(file, tree=None, storages={ref.key: file.storages[ref.key] for ref in tensors})

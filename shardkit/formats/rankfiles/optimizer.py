@@ -3,12 +3,25 @@
 Either `optimizer.state_dict()`, whose parameters are numbered, or what gathers it by FQN
 (`FSDP.optim_state_dict`, `get_optimizer_state_dict`). What is not in the state's own form (quantized states, parts
 that do not say where they belong) is not taken over: half an optimizer would train, and train wrongly.
+
+FSDP1's own optimizer state: `optimizer.state_dict()` over flat parameters, each rank's part of them, without names.
+
+Nothing in such files says what a flat parameter is made of. The sizes do, with the model's names and shapes: `flat_units`.
+
+Which parameters the flat parameters of FSDP1 are made of, where only their sizes are known.
+
+FSDP1 without `use_orig_params` lays the parameters of a wrapped module end to end, in the model's order, but for those of
+modules that are wrapped inside it; the ranks hold equal parts, the last ones with padding. `model.parameters()` gives the root's
+first, then those of the modules inside, in order. So the sizes say which modules were wrapped, unless several choices have them.
+
+Source: torch 2.13, torch/distributed/fsdp/_flat_param.py (`_init_flat_param_and_metadata`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
@@ -27,8 +40,14 @@ from shardkit.formats.optimizer import (
     unmapped,
 )
 from shardkit.formats.rankfiles.files import Gathering, each_file
-from shardkit.formats.rankfiles.flat_files import FlatState, is_flat, open_flat_states
-from shardkit.formats.rankfiles.numbered import Parameter, has_names, name_numbers, names_in_groups
+from shardkit.formats.rankfiles.flat import Leaves, Piece, Weight, without_tree, write_state
+from shardkit.formats.rankfiles.numbered import (
+    Parameter,
+    has_names,
+    name_numbers,
+    names_in_groups,
+    without_copies,
+)
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, UnreadableTensor
 
 _Key = str | int  # a parameter's FQN or number
@@ -215,3 +234,226 @@ def _notes(first: _State, named: Mapping[_Key, str]) -> Iterator[str]:
     lost = [key for key in numbered if key not in named]
     if lost:
         yield f"{count(len(lost), 'parameter')} of the optimizer without any state are left out: {listed(list(map(str, lost)))}"
+
+
+_UNKNOWN = (
+    "its states are flat parameters of FSDP1, and which parameters they are made of cannot be told from their sizes; load "
+    "it with the training script that saved it, and save by torch.distributed.checkpoint.state_dict"
+)
+
+
+_SEVERAL_GROUPS = (
+    "its states are flat parameters of FSDP1 in {} groups: which of them come first in the model is not told"
+)
+
+
+class FlatState(NamedTuple):
+    """What one rank's file says."""
+
+    file: TorchFile
+    by_number: Mapping[int, Mapping[str, object]]
+    groups: Sequence[Mapping[str, Any]]
+
+
+def is_flat(leaves: Mapping[str, object]) -> bool:
+    """True for what may be the states of a flat parameter: plain tensors of one dim, beside numbers."""
+    tensors = [value for value in leaves.values() if isinstance(value, TensorRef) and value.shape]
+    return bool(tensors) and all(len(value.shape) == 1 and value.is_contiguous for value in tensors)
+
+
+def open_flat_states(
+    directory: str, names: Sequence[str], states: Iterable[FlatState], parameters: Sequence[Parameter]
+) -> OptimizerState | Unmapped:
+    """Take flat states apart.
+
+    Args:
+        directory: of the checkpoint.
+        names: of the files.
+        states: what they say, in the order of the ranks.
+        parameters: the model's, in its order.
+
+    Raises:
+        IntegrityError: files of different saves.
+    """
+    ranks = [_lean(state) for state in states]
+    first = ranks[0]
+    num_groups = sum(bool(group[PARAMS]) for group in first.groups)
+    if num_groups > 1:
+        return unmapped(names, _SEVERAL_GROUPS.format(num_groups))
+    numbers = [number for group in first.groups for number in group[PARAMS]]
+    lengths = [_lengths(rank, numbers) for rank in ranks]
+    if lengths[0] is None or any(found != lengths[0] for found in lengths):
+        return unmapped(names, _UNKNOWN)
+    sizes = [length * len(ranks) for length in lengths[0]]
+    units = split_units(sizes, len(ranks), parameters)
+    if units is None:  # FSDP1 stores a tied parameter under each of its names, and trains it once
+        units = split_units(sizes, len(ranks), without_copies(parameters))
+    if units is None:
+        return unmapped(names, _UNKNOWN)
+    taken: Leaves = {}
+    for number, length, unit in zip(numbers, lengths[0], units, strict=True):
+        start = 0
+        for parameter in unit:
+            leaves = taken[parameter.name] = {}
+            for leaf, value in first.by_number[number].items():
+                found = _leaf(leaf, value, number, (start, length), parameter, ranks)
+                if isinstance(found, str):
+                    return unmapped(names, f"{escape(leaf)} of {escape(parameter.name)}: {found}")
+                leaves[leaf] = found
+            start += prod(parameter.shape)
+    _check_agreement(ranks, numbers)
+    unit_of = dict(zip(numbers, units, strict=True))
+    params = [
+        [parameter.name for number in group[PARAMS] for parameter in unit_of[number]]
+        for group in first.groups
+    ]
+    return write_state(directory, [rank.file for rank in ranks], taken, first.groups, params)
+
+
+def _check_agreement(ranks: Sequence[FlatState], numbers: Sequence[int]) -> None:
+    agreement = Agreement()
+    for rank in ranks:
+        states = {f"flat parameter {number}": rank.by_number[number] for number in numbers}
+        agreement.add(rank.file.name, states, rank.groups)
+    agreement.check()
+
+
+def _lean(state: FlatState) -> FlatState:
+    refs = [value for leaves in state.by_number.values() for value in leaves.values()]
+    refs += [value for group in state.groups for value in group.values()]
+    return state._replace(file=without_tree(state.file, [ref for ref in refs if isinstance(ref, TensorRef)]))
+
+
+def _lengths(rank: FlatState, numbers: Sequence[int]) -> list[int] | None:
+    """Return the elements that a rank has of each flat parameter; None where a state does not tell."""
+    found: list[int] = []
+    for number in numbers:
+        leaves = rank.by_number.get(number, {})
+        sizes = {value.shape[0] for value in leaves.values() if isinstance(value, TensorRef) and value.shape}
+        if not is_flat(leaves) or len(sizes) != 1 or 0 in sizes:
+            return None
+        found += sizes
+    return found
+
+
+def _leaf(
+    leaf: str,
+    value: object,
+    number: int,
+    place: tuple[int, int],
+    parameter: Parameter,
+    ranks: Sequence[FlatState],
+) -> Weight | float | str:
+    """Return what a parameter has of a leaf, or why it cannot be told.
+
+    Args:
+        place: the parameter's first element in the flat one, and the elements of each rank's part of that.
+    """
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, TensorRef) and not value.shape:
+        return Weight.whole(0, value)  # all ranks count alike
+    (start, part), pieces = place, list[Piece]()
+    at, stop = start, start + prod(parameter.shape)
+    while at < stop or not pieces:
+        rank = min(at // part, len(ranks) - 1)
+        ref = ranks[rank].by_number[number].get(leaf)
+        if not isinstance(ref, TensorRef):
+            return f"{escape(ranks[rank].file.name)} has no flat tensor of it"
+        length = min(stop, (rank + 1) * part) - at
+        pieces.append(Piece(rank, ref, at - rank * part, at - start, length))
+        at += length
+    return Weight(dtype=pieces[0].tensor.dtype, shape=parameter.shape, pieces=pieces)
+
+
+class _Run(NamedTuple):
+    """Parameters of one module: `start .. stop` of the model's."""
+
+    start: int
+    stop: int
+
+
+def split_units(
+    sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter]
+) -> list[list[Parameter]] | None:
+    """Return the parameters of each flat parameter; None where none or several choices fit.
+
+    Args:
+        sizes: of the flat parameters with their padding, in elements and in the optimizer's order.
+        num_ranks: that each is cut for.
+        parameters: the model's, in its order.
+    """
+    choices = [_with_root(sizes, num_ranks, parameters), _without_root(sizes, num_ranks, parameters)]
+    found = [choice for choice in choices if choice is not None]
+    return found[0] if found and found.count(found[0]) == len(found) else None
+
+
+def _with_root(
+    sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter]
+) -> list[list[Parameter]] | None:
+    runs = _only_runs(sizes[1:], num_ranks, parameters)
+    if runs is None or not sizes:
+        return None
+    inside = {place for run in runs for place in range(run.start, run.stop)}
+    root = [parameter for place, parameter in enumerate(parameters) if place not in inside]
+    if not _fits(sum(prod(parameter.shape) for parameter in root), sizes[0], num_ranks) or not root:
+        return None
+    return [root, *(list(parameters[run.start : run.stop]) for run in runs)]
+
+
+def _without_root(
+    sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter]
+) -> list[list[Parameter]] | None:
+    """Where every parameter is in a module that was wrapped, the root has none."""
+    runs = _only_runs(sizes, num_ranks, parameters)
+    if runs is None or sum(run.stop - run.start for run in runs) != len(parameters):
+        return None
+    return [list(parameters[run.start : run.stop]) for run in runs]
+
+
+def _fits(num_elements: int, size: int, num_ranks: int) -> bool:
+    return size == -(-num_elements // num_ranks) * num_ranks
+
+
+def _only_runs(sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter]) -> list[_Run] | None:
+    """Return one module after the other with such sizes; None where there are none or several choices."""
+    candidates = _modules(parameters)
+    bounds = [0, *accumulate(prod(parameter.shape) for parameter in parameters)]
+    fitting = {
+        size: [run for run in candidates if _fits(bounds[run.stop] - bounds[run.start], size, num_ranks)]
+        for size in set(sizes)
+    }
+    first, at = list[_Run](), 0
+    for size in sizes:
+        run = min((run for run in fitting[size] if run.start >= at), key=lambda run: run.stop, default=None)
+        if run is None:
+            return None
+        first.append(run)
+        at = run.stop
+    last, at = list[_Run](), len(parameters)
+    for size in reversed(sizes):
+        run = max((run for run in fitting[size] if run.stop <= at), key=lambda run: run.start, default=None)
+        if run is None:
+            return None
+        last.append(run)
+        at = run.start
+    if first != last[::-1]:
+        return None
+    # Any other choice would have to hold more than these: a module around one of them, of almost its size.
+    nested = any(
+        other != run and other.start <= run.start and run.stop <= other.stop
+        for size, run in zip(sizes, first, strict=True)
+        for other in fitting[size]
+    )
+    return None if nested else first
+
+
+def _modules(parameters: Sequence[Parameter]) -> list[_Run]:
+    """Return the runs that are all parameters of some module, each once."""
+    bounds: dict[str, _Run] = {}
+    for place, parameter in enumerate(parameters):
+        steps = parameter.name.split(".")
+        for depth in range(1, len(steps)):
+            path = ".".join(steps[:depth])
+            bounds[path] = _Run(bounds[path].start if path in bounds else place, place + 1)
+    return sorted(set(bounds.values()))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.formats.rankfiles.flat_units import split_units
 from shardkit.formats.rankfiles.numbered import Parameter, name_numbers, without_copies
+from shardkit.formats.rankfiles.optimizer import split_units
 
 MODEL = [
     Parameter("embed.weight", (7, 4)),
