@@ -17,20 +17,18 @@ from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.beside import asset_directories, parent
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.deepspeed.files import (
+    ModelStates,
+    OptimizerStates,
     StateFiles,
     Tag,
     find_tag,
     open_states,
+    read_model_states,
+    read_optimizer_states,
     require_ranks,
     survey,
 )
 from shardkit.formats.deepspeed.optimizer import open_zero_optimizer
-from shardkit.formats.deepspeed.states import (
-    ModelStates,
-    OptimizerStates,
-    read_model_states,
-    read_optimizer_states,
-)
 from shardkit.formats.deepspeed.universal import is_cut, open_parameters, open_universal_optimizer
 from shardkit.formats.deepspeed.weights import Weights, assemble, masters_of
 from shardkit.formats.optimizer import OptimizerState, Unmapped

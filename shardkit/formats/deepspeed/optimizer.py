@@ -18,10 +18,8 @@ from typing import Any
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
-from shardkit.formats.deepspeed.files import Tag, open_states
-from shardkit.formats.deepspeed.states import ModelStates, OptimizerStates
-from shardkit.formats.deepspeed.weights import pieces_of
-from shardkit.formats.deepspeed.zero import FlatPiece
+from shardkit.formats.deepspeed.files import ModelStates, OptimizerStates, Tag, open_states
+from shardkit.formats.deepspeed.weights import FlatPiece, pieces_of
 from shardkit.formats.optimizer import (
     GROUPS,
     PARAMS,

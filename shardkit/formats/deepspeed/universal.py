@@ -18,9 +18,8 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.formats.beside import inner, listing
-from shardkit.formats.deepspeed.files import Tag, open_states
+from shardkit.formats.deepspeed.files import ModelStates, Tag, open_states
 from shardkit.formats.deepspeed.optimizer import group_params
-from shardkit.formats.deepspeed.states import ModelStates
 from shardkit.formats.optimizer import GROUPS, STATE, STEP, OptimizerState, Unmapped, unmapped
 from shardkit.formats.rankfiles.flat import Leaves, Weight, without_tree, write_state
 from shardkit.formats.torchsave.file import TensorRef, TorchFile
