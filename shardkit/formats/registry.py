@@ -97,7 +97,7 @@ _BY_NAMES = (
     ),
     Format(
         "accelerate-bin",
-        "checkpoints.accelerate_bin:accelerate_bin",
+        "checkpoints.accelerate:accelerate_bin",
         ("pytorch_model_fsdp*.bin",),
         "pytorch_model_fsdp_0_rankR.bin or pytorch_model_fsdp.bin (accelerate)",
     ),

@@ -1,21 +1,39 @@
-"""A ByteCheckpoint: `global_step_N/` with `model/`, `optimizer/` and more, or `model/` itself."""
+"""A ByteCheckpoint: `global_step_N/` with `model/`, `optimizer/` and more, or `model/` itself.
+
+ByteCheckpoint: DCP's file names for another format.
+
+`.metadata` is a pickle of its own classes, and in `__R_K.distcp` tensors are not `torch.save` records but
+their bare storages, end to end. How a storage is to be read (dtype, shape, stride) stands in `.metadata`, as
+the pickle that `torch.save` would have written for the tensor without its data.
+
+Source: ByteCheckpoint 0.0.2, checkpointer/meta_type.py, storage/filesystem, utilities/serialization.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shardkit.core.text import listed
+from shardkit.core.catalog import Catalog
+from shardkit.core.text import escape, listed
+from shardkit.errors import IntegrityError, ResourceError, SourceError
+from shardkit.files.strict_json import open_regular, read_exactly, read_small, stamp_of
 from shardkit.formats.beside import asset_directories, inner, listing
 from shardkit.formats.checkpoint import Checkpoint
-from shardkit.formats.checkpoints.bytecheckpoint_metadata import (
-    is_bytecheckpoint_metadata,
-    open_bytecheckpoint_files,
+from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import (
+    ByteMetadata,
+    PickleTable,
+    bytecheckpoint_vocabulary,
 )
 from shardkit.formats.dcp.checkpoint import as_checkpoint
-from shardkit.formats.dcp.directory import DcpDirectory
+from shardkit.formats.dcp.decode import difference, strided_file
+from shardkit.formats.dcp.directory import METADATA, DcpDirectory, open_metadata
+from shardkit.formats.dcp.metadata import join_fields
+from shardkit.formats.dcp.vocabulary import RECORDS
 from shardkit.formats.optimizer import (
     GROUPS,
     PARAMS,
@@ -26,6 +44,9 @@ from shardkit.formats.optimizer import (
     unmapped,
 )
 from shardkit.formats.torchsave.file import TorchFile, open_torch_file
+from shardkit.formats.torchsave.record import TensorRecord
+from shardkit.formats.torchsave.tensors import StoredTensor, parse_tensor
+from shardkit.pickles.interpreter import parse_in_columns
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _OTHERS = {
@@ -109,3 +130,111 @@ def _groups_record(opened: DcpDirectory) -> TorchFile | None:
         return None
     source = opened.catalog.files[place.file]
     return open_torch_file(source.path, f"{_OPTIMIZER}/{source.name}", (place.start, place.nbytes))
+
+
+_MAX_METADATA = 1 << 30
+_MARK = b"bytecheckpoint."
+_MARK_WITHIN = 128  # bytes: the class of the top object is named first
+
+
+def is_bytecheckpoint_metadata(directory: str) -> bool:
+    """True where the `.metadata` of a directory begins with a class of ByteCheckpoint's."""
+    try:
+        with open_regular(os.path.join(directory, METADATA), METADATA, follow=False) as (fd, size):
+            return _MARK in read_exactly(fd, 0, min(size, _MARK_WITHIN), METADATA)
+    except (SourceError, ResourceError):
+        return False
+
+
+def open_bytecheckpoint_files(directory: str) -> DcpDirectory:
+    """Open a directory with ByteCheckpoint's `.metadata`; extents are the chunks' bytes.
+
+    Raises:
+        SourceError: missing, damaged, hostile or contradictory; names the file and the tensors.
+        IntegrityError: the two descriptions of a chunk differ.
+        ResourceError: a file may not be read.
+    """
+    data = read_small(os.path.join(directory, METADATA), METADATA, _MAX_METADATA, follow=False)
+    top = parse_in_columns(data, bytecheckpoint_vocabulary, METADATA)
+    if not isinstance(top, ByteMetadata):
+        raise SourceError(f"{METADATA} holds {type(top).__name__}, not the Metadata of a ByteCheckpoint")
+    metadata = join_fields(top.fields, METADATA)
+    metadata.encoding = "raw"
+    opened = open_metadata(directory, metadata)
+    _point(opened.catalog, _pickles(top.fields.get("all_tensor_metadata")))
+    return opened
+
+
+def _pickles(value: object) -> PickleTable:
+    table: object = None
+    if isinstance(value, dict) and list(value) in ([], [RECORDS]):
+        table = value.get(RECORDS, PickleTable())
+    if not isinstance(table, PickleTable):
+        raise SourceError(f"{METADATA}: all_tensor_metadata does not hold the pickles of tensors")
+    return table
+
+
+def _point(catalog: Catalog, pickles: PickleTable) -> None:
+    """Replace each extent, a storage, by the bytes of the chunk in it."""
+    _stamp(catalog)
+    stored = [parse_tensor(data, f"{METADATA}, the pickle of a tensor") for data in pickles.pickles]
+    table, problems = catalog.chunks, list[str]()
+    for fqn, entry in catalog.tensors.items():
+        for row, region in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
+            number = pickles.numbers.get((fqn, _corner(region.offsets)))
+            if number is None:
+                problems.append(
+                    f"{escape(fqn)}: chunk at {list(region.offsets)} has no entry in all_tensor_metadata"
+                )
+                continue
+            record = _record(stored[number], table.start[row], table.nbytes[row])
+            reason = difference(entry, region.sizes, record) or _storage_problem(stored[number], record)
+            if reason:
+                problems.append(f"{escape(fqn)}: chunk at {list(region.offsets)}: {reason}")
+            elif record.is_contiguous:
+                table.start[row], table.nbytes[row] = record.start, record.nbytes
+            else:
+                catalog.files.append(strided_file(catalog.files[table.file[row]], entry, record))
+                table.file[row], table.start[row] = len(catalog.files) - 1, 0
+                table.nbytes[row] = record.nbytes
+    if problems:
+        raise IntegrityError(
+            f"{METADATA} describes {len(problems)} chunks in two ways",
+            problems=problems,
+            hint="the checkpoint is damaged: use another copy",
+        )
+
+
+def _stamp(catalog: Catalog) -> None:
+    """Hold the files to the state that they are in now."""
+    for file in set(catalog.chunks.file):
+        source = catalog.files[file]
+        with open_regular(source.path, source.name, follow=False) as (fd, _):
+            catalog.files[file] = replace(source, stamp=stamp_of(fd))
+
+
+def _corner(offsets: Sequence[int]) -> bytes:
+    return array("q", offsets).tobytes()
+
+
+def _record(tensor: StoredTensor, start: int, nbytes: int) -> TensorRecord:
+    return TensorRecord(
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        stride=tensor.stride,
+        storage_offset=tensor.storage_offset,
+        data_start=start,
+        data_nbytes=nbytes,
+        crc32=None,
+    )
+
+
+def _storage_problem(tensor: StoredTensor, record: TensorRecord) -> str | None:
+    """Return why a view does not lie in its storage, or the storage is not what is stored."""
+    if tensor.storage_nbytes != record.data_nbytes:
+        return f"a storage of {tensor.storage_nbytes} bytes, of which {record.data_nbytes} are stored"
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
+    last = tensor.storage_offset + (0 if 0 in tensor.shape else reach + 1)
+    if last * tensor.dtype.itemsize > record.data_nbytes:
+        return f"it reaches to byte {last * tensor.dtype.itemsize} of a storage of {record.data_nbytes}"
+    return None

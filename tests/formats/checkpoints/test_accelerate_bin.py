@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardkit.errors import SourceError
-from shardkit.formats.checkpoints.accelerate_bin import is_accelerate_bin, open_accelerate_bin
+from shardkit.formats.checkpoints.accelerate import is_accelerate_bin, open_accelerate_bin
 from shardkit.formats.registry import format_of, open_checkpoint
 from tests.formats.reading import contents, expected
 

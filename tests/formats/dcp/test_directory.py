@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import flat_offset
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.checkpoints.bytecheckpoint_metadata import is_bytecheckpoint_metadata
+from shardkit.formats.checkpoints.bytecheckpoint import is_bytecheckpoint_metadata
 from shardkit.formats.dcp.directory import is_dcp, open_dcp
 from tests.formats.dcp.samples import alter, raw, read_tensor, save
 
