@@ -22,10 +22,9 @@ from shardkit.files.links import may_follow_links
 from shardkit.formats.hub.directory import read_config, read_index
 from shardkit.layout.classes import BrokenTie, broken_ties, tie
 from shardkit.training.model.buffers import InitBuffers
-from shardkit.training.model.build import BuildModel, build_model, find_config
+from shardkit.training.model.build import MULTIPLE, BuildModel, align_vocab, build_model, find_config
 from shardkit.training.model.fit import Fit, Missing, check_fit, check_ties, check_untied, diverged_ties
 from shardkit.training.model.initialise import not_repeated
-from shardkit.training.model.vocabulary import MULTIPLE, align_vocab
 from shardkit.training.ranks.agree import agree, gather_json
 from shardkit.training.ranks.context import ExpectedTensor, ModelInitializationContext, Weights, clean_name
 from shardkit.training.source.from_rank import RankSource, check_sources

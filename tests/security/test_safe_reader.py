@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import shardkit
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.training.bridges.safe_object import vetted
+from shardkit.training.safe_reader import vetted
 from tests.distributed.processes import run_script
 from tests.formats.dcp.samples import quiet
 from tests.security import dcp_cases, payloads

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.training.bridges.hf_environment import hf_ram_efficient_loading
+from shardkit.training.fsdp1 import hf_ram_efficient_loading
 from tests.training.models import llama
 
 NAMES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")

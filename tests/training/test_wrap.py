@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from shardkit.errors import PolicyError
-from shardkit.training.model.units import layer_policy
+from shardkit.training.wrap import layer_policy
 from tests.training.conftest import World
 
 LAYERS = ["", "model.layers.0", "model.layers.1", "model.layers.2"]

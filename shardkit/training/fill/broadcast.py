@@ -8,27 +8,199 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import BY_NAME
-from shardkit.core.regions import Region, intersect, relative_to
-from shardkit.errors import LayoutError
+from shardkit.core.regions import Region, blocks, intersect, relative_to
+from shardkit.core.text import MIB
+from shardkit.errors import LayoutError, SourceError
 from shardkit.training.fill.compare import DAMAGED, together
-from shardkit.training.fill.match import Wanted, match
-from shardkit.training.fill.messages import BAND_NBYTES, Part, Sent, Step, build_steps, packed_layout
-from shardkit.training.fill.readers import SourceRank, choose_sources
-from shardkit.training.fill.reading import Filled, Worker, flat_bytes, plan_reads, torch_dtype, window
-from shardkit.training.ranks.agree import agree, agreed, broadcast_json, device_for, lost, world
+from shardkit.training.fill.reading import (
+    Filled,
+    Wanted,
+    Worker,
+    flat_bytes,
+    match,
+    plan_reads,
+    torch_dtype,
+    window,
+)
+from shardkit.training.ranks.agree import agree, agreed, broadcast_json, device_for, gather_json, lost, world
 from shardkit.training.ranks.context import Weights
 from shardkit.training.ranks.local import LocalShard
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.sources import SourceFiles
+
+BAND_NBYTES = 4 * MIB
+"""Most bytes of a tensor in one message."""
+_ALIGN = 16  # bytes; of the parts in a packed message, so that they can be viewed as any dtype
+
+
+class Sent(NamedTuple):
+    """How a tensor is sent."""
+
+    entry: TensorEntry
+    dtype: torch.dtype
+    """The narrower of the stored and the wanted one."""
+
+
+class Band(NamedTuple):
+    """A contiguous box of a tensor, of bounded size."""
+
+    number: int
+    """Of the tensor, in the order in which they are sent."""
+    box: Region
+
+
+class Step(NamedTuple):
+    """What is sent together."""
+
+    packed: tuple[Band, ...]
+    """Whole small tensors, behind a status, in one message to each rank."""
+    bands: tuple[Band, ...]
+    """Of one large tensor, after it."""
+
+
+class Part(NamedTuple):
+    """A rank's part of a tensor, in a packed message."""
+
+    number: int
+    box: Region
+    start: int
+    """First byte in the message."""
+    stop: int
+
+
+def build_steps(tensors: Sequence[Sent]) -> Iterator[Step]:
+    """Yield what is sent together, in order; the last step ends with a status."""
+    packed: list[Band] = []
+    nbytes = 0
+    for number, (entry, dtype) in enumerate(tensors):
+        itemsize = max(dtype.itemsize, entry.dtype.itemsize)
+        bands = tuple(Band(number, box) for box in blocks(entry.shape, max(BAND_NBYTES // itemsize, 1)))
+        if len(bands) > 1:
+            yield Step(tuple(packed), bands)
+            packed, nbytes = [], 0
+        elif bands:
+            size = entry.num_elements * itemsize
+            if packed and nbytes + size > BAND_NBYTES:
+                yield Step(tuple(packed), ())
+                packed, nbytes = [], 0
+            packed.extend(bands)
+            nbytes += size
+    yield Step(tuple(packed), ())
+    yield Step((), ())  # how the last one ended
+
+
+def packed_layout(
+    step: Step, tensors: Sequence[Sent], regions: Mapping[int, Region]
+) -> tuple[list[Part], int]:
+    """Return where each part lies in a rank's packed message, and the bytes of the message.
+
+    Args:
+        step: what is sent together.
+        tensors: all that is sent.
+        regions: what the rank holds of each, by number.
+    """
+    parts: list[Part] = []
+    at = _ALIGN  # the status
+    for number, box in step.packed:
+        part = intersect(regions[number], box) if number in regions else None
+        if part is not None:
+            nbytes = part.num_elements * tensors[number].dtype.itemsize
+            parts.append(Part(number, part, at, at + nbytes))
+            at += -(-nbytes // _ALIGN) * _ALIGN
+    return parts, at
+
+
+SourceRank = Literal["global", "node", "replica"]
+
+
+class Told(NamedTuple):
+    """What a rank says of itself."""
+
+    identity: str | None
+    """Of the weights that it sees; None where it cannot open them."""
+    reason: str | None
+    """Why not."""
+    group: str
+    """Ranks with the same one are served by one source."""
+
+
+def choose_sources(
+    shards: Sequence[LocalShard], weights: Weights | None, unavailable: str | None, source_rank: SourceRank
+) -> list[int]:
+    """Return the source rank of every rank; the first of each group that can open the source. Every rank calls it.
+
+    Args:
+        shards: of this rank.
+        weights: opened by this rank, or None.
+        unavailable: why not.
+        source_rank: "global", "node" or "replica".
+
+    Raises:
+        SourceError: on all ranks: a group without a rank that can open the source, or two that see other weights.
+    """
+    group = ""
+    if source_rank != "global":
+        group = _node() if source_rank == "node" else _replica(shards)
+    mine = Told(None if weights is None else weights.identity, unavailable, group)
+    told = [Told(*each) for each in gather_json(mine, phase="choosing source ranks")]
+    found: dict[str, int] = {}
+    for rank, each in enumerate(told):
+        if each.identity is not None:
+            found.setdefault(each.group, rank)
+    problems = [
+        f"rank {rank}: {(each.reason or 'cannot open the source').splitlines()[0]}"
+        for rank, each in enumerate(told)
+        if each.group not in found
+    ]
+    if problems:
+        raise SourceError(
+            f"no rank of some {source_rank} can open the source" if found else "no rank can open the source",
+            problems=problems,
+            hint="source_rank='global' needs one rank that can" if found else None,
+        )
+    first = told[min(found.values())].identity
+    others = [rank for rank in found.values() if told[rank].identity != first]
+    if others:
+        raise SourceError(
+            "source ranks see different weights",
+            problems=[f"rank {rank}: other weights than rank {min(found.values())}" for rank in others],
+            hint="copy the same weights to every node, or use source_rank='global'",
+        )
+    return [found[each.group] for each in told]
+
+
+def _node() -> str:
+    """torchrun numbers the nodes; without it the name of the host tells them apart."""
+    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+
+
+def _replica(shards: Sequence[LocalShard]) -> str:
+    """Return the place on the axes that replicate every sharded tensor: `dp_replicate` of an HSDP mesh."""
+    widest = max(
+        (shard.replicas.mesh for shard in shards if shard.replicas.mesh is not None),
+        key=lambda mesh: mesh.size(),
+        default=None,
+    )
+    coordinate = widest.get_coordinate() if widest is not None else None
+    if coordinate is None:
+        return ""
+    axes = set(range(len(coordinate)))
+    for shard in shards:
+        if shard.replicas.mesh == widest:
+            axes.intersection_update(shard.replicas.axes)
+    return str([coordinate[axis] for axis in sorted(axes)])
+
 
 _IN_FLIGHT = 4  # bands
 _OK, _FAILED = 1, 2

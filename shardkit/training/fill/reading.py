@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
@@ -19,14 +19,135 @@ import torch
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, Shape, flat_offset, intersect, is_contiguous, relative_to, runs
-from shardkit.core.text import MIB
+from shardkit.core.regions import (
+    Region,
+    Shape,
+    flat_offset,
+    full_region,
+    intersect,
+    is_contiguous,
+    relative_to,
+    runs,
+)
+from shardkit.core.text import MIB, escape
 from shardkit.core.threads import until_done
+from shardkit.errors import LayoutError
 from shardkit.files.reflink import BLOCK
-from shardkit.training.fill.staging import DeviceStaging
+from shardkit.training.ranks.context import Weights
+from shardkit.training.ranks.local import LocalShard
 from shardkit.transfer.checks import CheckedSource
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.sources import Reader, SourceFiles
+
+_NUM_BUFFERS = 2  # one is filled from storage while the other is copied
+
+
+class DeviceStaging:
+    """Copies raw bytes to a device on a stream of its own; dtype and strides are put right over there.
+
+    Args:
+        device: of the targets.
+        nbytes: size of each of its buffers.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._stream = self._module.Stream(device)
+        self._stream.wait_stream(self._module.current_stream(device))  # where the targets were allocated
+        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_BUFFERS)]
+        self._sent = [self._module.Event() for _ in range(_NUM_BUFFERS)]
+        self._turn = 0
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Return pinned memory to be filled and then sent."""
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        self._sent[self._turn].synchronize()
+        return self._buffers[self._turn][:nbytes]
+
+    def send(self, staged: torch.Tensor, dtype: torch.dtype, strides: Shape, target: torch.Tensor) -> None:
+        """Copy what `room` gave to a target: elements of `dtype` that lie with `strides`."""
+        with self._module.stream(self._stream):
+            raw = staged.to(self._device, non_blocking=True)
+            target.copy_(raw.view(dtype).as_strided(tuple(target.shape), strides))
+            self._sent[self._turn].record(self._stream)
+
+    def finish(self) -> None:
+        """Wait until every target is filled."""
+        self._stream.synchronize()
+
+
+class Wanted(NamedTuple):
+    """A part of a stored tensor, and this rank's memory for it."""
+
+    shard: LocalShard
+    entry: TensorEntry
+    """The stored tensor."""
+    region: Region
+    """What of it this rank holds; may be empty."""
+    target: torch.Tensor
+    """Memory of the region's sizes."""
+
+
+def match(
+    shards: Iterable[LocalShard],
+    weights: Weights,
+    *,
+    initialised: Collection[str] = (),
+    grown: Mapping[str, int] | None = None,
+) -> list[Wanted]:
+    """Return what of a source fills which shard; it is held against names, shapes and dtypes.
+
+    Args:
+        shards: of the model, materialised. Buffers that are in no state dict are not looked for.
+        weights: the source.
+        initialised: FQNs that are not read.
+        grown: FQN -> rows that the source has of a longer tensor.
+
+    Raises:
+        LayoutError: tensors that the source does not have, or has with another shape, or with a dtype that is
+            not converted; all of them at once.
+    """
+    found: list[Wanted] = []
+    problems: list[str] = []
+    for shard in shards:
+        if not shard.persistent or any(name in initialised for name in shard.names):
+            continue
+        name = next((name for name in shard.names if name in weights.names), None)
+        entry = weights.catalog.tensors.get(weights.names[name]) if name is not None else None
+        if entry is None:
+            problems.append(f"{escape(shard.fqn)}: not in the source")
+            continue
+        rows = next((grown[each] for each in shard.names if each in grown), None) if grown else None
+        shape = shard.shape if rows is None else (rows, *shard.shape[1:])
+        if entry.shape != shape:
+            problems.append(
+                f"{escape(shard.fqn)}: {list(shape)} in the model, {list(entry.shape)} in the source"
+            )
+        elif not converts(entry.dtype, shard.dtype):
+            problems.append(
+                f"{escape(shard.fqn)}: {shard.dtype} in the model, {entry.dtype.name} in the source"
+            )
+        else:
+            found.append(_want(shard, entry))
+    if problems:
+        raise LayoutError(f"{escape(weights.path)} does not fit the model", problems=problems)
+    return found
+
+
+def converts(source: DType, target: torch.dtype) -> bool:
+    """True where values of a stored dtype have a meaning in another: floats of two bytes and more."""
+    return torch_dtype(source) == target or (
+        source.is_convertible and target.is_floating_point and target.itemsize >= 2
+    )
+
+
+def _want(shard: LocalShard, entry: TensorEntry) -> Wanted:
+    region = intersect(shard.region, full_region(entry.shape))
+    if region is None:  # an empty shard, or one of nothing but new rows
+        region = Region(shard.region.offsets, (0,) * len(entry.shape))
+    return Wanted(shard, entry, region, shard.tensor[window(relative_to(region, shard.region.offsets))])
+
 
 _STRAIGHT_NBYTES = 16 * MIB  # of one system call; so that two threads share a large tensor
 STAGED_NBYTES = 4 * MIB  # of a thread's buffer; what fits the processor's cache is copied out fastest

@@ -12,7 +12,7 @@ from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError, UsageError
 from shardkit.layout.classes import BrokenTie
-from shardkit.training.fill.match import converts
+from shardkit.training.fill.reading import converts
 from shardkit.training.ranks.context import ExpectedTensor, Weights
 from shardkit.transfer.sources import same_bytes
 

@@ -21,7 +21,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
 from shardkit.keys.peft import base_name
 from shardkit.layout.classes import is_transformers
-from shardkit.training.model.bits import FILLS, filled, same_bits
+from shardkit.training.model.buffers import FILLS, filled, same_bits
 from shardkit.training.ranks.context import ModelInitializationContext, clean_name
 
 _RESETS = ("reset_parameters", "_reset_parameters")

@@ -28,9 +28,8 @@ from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.naming import match_names
-from shardkit.training.ranks.context import ExpectedTensor, KeyRules, Weights
+from shardkit.training.ranks.context import ExpectedTensor, KeyRules, Weights, key_rules
 from shardkit.training.source.from_rank import RankSource
-from shardkit.training.source.hub_names import key_rules
 from shardkit.training.source.presharded import METADATA, open_presharded
 
 # Stored beside packed or scaled values. transformers 5.23, quantizers/: fp8, bitsandbytes, GPTQ, AWQ, MXFP4.

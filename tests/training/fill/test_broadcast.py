@@ -10,7 +10,7 @@ import torch
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region, find_tiling_error, full_region, intersect
-from shardkit.training.fill.messages import BAND_NBYTES, Sent, build_steps, packed_layout
+from shardkit.training.fill.broadcast import BAND_NBYTES, Sent, build_steps, packed_layout
 from tests.distributed.processes import ROOT, run_script
 from tests.training.finalize_world_memory import LAYERS, MEASURES, ROWS, WIDTH
 

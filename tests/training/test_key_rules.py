@@ -17,9 +17,8 @@ import shardkit
 from shardkit.errors import IntegrityError, LayoutError
 from shardkit.files import manifest
 from shardkit.training.prepare import describe
-from shardkit.training.ranks.context import Weights
+from shardkit.training.ranks.context import Weights, key_rules, recall, remember
 from shardkit.training.save import save
-from shardkit.training.source.hub_names import key_rules, recall, remember
 from shardkit.training.source.weights import open_weights
 from tests.distributed.processes import ROOT, run_script
 from tests.training import models

@@ -10,8 +10,7 @@ import transformers
 from torch import nn
 
 from shardkit.errors import LayoutError, UsageError
-from shardkit.training.model.build import build_model
-from shardkit.training.model.vocabulary import align_vocab
+from shardkit.training.model.build import align_vocab, build_model
 from tests.training import models
 
 

@@ -1,1 +1,0 @@
-"""Doors for other people's loops: Lightning, FSDP1, transformers' environment, stock `dcp.load`."""
