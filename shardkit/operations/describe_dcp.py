@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 from shardkit._version import __version__
 from shardkit.core.regions import Region, is_contiguous
@@ -18,14 +18,51 @@ from shardkit.files import manifest, storage
 from shardkit.files.digest import combine
 from shardkit.files.file_bytes import sha256_of
 from shardkit.formats.dcp import chunk_list
-from shardkit.formats.dcp.images import DcpImage, RecordKind
+from shardkit.formats.dcp.images import DcpImage, DcpImages, RecordKind
 from shardkit.formats.dcp.writer import write_metadata
-from shardkit.operations.dcp_output import DcpOutput
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
 from shardkit.transfer.stream import read_back
 
 METADATA = ".metadata"
 _PART = METADATA + ".part"
+
+
+class DcpOutput(Protocol):
+    """One DCP directory to be written, images and all that is said about them."""
+
+    @property
+    def output(self) -> DcpImages:
+        """Its images."""
+        ...
+
+    @property
+    def aliases(self) -> Mapping[str, tuple[str, ...]]:
+        """For a stored tensor, the other names that point at its records."""
+        ...
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """The source's name of each stored tensor."""
+        ...
+
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
+        """The path of each name in a nested state; None where names are flat."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Either "crc32" or "none"."""
+        ...
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the source is, for the manifest."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return the part of the manifest that is known before a byte moves."""
+        ...
 
 
 class Descriptions:
