@@ -1,26 +1,48 @@
-"""Checkpoints of PEFT models: the adapter by itself, or merged into the weights that it was trained on."""
+"""Checkpoints of PEFT models: the adapter by itself, or merged into the weights that it was trained on.
+
+Merging is W + scale * B A, tensor by tensor, and deciding it is pure: what has to be computed becomes a tensor of the
+catalog whose bytes are made when they are asked for, so that everything else treats it like one that was stored.
+
+Source: peft 0.21, tuners/lora/layer.py (Linear.merge, Embedding.merge), tuners/lora/dora.py.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from math import sqrt
+from typing import TYPE_CHECKING, Any, Literal
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, OnRead, SourceFile, TensorEntry
+from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError, UsageError
 from shardkit.files.links import locate
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.hub.base import ADAPTER_CONFIG, Base
-from shardkit.keys.peft import PeftNames, classify_peft
-from shardkit.operations.consolidate.lora import merged_catalog, plan_merge
+from shardkit.keys.peft import LoraModule, PeftNames, classify_peft
+from shardkit.transfer.sources import SourceFiles
+
+if TYPE_CHECKING:
+    import torch
 
 STEM = "adapter_model"  # peft 0.21, SAFETENSORS_WEIGHTS_NAME
 _VERL_META = "lora_train_meta.json"  # rank, alpha and task type, no more
 _MAX_BYTES = 16 << 20
+_REPEATED = re.compile(r"\)[*+?{]")
+_MAX_PATTERN = 500  # characters
+_BLOCK_BYTES = 64 << 20  # of float32 values that are computed at a time
+# Settings of LoraConfig with other arithmetic than W + scale * B A.
+_OTHER_ARITHMETIC = (
+    *("use_qalora", "use_bdlora", "kasa_config", "arrow_config", "monteclora_config", "velora_config"),
+    *("alora_invocation_tokens", "layer_replication"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,3 +206,251 @@ def _repo_of(base: Base | None) -> str | None:
 
 def _dump(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraMerge:
+    """One tensor that is computed. Names are those of the catalog."""
+
+    base: str
+    """The tensor that is added to; the result takes its name, shape and dtype."""
+    a: str | None
+    """(r, in), or (r, num_embeddings); None for a bias."""
+    b: str
+    """(out, r), or (dim, r); for a bias, what is added to it."""
+    magnitude: str | None
+    """DoRA's vector, one value for each output."""
+    scale: float
+    kind: Literal["linear", "transposed", "bias"]
+    """How the base is stored: (out, in); (in, out), as Conv1D and embeddings are; or a vector."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergePlan:
+    """A model with its adapter merged, decided."""
+
+    names: dict[str, str]
+    """Name in the catalog -> name in the output."""
+    merges: tuple[LoraMerge, ...]
+    peft: PeftNames
+    """What the names said."""
+
+
+def plan_merge(
+    tensors: Mapping[str, TensorEntry], names: Mapping[str, str], config: Mapping[str, Any]
+) -> MergePlan:
+    """Decide how a checkpoint's adapter is merged.
+
+    Args:
+        tensors: of the catalog.
+        names: selected name in the catalog -> its output name, `base_model.model.` and all.
+        config: the adapter's settings (`adapter_config.json`): `lora_alpha` is needed; `r`, `rank_pattern`,
+            `alpha_pattern`, `use_rslora` and `fan_in_fan_out` count where they are there.
+
+    Raises:
+        SourceError: there is nothing to merge or to merge it into; an adapter that is no LoRA; shapes that do
+            not fit. All problems of a kind at once.
+    """
+    stored = {name: source for source, name in names.items()}
+    peft = classify_peft(names.values())
+    if peft.kind != "base+adapter":
+        held = "an adapter alone" if peft.kind == "adapter" else "no adapter"
+        raise SourceError(
+            f"there is nothing to merge: the checkpoint holds {held}",
+            hint="--merge-lora is for checkpoints with both the adapter and the weights that it was trained on",
+        )
+    _check_settings(peft, config)
+    merges, problems = list[LoraMerge](), list[str]()
+    for module in peft.modules:
+        merges += _merges_of(module, stored, tensors, config, problems)
+    if problems:
+        raise SourceError(f"{len(problems)} modules cannot be merged", problems=problems)
+    return MergePlan(
+        names={stored[name]: target for name, target in peft.base_names.items()},
+        merges=tuple(merges),
+        peft=peft,
+    )
+
+
+def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
+    problems = [f"{escape(name)}: not LoRA's" for name in peft.unmergeable]
+    problems += [f"the adapter's settings have {name}" for name in _OTHER_ARITHMETIC if config.get(name)]
+    if config.get("peft_type") not in (None, "LORA"):
+        problems.append(f"the adapter is of type {escape(str(config['peft_type']))}, not LORA")
+    if problems:
+        raise SourceError(
+            "the adapter cannot be merged", problems=problems, hint="export it without --merge-lora instead"
+        )
+    if config.get("lora_alpha") is None:
+        raise SourceError(
+            "the adapter's lora_alpha is not known, so its scale is not",
+            hint="name the adapter_config.json that was used with --adapter-config",
+        )
+    problems = [
+        f"{name}: not a number"
+        for name in ("r", "lora_alpha")
+        if config.get(name) is not None and type(config[name]) not in (int, float)
+    ]
+    for name in ("rank_pattern", "alpha_pattern"):
+        problems += [f"{name}: {problem}" for problem in _pattern_problems(config.get(name))]
+    if problems:
+        raise SourceError("the adapter's settings cannot be read", problems=problems)
+
+
+def _pattern_problems(patterns: object) -> Iterator[str]:
+    if patterns is None:
+        return
+    if not isinstance(patterns, Mapping):
+        yield "not a mapping"
+        return
+    for pattern, value in patterns.items():
+        shown = escape(str(pattern))
+        if type(value) not in (int, float):
+            yield f"{shown}: its value is not a number"
+        # They come from a file: a repeated group can take exponentially long to match.
+        if _REPEATED.search(str(pattern)) or len(str(pattern)) > _MAX_PATTERN:
+            yield f"{shown}: too costly to match"
+            continue
+        try:
+            re.compile(str(pattern))
+        except re.error as error:
+            yield f"{shown}: {error}"
+
+
+def _merges_of(
+    module: LoraModule,
+    stored: Mapping[str, str],
+    tensors: Mapping[str, TensorEntry],
+    config: Mapping[str, Any],
+    problems: list[str],
+) -> Iterator[LoraMerge]:
+    if module.a is None or module.b is None or module.base is None:
+        part = "lora_A" if module.a is None else "lora_B" if module.b is None else "weight of the base"
+        problems.append(f"{escape(module.path)}: its {part} is missing")
+        return
+    base, a, b = stored[module.base], stored[module.a], stored[module.b]
+    magnitude = stored[module.magnitude] if module.magnitude else None
+    is_transposed = module.is_embedding or bool(config.get("fan_in_fan_out"))
+    problem = _shape_problem(tensors[base], tensors[a], tensors[b], is_transposed)
+    if problem is None and magnitude and module.is_embedding:
+        problem = "DoRA on an embedding"
+    if problem is None and module.b_bias and module.base_bias is None:
+        problem = "the adapter has a bias and the base has none"
+    rank = tensors[a].shape[0] if tensors[a].shape else 0
+    told = _pattern(config.get("rank_pattern"), module.path, config.get("r"))
+    if problem is None and told is not None and told != rank:
+        problem = f"its rank is {rank}, and {escape(str(told))} in the adapter's settings"
+    if problem is not None:
+        problems.append(f"{escape(module.path)}: {problem}")
+        return
+    alpha = _pattern(config.get("alpha_pattern"), module.path, config["lora_alpha"])
+    scale = alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank
+    kind: Literal["linear", "transposed"] = "transposed" if is_transposed else "linear"
+    yield LoraMerge(base=base, a=a, b=b, magnitude=magnitude, scale=scale, kind=kind)
+    if module.b_bias and module.base_bias:
+        bias = stored[module.base_bias]
+        yield LoraMerge(base=bias, a=None, b=stored[module.b_bias], magnitude=None, scale=scale, kind="bias")
+
+
+def _shape_problem(base: TensorEntry, a: TensorEntry, b: TensorEntry, is_transposed: bool) -> str | None:
+    if any(len(entry.shape) != 2 for entry in (base, a, b)):
+        return f"only matrices can be merged, and it is {list(base.shape)}"
+    if any(not entry.dtype.is_convertible for entry in (base, a, b)):
+        return f"{base.dtype.name} cannot be added to"
+    added = (b.shape[0], a.shape[1])
+    if a.shape[0] != b.shape[1] or (added[::-1] if is_transposed else added) != base.shape:
+        return (
+            f"{list(base.shape)} and what is added, {list(b.shape)} x {list(a.shape)}, do not fit each other"
+        )
+    return None
+
+
+def _pattern(patterns: Mapping[str, float] | None, path: str, default: Any) -> Any:
+    """Return the value whose pattern the path ends with, as PEFT matches them."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            return value
+    return default
+
+
+def merged_catalog(catalog: Catalog, plan: MergePlan) -> Catalog:
+    """Return a catalog in which the tensors to be merged are whole, and made when they are read.
+
+    Args:
+        catalog: of raw extents; holds every tensor that the plan names.
+        plan: from `plan_merge`.
+    """
+    assert catalog.encoding == "raw"
+    merged = replace(catalog, files=list(catalog.files), tensors=dict(catalog.tensors))
+    merged.chunks = copy.deepcopy(catalog.chunks)
+    for merge in plan.merges:
+        entry = catalog.tensors[merge.base]
+        first = catalog.files[catalog.chunks.file[entry.first_chunk]]
+        merged.files.append(
+            SourceFile(
+                name=f"{first.name} (merged)",
+                path=first.path,
+                size=entry.nbytes,
+                decode=partial(compute_merge, catalog, merge),
+                stamp=first.stamp,
+            )
+        )
+        whole = Region((0,) * len(entry.shape), entry.shape)
+        chunk = (len(merged.files) - 1, 0, entry.nbytes, whole)
+        merged.add_tensor(merge.base, entry.dtype, entry.shape, iter([chunk]))
+    return merged
+
+
+def compute_merge(catalog: Catalog, merge: LoraMerge, on_read: OnRead = lambda *_: None) -> memoryview:
+    """Return the bytes of a merged tensor, row-major, in the dtype of its base.
+
+    In float32 and rounded once at the end. Beside the tensor and the adapter's, memory is needed for one
+    block of rows.
+    """
+    base, b = _read(catalog, merge.base, on_read), _read(catalog, merge.b, on_read).float()
+    if merge.kind == "bias":
+        base.copy_(base.float() + b * merge.scale)
+        return _bytes(base)
+    assert merge.a is not None
+    a = _read(catalog, merge.a, on_read).float()
+    magnitude = _read(catalog, merge.magnitude, on_read).float().reshape(-1) if merge.magnitude else None
+    is_transposed = merge.kind == "transposed"
+    # DoRA's norm goes over the inputs: those of a transposed matrix lie in different rows.
+    step = max(_BLOCK_BYTES // (4 * max(base.shape[1], 1)), 1)
+    step = len(base) if magnitude is not None and is_transposed else step
+    for start in range(0, len(base), max(step, 1)):
+        rows = slice(start, start + step)
+        delta = ((b @ a[:, rows]).T if is_transposed else b[rows] @ a) * merge.scale
+        value = delta.add_(base[rows])
+        if magnitude is not None:
+            norm = value.norm(dim=0 if is_transposed else 1)
+            factor = (magnitude if is_transposed else magnitude[rows]) / norm
+            value *= factor if is_transposed else factor[:, None]
+        base[rows] = value.to(base.dtype)
+    return _bytes(base)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def _read(catalog: Catalog, name: str, on_read: OnRead) -> torch.Tensor:
+    """Return a tensor of a catalog of raw extents, put together from its chunks."""
+    import numpy as np
+    import torch
+
+    entry, table = catalog.tensors[name], catalog.chunks
+    itemsize = entry.dtype.itemsize
+    whole = np.empty((*entry.shape, itemsize), np.uint8)
+    with SourceFiles(catalog.files, on_read=on_read) as files, files.reader() as reader:
+        for row in entry.chunk_ids:
+            region = table.region(row)
+            chunk = np.empty((*region.sizes, itemsize), np.uint8)
+            if chunk.size:
+                reader.read_into(table.file[row], chunk.data.cast("B"), table.start[row], name)
+                box = tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))
+                whole[box] = chunk
+    values = torch.from_numpy(whole.reshape(-1)).view(getattr(torch, entry.dtype.name))
+    return values.reshape(entry.shape)

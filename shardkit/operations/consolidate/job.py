@@ -34,12 +34,13 @@ from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate.adapter import Chosen, choose_tensors
 from shardkit.operations.consolidate.assets import (
     Asset,
+    TrainedModule,
     adapter_assets,
     main_dtype,
     model_assets,
+    trained_modules,
 )
 from shardkit.operations.consolidate.fit import Fit, ask_class, check_fit, may_ask, name_by_class, name_merged
-from shardkit.operations.consolidate.modules import TrainedModule, trained_modules
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.transfer.plan import TransferPlan, build_plan
 

@@ -19,10 +19,8 @@ from shardkit.formats.hub.directory import HubModel, open_weights
 from shardkit.formats.hub.files import select_file, select_weights
 from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.companions import BesideFile, copy_file
-from shardkit.operations.consolidate.assets import Asset
+from shardkit.operations.consolidate.assets import Asset, TrainedModule
 from shardkit.operations.consolidate.job import ConsolidateJob
-from shardkit.operations.consolidate.modules import TrainedModule
-from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 
 _PART = ".part"

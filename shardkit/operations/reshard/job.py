@@ -28,6 +28,8 @@ from shardkit.operations.reshard.parts import Part, Parts
 from shardkit.transfer.plan import TransferPlan, build_plan
 
 DIGESTS = ("crc32", "none")
+_HEAD = 3  # segments that trainers put above a state dict: app.optimizers, policy.optimizer.optim
+_SMALL = 4096  # elements: nobody but a model has more under such a name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,10 +236,6 @@ def _target(entry: TensorEntry, wanted: DType | None, is_optimizer: bool) -> DTy
     return wanted
 
 
-_HEAD = 3  # segments that trainers put above a state dict: app.optimizers, policy.optimizer.optim
-_SMALL = 4096  # elements: nobody but a model has more under such a name
-
-
 def optimizer_state(entries: Iterable[TensorEntry], folder: str) -> frozenset[str]:
     """Return the names of an optimizer's state: told by its leaves, or by where it stands.
 
@@ -256,7 +254,11 @@ def optimizer_state(entries: Iterable[TensorEntry], folder: str) -> frozenset[st
 
 
 def is_convertible(entry: TensorEntry, *, is_optimizer: bool) -> bool:
-    """True for a tensor whose values a cast may round."""
+    """True for a tensor whose values a cast may round.
+
+    A cast must never round a count: a step of 257 is 256 in bfloat16. So scalars stay, wherever they are, and so does
+    what schedulers, data loaders and random generators keep; `load_state_dict` converts them when it has to.
+    """
     if not entry.shape or not entry.dtype.is_floating or not entry.dtype.is_convertible:
         return False
     if is_optimizer:

@@ -15,7 +15,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import SourceError
 from shardkit.operations.consolidate import lora as consolidate_lora
-from shardkit.operations.consolidate.lora import merged_catalog, plan_merge
+from shardkit.operations.consolidate.adapter import merged_catalog, plan_merge
 from shardkit.transfer.sources import SourceFiles
 
 P = "base_model.model."
