@@ -16,10 +16,9 @@ from shardkit.formats.dcp.directory import remembered
 from shardkit.formats.hub.base import find_base, open_base
 from shardkit.formats.recorded import find_manifests
 from shardkit.formats.registry import open_checkpoint, stray_weights
-from shardkit.operations.consolidate.ask_class import ClassCheck
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate.result import ConsolidateResult, DTypeCount, SkippedPart
-from shardkit.operations.consolidate.run import Descriptions
+from shardkit.operations.consolidate.run import ClassCheck, Descriptions
 from shardkit.operations.destination import check_destination, check_space, free_bytes, is_hub_model
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 from shardkit.operations.resolve_order import EXPORT_ENDING
