@@ -144,7 +144,7 @@ def test_signal_handlers_are_put_back(run, tiny):
 def test_second_signal_stops_at_once(start):
     code = """
 import os, signal
-from shardkit.cli.signals import signals_raised
+from shardkit.cli import signals_raised
 with signals_raised():
     try:
         os.kill(os.getpid(), signal.SIGINT)
