@@ -14,7 +14,7 @@ from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import SourceError
-from shardkit.operations.consolidate import lora as consolidate_lora
+from shardkit.operations.consolidate import adapter as adapter_module
 from shardkit.operations.consolidate.adapter import merged_catalog, plan_merge
 from shardkit.transfer.sources import SourceFiles
 
@@ -80,7 +80,7 @@ def merge(catalog: Catalog, config: Mapping[str, Any]) -> dict[str, torch.Tensor
 def test_adds_the_product(
     make_catalog: MakeCatalog, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int
 ) -> None:
-    monkeypatch.setattr(consolidate_lora, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(adapter_module, "_BLOCK_BYTES", block)
     tensors = lora(dtype=dtype) | {f"{P}norm.weight": torch.ones(5)}
     weight, a, b = list(tensors.values())[:3]
     merged = merge(make_catalog(tensors), {"lora_alpha": 8, "r": 3})
@@ -134,7 +134,7 @@ def test_embeddings(make_catalog: MakeCatalog) -> None:
 def test_dora_scales_every_output(
     make_catalog: MakeCatalog, monkeypatch: pytest.MonkeyPatch, is_transposed: bool
 ) -> None:
-    monkeypatch.setattr(consolidate_lora, "_BLOCK_BYTES", 80)
+    monkeypatch.setattr(adapter_module, "_BLOCK_BYTES", 80)
     tensors = lora(dtype=torch.float32, is_transposed=is_transposed)
     weight, a, b = tensors.values()
     magnitude = tensors[f"{P}q_proj.lora_magnitude_vector.default.weight"] = torch.rand(7) + 1
