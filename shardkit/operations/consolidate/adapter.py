@@ -407,13 +407,15 @@ def compute_merge(catalog: Catalog, merge: LoraMerge, on_read: OnRead = lambda *
     In float32 and rounded once at the end. Beside the tensor and the adapter's, memory is needed for one
     block of rows.
     """
-    base, b = _read(catalog, merge.base, on_read), _read(catalog, merge.b, on_read).float()
+    base, b = _read_tensor(catalog, merge.base, on_read), _read_tensor(catalog, merge.b, on_read).float()
     if merge.kind == "bias":
         base.copy_(base.float() + b * merge.scale)
         return _bytes(base)
     assert merge.a is not None
-    a = _read(catalog, merge.a, on_read).float()
-    magnitude = _read(catalog, merge.magnitude, on_read).float().reshape(-1) if merge.magnitude else None
+    a = _read_tensor(catalog, merge.a, on_read).float()
+    magnitude = None
+    if merge.magnitude:
+        magnitude = _read_tensor(catalog, merge.magnitude, on_read).float().reshape(-1)
     is_transposed = merge.kind == "transposed"
     # DoRA's norm goes over the inputs: those of a transposed matrix lie in different rows.
     step = max(_BLOCK_BYTES // (4 * max(base.shape[1], 1)), 1)
@@ -436,7 +438,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def _read(catalog: Catalog, name: str, on_read: OnRead) -> torch.Tensor:
+def _read_tensor(catalog: Catalog, name: str, on_read: OnRead) -> torch.Tensor:
     """Return a tensor of a catalog of raw extents, put together from its chunks."""
     import numpy as np
     import torch
