@@ -14,9 +14,8 @@ from typing import Any
 
 from shardkit._version import __version__
 from shardkit.core.catalog import FileStamp
-from shardkit.core.folding import fold
-from shardkit.core.progress import NoProgress
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape, fold, listed
+from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, crc32
@@ -25,11 +24,12 @@ from shardkit.formats.hub.assets import CONFIG, is_weights
 from shardkit.formats.hub.directory import HubModel, open_weights
 from shardkit.formats.hub.files import select_file, select_weights
 from shardkit.formats.recorded import SourceManifests
-from shardkit.layout.lacking import Answer, Question
+from shardkit.layout.traced import Answer, Question
 from shardkit.operations.companions import BesideFile, copy_file
 from shardkit.operations.consolidate.assets import Asset, TrainedModule
 from shardkit.operations.consolidate.job import ConsolidateJob
 from shardkit.operations.write import OnWarning, warn_all
+from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 
 _PART = ".part"

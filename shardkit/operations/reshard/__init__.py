@@ -12,9 +12,8 @@ from typing import Any
 
 from shardkit._version import __version__
 from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.core.progress import NoProgress, Progress
-from shardkit.core.sizes import KIB, MIB
-from shardkit.core.text import escape
+from shardkit.core.text import KIB, MIB, escape
+from shardkit.core.threads import NoProgress, Progress
 from shardkit.files import manifest, storage
 from shardkit.files.links import may_follow_links
 from shardkit.formats.dcp.directory import remembered
@@ -33,8 +32,8 @@ from shardkit.operations.write import (
     run_job,
     warn_all,
 )
+from shardkit.transfer.checks import Unchecked
 from shardkit.transfer.execute import ExecuteOptions, FileDigest
-from shardkit.transfer.source_check import Unchecked
 
 _DESCRIPTION_BYTES = 1 * KIB  # for each chunk, beside the shard files
 
