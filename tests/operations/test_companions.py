@@ -14,9 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 import shardkit
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
-from shardkit.operations import companions
+from shardkit.operations import companions, reshard
 from shardkit.operations.companions import copy_file, survey
-from shardkit.operations.reshard import describe
 from tests.operations.reshard.test_reshard import content
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
@@ -157,7 +156,7 @@ def test_a_file_that_changes_meanwhile(source: Path, tmp_path: Path, monkeypatch
         (source / "scheduler.pt").write_bytes(b"rewritten")
         return copy_file(where, file, directory, **options)
 
-    monkeypatch.setattr(describe, "copy_file", copy_later)
+    monkeypatch.setattr(reshard, "copy_file", copy_later)
     with pytest.raises(IntegrityError, match=r"scheduler\.pt changed"):
         shardkit.reshard(source, str(tmp_path / "out"), world_size=2)
     assert os.listdir(tmp_path) == ["checkpoint-2"]
