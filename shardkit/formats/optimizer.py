@@ -24,7 +24,7 @@ from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.torchsave.file import TensorRef
-from shardkit.formats.torchsave.plain_record import is_plain, plain_record
+from shardkit.formats.torchsave.writer import is_plain, plain_record
 
 STATE, GROUPS, PARAMS, STEP = "state", "param_groups", "params", "step"
 Path = tuple[str | int, ...]

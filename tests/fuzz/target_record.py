@@ -15,8 +15,7 @@ import torch
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import ShardkitError
 from shardkit.formats.torchsave.record import TensorRecord, read_record
-from shardkit.formats.torchsave.scan import RecordScanner, Spelling
-from shardkit.formats.torchsave.scan_many import BulkScanner
+from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template
 from shardkit.formats.torchsave.tensors import StoredTensor, parse_tensor
 from tests.fuzz.mutate import change_bytes, pick
 from tests.fuzz.mutate_pickle import change_pickle
@@ -155,7 +154,7 @@ def check_scan(data: bytes) -> bool:
     ranges.append((_GOOD * length, len(data) - _GOOD * length))
     scanner = RecordScanner()
     scanner.open(_file.fd)
-    alone, spelling = [], None
+    alone, template = [], None
     for start, nbytes in ranges:
         found = attempt(lambda s=start, n=nbytes: scanner.read("kind", s, n, where="f"))
         try:
@@ -163,19 +162,19 @@ def check_scan(data: bytes) -> bool:
         except ShardkitError:
             alone.append(None)
         assert found == alone[-1], "the scanner and the reader differ"
-        spelling = spelling or scanner.known("kind", length)
-    if spelling is not None and ranges[-1][1] == length:
-        _check_bulk(spelling, ranges, alone)
+        template = template or scanner.known("kind", length)
+    if template is not None and ranges[-1][1] == length:
+        _check_bulk(template, ranges, alone)
     return alone[-1] is not None
 
 
 def _check_bulk(
-    spelling: Spelling, ranges: Sequence[tuple[int, int]], alone: Sequence[TensorRecord | None]
+    template: Template, ranges: Sequence[tuple[int, int]], alone: Sequence[TensorRecord | None]
 ) -> None:
     """What is alike in bulk is a record of the same kind, one by one."""
     offsets, lengths = np.array(ranges).T
-    compared = BulkScanner().compare(_file.fd, [spelling] * len(ranges), offsets, lengths)
-    known = spelling.record
+    compared = BulkScanner().compare(_file.fd, [template] * len(ranges), offsets, lengths)
+    known = template.record
     for start, is_alike, crc, record in zip(offsets, compared.is_alike, compared.crcs, alone, strict=True):
         if is_alike:
             digest = int(crc) if crc or not known.data_nbytes else None

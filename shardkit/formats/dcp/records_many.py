@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Shape
-from shardkit.formats.torchsave.scan import RecordScanner, Spelling
-from shardkit.formats.torchsave.scan_many import BulkScanner
+from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +39,7 @@ class BulkPointer:
         self._kind_of: Array = np.empty(len(catalog.chunks), dtype=np.int32)
         for entry in catalog.tensors.values():
             self._number_kinds(catalog, entry.dtype, entry.chunk_ids)
-        self._spellings: list[Spelling | None] = [None] * len(self._kinds)
+        self._templates: list[Template | None] = [None] * len(self._kinds)
         self._unknown = {number: kind for kind, number in self._kinds.items()}
         self._is_known = np.zeros(len(self._kinds), dtype=bool)
         self._shifts, self._sizes, self._data_at, self._data = np.zeros((4, len(self._kinds)), dtype=np.int64)
@@ -86,8 +85,8 @@ class BulkPointer:
             part = chosen[first : first + _MOST_AT_ONCE]
             these = every[part]
             kinds, offsets = self._kind_of[these], self._starts[these]
-            spellings = [spelling for kind in kinds.tolist() if (spelling := self._spellings[kind])]
-            found = self._bulk.compare(fd, spellings, offsets, self._nbytes[these])
+            templates = [template for kind in kinds.tolist() if (template := self._templates[kind])]
+            found = self._bulk.compare(fd, templates, offsets, self._nbytes[these])
             is_left[part] = ~found.is_alike
             these, kinds, crcs = these[found.is_alike], kinds[found.is_alike], found.crcs[found.is_alike]
             places = self._starts[these] + self._data_at[kinds]
@@ -99,12 +98,12 @@ class BulkPointer:
     def _look_up(self) -> None:
         """Take up the kinds that the scanner has read since, where they are what `.metadata` says."""
         for number, (dtype, sizes, length) in list(self._unknown.items()):
-            spelling = self._scanner.known((dtype, sizes), length)
-            if spelling is None:
+            template = self._scanner.known((dtype, sizes), length)
+            if template is None:
                 continue
             del self._unknown[number]
-            record = spelling.record
+            record = template.record
             if record.dtype is dtype and record.shape == sizes and record.is_contiguous:
-                self._spellings[number], self._is_known[number] = spelling, True
+                self._templates[number], self._is_known[number] = template, True
                 self._shifts[number], self._sizes[number] = record.start, record.nbytes
                 self._data_at[number], self._data[number] = record.data_start, record.data_nbytes

@@ -1,42 +1,49 @@
-"""Reading the descriptions of many `torch.save` records, most of which are spelled alike.
+"""Read the descriptions of many `torch.save` records, most of which are spelled alike.
 
-A checkpoint of 1,024 ranks has hundreds of thousands of records. Of those with one dtype, shape and length
-all bytes around the data are the same but for the CRC-32 of the data and an id made from it. So one of them
-is read entry by entry (`torch_record`), and the others are compared with it; whatever is spelled otherwise
-is read entry by entry too.
+A checkpoint of 1,024 ranks has hundreds of thousands of records. In all records of one dtype, shape and length,
+the bytes around the data are the same, except for the CRC-32 of the data and an id made from it. So one record
+is read entry by entry, and the others are compared with it: one after the other (`RecordScanner`), or many at
+once with numpy (`BulkScanner`). A record that is spelled otherwise is read entry by entry too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.formats.torchsave.archive import Entry
 from shardkit.formats.torchsave.record import TensorRecord, read_entries
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
 _DATA, _ID = "data/0", ".data/serialization_id"
 _DESCRIPTOR = b"PK\x07\x08"
 _NOT_RECORDED = bytes(4)  # a CRC-32
 _WINDOW = 4096  # bytes read at once: the end of a record and the beginning of the next
+_WORD = 8  # bytes that numpy compares at once
 
 
-class Spelling(NamedTuple):
-    """The bytes around the data of a record, as they are in all that are spelled alike."""
+class Template(NamedTuple):
+    """The bytes around the data that all records of one kind share."""
 
     head: bytes
     """From the record's first byte to the data's."""
     tail_at: int
-    """First byte after the data, counted from the record's first; so are the places below."""
+    """First byte after the data, counted from the record's first byte. The places below count from here."""
     fixed: tuple[tuple[int, bytes], ...]
-    """What the tail holds, but for the places below."""
+    """What the tail holds, except at the places below."""
     crcs: tuple[int, ...]
-    """Where the CRC-32 of the data stands: behind it and in the directory."""
+    """Where the CRC-32 of the data stands: behind the data and in the directory."""
     id_range: tuple[int, int]
     """First byte and length of the id; the length is 0 where there is none."""
     id_crcs: tuple[int, ...]
+    """Where the CRC-32 of the id stands."""
     record: TensorRecord
     """With `data_start` counted from the record's first byte."""
 
@@ -48,35 +55,35 @@ class Spelling(NamedTuple):
 
 
 class RecordScanner:
-    """Reads records; those of one file are best asked for in the order of their bytes."""
+    """Reads records. Ask for those of one file in the order of their bytes: that saves reads."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Spelling] = {}
+        self._known: dict[Hashable, Template] = {}
         self._fd, self._at, self._window = -1, 0, b""
 
     def open(self, fd: int) -> None:
         """Turn to another file."""
         self._fd, self._at, self._window = fd, 0, b""
 
-    def known(self, kind: Hashable, length: int) -> Spelling | None:
-        """Return how the records of a kind and length are spelled, None where none has been read yet."""
+    def known(self, kind: Hashable, length: int) -> Template | None:
+        """Return the template of a kind and length, None until one such record was read."""
         return self._known.get((kind, length))
 
     def read(self, kind: Hashable, offset: int, length: int, *, where: str) -> TensorRecord:
-        """Read the description of the record at a byte range of the open file, as `read_record` does.
+        """Read the description of the record at a byte range of the open file.
 
         Args:
-            kind: dtype and shape that are expected; a record of the same kind and length is tried as alike.
+            kind: the expected dtype and shape; records of one kind and length are compared with each other.
             offset: the record's first byte.
             length: its bytes.
             where: what to call the file in messages, escaped.
 
         Raises:
-            SourceError, IntegrityError, ResourceError: as `read_record`.
+            SourceError, IntegrityError, ResourceError: as `read_entries`.
         """
-        spelling = self._known.get((kind, length))
-        if spelling is not None:
-            record = self._compare(spelling, offset, length)
+        template = self._known.get((kind, length))
+        if template is not None:
+            record = self._compare(template, offset, length)
             if record is not None:
                 return record
         record, entries = read_entries(self._pread, offset, length, where=where)
@@ -85,8 +92,8 @@ class RecordScanner:
             self._known[kind, length] = learned
         return record
 
-    def _compare(self, known: Spelling, offset: int, length: int) -> TensorRecord | None:
-        """Return the record, or None where it is not spelled like the known one."""
+    def _compare(self, known: Template, offset: int, length: int) -> TensorRecord | None:
+        """Return the record, or None where it differs from the template."""
         if self._bytes(offset, len(known.head)) != known.head:
             return None
         tail = self._bytes(offset + known.tail_at, length - known.tail_at)
@@ -107,7 +114,8 @@ class RecordScanner:
 
     def _learn(
         self, record: TensorRecord, entries: Mapping[str, Entry], offset: int, length: int
-    ) -> Spelling | None:
+    ) -> Template | None:
+        """Return the template that a record gives, None where it is too long or its order is unusual."""
         data, ident = entries[_DATA], entries.get(_ID)
         tail_at = data.start + data.nbytes
         if data.start > _WINDOW or length - tail_at > _WINDOW or (ident and ident.start < tail_at):
@@ -120,7 +128,7 @@ class RecordScanner:
         for start, nbytes in sorted([*((at, 4) for at in (*crcs, *id_crcs)), id_range]):
             fixed.append((done, tail[done:start]))
             done = start + nbytes
-        return Spelling(
+        return Template(
             head=self._bytes(offset, data.start),
             tail_at=tail_at,
             fixed=(*fixed, (done, tail[done:])),
@@ -134,7 +142,7 @@ class RecordScanner:
         return storage.pread(self._fd, nbytes, start)
 
     def _bytes(self, start: int, nbytes: int) -> bytes:
-        """Return bytes of the file, fewer where it ends or fails; they are wanted front to back."""
+        """Return bytes of the file, fewer where it ends or fails; quick where they are wanted front to back."""
         at = start - self._at
         if at < 0 or at + nbytes > len(self._window):
             try:
@@ -163,3 +171,127 @@ def _crc_places(entry: Entry, tail: bytes, tail_at: int) -> tuple[int, ...]:
     behind = entry.start + entry.nbytes - tail_at
     described = tail.startswith(_DESCRIPTOR, behind)
     return (*([behind + len(_DESCRIPTOR)] if described else []), entry.crc_at - tail_at)
+
+
+class Compared(NamedTuple):
+    """What the bytes around the data say, of each record."""
+
+    is_alike: Array
+    """Whether they all equal the template's."""
+    crcs: Array
+    """Where they do, the recorded CRC-32 of the data; 0: not recorded."""
+
+
+class BulkScanner:
+    """Compares the records of a file with their templates, many at once.
+
+    The files of a thousand ranks hold the same records in the same order. What to read of a file, and what to
+    compare it with, is worked out once for each such order (`_Order`). A file then costs one read for each
+    record, of its end and the beginning of the next, and a few operations on all of these together.
+    """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._order: _Order | None = None
+
+    def compare(self, fd: int, templates: Sequence[Template], offsets: Array, lengths: Array) -> Compared:
+        """Compare records of an open file with their templates.
+
+        A record that cannot be read counts as different.
+
+        Args:
+            fd: the file.
+            templates: of each record, in the order of their bytes.
+            offsets: first byte of each.
+            lengths: bytes of each.
+        """
+        follows = offsets[1:] == offsets[:-1] + lengths[:-1]
+        key = (tuple(map(id, templates)), follows.tobytes())
+        if self._order is None or key != self._key:
+            self._key, self._order = key, _Order(templates, follows.tolist())
+        return self._order.compare(fd, offsets)
+
+
+class _Order:
+    """What files have in common whose records have the same templates in the same order."""
+
+    def __init__(self, templates: Sequence[Template], follows: Sequence[bool]) -> None:
+        import numpy as np
+
+        self._templates = templates  # keeps them alive: `BulkScanner` compares their ids
+        tails = [template.tail_nbytes for template in templates]
+        widths = [-(-(len(t.head) + tail) // _WORD) * _WORD for t, tail in zip(templates, tails, strict=True)]
+        starts = np.cumsum([0, *widths])
+        self._buffer = bytearray(int(starts[-1]))
+        self._words = np.frombuffer(self._buffer, dtype="<u8")
+        self._row_starts = starts[:-1] // _WORD
+        expected, mask = bytearray(len(self._buffer)), bytearray(len(self._buffer))
+        self._crc_at: list[list[int]] = [[], []]
+        self._ids: list[tuple[int, int, int, int]] = []  # (row, first byte, end, where its CRC-32 stands)
+        for row, (template, start) in enumerate(zip(templates, starts.tolist(), strict=False)):
+            tail = start + len(template.head)
+            for at, text in ((start, template.head), *((tail + at, text) for at, text in template.fixed)):
+                expected[at : at + len(text)] = text
+                mask[at : at + len(text)] = b"\xff" * len(text)
+            self._crc_at[0].append(tail + template.crcs[0])
+            self._crc_at[1].append(tail + template.crcs[-1])
+            first = tail + template.id_range[0]
+            self._ids += [(row, first, first + template.id_range[1], tail + at) for at in template.id_crcs]
+        self._expected = np.frombuffer(bytes(expected), dtype="<u8")
+        self._mask = np.frombuffer(bytes(mask), dtype="<u8")
+        self._plan_reads(starts.tolist(), tails, follows)
+
+    def _plan_reads(self, starts: Sequence[int], tails: Sequence[int], follows: Sequence[bool]) -> None:
+        """Set what to read: for each call the record it counts from, the distance, the buffers and the bytes."""
+        import numpy as np
+
+        view, last = memoryview(self._buffer), len(self._templates) - 1
+        heads = [view[at : at + len(t.head)] for at, t in zip(starts, self._templates, strict=False)]
+        rows, distances, self._buffers = [], [], list[list[memoryview]]()
+        self._touched: list[tuple[int, ...]] = []
+        for row, template in enumerate(self._templates):
+            if row == 0 or not follows[row - 1]:
+                rows.append(row)
+                distances.append(0)
+                self._buffers.append([heads[row]])
+                self._touched.append((row,))
+            tail = starts[row] + len(template.head)
+            rows.append(row)
+            distances.append(template.tail_at)
+            joined = row < last and follows[row]
+            self._buffers.append([view[tail : tail + tails[row]], *([heads[row + 1]] if joined else [])])
+            self._touched.append((row, row + 1) if joined else (row,))
+        self._rows, self._distances = np.array(rows), np.array(distances)
+        self._wanted = [sum(map(len, buffers)) for buffers in self._buffers]
+
+    def compare(self, fd: int, offsets: Array) -> Compared:
+        """Read the bytes around the data of each record, and compare them."""
+        import numpy as np
+
+        unread = self._read(fd, (offsets[self._rows] + self._distances).tolist())
+        differs = (self._words ^ self._expected) & self._mask
+        is_alike = np.bitwise_or.reduceat(differs, self._row_starts) == 0
+        any_word: Any = np.ndarray((len(self._buffer) - 3,), "<u4", self._buffer, 0, (1,))
+        crcs, others = any_word[self._crc_at[0]], any_word[self._crc_at[1]]
+        is_alike &= crcs == others
+        is_alike[unread] = False
+        if self._ids:
+            recorded = any_word[[at for _, _, _, at in self._ids]].tolist()
+            view = memoryview(self._buffer)
+            for (row, start, stop, _), crc in zip(self._ids, recorded, strict=True):
+                if crc and crc32(view[start:stop]) != crc:
+                    is_alike[row] = False
+        return Compared(is_alike, crcs)
+
+    def _read(self, fd: int, places: list[int]) -> list[int]:
+        """Fill the buffers; return the records of which something could not be read."""
+        preadv, unread = storage.preadv, list[int]()
+        reads = zip(places, self._buffers, self._wanted, self._touched, strict=True)
+        for place, buffers, wanted, touched in reads:
+            try:
+                if preadv(fd, buffers, place) == wanted:
+                    continue
+            except OSError:
+                pass
+            unread += touched
+        return unread

@@ -1,11 +1,14 @@
-"""Write the `torch.save` record that holds one tensor, as bytes around a hole.
+"""Write `torch.save` records: of one tensor, as bytes around a hole, and of plain data.
 
-A record is a zip of seven stored entries. Everything but the tensor's data and its CRC-32 depends only
-on dtype and shape, so those bytes are made here once for each pair and no tensor is ever built. They
-equal what torch writes byte for byte (but for the entry named in `_SERIALIZATION_ID`); the tests compare
-them with `torch.save` under `torch.serialization.skip_data`.
+A record of a tensor is a zip of seven stored entries. Only its data and their CRC-32 are the tensor's own;
+everything else depends on dtype and shape. So those bytes are made once for each pair, and no tensor is ever
+built. They equal what torch writes byte for byte (except the entry named in `_SERIALIZATION_ID`). The tests
+compare them with `torch.save` under `torch.serialization.skip_data`.
 
-Source: torch 2.13, caffe2/serialize/inline_container.cc and torch/serialization.py.
+A record of plain data is what DCP calls a byte entry. Its pickle has no memo, so the same value always gives
+the same bytes; torch's weights-only loader takes it.
+
+Source: torch 2.13, caffe2/serialize/inline_container.cc and torch/serialization.py (`_save`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Shape
@@ -23,10 +26,20 @@ from shardkit.files.digest import crc32
 _ALIGNMENT = 64  # torch's storage_alignment; recorded in an entry of its own
 _U32_MAX = 0xFFFFFFFF
 _UTF8, _DESCRIPTOR = 0x0800, 0x0008  # general purpose flags
+_MAX_DEPTH = 8  # of plain data
+_INT64 = 1 << 63
+
+Plain = None | bool | int | float | str | list["Plain"] | tuple["Plain", ...] | dict[str, "Plain"]
 
 # torch hashes entry names and CRCs into this and reads it only to count loads of one file. A constant
 # keeps records a function of their content; the first twenty digits are torch's for these names.
 _SERIALIZATION_ID = b"1572819951185464302600000000000000000000"
+_BEFORE_DATA = (
+    (".format_version", b"1"),
+    (".storage_alignment", b"%d" % _ALIGNMENT),
+    ("byteorder", b"little"),
+)
+_AFTER_DATA = (("version", b"3\n"), (".data/serialization_id", _SERIALIZATION_ID))
 
 _TYPED_STORAGES = {
     "float64": "DoubleStorage",
@@ -45,7 +58,7 @@ _TYPED_STORAGES = {
 
 
 class _Entry(NamedTuple):
-    """One entry of the zip, written or about to be."""
+    """One entry of the zip, written or about to be written."""
 
     name: str
     header_at: int
@@ -68,7 +81,7 @@ class RecordSkeleton:
     """Bytes of the whole record."""
     _suffix: bytes
     _crc_places: tuple[int, ...]
-    """Where the data's CRC stands in the suffix: in its descriptor, if it has one, and in the directory."""
+    """Where the suffix holds the data's CRC: in the descriptor, if there is one, and in the directory."""
 
     @property
     def suffix_nbytes(self) -> int:
@@ -81,7 +94,7 @@ class RecordSkeleton:
         Args:
             data_crc: CRC-32 of the data, or 0 for "not recorded".
         """
-        if data_crc == 0:  # what the zeros in the suffix say already
+        if data_crc == 0:  # the suffix holds zeros already
             return self._suffix
         out = bytearray(self._suffix)
         for place in self._crc_places:
@@ -95,44 +108,23 @@ def record_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
     num_elements = prod(shape)
     nbytes = num_elements * dtype.itemsize
     head = bytearray()
-    entries = [
-        _append_entry(head, 0, "data.pkl", _pickle_tensor(dtype, shape, num_elements)),
-        _append_entry(head, 0, ".format_version", b"1"),
-        _append_entry(head, 0, ".storage_alignment", b"%d" % _ALIGNMENT),
-        _append_entry(head, 0, "byteorder", b"little"),
-    ]
+    pickle = _pickle_tensor(dtype, shape, num_elements)
+    entries = [_append_entry(head, 0, *entry) for entry in (("data.pkl", pickle), *_BEFORE_DATA)]
     data = _Entry("archive/data/0", len(head), nbytes, 0, _UTF8 | (_DESCRIPTOR if nbytes else 0))
     head += _local_header(data)
     tail = bytearray(_descriptor(data))
     places = [4] if tail else []
     base = len(head) + nbytes
     entries.append(data)
-    for name, content in (("version", b"3\n"), (".data/serialization_id", _SERIALIZATION_ID)):
-        entries.append(_append_entry(tail, base, name, content))
+    entries += [_append_entry(tail, base, *entry) for entry in _AFTER_DATA]
     places.append(len(tail) + sum(len(_directory_entry(entry)) for entry in entries[:4]) + 16)
     _append_directory(tail, base, entries)
     prefix = bytes(head)
     return RecordSkeleton(prefix, crc32(prefix), nbytes, base + len(tail), bytes(tail), tuple(places))
 
 
-def pickle_record(pickle: bytes) -> bytes:
-    """Return the record of an object without tensors, given its pickle."""
-    out = bytearray()
-    contents = (
-        ("data.pkl", pickle),
-        (".format_version", b"1"),
-        (".storage_alignment", b"%d" % _ALIGNMENT),
-        ("byteorder", b"little"),
-        ("version", b"3\n"),
-        (".data/serialization_id", _SERIALIZATION_ID),
-    )
-    entries = [_append_entry(out, 0, name, content) for name, content in contents]
-    _append_directory(out, 0, entries)
-    return bytes(out)
-
-
 def bare_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
-    """Return a record that is nothing but its data."""
+    """Return a record that consists of its data alone."""
     nbytes = prod(shape) * dtype.itemsize
     return RecordSkeleton(b"", 0, nbytes, nbytes, b"", ())
 
@@ -148,8 +140,7 @@ def _append_entry(out: bytearray, base: int, name: str, content: bytes) -> _Entr
 def _local_header(entry: _Entry) -> bytes:
     """Header with the padding that puts the content at a multiple of the alignment.
 
-    Sizes and CRC stand in the descriptor behind the content. The padding is an extra field "FB" filled
-    with "Z".
+    The descriptor behind the content holds sizes and CRC. The padding is an extra field "FB" filled with "Z".
     """
     zip64 = _zip64_field(entry, stored_size=0)  # torch leaves the second size to the descriptor
     padding = -(entry.header_at + 30 + len(entry.name) + len(zip64) + 4) % _ALIGNMENT
@@ -159,7 +150,7 @@ def _local_header(entry: _Entry) -> bytes:
 
 
 def _zip64_field(entry: _Entry, stored_size: int) -> bytes:
-    """Extra field with the sizes and the offset that do not fit 32 bits; torch puts it in both headers."""
+    """Extra field with the sizes and the offset that do not fit into 32 bits; torch puts it into both headers."""
     values = [entry.size, stored_size] if entry.size >= _U32_MAX else []
     values += [entry.header_at] if entry.header_at >= _U32_MAX else []
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
@@ -237,8 +228,8 @@ def pickle_int(value: int) -> bytes:
 def _pickle_tensor(dtype: DType, shape: Shape, num_elements: int) -> bytes:
     """`data.pkl` of a contiguous CPU tensor.
 
-    Source: torch 2.13, torch._tensor.Tensor._reduce_ex_internal: types that have no storage class of
-    their own go through `_rebuild_tensor_v3`, whose storage counts bytes.
+    Source: torch 2.13, torch._tensor.Tensor._reduce_ex_internal. Types without a storage class of their own go
+    through `_rebuild_tensor_v3`, whose storage counts bytes.
     """
     storage = _TYPED_STORAGES.get(dtype.name)
     pickler = _Pickler()
@@ -271,3 +262,74 @@ def _contiguous_strides(shape: Shape) -> Shape:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def pickle_record(pickle: bytes) -> bytes:
+    """Return the record of an object without tensors.
+
+    Args:
+        pickle: the object's pickle, which becomes `data.pkl`.
+    """
+    out = bytearray()
+    contents = (("data.pkl", pickle), *_BEFORE_DATA, *_AFTER_DATA)
+    entries = [_append_entry(out, 0, *entry) for entry in contents]
+    _append_directory(out, 0, entries)
+    return bytes(out)
+
+
+def is_plain(value: object, depth: int = 0) -> TypeGuard[Plain]:
+    """True for None, bools, numbers of 64 bits, text, and for lists, tuples and dicts of them.
+
+    False where they are nested more than 8 levels deep.
+    """
+    if type(value) is int:
+        return -_INT64 <= value < _INT64
+    if value is None or type(value) in (bool, float, str):
+        return True
+    if depth == _MAX_DEPTH:
+        return False
+    if isinstance(value, dict):
+        return all(type(key) is str and is_plain(item, depth + 1) for key, item in value.items())
+    return isinstance(value, (list, tuple)) and all(is_plain(item, depth + 1) for item in value)
+
+
+def plain_record(value: Plain) -> bytes:
+    """Return the record that holds a plain value."""
+    out = bytearray(b"\x80\x02")
+    _append(out, value)
+    out += b"."
+    return pickle_record(bytes(out))
+
+
+def _append(out: bytearray, value: Plain) -> None:
+    """Append the opcodes that make a value."""
+    if value is None:
+        out += b"N"
+    elif isinstance(value, bool):
+        out += b"\x88" if value else b"\x89"
+    elif isinstance(value, int):
+        _append_int(out, value)
+    elif isinstance(value, float):
+        out += b"G" + struct.pack(">d", value)
+    elif isinstance(value, str):
+        text = value.encode()
+        out += b"X" + struct.pack("<I", len(text)) + text
+    elif isinstance(value, dict):
+        out += b"}("
+        for key, item in value.items():
+            _append(out, key)
+            _append(out, item)
+        out += b"u"
+    else:
+        out += b"](" if isinstance(value, list) else b"("
+        for item in value:
+            _append(out, item)
+        out += b"e" if isinstance(value, list) else b"t"
+
+
+def _append_int(out: bytearray, value: int) -> None:
+    if -(1 << 31) <= value < 1 << 31:
+        out += b"J" + struct.pack("<i", value)
+    else:
+        digits = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        out += b"\x8a" + bytes((len(digits),)) + digits
