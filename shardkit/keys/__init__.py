@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from shardkit.keys.base import BaseComparison, compare_with_base
 from shardkit.keys.renaming import KeyRule
-from shardkit.keys.select import Selection, Skipped, Stripped, select_model
+from shardkit.keys.select import Naming, Selection, Skipped, Stripped, select_model
 
 __all__ = [
     "BaseComparison",
     "KeyRule",
+    "Naming",
     "Selection",
     "Skipped",
     "Stripped",

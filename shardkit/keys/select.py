@@ -32,6 +32,45 @@ from shardkit.keys.tree import is_averaged, object_kind, optimizer_path
 
 _MAX_SHOWN = 3  # of the tensors that one name would be given to
 _FLAT = ("_flat_param", "flat_param")
+_WEIGHTS = ("averaged weights", "other weights", "model")  # kinds of skipped parts that `--root` may choose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """What a person asks for: which tensors are wanted, and what becomes of their names."""
+
+    weights: str = "model"
+    """"model", "ema", or the name of some other part."""
+    root: str | None = None
+    """Dotted. Everything below it is taken and nothing is guessed; empty for the top."""
+    strip_prefix: tuple[str, ...] = ()
+    """Dotted prefixes to take off names, instead of a guessed root. A dot at the end makes no difference."""
+    add_prefix: str = ""
+    """Put before every name. A dot at the end makes no difference."""
+    rename: tuple[str, ...] = ()
+    """REGEX=REPL in Python's syntax, applied in order. The last `=` divides, so look-aheads need no escaping."""
+    include: tuple[str, ...] = ()
+    """Globs over output names or stored names, where `*` matches dots too. Only these are taken; empty for all."""
+    exclude: tuple[str, ...] = ()
+    """Globs of the same kind. These are left out, even if `include` matches them."""
+
+    @property
+    def chooses_part(self) -> bool:
+        """True where a person asks for a part of the model."""
+        return bool(self.include or self.exclude or self.root)
+
+    @property
+    def changes_names(self) -> bool:
+        """True where a person says what becomes of names."""
+        return bool(self.strip_prefix or self.add_prefix.strip(".") or self.rename)
+
+    @property
+    def chooses_names(self) -> bool:
+        """True where a person says which tensors are written, or what becomes of their names."""
+        return bool(self.include or self.exclude or self.root is not None or self.changes_names)
+
+
+_ANY = Naming()
 
 
 class Stripped(NamedTuple):
@@ -86,13 +125,7 @@ def select_model(
     paths: Mapping[str, Path] | None = None,
     roots: Mapping[str, Path] | None = None,
     *,
-    weights: str = "model",
-    root: str | None = None,
-    strip_prefix: Sequence[str] = (),
-    add_prefix: str = "",
-    rename: Sequence[str] = (),
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    naming: Naming = _ANY,
     base_names: Collection[str] | None = None,
     base_shapes: Mapping[str, Shape] | None = None,
     key_rules: Sequence[KeyRule] | None = None,
@@ -102,43 +135,35 @@ def select_model(
     Args:
         tensors: everything that is stored, by its stored name.
         objects: names of entries that are not tensors.
-        paths: of each name in the state dict that was saved (DCP's planner_data), where known.
-        roots: paths that the layout itself gives a meaning ("model", "optimizer", "ema").
-        weights: "model", "ema", or what some other part is called.
-        root: dotted; everything below it is taken, and nothing is guessed. Empty for the top.
-        strip_prefix: taken off names instead of a guessed root.
-        add_prefix: put before every name.
-        rename: REGEX=REPL, in order.
-        include: globs over output or stored names; only these.
-        exclude: globs; not these.
-        base_names: the names of the base model; in its order, unless it is a set.
-        base_shapes: its shapes: names that differ from it by prefixes alone become its names. Not where strip_prefix,
-            add_prefix or rename say what becomes of names.
-        key_rules: that give the Hub's names, as training recorded them; None where they are not known.
+        paths: path of each name in the state dict that was saved (DCP's planner_data), where known.
+        roots: paths that the format itself gives a meaning ("model", "optimizer", "ema").
+        naming: what a person asks for.
+        base_names: names of the base model. The output follows their order, unless they are a set.
+        base_shapes: shape by name in the base, instead of `base_names`. Then names that differ from the base's by
+            prefixes alone become the base's, unless `naming` changes names.
+        key_rules: rules that give the Hub's names, as training recorded them; None where they are not known.
 
     Raises:
-        UsageError: an option that cannot be read or does not fit the names; two names that become one by it.
+        UsageError: an option cannot be read or does not fit the names, or makes one name of two.
         SourceError: nothing is left, two names become one, or the weights cannot be named.
     """
-    rules = parse_rules(
-        strip_prefix=strip_prefix, add_prefix=add_prefix, rename=rename, include=include, exclude=exclude
-    )
-    base = base_names
+    rules = parse_rules(naming)
+    base = base_names if base_shapes is None else base_shapes
     if base is not None and not isinstance(base, (set, frozenset)):
-        base = dict.fromkeys(base)  # its order, and quick to look up
+        base = dict.fromkeys(base)  # keeps the order, and is quick to look up
     source = read_source(tensors, objects, paths, roots or {})
-    located = _locate(source, weights, root, rules, base)
-    _refuse_nothing(source, located, weights)
+    located = _locate(source, naming, rules, base)
+    _refuse_nothing(source, located, naming.weights)
 
     def name(part: Located) -> HubNames:
         found = {stored: join(path) for stored, path in part.names.items()}
-        if rules.change_names:
+        if naming.changes_names:
             return HubNames(found, (), is_whole=False)
-        shapes = {stored: tensors[stored].shape for stored in found}
-        return name_as_hub(found, shapes, key_rules, base_shapes)
+        ours = {stored: tensors[stored].shape for stored in found}
+        return name_as_hub(found, ours, key_rules, base_shapes or None)
 
-    is_free = weights == "model" and root is None and base_shapes is not None
-    located, modules, hub = _name(source, located, base, name, may_widen=is_free and not rules.change_names)
+    is_free = naming.weights == "model" and naming.root is None and bool(base_shapes)
+    located, modules, hub = _name(source, located, base, name, may_widen=is_free and not naming.changes_names)
     _refuse_flat_parameters(located)
     names, notes = apply_rules(rules, hub.names)
     if not names:
@@ -146,7 +171,7 @@ def select_model(
             f"--include and --exclude leave none of {len(located.names)} tensors",
             problems=[escape(join(path)) for path in list(located.names.values())[:5]],
         )
-    _refuse_collisions(names, rules)
+    _refuse_collisions(names, naming)
     by_output = {name: stored for stored, name in names.items()}
     skipped = _skipped(source, objects, located, excluded=len(located.names) - len(names))
     right = by_output if base is None and key_rules is not None else base
@@ -155,18 +180,10 @@ def select_model(
         root=join(located.root),
         stripped=_stripped(located, names, modules, rules),
         skipped=skipped,
-        candidates=tuple(
-            part.path
-            for part in skipped
-            if part.kind in ("averaged weights", "other weights", "model") and part.num_tensors > 1
-        ),
+        candidates=tuple(part.path for part in skipped if part.kind in _WEIGHTS and part.num_tensors > 1),
         renamed=hub.rules,
         notes=(*located.notes, *notes),
-        warnings=(
-            *located.warnings,
-            *hub.warnings,
-            *in_memory_warnings(by_output, right),
-        ),
+        warnings=(*located.warnings, *hub.warnings, *in_memory_warnings(by_output, right)),
         unloadable=own_names_warnings(by_output, right),
     )
 
@@ -208,18 +225,16 @@ def _name(
     return located, modules, named
 
 
-def _locate(
-    source: Source, weights: str, root: str | None, rules: Rules, base: Collection[str] | None
-) -> Located:
-    if root is not None:
-        return locate_root(source, root) if root.strip(".") else locate_top(source)
+def _locate(source: Source, naming: Naming, rules: Rules, base: Collection[str] | None) -> Located:
+    if naming.root is not None:
+        return locate_root(source, naming.root) if naming.root.strip(".") else locate_top(source)
     if rules.strip_prefix:
         return locate_top(source)
-    if weights == "model":
+    if naming.weights == "model":
         return locate_model(source, base)
-    if weights == "ema":
+    if naming.weights == "ema":
         return locate_averaged(source, base)
-    return locate_other(source, weights)
+    return locate_other(source, naming.weights)
 
 
 def _refuse_nothing(source: Source, located: Located, weights: str) -> None:
@@ -293,7 +308,7 @@ def _without_modules(located: Located, base: Collection[str] | None) -> int:
     return num_names
 
 
-def _refuse_collisions(names: Mapping[str, str], rules: Rules) -> None:
+def _refuse_collisions(names: Mapping[str, str], naming: Naming) -> None:
     stored_by_name: dict[str, list[str]] = {}
     for stored, name in names.items():
         stored_by_name.setdefault(name, []).append(stored)
@@ -303,7 +318,7 @@ def _refuse_collisions(names: Mapping[str, str], rules: Rules) -> None:
         if len(stored) > 1
     ]
     if problems:
-        kind: type[ShardkitError] = UsageError if rules.strip_prefix or rules.rename else SourceError
+        kind: type[ShardkitError] = UsageError if naming.strip_prefix or naming.rename else SourceError
         raise kind(
             f"{count(len(problems), 'name')} would be given to several tensors each",
             problems=problems,
@@ -394,48 +409,27 @@ class Rename:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Every override of names, parsed."""
+    """What a person asks of names, parsed. Applied in the order of the fields."""
 
-    strip_prefix: tuple[str, ...] = ()
-    """Without the dot at the end; the first that a name begins with goes."""
-    add_prefix: str = ""
+    strip_prefix: tuple[str, ...]
+    """Without the dot at the end. The first one that a name begins with goes."""
+    add_prefix: str
     """With its dot, or empty."""
-    rename: tuple[Rename, ...] = ()
-    """Each is applied to what the one before it left."""
-    include: tuple[str, ...] = ()
-    """Globs; empty for all."""
-    exclude: tuple[str, ...] = ()
-    """Globs; they win over `include`."""
-
-    @property
-    def change_names(self) -> bool:
-        """True where names are changed, not only chosen."""
-        return bool(self.strip_prefix or self.add_prefix or self.rename)
+    rename: tuple[Rename, ...]
+    """Each is applied to the result of the one before it."""
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
 
 
-def parse_rules(
-    *,
-    strip_prefix: Sequence[str] = (),
-    add_prefix: str = "",
-    rename: Sequence[str] = (),
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-) -> Rules:
-    """Return the overrides that the options describe.
-
-    Args:
-        strip_prefix: dotted; a dot at the end makes no difference.
-        add_prefix: the same.
-        rename: REGEX=REPL, Python's syntax; the last `=` divides, so that look-aheads need no escaping.
-        include: globs over output names or stored names, where `*` matches dots too.
-        exclude: the same.
+def parse_rules(naming: Naming) -> Rules:
+    """Return the rules for names that the options describe.
 
     Raises:
-        UsageError: every rename or prefix that cannot be read.
+        UsageError: lists every rename and every prefix that cannot be read.
     """
     problems: list[str] = []
-    renames = [parsed for text in rename if (parsed := _rename(text, problems)) is not None]
-    problems += [f"--strip-prefix {text!r}: empty" for text in strip_prefix if not text.strip(".")]
+    renames = [parsed for text in naming.rename if (parsed := _rename(text, problems)) is not None]
+    problems += [f"--strip-prefix {text!r}: empty" for text in naming.strip_prefix if not text.strip(".")]
     if problems:
         raise UsageError(
             f"{count(len(problems), 'option')} about names cannot be read",
@@ -443,11 +437,11 @@ def parse_rules(
             hint=r"write --rename 'REGEX=REPL', e.g. --rename '^backbone\.=model.'; groups are \1 or \g<name>",
         )
     return Rules(
-        strip_prefix=tuple(join(clean(text.rstrip("."))) for text in strip_prefix),
-        add_prefix=add_prefix.rstrip(".") + "." if add_prefix.strip(".") else "",
+        strip_prefix=tuple(join(clean(text.rstrip("."))) for text in naming.strip_prefix),
+        add_prefix=naming.add_prefix.rstrip(".") + "." if naming.add_prefix.strip(".") else "",
         rename=tuple(renames),
-        include=tuple(include),
-        exclude=tuple(exclude),
+        include=naming.include,
+        exclude=naming.exclude,
     )
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardkit.core.mesh import Mesh, Placement, parse_mesh
 from shardkit.core.text import format_size, parse_size
 from shardkit.formats.torchsave.placements import StoredPlacement, local_region
-from shardkit.keys.select import apply_rules, parse_rules
+from shardkit.keys.select import Naming, apply_rules, parse_rules
 from shardkit.layout.wrap_policy import WrapPolicy, match_paths, parse_policy, unknown_names
 from tests.fuzz.mutate import BOUNDARIES, TEXTS, change_bytes, change_text, pick
 from tests.fuzz.target import Refusals, Target, attempt
@@ -46,13 +46,14 @@ def check_rename(data: bytes) -> bool:
     rename, strip, add, include, exclude = (_text(data).split(_SEPARATOR) + [""] * 5)[:5]
 
     def read() -> tuple[dict[str, str], list[str]]:
-        rules = parse_rules(
-            rename=[rename] if rename else [],
-            strip_prefix=[strip] if strip else [],
+        naming = Naming(
+            rename=(rename,) if rename else (),
+            strip_prefix=(strip,) if strip else (),
             add_prefix=add,
-            include=[include] if include else [],
-            exclude=[exclude] if exclude else [],
+            include=(include,) if include else (),
+            exclude=(exclude,) if exclude else (),
         )
+        rules = parse_rules(naming)
         kept, notes = apply_rules(rules, _NAMES)
         return kept, notes
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shardkit.errors import SourceError
-from shardkit.keys import Skipped, select_model
+from shardkit.keys import Naming, Skipped, select_model
 from tests.keys.key_sets import DATA, load
 
 ROOTS = {
@@ -74,7 +74,7 @@ def test_averaged_weights_are_skipped_by_default_and_taken_on_request() -> None:
     keys = load("fsdp2_ema")
     model = select_model(keys.tensors, keys.objects, keys.paths)
     assert "model_ema" in model.candidates
-    averaged = select_model(keys.tensors, keys.objects, keys.paths, weights="ema")
+    averaged = select_model(keys.tensors, keys.objects, keys.paths, naming=Naming(weights="ema"))
     assert set(averaged.names.values()) == keys.names
     assert {stored.split(".")[0] for stored in averaged.names} == {"model_ema"}
     assert averaged.candidates == ("model",)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.keys import KeyRule, select_model
+from shardkit.keys import KeyRule, Naming, select_model
 from shardkit.keys.renaming import apply_key_rules, find_rules, rename_to_base
 from tests.keys.key_sets import entry, layered, load, optimizer
 
@@ -172,7 +172,7 @@ class TestSelection:
 
     def test_a_trained_vision_model_gets_the_hubs_names(self) -> None:
         keys, base = self.checkpoint()
-        found = select_model(keys.tensors, keys.objects, keys.paths, base_names=base, base_shapes=base)
+        found = select_model(keys.tensors, keys.objects, keys.paths, base_shapes=base)
         assert set(found.names.values()) == base.keys()
         assert list(found.names.values()) == list(base)  # the base's order
         assert found.warnings == ()
@@ -184,7 +184,7 @@ class TestSelection:
     def test_globs_are_about_the_names_that_are_written(self) -> None:
         keys, base = self.checkpoint()
         found = select_model(
-            keys.tensors, keys.objects, keys.paths, base_names=base, base_shapes=base, exclude=["visual.*"]
+            keys.tensors, keys.objects, keys.paths, naming=Naming(exclude=("visual.*",)), base_shapes=base
         )
         assert set(found.names.values()) == {name for name in base if not name.startswith("visual.")}
 
@@ -194,9 +194,8 @@ class TestSelection:
             keys.tensors,
             keys.objects,
             keys.paths,
-            base_names=base,
+            naming=Naming(rename=(r"^model\.visual\.=eye.",)),
             base_shapes=base,
-            rename=[r"^model\.visual\.=eye."],
         )
         assert "eye.patch_embed.proj.weight" in found.names.values()
         assert "model.language_model.norm.weight" in found.names.values()
@@ -209,9 +208,7 @@ class TestSelection:
         assert set(found.names.values()) == base.keys()
         assert found.warnings == ()
         assert {rule.num_names for rule in found.renamed} == {26, 31}
-        both = select_model(
-            keys.tensors, keys.objects, keys.paths, key_rules=rules, base_names=base, base_shapes=base
-        )
+        both = select_model(keys.tensors, keys.objects, keys.paths, key_rules=rules, base_shapes=base)
         assert both.names.keys() == found.names.keys()
         assert both.renamed == found.renamed
 
@@ -223,7 +220,7 @@ class TestSelection:
     def test_several_ways_are_left_alone_with_a_warning(self) -> None:
         ours = {name: entry(f"{name}") for name in [*below("model.one.", TOWER), *below("model.two.", TOWER)]}
         base = {name: (4, 4) for name in [*below("left.", TOWER), *below("right.", TOWER)]}
-        found = select_model(ours, base_names=base, base_shapes=base, root="")
+        found = select_model(ours, naming=Naming(root=""), base_shapes=base)
         assert set(found.names.values()) == ours.keys()
         assert "several renamings" in found.warnings[0]
 
@@ -233,7 +230,7 @@ class TestSelection:
         tensors = {f"model.{name}": entry(f"model.{name}") for name in names} | optimizer("optimizer", names)
         base = {name: (4, 4) for name in [*below("visual.", TOWER), *below("model.", TEXT)]}
         for head in ({}, {"lm_head.weight": (4, 4)}):
-            found = select_model(tensors, base_names=base | head, base_shapes=base | head)
+            found = select_model(tensors, base_shapes=base | head)
             assert set(found.names.values()) == {*base, "lm_head.weight"}
             assert found.root == "model"
 

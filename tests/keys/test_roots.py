@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import ShardkitError, SourceError, UsageError
-from shardkit.keys import select_model
+from shardkit.keys import Naming, select_model
 from shardkit.keys.tree import object_kind
 from tests.keys.key_sets import MODELS, entries, entry, optimizer
 
@@ -106,8 +106,14 @@ def test_paths_tell_a_flat_save_of_a_bare_model_from_a_wrapped_one() -> None:
 def test_the_layouts_own_root_is_taken() -> None:
     tensors = entries([*under("a", LLAMA), *under("b", LLAMA)])
     assert select_model(tensors, roots={"model": ("b",)}).root == "b"
-    assert select_model(tensors, roots={"model": ("a",), "ema": ("b",)}, weights="ema").root == "b"
-    assert select_model(tensors, roots={"model": ("a",), "critic": ("b",)}, weights="critic").root == "b"
+    assert (
+        select_model(tensors, naming=Naming(weights="ema"), roots={"model": ("a",), "ema": ("b",)}).root
+        == "b"
+    )
+    assert (
+        select_model(tensors, naming=Naming(weights="critic"), roots={"model": ("a",), "critic": ("b",)}).root
+        == "b"
+    )
 
 
 def test_several_models_are_not_mixed() -> None:
@@ -116,8 +122,8 @@ def test_several_models_are_not_mixed() -> None:
         select_model(tensors)
     assert caught.value.problems == ("first: 12 tensors", "second: 12 tensors")
     assert "--root first" in str(caught.value.hint)
-    assert set(select_model(tensors, root="second").names) == set(under("second", LLAMA))
-    assert set(select_model(tensors, root="").names.values()) == set(tensors)
+    assert set(select_model(tensors, naming=Naming(root="second")).names) == set(under("second", LLAMA))
+    assert set(select_model(tensors, naming=Naming(root="")).names.values()) == set(tensors)
 
 
 @pytest.mark.parametrize(("taken", "left"), [("policy", "ref"), ("student", "teacher"), ("actor", "critic")])
@@ -126,7 +132,10 @@ def test_of_two_models_the_trained_one_is_known_by_name(taken: str, left: str) -
     assert selection.root == taken
     assert selection.candidates == (left,)
     assert left in selection.notes[0]
-    assert select_model(entries([*under(left, LLAMA), *under(taken, LLAMA)]), weights=left).root == left
+    assert (
+        select_model(entries([*under(left, LLAMA), *under(taken, LLAMA)]), naming=Naming(weights=left)).root
+        == left
+    )
 
 
 def test_a_model_with_a_head_of_somebodys_own_is_kept_whole() -> None:
@@ -161,7 +170,7 @@ def test_only_an_optimizer() -> None:
     with pytest.raises(SourceError, match="none of the 36 tensors is a weight") as caught:
         select_model(optimizer("optimizer", LLAMA))
     assert "optimizer's part" in str(caught.value.hint)
-    assert len(select_model(optimizer("optimizer", LLAMA), root="optimizer.state").names) == 36
+    assert len(select_model(optimizer("optimizer", LLAMA), naming=Naming(root="optimizer.state")).names) == 36
 
 
 def test_names_of_absurdly_many_parts() -> None:
@@ -180,28 +189,30 @@ class TestAveragedWeights:
         stored = [*under("state_dict.net", LLAMA), *under("state_dict.ema_model.module", LLAMA)]
         selection = select_model(entries([*stored, "state_dict.ema_model.n_averaged"]))
         assert selection.root == "state_dict.net"
-        averaged = select_model(entries([*stored, "state_dict.ema_model.n_averaged"]), weights="ema")
+        averaged = select_model(
+            entries([*stored, "state_dict.ema_model.n_averaged"]), naming=Naming(weights="ema")
+        )
         assert averaged.root == "state_dict.ema_model.module"
         assert set(averaged.names.values()) == set(LLAMA)
 
     def test_of_parameters_alone_without_the_tied_head(self) -> None:
         """Names are the model's, though nothing in the average itself shows that `model.` is one of them."""
         stored = [*under("model", LLAMA), *under("ema", LLAMA[:-1])]
-        averaged = select_model(entries(stored), weights="ema")
+        averaged = select_model(entries(stored), naming=Naming(weights="ema"))
         assert set(averaged.names.values()) == set(LLAMA[:-1])
 
     def test_above_the_root_that_the_layout_gives(self) -> None:
         tensors = entries([*under("state_dict.net", LLAMA), *under("ema", LLAMA), *under("critic", LLAMA)])
         roots = {"model": ("state_dict",)}
         assert select_model(tensors, roots=roots).root == "state_dict.net"
-        assert select_model(tensors, roots=roots, weights="ema").root == "ema"
-        assert select_model(tensors, roots=roots, weights="critic").root == "critic"
+        assert select_model(tensors, naming=Naming(weights="ema"), roots=roots).root == "ema"
+        assert select_model(tensors, naming=Naming(weights="critic"), roots=roots).root == "critic"
 
     def test_with_a_copy_of_the_trained_model_inside(self) -> None:
         names = [*under("model", LLAMA), *under("ema.ema_model", LLAMA), *under("ema.online_model", LLAMA)]
         tensors = {**entries(names), "ema.step": entry("ema.step", ()), **optimizer("optim", LLAMA)}
         assert select_model(tensors).root == "model"
-        assert select_model(tensors, weights="ema").root == "ema.ema_model"
+        assert select_model(tensors, naming=Naming(weights="ema")).root == "ema.ema_model"
 
     def test_stored_without_dots(self) -> None:
         dotless = [f"model_ema.{name.replace('.', '')}" for name in LLAMA]
@@ -209,7 +220,7 @@ class TestAveragedWeights:
             **entries([*under("model", LLAMA), *dotless]),
             "model_ema.decay": entry("model_ema.decay", ()),
         }
-        averaged = select_model({**tensors, **optimizer("optim", LLAMA)}, weights="ema")
+        averaged = select_model({**tensors, **optimizer("optim", LLAMA)}, naming=Naming(weights="ema"))
         assert averaged.names == {
             f"model_ema.{name.replace('.', '')}": name for name in averaged.names.values()
         }
@@ -227,13 +238,13 @@ class TestAveragedWeights:
     def test_as_a_list(self) -> None:
         names = [*under("model", LLAMA), *(f"ema.shadow_params.{n}" for n in range(12))]
         with pytest.raises(SourceError, match="list of 12 tensors without names"):
-            select_model({**entries(names), **optimizer("optim", LLAMA)}, weights="ema")
+            select_model({**entries(names), **optimizer("optim", LLAMA)}, naming=Naming(weights="ema"))
 
     def test_not_there(self) -> None:
         with pytest.raises(UsageError, match="no averaged weights"):
-            select_model(entries(LLAMA), weights="ema")
+            select_model(entries(LLAMA), naming=Naming(weights="ema"))
         with pytest.raises(UsageError, match="no weights of that name"):
-            select_model(entries(LLAMA), weights="emma")
+            select_model(entries(LLAMA), naming=Naming(weights="emma"))
 
     def test_nothing_else_there(self) -> None:
         with pytest.raises(SourceError) as caught:
@@ -300,7 +311,9 @@ def test_every_entry_is_taken_once_or_said_to_be_skipped(
     paths = {name: tuple(name.split(".", num_steps)) for name in names} if num_steps else None
     tensors = entries(sorted(names))
     try:
-        selection = select_model(tensors, sorted(objects), paths, weights=weights, base_names=base)
+        selection = select_model(
+            tensors, sorted(objects), paths, naming=Naming(weights=weights), base_names=base
+        )
     except ShardkitError:
         return
     assert len(set(selection.names.values())) == len(selection.names)

@@ -3,7 +3,7 @@
 import pytest
 
 from shardkit.errors import SourceError, UsageError
-from shardkit.keys import select_model
+from shardkit.keys import Naming, select_model
 from shardkit.keys.select import parse_rules
 from tests.keys.key_sets import MODELS, entries, optimizer
 
@@ -12,7 +12,7 @@ STORED = [f"app.model.{name}" for name in LLAMA]
 
 
 def test_root() -> None:
-    selection = select_model(entries(STORED), root="app.model.model.layers")
+    selection = select_model(entries(STORED), naming=Naming(root="app.model.model.layers"))
     assert next(iter(selection.names.values())) == "0.input_layernorm.weight"
     assert {part.path for part in selection.skipped} == {
         "app.model.lm_head",
@@ -23,31 +23,33 @@ def test_root() -> None:
 
 def test_root_in_the_spelling_of_a_wrapper() -> None:
     tensors = entries([f"net._orig_mod.{name}" for name in LLAMA])
-    assert set(select_model(tensors, root="net._orig_mod.").names.values()) == set(LLAMA)
+    assert set(select_model(tensors, naming=Naming(root="net._orig_mod.")).names.values()) == set(LLAMA)
 
 
 @pytest.mark.parametrize("root", ["app.modle", "app.model.lm_head.weight"])
 def test_unknown_root(root: str) -> None:
     with pytest.raises(UsageError, match="not in the checkpoint") as caught:
-        select_model(entries(STORED), root=root)
+        select_model(entries(STORED), naming=Naming(root=root))
     assert "closest name: app.model" in str(caught.value)
 
 
 def test_strip_prefix_replaces_what_would_be_guessed() -> None:
     tensors = {**entries(STORED), **optimizer("optim", LLAMA)}
-    selection = select_model(tensors, strip_prefix=["app"])
+    selection = select_model(tensors, naming=Naming(strip_prefix=("app",)))
     assert set(selection.names.values()) == {f"model.{name}" for name in LLAMA}
     assert selection.stripped == (("app.", 12),)
     with pytest.raises(UsageError, match="no name begins with") as caught:
-        select_model(tensors, strip_prefix=["app.modell."])
+        select_model(tensors, naming=Naming(strip_prefix=("app.modell.",)))
     assert "closest name: app.model" in str(caught.value)
 
 
 def test_add_prefix_and_renames_in_order() -> None:
     selection = select_model(
         entries(STORED),
-        add_prefix="language",
-        rename=[r"^language\.(?=model)=", r"layers\.(\d+)=block.\1", r"^language\.lm_head=head"],
+        naming=Naming(
+            add_prefix="language",
+            rename=("^language\\.(?=model)=", "layers\\.(\\d+)=block.\\1", "^language\\.lm_head=head"),
+        ),
     )
     assert "model.block.2.mlp.up_proj.weight" in selection.names.values()
     assert "head.weight" in selection.names.values()
@@ -55,7 +57,7 @@ def test_add_prefix_and_renames_in_order() -> None:
 
 
 def test_a_rename_that_changes_nothing_is_said() -> None:
-    selection = select_model(entries(STORED), rename=["nothing=x"], exclude=["*.absent"])
+    selection = select_model(entries(STORED), naming=Naming(rename=("nothing=x",), exclude=("*.absent",)))
     assert [note.split(" matches")[0] for note in selection.notes] == [
         "--rename 'nothing=x'",
         "--exclude '*.absent'",
@@ -64,13 +66,15 @@ def test_a_rename_that_changes_nothing_is_said() -> None:
 
 def test_every_bad_option_is_listed() -> None:
     with pytest.raises(UsageError) as caught:
-        parse_rules(rename=["no equals", "(=x", r"(a)=\2", "a=b", "=x"], strip_prefix=["."])
+        parse_rules(Naming(rename=("no equals", "(=x", "(a)=\\2", "a=b", "=x"), strip_prefix=(".",)))
     assert len(caught.value.problems) == 5
 
 
 def test_include_and_exclude() -> None:
     tensors = entries(STORED)
-    names = select_model(tensors, include=["*.layers.1.*", "app.model.lm_head.*"], exclude=["*layernorm*"])
+    names = select_model(
+        tensors, naming=Naming(include=("*.layers.1.*", "app.model.lm_head.*"), exclude=("*layernorm*",))
+    )
     assert list(names.names.values()) == [
         "lm_head.weight",
         "model.layers.1.mlp.up_proj.weight",
@@ -78,7 +82,7 @@ def test_include_and_exclude() -> None:
     ]
     assert [(part.kind, part.num_tensors) for part in names.skipped] == [("excluded", 9)]
     with pytest.raises(UsageError, match="leave none of 12"):
-        select_model(tensors, exclude=["*"])
+        select_model(tensors, naming=Naming(exclude=("*",)))
 
 
 def test_a_name_is_never_given_twice() -> None:
@@ -89,13 +93,13 @@ def test_a_name_is_never_given_twice() -> None:
         "lm_head.weight: from app.model.lm_head.weight and app.model._orig_mod.lm_head.weight",
     )
     with pytest.raises(UsageError) as asked:
-        select_model(entries(STORED), rename=[r"layers\.\d=layers.0"])
+        select_model(entries(STORED), naming=Naming(rename=("layers\\.\\d=layers.0",)))
     assert len(asked.value.problems) == 3
     with pytest.raises(UsageError, match="1 name would be given") as asked:
-        select_model(entries(STORED), rename=["^.*$=x"])
+        select_model(entries(STORED), naming=Naming(rename=("^.*$=x",)))
     assert asked.value.problems[0].endswith(f" and {len(STORED) - 3} more")  # one line, however many
     with pytest.raises(UsageError, match="empty"):
-        select_model(entries(STORED), rename=[".*="])
+        select_model(entries(STORED), naming=Naming(rename=(".*=",)))
 
 
 def test_names_are_escaped() -> None:

@@ -16,6 +16,7 @@ from shardkit.formats.dcp.directory import remembered
 from shardkit.formats.hub.base import find_base, open_base
 from shardkit.formats.recorded import find_manifests
 from shardkit.formats.registry import open_checkpoint, stray_weights
+from shardkit.keys import Naming
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate.result import ConsolidateResult, DTypeCount, SkippedPart
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions
@@ -137,13 +138,15 @@ def consolidate(
     """
     begun, progress = time.monotonic(), progress or NoProgress()
     options = JobOptions(
-        weights=weights,
-        root=root,
-        strip_prefix=tuple(strip_prefix),
-        add_prefix=add_prefix,
-        rename=tuple(rename),
-        include=tuple(include),
-        exclude=tuple(exclude),
+        naming=Naming(
+            weights=weights,
+            root=root,
+            strip_prefix=tuple(strip_prefix),
+            add_prefix=add_prefix,
+            rename=tuple(rename),
+            include=tuple(include),
+            exclude=tuple(exclude),
+        ),
         allow_missing=allow_missing,
         allow_unexpected=allow_unexpected,
         dtype=dtype,
@@ -345,7 +348,7 @@ def _describe(
         output=path,
         dry_run=dry_run,
         kind=job.kind,
-        weights=job.options.weights,
+        weights=job.options.naming.weights,
         root=selection.root,
         stripped=tuple((rule.text, rule.num_names) for rule in selection.stripped),
         renamed=tuple((rule.old, rule.new, rule.num_names) for rule in selection.renamed),

@@ -25,7 +25,7 @@ from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import SAVED_ROOT, Base, holds_equal, hub_key_rules, saved_key_rules
 from shardkit.formats.hub.images import OutputTensor, SafetensorsImages
-from shardkit.keys import KeyRule, Selection, select_model
+from shardkit.keys import KeyRule, Naming, Selection, select_model
 from shardkit.keys.check import find_gaps, refuse_factors
 from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.layout.traced import Answer, ModelNames
@@ -53,14 +53,8 @@ _NO_TIES = Ties(dropped={}, diverged=(), untied=False)
 class JobOptions:
     """What is asked of a job."""
 
-    weights: str = "model"
-    root: str | None = None
-    strip_prefix: tuple[str, ...] = ()
-    add_prefix: str = ""
-    rename: tuple[str, ...] = ()
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    """The names, all as `keys.select_model` takes them."""
+    naming: Naming
+    """Which tensors, and their names."""
     allow_missing: bool = False
     """Tensors of the base may be missing."""
     allow_unexpected: bool = False
@@ -77,21 +71,6 @@ class JobOptions:
     """An adapter's settings, a file or the directory that it lies in."""
     manifest: bool = False
     """Write `shardkit.json` into the output."""
-
-    @property
-    def chooses_part(self) -> bool:
-        """True where a person asks for a part of the model."""
-        return bool(self.include or self.exclude or self.root)
-
-    @property
-    def change_names(self) -> bool:
-        """True where a person says what becomes of names."""
-        return bool(self.strip_prefix or self.add_prefix or self.rename)
-
-    @property
-    def chooses_names(self) -> bool:
-        """True where a person says which tensors are written, or what becomes of their names."""
-        return bool(self.include or self.exclude or self.root is not None or self.change_names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +119,7 @@ class ConsolidateJob:
         return {
             "layout": self.checkpoint.format,
             "writer": self.checkpoint.writer,
-            "weights": self.options.weights,
+            "weights": self.options.naming.weights,
             "holds": self.kind,
             "root": self.selection.root,
             "key_rules": [list(rule) for rule in (*self.selection.stripped, *self.selection.renamed)],
@@ -187,7 +166,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         LayoutError: names or shapes are not the given base's.
     """
     _check_options(checkpoint, base, options)
-    if not options.chooses_names:
+    if not options.naming.chooses_names:
         refuse_factors(checkpoint.catalog.tensors)  # now: names that fit nothing would be refused for that
     selection = _select(checkpoint, base, options)
     refuse_factors(selection.names)
@@ -199,7 +178,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         merge=options.merge_lora,
         adapter_config=options.adapter_config,
     )
-    if chosen.kind == "merged" and not options.change_names:
+    if chosen.kind == "merged" and not options.naming.changes_names:
         named = name_merged(chosen.names, chosen.catalog, base)
         chosen = replace(chosen, names=named.names)
         selection = replace(selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings))
@@ -227,7 +206,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         selection.root,
         checkpoint.catalog.tensors.keys() - selection.names.keys(),
         dtype=options.dtype,
-        takes=options.weights == "model" and not options.chooses_names,
+        takes=options.naming.weights == "model" and not options.naming.chooses_names,
     )
     written = {module.file for module in modules}
     unloadable = (
@@ -320,7 +299,7 @@ def _fit(
         and may_ask(shapes, base, groups)
         and (asked := ask_class(base)) is not None
     ):
-        if not options.change_names:
+        if not options.naming.changes_names:
             named = name_by_class(chosen.names, base, asked)
             chosen, renamed = replace(chosen, names=named.names), named.rules
         unsaved = [
@@ -357,10 +336,11 @@ def _check_options(checkpoint: Checkpoint, base: Base | None, options: JobOption
         raise UsageError(f"--digest {escape(options.digest)!r} is not one of {', '.join(DIGESTS)}")
     if (options.allow_missing or options.allow_unexpected) and (base is None or base.tensors is None):
         raise UsageError("--allow-missing and --allow-unexpected compare with a base: name it with --base")
-    reason = checkpoint.refused_weights.get(options.weights)
+    reason = checkpoint.refused_weights.get(options.naming.weights)
     if reason is not None:
         raise SourceError(
-            f"--weights {escape(options.weights)}: {reason}", hint="leave --weights out for the model's"
+            f"--weights {escape(options.naming.weights)}: {reason}",
+            hint="leave --weights out for the model's",
         )
 
 
@@ -368,26 +348,21 @@ def _select(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> S
     catalog = checkpoint.catalog
     if checkpoint.format == "hub" and not catalog.tensors:  # a file without tensors is a file all the same
         return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
-    rules = saved_key_rules(checkpoint) if options.weights == "model" else None
+    rules = saved_key_rules(checkpoint) if options.naming.weights == "model" else None
     root = SAVED_ROOT
     if rules is None and (of_source := hub_key_rules(checkpoint)):
         rules, root = of_source, ""
-    is_known = rules is not None and options.root is None and not options.strip_prefix
+    naming = options.naming
+    if rules is not None and naming.root is None and not naming.strip_prefix:
+        naming = replace(naming, root=root)
     return select_model(
         catalog.tensors,
         catalog.objects,
         catalog.paths,
         checkpoint.roots,
-        weights=options.weights,
-        root=root if is_known else options.root,
-        strip_prefix=options.strip_prefix,
-        add_prefix=options.add_prefix,
-        rename=options.rename,
-        include=options.include,
-        exclude=options.exclude,
-        base_names=base.tensors if base else None,
+        naming=naming,
         base_shapes={name: each.shape for name, each in base.tensors.items()}
-        if base and base.tensors
+        if base and base.tensors is not None
         else None,
         key_rules=rules,
     )
@@ -406,7 +381,7 @@ def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
 def _gap_warnings(tensors: Sequence[OutputTensor], base: Base | None, options: JobOptions) -> list[str]:
     """Return what the output seems to lack, where there are no weights to hold it against and nobody asked for a part."""
     config = base.config if base is not None and base.tensors is None else None
-    if not config or "model_type" not in config or options.chooses_part:
+    if not config or "model_type" not in config or options.naming.chooses_part:
         return []
     return [
         f"from_pretrained would initialise at random what {CONFIG} calls for and the output does not have: {gap}; "

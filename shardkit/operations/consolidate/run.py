@@ -297,7 +297,7 @@ class ClassCheck:
 
 def _may_ask(job: ConsolidateJob) -> bool:
     """True where nothing else tells: a model with a config that is no chosen part, and has not all a base's weights."""
-    is_part = job.kind == "adapter" or job.options.include or job.options.exclude
+    is_part = job.kind == "adapter" or job.options.naming.include or job.options.naming.exclude
     return not (is_part or job.fit.is_whole) and any(asset.name == CONFIG for asset in job.assets)
 
 
