@@ -7,7 +7,8 @@
     context = shardkit.prepare("Qwen/Qwen3-8B", result.output, dtype="fp32")    # in each process of a training job
     model = shardkit.finalize(shardkit.wrap(context.model, mesh), context)
 
-Importing shardkit imports no torch; what needs it imports it when it runs.
+The names of this module and the command line are the public API; everything below it is internal and may change.
+Importing shardkit imports no torch. A name is imported from its home when it is first used.
 """
 
 from __future__ import annotations
@@ -15,156 +16,112 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardkit._version import __version__
+from shardkit._version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from shardkit.errors import (
-        IncompleteError,
-        IntegrityError,
-        Interrupted,
-        LayoutError,
-        MeshError,
-        PolicyError,
-        ResourceError,
-        ShardkitError,
-        SourceError,
-        UsageError,
-    )
-    from shardkit.operations.consolidate import consolidate
-    from shardkit.operations.consolidate.result import ConsolidateResult
-    from shardkit.operations.diff.diff import diff
-    from shardkit.operations.diff.result import DiffResult
-    from shardkit.operations.environment import Environment, environment
-    from shardkit.operations.inspect.inspect import inspect
-    from shardkit.operations.inspect.result import InspectResult
-    from shardkit.operations.manifest.manifest import ManifestResult, write_manifest
-    from shardkit.operations.preshard import PreshardResult, preshard
-    from shardkit.operations.reshard import ReshardResult, reshard
-    from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
-    from shardkit.operations.verify.result import VerifyProblem, VerifyResult
-    from shardkit.operations.verify.verify import verify
-    from shardkit.training.diagnostics.diagnose import Diagnosis, diagnose
-    from shardkit.training.diagnostics.lightning import FSDPDiagnosticsCallback
-    from shardkit.training.diagnostics.memory import PhaseMemory
-    from shardkit.training.finalize import finalize, load_into
-    from shardkit.training.fsdp1 import hf_ram_efficient_loading, param_init_fn
-    from shardkit.training.gradients import clip_grad_norm_, grad_norm
-    from shardkit.training.optimizer import parameter_names, rebind_optimizer
-    from shardkit.training.prepare import prepare
-    from shardkit.training.ranks.context import ModelInitializationContext
-    from shardkit.training.safe_reader import SafeReader
-    from shardkit.training.save import SaveResult, save
-    from shardkit.training.source.from_rank import from_rank
-    from shardkit.training.wrap import bf16_mixed_precision, layer_policy, wrap
+if TYPE_CHECKING:  # the same names once more, for type checkers: they do not run `__getattr__`
+    from shardkit.errors import IncompleteError as IncompleteError
+    from shardkit.errors import IntegrityError as IntegrityError
+    from shardkit.errors import Interrupted as Interrupted
+    from shardkit.errors import LayoutError as LayoutError
+    from shardkit.errors import MeshError as MeshError
+    from shardkit.errors import PolicyError as PolicyError
+    from shardkit.errors import ResourceError as ResourceError
+    from shardkit.errors import ShardkitError as ShardkitError
+    from shardkit.errors import SourceError as SourceError
+    from shardkit.errors import UsageError as UsageError
+    from shardkit.operations.consolidate import consolidate as consolidate
+    from shardkit.operations.consolidate.result import ConsolidateResult as ConsolidateResult
+    from shardkit.operations.diff.diff import diff as diff
+    from shardkit.operations.diff.result import DiffResult as DiffResult
+    from shardkit.operations.environment import Environment as Environment
+    from shardkit.operations.environment import environment as environment
+    from shardkit.operations.inspect.inspect import inspect as inspect
+    from shardkit.operations.inspect.result import InspectResult as InspectResult
+    from shardkit.operations.manifest.manifest import ManifestResult as ManifestResult
+    from shardkit.operations.manifest.manifest import write_manifest as write_manifest
+    from shardkit.operations.preshard import PreshardResult as PreshardResult
+    from shardkit.operations.preshard import preshard as preshard
+    from shardkit.operations.reshard import ReshardResult as ReshardResult
+    from shardkit.operations.reshard import reshard as reshard
+    from shardkit.operations.resolve import ResolvedCheckpoint as ResolvedCheckpoint
+    from shardkit.operations.resolve import resolve_checkpoint as resolve_checkpoint
+    from shardkit.operations.verify.result import VerifyProblem as VerifyProblem
+    from shardkit.operations.verify.result import VerifyResult as VerifyResult
+    from shardkit.operations.verify.verify import verify as verify
+    from shardkit.training.diagnostics.diagnose import Diagnosis as Diagnosis
+    from shardkit.training.diagnostics.diagnose import diagnose as diagnose
+    from shardkit.training.diagnostics.lightning import FSDPDiagnosticsCallback as FSDPDiagnosticsCallback
+    from shardkit.training.diagnostics.memory import PhaseMemory as PhaseMemory
+    from shardkit.training.finalize import finalize as finalize
+    from shardkit.training.finalize import load_into as load_into
+    from shardkit.training.fsdp1 import hf_ram_efficient_loading as hf_ram_efficient_loading
+    from shardkit.training.fsdp1 import param_init_fn as param_init_fn
+    from shardkit.training.gradients import clip_grad_norm_ as clip_grad_norm_
+    from shardkit.training.gradients import grad_norm as grad_norm
+    from shardkit.training.optimizer import parameter_names as parameter_names
+    from shardkit.training.optimizer import rebind_optimizer as rebind_optimizer
+    from shardkit.training.prepare import prepare as prepare
+    from shardkit.training.ranks.context import ModelInitializationContext as ModelInitializationContext
+    from shardkit.training.safe_reader import SafeReader as SafeReader
+    from shardkit.training.save import SaveResult as SaveResult
+    from shardkit.training.save import save as save
+    from shardkit.training.source.from_rank import from_rank as from_rank
+    from shardkit.training.wrap import bf16_mixed_precision as bf16_mixed_precision
+    from shardkit.training.wrap import layer_policy as layer_policy
+    from shardkit.training.wrap import wrap as wrap
 
 _HOMES = {
-    "consolidate": "shardkit.operations.consolidate",
-    "ConsolidateResult": "shardkit.operations.consolidate.result",
-    "diff": "shardkit.operations.diff.diff",
-    "DiffResult": "shardkit.operations.diff.result",
-    "preshard": "shardkit.operations.preshard",
-    "PreshardResult": "shardkit.operations.preshard",
-    "inspect": "shardkit.operations.inspect.inspect",
-    "InspectResult": "shardkit.operations.inspect.result",
-    "reshard": "shardkit.operations.reshard",
-    "ReshardResult": "shardkit.operations.reshard",
-    "resolve_checkpoint": "shardkit.operations.resolve",
-    "ResolvedCheckpoint": "shardkit.operations.resolve",
-    "verify": "shardkit.operations.verify.verify",
-    "VerifyProblem": "shardkit.operations.verify.result",
-    "VerifyResult": "shardkit.operations.verify.result",
-    "write_manifest": "shardkit.operations.manifest.manifest",
-    "ManifestResult": "shardkit.operations.manifest.manifest",
-    "environment": "shardkit.operations.environment",
-    "Environment": "shardkit.operations.environment",
-    **dict.fromkeys(
-        (
-            "Diagnosis",
-            "FSDPDiagnosticsCallback",
-            "ModelInitializationContext",
-            "PhaseMemory",
-            "SafeReader",
-            "SaveResult",
-            "bf16_mixed_precision",
-            "clip_grad_norm_",
-            "diagnose",
-            "finalize",
-            "from_rank",
-            "grad_norm",
-            "hf_ram_efficient_loading",
-            "layer_policy",
-            "load_into",
-            "param_init_fn",
-            "parameter_names",
-            "prepare",
-            "rebind_optimizer",
-            "save",
-            "wrap",
-        ),
-        "shardkit.training",
+    "shardkit.errors": (
+        "IncompleteError",
+        "IntegrityError",
+        "Interrupted",
+        "LayoutError",
+        "MeshError",
+        "PolicyError",
+        "ResourceError",
+        "ShardkitError",
+        "SourceError",
+        "UsageError",
     ),
+    "shardkit.operations.consolidate": ("consolidate",),
+    "shardkit.operations.consolidate.result": ("ConsolidateResult",),
+    "shardkit.operations.diff.diff": ("diff",),
+    "shardkit.operations.diff.result": ("DiffResult",),
+    "shardkit.operations.environment": ("Environment", "environment"),
+    "shardkit.operations.inspect.inspect": ("inspect",),
+    "shardkit.operations.inspect.result": ("InspectResult",),
+    "shardkit.operations.manifest.manifest": ("ManifestResult", "write_manifest"),
+    "shardkit.operations.preshard": ("PreshardResult", "preshard"),
+    "shardkit.operations.reshard": ("ReshardResult", "reshard"),
+    "shardkit.operations.resolve": ("ResolvedCheckpoint", "resolve_checkpoint"),
+    "shardkit.operations.verify.result": ("VerifyProblem", "VerifyResult"),
+    "shardkit.operations.verify.verify": ("verify",),
+    "shardkit.training.diagnostics.diagnose": ("Diagnosis", "diagnose"),
+    "shardkit.training.diagnostics.lightning": ("FSDPDiagnosticsCallback",),
+    "shardkit.training.diagnostics.memory": ("PhaseMemory",),
+    "shardkit.training.finalize": ("finalize", "load_into"),
+    "shardkit.training.fsdp1": ("hf_ram_efficient_loading", "param_init_fn"),
+    "shardkit.training.gradients": ("clip_grad_norm_", "grad_norm"),
+    "shardkit.training.optimizer": ("parameter_names", "rebind_optimizer"),
+    "shardkit.training.prepare": ("prepare",),
+    "shardkit.training.ranks.context": ("ModelInitializationContext",),
+    "shardkit.training.safe_reader": ("SafeReader",),
+    "shardkit.training.save": ("SaveResult", "save"),
+    "shardkit.training.source.from_rank": ("from_rank",),
+    "shardkit.training.wrap": ("bf16_mixed_precision", "layer_policy", "wrap"),
 }
+"""Module -> the public names that it has."""
 
-__all__ = [
-    "ConsolidateResult",
-    "Diagnosis",
-    "DiffResult",
-    "Environment",
-    "FSDPDiagnosticsCallback",
-    "IncompleteError",
-    "InspectResult",
-    "IntegrityError",
-    "Interrupted",
-    "LayoutError",
-    "ManifestResult",
-    "MeshError",
-    "ModelInitializationContext",
-    "PhaseMemory",
-    "PolicyError",
-    "PreshardResult",
-    "ReshardResult",
-    "ResolvedCheckpoint",
-    "ResourceError",
-    "SafeReader",
-    "SaveResult",
-    "ShardkitError",
-    "SourceError",
-    "UsageError",
-    "VerifyProblem",
-    "VerifyResult",
-    "__version__",
-    "bf16_mixed_precision",
-    "clip_grad_norm_",
-    "consolidate",
-    "diagnose",
-    "diff",
-    "environment",
-    "finalize",
-    "from_rank",
-    "grad_norm",
-    "hf_ram_efficient_loading",
-    "inspect",
-    "layer_policy",
-    "load_into",
-    "param_init_fn",
-    "parameter_names",
-    "prepare",
-    "preshard",
-    "rebind_optimizer",
-    "reshard",
-    "resolve_checkpoint",
-    "save",
-    "verify",
-    "wrap",
-    "write_manifest",
-]
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(["__version__", *_HOME_OF])
 
+if not TYPE_CHECKING:  # else every name would exist, and be Any
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if name not in __all__:
-        raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
-    return getattr(import_module(_HOMES.get(name, "shardkit.errors")), name)
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used."""
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
+        return getattr(import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,8 @@
 """The command line: parsing, rendering, exit codes. It calls the library, never the reverse.
 
 Commands load when they are run; `shardkit --help` imports click and nothing else of any size.
+
+Internal: import from `shardkit`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Region arithmetic, dtypes, sizes, meshes, catalogs: pure, no torch, no I/O."""
+"""Region arithmetic, dtypes, sizes, meshes, catalogs: pure, no torch, no I/O.
+
+Internal: import from `shardkit`.
+"""

@@ -1,1 +1,4 @@
-"""Checkpoints of every format: opened to catalogs, written from images."""
+"""Checkpoints of every format: opened to catalogs, written from images.
+
+Internal: import from `shardkit`.
+"""

@@ -1,6 +1,8 @@
 """Names on one side, names on the other: from what a checkpoint stores to what the Hub calls it.
 
 Pure: names, shapes and dtypes in, names out; nothing is opened.
+
+Internal: import from `shardkit`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""What people ask for: a folder for each verb, and what the verbs share."""
+"""What people ask for: a folder for each verb, and what the verbs share.
+
+Internal: import from `shardkit`.
+"""

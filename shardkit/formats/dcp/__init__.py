@@ -1,1 +1,4 @@
-"""torch's distributed checkpoints: `.metadata` and `.distcp` files, read and written."""
+"""torch's distributed checkpoints: `.metadata` and `.distcp` files, read and written.
+
+Internal: import from `shardkit`.
+"""

@@ -1,1 +1,4 @@
-"""DeepSpeed's checkpoints: ZeRO partitions, universal checkpoints, their optimizer."""
+"""DeepSpeed's checkpoints: ZeRO partitions, universal checkpoints, their optimizer.
+
+Internal: import from `shardkit`.
+"""

@@ -1,1 +1,4 @@
-"""Files of `torch.save`: the archive, its records, and tensors where they lie; nothing in them is run."""
+"""Files of `torch.save`: the archive, its records, and tensors where they lie; nothing in them is run.
+
+Internal: import from `shardkit`.
+"""

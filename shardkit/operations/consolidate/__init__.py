@@ -1,4 +1,7 @@
-"""consolidate: any trainer's sharded checkpoint becomes a Hub model."""
+"""consolidate: any trainer's sharded checkpoint becomes a Hub model.
+
+Internal: import from `shardkit`.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""What differs between two checkpoints, whatever their formats."""
+"""What differs between two checkpoints, whatever their formats.
+
+Internal: import from `shardkit`.
+"""

@@ -1,1 +1,4 @@
-"""What a checkpoint holds, from its headers alone."""
+"""What a checkpoint holds, from its headers alone.
+
+Internal: import from `shardkit`.
+"""

@@ -1,1 +1,4 @@
-"""A manifest for a checkpoint that somebody else wrote."""
+"""A manifest for a checkpoint that somebody else wrote.
+
+Internal: import from `shardkit`.
+"""

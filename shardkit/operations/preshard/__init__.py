@@ -1,4 +1,7 @@
-"""preshard: a Hub model becomes one file for each rank of a device mesh, ready for stock `dcp.load`."""
+"""preshard: a Hub model becomes one file for each rank of a device mesh, ready for stock `dcp.load`.
+
+Internal: import from `shardkit`.
+"""
 
 from __future__ import annotations
 

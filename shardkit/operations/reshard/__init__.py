@@ -1,4 +1,7 @@
-"""reshard: a sharded checkpoint, model and optimizer, for another mesh."""
+"""reshard: a sharded checkpoint, model and optimizer, for another mesh.
+
+Internal: import from `shardkit`.
+"""
 
 from __future__ import annotations
 

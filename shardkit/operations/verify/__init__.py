@@ -1,1 +1,4 @@
-"""Whether a checkpoint is whole: structure, checksums, or held against another one."""
+"""Whether a checkpoint is whole: structure, checksums, or held against another one.
+
+Internal: import from `shardkit`.
+"""

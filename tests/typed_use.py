@@ -1,0 +1,39 @@
+"""What a user's script may look like, for the type checker; `scripts/check` runs mypy over it, and nothing runs it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import assert_type
+
+import shardkit
+from shardkit import ConsolidateResult, ModelInitializationContext, PreshardResult, ShardkitError, consolidate
+
+
+def convert(source: str) -> str:
+    written = shardkit.preshard(source, world_size=8)
+    assert_type(written, PreshardResult)
+    try:
+        back = consolidate(written.output)
+    except ShardkitError as error:
+        assert_type(error.hint, str | None)
+        raise
+    assert_type(back, ConsolidateResult)
+    assert_type(shardkit.verify(back.output), shardkit.VerifyResult)
+    assert_type(shardkit.__version__, str)
+    return str(back.output)
+
+
+def train(source: str, mesh: DeviceMesh) -> None:
+    context = shardkit.prepare(source, source, dtype="fp32")
+    assert_type(context, ModelInitializationContext)
+    model = shardkit.finalize(shardkit.wrap(context.model, mesh), context)
+    assert_type(model, nn.Module)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with shardkit.PhaseMemory() as memory, memory.phase("step"):
+        assert_type(shardkit.clip_grad_norm_(model, 1.0), torch.Tensor)
+        optimizer.step()
+    assert_type(shardkit.diagnose(model), shardkit.Diagnosis)
+    assert_type(shardkit.save(model, "checkpoint", optimizer=optimizer).path, str)
+    print(shardkit.bogus)  # type: ignore[attr-defined]
