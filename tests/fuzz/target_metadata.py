@@ -33,7 +33,7 @@ from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import ByteMetadata,
 from shardkit.formats.dcp import metadata as dcp_metadata
 from shardkit.formats.dcp.metadata import DcpMetadata, join_fields, parse_metadata
 from shardkit.formats.dcp.vocabulary import Metadata, metadata_names, metadata_vocabulary
-from shardkit.formats.torchsave.tensors import parse_tensor
+from shardkit.formats.torchsave.record import parse_tensor
 from shardkit.pickles import columns as pickle_batches
 from shardkit.pickles.interpreter import parse
 from tests.fuzz.mutate import pick

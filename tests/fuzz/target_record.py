@@ -14,9 +14,8 @@ import torch
 
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import ShardkitError
-from shardkit.formats.torchsave.record import TensorRecord, read_record
+from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor, read_record
 from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template
-from shardkit.formats.torchsave.tensors import StoredTensor, parse_tensor
 from tests.fuzz.mutate import change_bytes, pick
 from tests.fuzz.mutate_pickle import change_pickle
 from tests.fuzz.mutate_zip import Member, build, change_header, change_saved, members

@@ -174,7 +174,7 @@ def test_runs_nothing_and_imports_nothing(tmp_path: Path) -> None:
         import os, sys
         from shardkit.errors import SourceError
         from shardkit.formats.dcp.metadata import parse_metadata
-        from shardkit.formats.torchsave.tensors import parse_tensor
+        from shardkit.formats.torchsave.record import parse_tensor
         def hook(event, args):
             if event.split(".")[0] in ("os", "subprocess", "import", "exec", "compile", "open", "pickle"):
                 os.write(2, event.encode()); os._exit(3)

@@ -44,8 +44,7 @@ from shardkit.formats.optimizer import (
     unmapped,
 )
 from shardkit.formats.torchsave.file import TorchFile, open_torch_file
-from shardkit.formats.torchsave.record import TensorRecord
-from shardkit.formats.torchsave.tensors import StoredTensor, parse_tensor
+from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor
 from shardkit.pickles.interpreter import parse_in_columns
 
 _MODEL, _OPTIMIZER = "model", "optimizer"

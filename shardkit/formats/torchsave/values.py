@@ -20,8 +20,7 @@ from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, Shape
 from shardkit.formats.torchsave.archive import Entry
 from shardkit.formats.torchsave.placements import StoredPlacement, local_region
-from shardkit.formats.torchsave.record import TensorRecord
-from shardkit.formats.torchsave.tensors import STORAGES, is_extent
+from shardkit.formats.torchsave.record import STORAGES, TensorRecord, is_extent
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.nodes import Fields, Maker, Opaque
 
