@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.formats.dcp import metadata
-from shardkit.formats.dcp.runs import StorageTable
+from shardkit.formats.dcp.vocabulary import StorageTable
 from shardkit.pickles.columns import Runs
 from tests.fuzz.run import FOUND
 from tests.fuzz.target import Refusals

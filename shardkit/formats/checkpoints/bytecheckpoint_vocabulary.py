@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardkit.formats.dcp.runs import StorageInfoRun
 from shardkit.formats.dcp.vocabulary import (
     MAX_BYTES,
     RECORDS,
     RUNS,
     Index,
     StorageInfo,
+    StorageInfoRun,
     checked_fields,
     metadata_names,
     store_places,

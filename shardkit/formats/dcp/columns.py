@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardkit.core.regions import Shape
-from shardkit.formats.dcp.runs import StorageTable
-from shardkit.formats.dcp.vocabulary import Tensor
+from shardkit.formats.dcp.vocabulary import StorageTable, Tensor
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,11 +19,11 @@ from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.formats.dcp.columns import MIN_COLUMNS, MIN_TOTAL, match_columns, rows_by_id
-from shardkit.formats.dcp.runs import StorageTable
 from shardkit.formats.dcp.vocabulary import (
     RECORDS,
     Metadata,
     Object,
+    StorageTable,
     Tensor,
     metadata_vocabulary,
 )

@@ -17,8 +17,7 @@ from shardkit.formats.dcp import check
 from shardkit.formats.dcp import metadata as dcp_metadata
 from shardkit.formats.dcp.columns import are_apart, are_row_shards
 from shardkit.formats.dcp.metadata import DcpMetadata, join_fields
-from shardkit.formats.dcp.runs import StorageTable
-from shardkit.formats.dcp.vocabulary import RECORDS, Index, StorageInfo, Tensor
+from shardkit.formats.dcp.vocabulary import RECORDS, Index, StorageInfo, StorageTable, Tensor
 
 NEVER = 1 << 40
 
