@@ -20,7 +20,7 @@ IMPORTED = (
         "shardkit.operations.verify.verify",
     ),
     *("shardkit.formats.hub.headers", "shardkit.formats.hub.push", "shardkit.formats.hub.repo"),
-    "shardkit.formats.source",
+    "shardkit.formats.registry",
 )
 
 

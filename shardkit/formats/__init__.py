@@ -1,4 +1,42 @@
-"""Checkpoints of every format: opened to catalogs, written from images.
+"""Checkpoints of every format: opened to catalogs, written from images. `open` is the one way in.
 
 Internal: import from `shardkit`.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardkit.formats.checkpoint import Checkpoint
+
+
+def open(
+    source: str,
+    *,
+    format: str | None = None,
+    revision: str | None = None,
+    variant: str | None = None,
+    headers_only: bool = False,
+) -> Checkpoint:
+    """Open a checkpoint or a Hub model of any format: its catalog, and how to get at the tensors.
+
+    Args:
+        source: a directory, a file that is a checkpoint, or one that belongs to it (`.metadata`, `meta.pt`); or the
+            repo id of a Hub model. A path that exists is never looked up on the Hub.
+        format: where only one will do, or for the rare tie; None tells it from marker files.
+        revision: branch, tag or commit of a repo id.
+        variant: of a Hub model, e.g. "fp16" for `model.fp16.safetensors`; None takes the default weights.
+        headers_only: nothing but headers will be read, so that a repo's weights need not be brought here; see
+            `hub.repo.fetch_model`.
+
+    Raises:
+        UsageError: `format` is not the name of a format, or a revision of something local.
+        SourceError: nothing there, no checkpoint, or a damaged or incomplete one.
+        IntegrityError, ResourceError: from opening it; no network.
+    """
+    from shardkit.formats.registry import open_checkpoint
+
+    return open_checkpoint(
+        source, format=format, revision=revision, variant=variant, headers_only=headers_only
+    )

@@ -1,17 +1,77 @@
-"""What every format of sharded checkpoint opens to."""
+"""What a checkpoint of any format opens to, and how a module presents its formats to the registry."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from shardkit.core.catalog import Catalog
 from shardkit.formats.optimizer import OptimizerState, Unmapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HubModel:
+    """A model as the Hub lays it out, opened."""
+
+    catalog: Catalog
+    """Tensors in the index's order; without an index in the file's: by bytes in a safetensors file, by
+    entries in a legacy one."""
+    config: dict[str, object] | None
+    """config.json, None where there is none."""
+    directory: str
+    """Where the files lie."""
+    label: str
+    """A short name, for the names of outputs."""
+    identity: dict[str, object]
+    """Which weights these are, as plain data; the same wherever they lie."""
+    beside: tuple[tuple[str, str], ...] = ()
+    """(name, what it is) of the files with weights beside those, of which nothing is read."""
+    download_bytes: int = 0
+    """Size of the weight files of which only the headers were read: they are not on this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the bytes of one entry of a DCP directory lie."""
+
+    file: int
+    """Index into the files that `.metadata` names."""
+    start: int
+    """First byte."""
+    nbytes: int
+    """Length in bytes."""
+    transforms: tuple[str, ...] = ()
+    """The extensions that the bytes went through, e.g. ("stream.zstd/1",)."""
+
+
+class DcpFolder(Protocol):
+    """A directory that torch's DCP saved, opened; `formats.dcp` makes these."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """Its tensors; extents may still be records."""
+
+    @property
+    def transforms(self) -> Mapping[int, tuple[str, ...]]:
+        """By chunk, the extensions that its record went through."""
+
+    @property
+    def objects(self) -> Mapping[str, Place | None]:
+        """Entries that are not tensors, and where each one's record lies."""
+
+    @property
+    def has_records(self) -> bool:
+        """True where tensors are stored as `torch.save` records, which have a CRC-32."""
+
+    def select(self, names: Collection[str]) -> Catalog:
+        """Return a catalog of some tensors, in the order given, whose extents are raw bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A sharded checkpoint, opened: names, dtypes, shapes and places; no tensor data."""
+    """A checkpoint, opened: names, dtypes, shapes and places; no tensor data."""
 
     path: str
     """The directory or file that was opened."""
@@ -31,6 +91,10 @@ class Checkpoint:
     check: Callable[[Collection[str]], Iterator[str]] | None = None
     """Read the bytes of some tensors and yield one line for each that differs from the CRC-32 recorded with it, naming
     tensor and file. None where the format records none."""
+    hub: HubModel | None = None
+    """The Hub model that it is; None for a checkpoint of a training."""
+    dcp: DcpFolder | None = None
+    """The DCP directory that its weights lie in; None where they lie in files of another kind."""
     roots: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     """Paths that the format itself gives a meaning: "model", "optimizer", "ema" -> prefix path of their state dicts. A
     root that is the empty tuple holds everything. Absent where only the names can tell."""
@@ -51,3 +115,22 @@ class Checkpoint:
     """(file or entry, why it was not read)."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
+
+    def opened_at(self, directory: str) -> DcpFolder | None:
+        """Return the DCP directory at a path where it is the one that was opened, so that nobody parses it again."""
+        if self.dcp is None or not _is_same(self.dcp.catalog.directory, directory):
+            return None
+        return self.dcp
+
+
+class Opener(NamedTuple):
+    """How a format is told and opened."""
+
+    matches: Callable[[str], bool]
+    """True for a path that has the format. Never raises."""
+    open: Callable[[str], Checkpoint]
+    """Open a path that has the format."""
+
+
+def _is_same(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

@@ -1,118 +1,158 @@
-"""Which format a checkpoint has, and opening it.
+"""Every format that shardkit opens: what marks it, which module opens it, and what it can do.
 
-Told from marker files, never from guesses. The order avoids mistakes: exact markers first, then whose class
-`.metadata` holds, then names that more than one writer uses.
+A format is told from marker files, never from guesses. The order of the table avoids mistakes: exact markers first,
+then the directories that trainers put around a checkpoint, then names that more than one writer uses.
+
+A new format is one module, with its `OPENERS`, and one row here.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, NamedTuple
 
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import ResourceError, SourceError, UsageError
+from shardkit.files import manifest
 from shardkit.formats.beside import has_any, inner, listing, matching, own_name
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, Opener
 from shardkit.formats.checkpoints import trainers
 from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
-from shardkit.formats.hub.files import PIPELINE
+from shardkit.formats.hub.checkpoint import as_checkpoint
+from shardkit.formats.hub.directory import open_model
+from shardkit.formats.hub.files import PIPELINE, select_weights
+from shardkit.formats.hub.repo import fetch_model, looks_like_repo_id
 
 _MAX_SHOWN = 8
 
 
-class Format(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
     """A format that can be opened."""
 
     name: str
     module: str
-    """`room.module:name` in this package; imported when its turn comes, with `is_<name>` and `open_<name>`."""
+    """In this package; imported when its turn comes. Its `OPENERS` have one under `name`."""
     gate: tuple[str, ...]
-    """Patterns of which one matches a name in such a directory; it saves importing the module."""
+    """Patterns of which one matches a name in such a directory; they save importing the module."""
     what: str
-    """What makes it one, for people."""
+    """What marks it, for people."""
+    parts: tuple[str, ...] = ()
+    """Patterns of files that stand for the directory that they lie in."""
+    is_sharded: bool = True
+    """Saved by a training, rank by rank; a Hub model and a file of `torch.save` may be anything."""
+    is_trainers: bool = True
+    """Its markers are one trainer's own; others are names that more than one writer uses."""
+    is_dcp_alone: bool = False
+    """Nothing but its DCP directories is opened: where these are whole, it is."""
+    is_torch_metadata: bool = True
+    """A `.metadata` in it is the one that torch's DCP writes."""
+    keeps_folders: bool = True
+    """Resharded, it keeps its DCP directories and the files beside them; otherwise all tensors go into one."""
+    follows_tracker: bool = False
+    """The directory holds several saves, and is the one that its tracker file names."""
 
 
 _EXACT = (
     Format(
-        "megatron",
-        "checkpoints.megatron:megatron",
-        ("metadata.json",),
-        "metadata.json of Megatron-Core beside .metadata",
+        name="megatron",
+        module="checkpoints.megatron",
+        gate=("metadata.json",),
+        what="metadata.json of Megatron-Core beside .metadata",
+        keeps_folders=False,
     ),
     Format(
-        "lightning", "checkpoints.lightning:lightning", ("meta.pt",), "meta.pt beside .metadata (Lightning)"
+        name="lightning",
+        module="checkpoints.lightning",
+        gate=("meta.pt",),
+        what="meta.pt beside .metadata (Lightning)",
+        parts=("meta.pt",),
     ),
     Format(
-        "verl",
-        "checkpoints.verl:verl",
-        ("fsdp_config.json", "model_world_size_*_rank_*.pt", "actor", "critic"),
-        "model_world_size_W_rank_R.pt (verl)",
+        name="verl",
+        module="checkpoints.verl",
+        gate=("fsdp_config.json", "model_world_size_*_rank_*.pt", "actor", "critic"),
+        what="model_world_size_W_rank_R.pt (verl)",
+        parts=("model_world_size_*_rank_*.pt",),
     ),
     Format(
-        "deepspeed",
-        "deepspeed.checkpoint:deepspeed",
-        ("latest*", "global_step*", "zero", "zero_to_fp32.py", "*mp_rank_*_model_states.pt"),
-        "latest and global_stepN/, or *mp_rank_*_model_states.pt (DeepSpeed)",
+        name="deepspeed",
+        module="deepspeed.checkpoint",
+        gate=("latest*", "global_step*", "zero", "zero_to_fp32.py", "*mp_rank_*_model_states.pt"),
+        what="latest and global_stepN/, or *mp_rank_*_model_states.pt (DeepSpeed)",
+        parts=("*zero_pp_rank_*_states.pt", "*mp_rank_*_model_states.pt"),
+        follows_tracker=True,
     ),
     Format(
-        "accelerate",
-        "checkpoints.accelerate:accelerate",
-        ("pytorch_model_fsdp_*", ".metadata", "__*.metadata"),
-        "pytorch_model_fsdp_0/ (accelerate, transformers Trainer)",
+        name="accelerate",
+        module="checkpoints.accelerate",
+        gate=("pytorch_model_fsdp_*", ".metadata", "__*.metadata"),
+        what="pytorch_model_fsdp_0/ (accelerate, transformers Trainer)",
+        is_dcp_alone=True,
     ),
     Format(
-        "torch-checkpointing",
-        "checkpoints.torch_checkpointing:torch_checkpointing",
-        ("metadata.pkl",),
-        "metadata.pkl (torch_checkpointing)",
+        name="torch-checkpointing",
+        module="checkpoints.torch_checkpointing",
+        gate=("metadata.pkl",),
+        what="metadata.pkl (torch_checkpointing)",
     ),
     Format(
-        "bytecheckpoint",
-        "checkpoints.bytecheckpoint:bytecheckpoint",
-        (".metadata", "model"),
-        ".metadata of ByteCheckpoint",
+        name="bytecheckpoint",
+        module="checkpoints.bytecheckpoint",
+        gate=(".metadata", "model"),
+        what=".metadata of ByteCheckpoint",
+        is_torch_metadata=False,
+        keeps_folders=False,
     ),
+)
+_HUB = Format(
+    name="hub",
+    module="hub.checkpoint",
+    gate=("*.safetensors", "*.json", "*.bin"),
+    what="model.safetensors, or an index and its files (Hub)",
+    is_sharded=False,
+    is_trainers=False,
 )
 _BY_NAMES = (
     Format(
-        "dcp",
-        "dcp.checkpoint:dcp_directory",
-        (".metadata", "*.metadata"),
-        ".metadata or __R.metadata (torch DCP)",
+        name="dcp",
+        module="checkpoints.trainers",
+        gate=(".metadata", "*.metadata"),
+        what=".metadata or __R.metadata (torch DCP)",
+        parts=(".metadata", "*.distcp", "__*.metadata"),
+        is_trainers=False,
+        is_dcp_alone=True,
     ),
     Format(
-        "dcp-hf",
-        "checkpoints.dcp_hf:dcp_hf",
-        ("shard-*.safetensors", "sharded", "model"),
-        "shard-R-model-I-of-N.safetensors (torch DCP, safetensors)",
+        name="dcp-hf",
+        module="checkpoints.dcp_hf",
+        gate=("shard-*.safetensors", "sharded", "model"),
+        what="shard-R-model-I-of-N.safetensors (torch DCP, safetensors)",
+        parts=("shard-*-model-*-of-*.safetensors",),
+        is_trainers=False,
     ),
+    _HUB,
     Format(
-        "hub",
-        "hub.checkpoint:hub_directory",
-        ("*.safetensors", "*.json", "*.bin"),
-        "model.safetensors, or an index and its files (Hub)",
-    ),
-    Format(
-        "accelerate-bin",
-        "checkpoints.accelerate:accelerate_bin",
-        ("pytorch_model_fsdp*.bin",),
-        "pytorch_model_fsdp_0_rankR.bin or pytorch_model_fsdp.bin (accelerate)",
+        name="accelerate-bin",
+        module="checkpoints.accelerate",
+        gate=("pytorch_model_fsdp*.bin",),
+        what="pytorch_model_fsdp_0_rankR.bin or pytorch_model_fsdp.bin (accelerate)",
+        parts=("pytorch_model_fsdp_*_rank*.bin",),
     ),
 )
 _FULL_FILE = Format(
-    "full-file", "checkpoints.full_file:full_file", (), "a file of torch.save with a whole state dict"
+    name="full-file",
+    module="checkpoints.full_file",
+    gate=(),
+    what="a file of torch.save with a whole state dict",
+    is_sharded=False,
+    is_trainers=False,
 )
 _FORMATS = {row.name: row for row in (*_EXACT, *_BY_NAMES, _FULL_FILE)}
+_PARTS = (manifest.NAME, *(pattern for row in _FORMATS.values() for pattern in row.parts))
 
-# (pattern, what it is part of): a file that stands for the directory it lies in.
-_PARTS = (
-    *(".metadata", "*.distcp", "__*.metadata", "meta.pt", "shard-*-model-*-of-*.safetensors"),
-    *("model_world_size_*_rank_*.pt", "pytorch_model_fsdp_*_rank*.bin", "shardkit.json"),
-    *("*zero_pp_rank_*_states.pt", "*mp_rank_*_model_states.pt"),
-)
 _HUB_FILES = (
     PIPELINE,
     "*.safetensors",
@@ -123,7 +163,10 @@ _HUB_FILES = (
 )
 _OTHERS = (
     (".metadata.tmp", "the save did not finish: .metadata.tmp was never renamed"),
-    ("*.distcp", "the save did not finish, or .metadata was not copied: there are .distcp files without it"),
+    (
+        "*.distcp",
+        "the save did not finish, or .metadata was not copied: there are {count} .distcp files without it",
+    ),
     ("mp_rank_*", "a legacy Megatron checkpoint (mp_rank_*), which is not supported"),
     (".snapshot_metadata", "a TorchSnapshot, which is not supported"),
     ("_CHECKPOINT_METADATA", "an Orbax checkpoint (JAX), which is not supported"),
@@ -132,45 +175,52 @@ _OTHERS = (
 )
 
 
-def format_of(path: str) -> str | None:
+def recognise(path: str) -> Format | None:
     """Return the format of a checkpoint, told from marker files alone; None where it is none.
 
-    The formats: megatron, lightning, verl, deepspeed, accelerate, accelerate-bin, torch-checkpointing,
-    bytecheckpoint, dcp, dcp-hf, hub, full-file; and those of trainers that put a directory around
-    one of these (mini-trainer, olmo-core, nemo-automodel, nemo-rl, prime-rl, skyrl, verl-megatron, nemo).
+    A directory that a trainer puts around a checkpoint has the trainer's format, such as "olmo-core" or "skyrl":
+    that of what lies inside, under another name.
 
     Args:
-        path: a directory, or a file that is one or stands for one.
+        path: a directory, or a file that is a checkpoint or stands for one.
     """
     row, found = _look(directory_of(path))
-    if found is not None and found.structure.format is not None:
-        return found.structure.format
-    if found is not None:
-        row, _ = _look(found.weights)
-    return row.name if row is not None else None
+    if found is None:
+        return row
+    inside, _ = _look(found.weights)
+    name = found.structure.format
+    if name is None:
+        return inside
+    return replace(inside or _FORMATS["dcp"], name=name, is_trainers=True, is_dcp_alone=False)
 
 
-def open_checkpoint(path: str, *, format: str | None = None) -> Checkpoint:
-    """Open a checkpoint of any format: its catalog, and how to get at the tensors.
+def format_of(path: str) -> str | None:
+    """Return the name of a checkpoint's format, as `recognise` tells it; None where it is none."""
+    found = recognise(path)
+    return None if found is None else found.name
 
-    Args:
-        path: a directory, a file that is one, or a file that belongs to one (`.metadata`, `meta.pt`).
-        format: for the rare tie; None tells it from marker files.
 
-    Raises:
-        SourceError: nothing there, no checkpoint, or a damaged or incomplete one.
-        UsageError: `format` is not the name of a format.
-        IntegrityError, ResourceError: from opening it.
-    """
-    if not os.path.lexists(path):
-        raise SourceError(
-            f"{escape(path)}: no such file or directory", hint="check the path of the checkpoint"
+def open_checkpoint(
+    source: str,
+    *,
+    format: str | None = None,
+    revision: str | None = None,
+    variant: str | None = None,
+    headers_only: bool = False,
+) -> Checkpoint:
+    """Open a checkpoint; `shardkit.formats.open` is this."""
+    if format is not None and format not in _FORMATS:
+        raise UsageError(
+            f"unknown format {escape(format)!r}{suggestion(format, _FORMATS)}",
+            hint=f"formats are: {', '.join(sorted(_FORMATS))}",
         )
-    directory = directory_of(path)
+    if format == _HUB.name or revision is not None or variant is not None or not os.path.lexists(source):
+        return _open_hub(source, revision=revision, variant=variant, headers_only=headers_only)
+    directory = directory_of(source)
     if os.path.isdir(directory):
         _check_listing(directory)
     if format is not None:
-        return _open(_named(format), directory)
+        return _open(_FORMATS[format], directory)
     row, found = _look(directory)
     if found is not None:
         inside, _ = _look(found.weights)
@@ -178,18 +228,36 @@ def open_checkpoint(path: str, *, format: str | None = None) -> Checkpoint:
             raise _nothing(found.weights)
         return trainers.inside(_open(inside, found.weights), found, directory)
     if row is None:
-        raise _nothing(path)
+        raise _nothing(source)
     return _open(row, directory)
+
+
+def _open_hub(source: str, *, revision: str | None, variant: str | None, headers_only: bool) -> Checkpoint:
+    """Open a Hub model from wherever it is; a path that exists is never looked up on the Hub."""
+    if os.path.lexists(source):
+        if revision is not None:
+            raise UsageError(
+                f"{escape(source)} is a local path, it has no revision {escape(revision)!r}",
+                hint="leave --revision out, or give a repo id",
+            )
+        return as_checkpoint(source, open_model(source, variant=variant))
+    if looks_like_repo_id(source):
+        model = fetch_model(source, revision=revision, variant=variant, headers_only=headers_only)
+        return as_checkpoint(model.directory, model)
+    raise SourceError(
+        f"{escape(source)}: no such path, and not a repo id either",
+        hint="check the path, or name a model on the Hub as organisation/name",
+    )
 
 
 def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield (name, what it is) of the files with weights in a checkpoint's directory that are no part of what was read.
 
-    Directories are listed, no file with weights is opened. What the format itself names as skipped is left out, and the files that
-    lie beside the model's config and belong to it.
+    Directories are listed, and no file with weights is opened. What the format itself names as skipped is left out, as
+    are the files beside the model's config that belong to it.
     """
     home = checkpoint.path
-    if checkpoint.format == "hub" or not os.path.isdir(home):  # a Hub model says so itself
+    if checkpoint.hub is not None or not os.path.isdir(home):  # a Hub model says so itself
         return
     said = {name for name, _ in checkpoint.skipped}
     left = [name for name in list_weights(home) if name not in said and said.isdisjoint(name.split("/"))]
@@ -221,40 +289,28 @@ def _check_listing(directory: str) -> None:
 def _look(path: str) -> tuple[Format | None, trainers.Found | None]:
     """Return the format of a path, or the structure around it."""
     if not os.path.isdir(path):
-        return next((row for row in (_FORMATS["hub"], _FULL_FILE) if _is(row, path)), None), None
+        return next((row for row in (_HUB, _FULL_FILE) if _opener(row).matches(path)), None), None
     names = listing(path)
-    for row in _EXACT:
-        if has_any(names, *row.gate) and _is(row, path):
-            return row, None
-    found = trainers.find_structure(path)
+    found = next((row for row in _EXACT if _matches(row, path, names)), None)
     if found is not None:
-        return None, found
-    return next((row for row in _BY_NAMES if has_any(names, *row.gate) and _is(row, path)), None), None
+        return found, None
+    structure = trainers.find_structure(path)
+    if structure is not None:
+        return None, structure
+    return next((row for row in _BY_NAMES if _matches(row, path, names)), None), None
 
 
-def _is(row: Format, path: str) -> bool:
-    answer: Callable[[str], bool] = _function(row, "is")
-    return answer(path)
+def _matches(row: Format, path: str, names: frozenset[str]) -> bool:
+    return has_any(names, *row.gate) and _opener(row).matches(path)
 
 
-def _function(row: Format, verb: str) -> Any:
-    module, _, name = row.module.partition(":")
-    return getattr(import_module(f"shardkit.formats.{module}"), f"{verb}_{name}")
+def _opener(row: Format) -> Opener:
+    openers: dict[str, Opener] = import_module(f"shardkit.formats.{row.module}").OPENERS
+    return openers[row.name]
 
 
 def _open(row: Format, path: str) -> Checkpoint:
-    opener: Callable[[str], Checkpoint] = _function(row, "open")
-    checkpoint = opener(path)
-    return trainers.recognise(checkpoint) if row.name == "dcp" else replace(checkpoint, path=path)
-
-
-def _named(format: str) -> Format:
-    if format not in _FORMATS:
-        raise UsageError(
-            f"unknown format {escape(format)!r}{suggestion(format, _FORMATS)}",
-            hint=f"formats are: {', '.join(sorted(_FORMATS))}",
-        )
-    return _FORMATS[format]
+    return replace(_opener(row).open(path), path=path)
 
 
 def _nothing(path: str) -> SourceError:
@@ -268,7 +324,10 @@ def _nothing(path: str) -> SourceError:
     if has_any(names, *_HUB_FILES) and not has_any(names, "*.distcp"):
         return _no_hub_model(names, path)
     shown = ", ".join(map(escape, sorted(names)[:_MAX_SHOWN])) + (", ..." if len(names) > _MAX_SHOWN else "")
-    guess = next((text for pattern, text in _OTHERS if matching(names, pattern)), None)
+    guess = next(
+        (text.format(count=len(seen)) for pattern, text in _OTHERS if (seen := matching(names, pattern))),
+        None,
+    )
     below = list(_checkpoints_below(path, names)) if guess is None else []
     if below:
         guess = f"it holds checkpoints: {', '.join(map(escape, below))}"
@@ -282,8 +341,6 @@ def _nothing(path: str) -> SourceError:
 
 def _no_hub_model(names: frozenset[str], path: str) -> SourceError:
     """Say why files that look like a Hub model's are none that can be opened."""
-    from shardkit.formats.hub.files import select_weights
-
     try:
         select_weights(names, own_name(path))
     except SourceError as error:

@@ -17,7 +17,6 @@ _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _BESIDE = (manifest.NAME, "adapter_config.json", ".gitattributes")
 _METADATA = ".metadata"
-_NOT_OF_FOLDERS = ("dcp", "dcp-hf", "hub", "full-file")  # found by names that others use too
 
 
 Replaceable = Callable[[str], str | None]
@@ -46,9 +45,10 @@ def _has_manifest(path: str) -> bool:
 
 def _is_resharded(path: str) -> bool:
     """True for a checkpoint of a trainer that keeps DCP directories in folders, where all of these are ours."""
-    from shardkit.formats.registry import format_of
+    from shardkit.formats.registry import recognise
 
-    if format_of(path) in (None, *_NOT_OF_FOLDERS):  # a run's directory, a folder of somebody's own
+    format = recognise(path)
+    if format is None or not format.is_trainers:  # a run's directory, a folder of somebody's own
         return False
     found = [here for here, _, names in os.walk(path) if _METADATA in names]
     return bool(found) and all(os.path.isfile(os.path.join(here, manifest.NAME)) for here in found)

@@ -14,15 +14,17 @@ from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
+from shardkit import formats
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files.links import locate, read_inside
 from shardkit.formats.beside import listing
+from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.checkpoints.accelerate import model_directories
 from shardkit.formats.checkpoints.trainers import find_structure
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.hub.files import PIPELINE
-from shardkit.formats.registry import directory_of, format_of, open_checkpoint
+from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.file import open_torch_file
 from shardkit.operations.resolve_order import (
     BEYOND,
@@ -48,6 +50,7 @@ _MAX_ENTRIES = 20_000
 _MAX_TRACKER = 4096
 _FILES = (".ckpt",)
 _META = "meta.pt"
+_ITSELF = "it is a checkpoint itself"
 _UNDATED = "it is complete, and no step tells how old it is"
 _MAX_PEEKED = 256  # directories below a name that does not say that checkpoints are there
 _OF_TRAINER = re.compile(r"checkpoint-[0-9]+")
@@ -84,6 +87,45 @@ class ResolvedCheckpoint:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """The checkpoint that was taken, with what choosing it opened, so that nobody parses it again."""
+
+    resolved: ResolvedCheckpoint
+    opened: tuple[Checkpoint, ...] = ()
+    """Its model; several where accelerate saved several. Empty where nothing had to be opened to choose it."""
+
+    def models(self) -> tuple[Checkpoint, ...]:
+        """Return the checkpoint, opened, or each model of one that holds several.
+
+        Raises:
+            SourceError, IntegrityError, ResourceError: as opening does.
+        """
+        return self.opened or _open_models(self.resolved.path)
+
+    def open(self) -> Checkpoint:
+        """Return the checkpoint, opened.
+
+        Raises:
+            SourceError: it holds several models; or as opening does.
+            IntegrityError, ResourceError: as opening does.
+        """
+        return self.opened[0] if len(self.opened) == 1 else formats.open(self.resolved.path)
+
+
+def as_it_is(path: str, checkpoint: Checkpoint) -> Taken:
+    """Return a checkpoint that is open, as one that was chosen."""
+    resolved = ResolvedCheckpoint(path=path, format=checkpoint.format, step=None, reason=_ITSELF)
+    return Taken(resolved=resolved, opened=(checkpoint,))
+
+
+def _open_models(path: str) -> tuple[Checkpoint, ...]:
+    """Open a checkpoint, or each model of one that holds several."""
+    models = model_directories(path)
+    places = [os.path.join(path, name) for name in models] if len(models) > 1 else [path]
+    return tuple(map(formats.open, places))
+
+
 def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) -> ResolvedCheckpoint:
     """Return the newest complete checkpoint at or below a path.
 
@@ -101,6 +143,15 @@ def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) ->
             passed over and why.
         ResourceError: something may not be read.
     """
+    return take(path, strict=strict).resolved
+
+
+def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
+    """Choose a checkpoint as `resolve_checkpoint` does, and keep what that opens.
+
+    Raises:
+        SourceError, ResourceError: as `resolve_checkpoint`.
+    """
     given = os.fspath(path)
     if not os.path.lexists(given):
         raise SourceError(
@@ -112,10 +163,10 @@ def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) ->
     search = _Search(given)
     found = search.itself()
     if found is None and not os.path.isdir(given):
-        open_checkpoint(given)  # says why it is none
+        formats.open(given)  # says why it is none
     found = found or search.below(given, _MAX_DEPTH)
     if PIPELINE in listing(given) and found is not None and found.path != given and found.step is None:
-        open_checkpoint(given)  # one model of a pipeline is not the newest checkpoint of a run
+        formats.open(given)  # one model of a pipeline is not the newest checkpoint of a run
     if found is not None:
         said = list(_passed_over(found, given))
         found = replace(
@@ -129,9 +180,9 @@ def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) ->
                 problems=found.warnings,
                 hint=f"repair or remove it, or name the one to take: {escape(found.path)}",
             )
-        return found
-    if not search.skipped and format_of(given) is None:
-        open_checkpoint(given)  # says what the directory looks like: a save that did not finish, ...
+        return Taken(resolved=found, opened=search.opened.get(found.path, ()))
+    if not search.skipped and recognise(given) is None:
+        formats.open(given)  # says what the directory looks like: a save that did not finish, ...
     raise SourceError(
         f"{escape(given)}: no complete checkpoint in it",
         problems=[f"{escape(name)}: {reason}" for name, reason in search.skipped] or search.looked_for(),
@@ -176,6 +227,8 @@ class _Search:
         self.inside = os.path.join(os.path.realpath(home), "")
         self.skipped: list[tuple[str, str]] = []
         self.notes: list[str] = []
+        self.opened: dict[str, tuple[Checkpoint, ...]] = {}
+        """By path, what opened."""
         self.entries_left = _MAX_ENTRIES
 
     def looked_for(self) -> list[str]:
@@ -186,16 +239,16 @@ class _Search:
 
     def itself(self) -> ResolvedCheckpoint | None:
         """Return the path itself where it is a checkpoint, and not also a run of them."""
-        format = format_of(self.home)
-        if format is None:
+        found = recognise(self.home)
+        if found is None:
             return None
-        if format == "hub" and self._holds_training_states():
+        if not found.is_sharded and self._holds_training_states():
             first = "the checkpoints of its training come first; its weight file can be given by itself"
             self._skip(self.home, self._damage(self.home) or first)
             return None
         tracked = _tracked(self.home)
         step = _step_at(self.home)
-        if format == "deepspeed" and tracked is not None:
+        if found.follows_tracker and tracked is not None:
             # The directory is what its tracker names; where that is damaged, the ones before it may not be.
             reason = self._damage(self.home) if len(self._children(self.home)) > 1 else None
             if reason is not None:
@@ -204,9 +257,9 @@ class _Search:
             order = ordered(self._children(self.home), tracked[1])
             self._mention(self.home, [name for place, name in order if place.rule == BEYOND], tracked[0])
             return self._take(
-                self.home, format, step_of(tracked[1]), f"{tracked[0]} names {escape(tracked[1])}"
+                self.home, found.name, step_of(tracked[1]), f"{tracked[0]} names {escape(tracked[1])}"
             )
-        return self._take(self.home, format, step, "it is a checkpoint itself")
+        return self._take(self.home, found.name, step, _ITSELF)
 
     def below(self, directory: str, depth: int) -> ResolvedCheckpoint | None:
         """Return the newest complete checkpoint below a directory, None where there is none.
@@ -332,11 +385,11 @@ class _Search:
 
     def _look(self, path: str, depth: int) -> ResolvedCheckpoint | None:
         """Return the checkpoint at a path, or the newest below it."""
-        format, step = format_of(path), _step_at(path)
-        if format is not None:
+        recognised, step = recognise(path), _step_at(path)
+        if recognised is not None:
             reason = self._damage(path)
             if reason is None:
-                return self._take(path, format, _step_inside(path) if step is None else step, "")
+                return self._take(path, recognised.name, _step_inside(path) if step is None else step, "")
         elif not os.path.isdir(path):
             reason = "not a checkpoint of a known format"
         else:
@@ -371,10 +424,8 @@ class _Search:
         last = structure.structure.last if structure else _last_of_trainer(path)
         if last is not None and not os.path.lexists(os.path.join(path, last)):
             return f"the save did not finish: {last}, which is written last, is missing"
-        models = model_directories(path)
         try:
-            for model in [os.path.join(path, name) for name in models] if len(models) > 1 else [path]:
-                open_checkpoint(model)
+            self.opened[path] = _open_models(path)
         except SourceError as error:
             return "; ".join((error.message, *error.problems[:1]))
         return _unfinished_part(path, _MAX_DEPTH)
@@ -425,7 +476,8 @@ class _Search:
         return (
             stem != name
             and any(other == stem or other.startswith(f"{stem}.") for other in names)
-            and format_of(os.path.join(directory, name)) == "hub"
+            and (found := recognise(os.path.join(directory, name))) is not None
+            and not found.is_sharded
         )
 
     def _holds_training_states(self) -> bool:
@@ -433,8 +485,8 @@ class _Search:
         if not os.path.isdir(self.home):
             return False
         for name in self._children(self.home):
-            path = os.path.join(self.home, name)
-            if step_of(name) is not None and format_of(path) not in (None, "hub", "full-file"):
+            found = recognise(os.path.join(self.home, name)) if step_of(name) is not None else None
+            if found is not None and found.is_sharded:
                 return True
         return False
 
@@ -530,7 +582,7 @@ def _last_of_trainer(path: str) -> str | None:
     beside = (other for other in listing(parent) if _OF_TRAINER.fullmatch(other))
     is_trainer = any(
         os.path.isfile(os.path.join(parent, other, _TRAINER_STATE))
-        and format_of(os.path.join(parent, other)) is not None
+        and recognise(os.path.join(parent, other)) is not None
         for other in beside
     )
     return _TRAINER_STATE if is_trainer else None

@@ -9,15 +9,16 @@ import sys
 import pytest
 import torch
 
+from shardkit import formats
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats.hub.checkpoint import open_hub_directory
-from shardkit.formats.registry import format_of, open_checkpoint
+from shardkit.formats.registry import format_of
 
 
 def test_dcp(save_dcp, weights, tmp_path):
     directory = save_dcp(weights, tmp_path / "c")
     assert format_of(str(directory)) == "dcp"
-    found = open_checkpoint(str(directory))
+    found = formats.open(str(directory))
     assert (found.format, found.path) == ("dcp", str(directory))
     assert set(found.catalog.tensors) == set(weights)
 
@@ -26,9 +27,9 @@ def test_dcp(save_dcp, weights, tmp_path):
 def test_a_part_stands_for_the_checkpoint(save_dcp, weights, tmp_path, part, monkeypatch):
     directory = save_dcp(weights, tmp_path / "c")
     assert format_of(str(directory / part)) == "dcp"
-    assert open_checkpoint(str(directory / part)).path == str(directory)
+    assert formats.open(str(directory / part)).path == str(directory)
     monkeypatch.chdir(directory)
-    assert open_checkpoint(part).path == os.curdir
+    assert formats.open(part).path == os.curdir
 
 
 def test_markers_come_before_names(save_dcp, weights, tmp_path):
@@ -86,15 +87,15 @@ def test_formats_from_file_names(tmp_path, names, format):
 def test_a_format_can_be_said(save_dcp, weights, tmp_path):
     directory = save_dcp({"model": weights}, tmp_path / "last.ckpt")
     torch.save({"epoch": 0}, directory / "meta.pt")
-    assert open_checkpoint(str(directory), format="dcp").format == "dcp"
+    assert formats.open(str(directory), format="dcp").format == "dcp"
     with pytest.raises(UsageError, match="unknown format 'lightening'"):
-        open_checkpoint(str(directory), format="lightening")
+        formats.open(str(directory), format="lightening")
 
 
 def test_hub(make_hub, weights):
     model = make_hub(weights, config={"model_type": "llama"})
     assert format_of(str(model)) == format_of(str(model / "model.safetensors")) == "hub"
-    found = open_checkpoint(str(model))
+    found = formats.open(str(model))
     assert (found.format, dict(found.roots), found.assets) == ("hub", {"model": ()}, (str(model),))
     names = ["lm_head.weight", "model.embed_tokens.weight"]
     chosen = open_hub_directory(str(model / "model.safetensors")).select(names)
@@ -109,7 +110,7 @@ def test_hub(make_hub, weights):
 def test_full_file(weights, tmp_path):
     torch.save(weights, tmp_path / "model.pt")
     assert format_of(str(tmp_path / "model.pt")) == "full-file"
-    assert set(open_checkpoint(str(tmp_path / "model.pt")).catalog.tensors) == set(weights)
+    assert set(formats.open(str(tmp_path / "model.pt")).catalog.tensors) == set(weights)
 
 
 NOTHING = {
@@ -128,7 +129,7 @@ def test_no_checkpoint(tmp_path, case):
         (tmp_path / name).touch()
     assert format_of(str(tmp_path)) is None
     with pytest.raises(SourceError, match=message) as caught:
-        open_checkpoint(str(tmp_path))
+        formats.open(str(tmp_path))
     is_unknown = case in ("nothing", "strange")
     assert any("looked for: .metadata" in problem for problem in caught.value.problems) == is_unknown
 
@@ -146,18 +147,18 @@ def test_no_hub_model(tmp_path, names, message):
         (tmp_path / name).touch()
     assert format_of(str(tmp_path)) is None
     with pytest.raises(SourceError, match=message):
-        open_checkpoint(str(tmp_path))
+        formats.open(str(tmp_path))
 
 
 def test_run_directory_names_its_checkpoints(save_dcp, weights, tmp_path):
     save_dcp(weights, tmp_path / "step-2")
     with pytest.raises(SourceError, match="it holds checkpoints: step-2"):
-        open_checkpoint(str(tmp_path))
+        formats.open(str(tmp_path))
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(SourceError, match="no such file or directory"):
-        open_checkpoint(str(tmp_path / "nothing"))
+    with pytest.raises(SourceError, match="no such path, and not a repo id either"):
+        formats.open(str(tmp_path / "nothing"))
     assert format_of(str(tmp_path / "nothing")) is None
     assert format_of("a\0b") is None
 
@@ -168,16 +169,16 @@ def test_odd_content_is_no_checkpoint_and_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "metadata.json")
     format_of(str(tmp_path))
     with pytest.raises(SourceError):
-        open_checkpoint(str(tmp_path))
+        formats.open(str(tmp_path))
     os.mkfifo(tmp_path / "x.pt")
     with pytest.raises(SourceError):
-        open_checkpoint(str(tmp_path / "x.pt"))
+        formats.open(str(tmp_path / "x.pt"))
 
 
 def test_no_torch(save_dcp, weights, tmp_path):
     directory = save_dcp({"model": weights}, tmp_path / "c")
     code = (
-        "import sys; from shardkit.formats.registry import open_checkpoint; "
-        "c = open_checkpoint(sys.argv[1]); c.select(list(c.catalog.tensors)); assert 'torch' not in sys.modules"
+        "import sys; from shardkit import formats; "
+        "c = formats.open(sys.argv[1]); c.select(list(c.catalog.tensors)); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(directory)], check=True)

@@ -20,11 +20,12 @@ import torch
 from safetensors.torch import load_file
 
 import shardkit
+from shardkit import formats
 from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.dtypes import BY_SAFETENSORS
 from shardkit.core.regions import relative_to, runs
 from shardkit.errors import SourceError
-from shardkit.formats.registry import format_of, open_checkpoint
+from shardkit.formats.registry import format_of
 
 HOME = Path(os.environ.get("SHARDKIT_FIXTURES", "nowhere")) / "sharded"
 NAMES = sorted(path.name for path in HOME.iterdir()) if HOME.is_dir() else []
@@ -143,12 +144,12 @@ def read_tensor(catalog: Catalog, fqn: str) -> bytes:
 def test_stored_tensors_are_the_truth(name):
     if name in REFUSED:
         with pytest.raises(SourceError, match=REFUSED[name]):
-            open_checkpoint(str(HOME / name / "ckpt"))
+            formats.open(str(HOME / name / "ckpt"))
         return
     found = checkpoints(name)
     assert found or name in WITHOUT_READ_BACK
     for inside in found:
-        checkpoint = open_checkpoint(str(inside.path))
+        checkpoint = formats.open(str(inside.path))
         expected = hashes(name, inside.truth)
         known = {
             fqn: expected[plain]
@@ -175,7 +176,7 @@ def test_stored_tensors_are_the_truth(name):
 def test_layouts(name):
     path = model_of(name)
     assert format_of(str(path)) == LAYOUTS.get(name, "dcp")
-    checkpoint = open_checkpoint(str(path))
+    checkpoint = formats.open(str(path))
     assert checkpoint.format.startswith(LAYOUTS.get(name, "dcp"))
     if name in WRITERS:
         assert checkpoint.writer == WRITERS[name]
@@ -186,7 +187,7 @@ def test_the_directory_around(name):
     around, layout = AROUND[name]
     path = str(HOME / name / around)
     assert format_of(path) == layout
-    found, inside = open_checkpoint(path), open_checkpoint(str(model_of(name)))
+    found, inside = formats.open(path), formats.open(str(model_of(name)))
     assert (found.path, found.format) == (path, layout)
     assert set(found.catalog.tensors) == set(inside.catalog.tensors)
 
@@ -195,7 +196,7 @@ def test_megatron_keeps_its_own_names():
     name = "megatron_torch_dist_tp2"
     if name not in NAMES:
         pytest.skip("not among the checkpoints")
-    checkpoint = open_checkpoint(str(HOME / name / "ckpt"))
+    checkpoint = formats.open(str(HOME / name / "ckpt"))
     assert "embedding.word_embeddings.weight" in checkpoint.catalog.tensors
     assert checkpoint.select(list(checkpoint.catalog.tensors)).encoding == "raw"
 
@@ -331,7 +332,7 @@ RESHARDED = [name for name in NAMES if name not in {*REFUSED, "megatron_torch_di
 def test_resharded_is_the_truth(name, tmp_path):
     """Every tensor of the checkpoint; where the optimizer was in a form of its own, the model is below `model.`."""
     shardkit.reshard(str(model_of(name)), str(tmp_path / "out"), world_size=3)
-    before, after = (open_checkpoint(str(path)) for path in (model_of(name), tmp_path / "out"))
+    before, after = (formats.open(str(path)) for path in (model_of(name), tmp_path / "out"))
     head = "model." if before.optimizer is not None else ""
     stored = list(before.catalog.tensors)
     assert {head + fqn for fqn in stored} <= set(after.catalog.tensors)

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from shardkit.errors import SourceError
+from shardkit.formats.registry import Format
 from shardkit.operations import resolve
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.diff.diff import diff
@@ -27,19 +28,18 @@ from shardkit.operations.verify.verify import verify
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory with a file `whole`, and a .ckpt file, is a checkpoint; with `damaged` it does not open."""
 
-    def format_of(path: str) -> str | None:
-        if os.path.isdir(path):
-            names = os.listdir(path)
-            return "stand-in" if "whole" in names or "damaged" in names else None
-        return "stand-in"
+    def recognise(path: str) -> Format | None:
+        if os.path.isdir(path) and {"whole", "damaged"}.isdisjoint(os.listdir(path)):
+            return None
+        return Format(name="stand-in", module="", gate=(), what="")
 
-    def open_checkpoint(path: str) -> object:
+    def open_stand_in(path: str) -> object:
         if os.path.exists(os.path.join(path, "damaged")):
             raise SourceError("1 of 2 rank files is missing", problems=["rank_1.pt"])
         return SimpleNamespace()
 
-    monkeypatch.setattr(resolve, "format_of", format_of)
-    monkeypatch.setattr(resolve, "open_checkpoint", open_checkpoint)
+    monkeypatch.setattr(resolve, "recognise", recognise)
+    monkeypatch.setattr(resolve.formats, "open", open_stand_in)
 
 
 def make(root: Path, *names: str) -> None:

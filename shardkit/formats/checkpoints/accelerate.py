@@ -27,7 +27,7 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate
 from shardkit.formats.beside import asset_directories, has_any, inner, listing, own_name, parent
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, Opener
 from shardkit.formats.checkpoints.full_file import open_full_file
 from shardkit.formats.dcp.checkpoint import open_dcp_directory
 from shardkit.formats.optimizer import OptimizerState, Unmapped, unmapped
@@ -254,3 +254,9 @@ def _skipped_bin(path: str, taken: set[str]) -> Iterator[tuple[str, str]]:
             yield name, "optimizer state" if name.startswith("optimizer") else "state of the trainer"
         elif _FILE.fullmatch(name) and name not in taken:
             yield name, "another model"
+
+
+OPENERS = {
+    "accelerate": Opener(is_accelerate, open_accelerate),
+    "accelerate-bin": Opener(is_accelerate_bin, open_accelerate_bin),
+}

@@ -23,7 +23,7 @@ from shardkit.core.text import escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly, read_small, stamp_of
 from shardkit.formats.beside import asset_directories, inner, listing
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, Opener
 from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import (
     ByteMetadata,
     PickleTable,
@@ -74,6 +74,7 @@ def open_bytecheckpoint(path: str) -> Checkpoint:
         checkpoint,
         format="bytecheckpoint",
         writer="ByteCheckpoint",
+        dcp=None,  # its `.metadata` is not torch's
         optimizer=_optimizer(path),
         assets=asset_directories(directory, path),
         skipped=tuple((name, _OTHERS[name]) for name in sorted(listing(path) & _OTHERS.keys())),
@@ -237,3 +238,6 @@ def _storage_problem(tensor: StoredTensor, record: TensorRecord) -> str | None:
     if last * tensor.dtype.itemsize > record.data_nbytes:
         return f"it reaches to byte {last * tensor.dtype.itemsize} of a storage of {record.data_nbytes}"
     return None
+
+
+OPENERS = {"bytecheckpoint": Opener(is_bytecheckpoint, open_bytecheckpoint)}

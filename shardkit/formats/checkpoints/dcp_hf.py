@@ -33,7 +33,7 @@ from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import locate, read_inside
 from shardkit.files.strict_json import open_regular, parse_object, read_exactly
 from shardkit.formats.beside import asset_directories, inner, listing
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, Opener
 from shardkit.formats.dcp.check import is_grid
 from shardkit.formats.dcp.sharding_info import saved_offsets
 from shardkit.formats.hub.checkpoint import is_hub_directory, open_hub_directory
@@ -380,3 +380,6 @@ def _tiling_problem(shape: Shape, regions: list[Region]) -> str | None:
     if len(corners) == sum(1 for region in regions if region.num_elements) and is_grid(shape, regions):
         return None
     return find_tiling_error(shape, regions)
+
+
+OPENERS = {"dcp-hf": Opener(is_dcp_hf, open_dcp_hf)}

@@ -12,7 +12,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.beside import asset_directories, parent
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, Opener
 from shardkit.formats.rankfiles.files import Gathering
 from shardkit.formats.torchsave.file import TorchFile, open_torch_file
 from shardkit.formats.torchsave.values import DistributedRef, TensorRef
@@ -108,3 +108,6 @@ def _notes(file: TorchFile) -> Iterator[str]:
         yield "the weights are the running average that a WeightAveraging callback keeps, not the current ones"
     if file.num_dropped:
         yield f"{file.num_dropped} entries whose keys are neither text nor integers were left out"
+
+
+OPENERS = {"full-file": Opener(is_full_file, open_full_file)}

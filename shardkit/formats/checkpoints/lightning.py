@@ -21,7 +21,7 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate
 from shardkit.formats.beside import asset_directories, has_any, listing
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, Opener
 from shardkit.formats.dcp.checkpoint import open_dcp_directory
 from shardkit.formats.heads import heads_of
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, open_torch_file
@@ -141,3 +141,6 @@ def _notes(meta: _Meta) -> Iterator[str]:
         yield "the weights are the running average that a WeightAveraging callback keeps, not the current ones"
     if meta.ema is not None:
         yield f"meta.pt holds an EMA ({escape(meta.ema)}) that cannot be recovered: it is rank 0's part alone"
+
+
+OPENERS = {"lightning": Opener(is_lightning, open_lightning)}

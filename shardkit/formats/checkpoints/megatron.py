@@ -15,7 +15,7 @@ from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
 from shardkit.formats.beside import asset_directories, listing
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, Opener
 from shardkit.formats.dcp.checkpoint import open_dcp_directory
 from shardkit.formats.dcp.directory import is_dcp
 
@@ -67,3 +67,6 @@ def _backend(path: str) -> str | None:
         return None
     backend = content.get("sharded_backend")
     return backend if isinstance(backend, str) else None
+
+
+OPENERS = {"megatron": Opener(is_megatron, open_megatron)}

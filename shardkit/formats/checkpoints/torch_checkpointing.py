@@ -17,7 +17,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files.links import read_inside
 from shardkit.formats.beside import asset_directories, listing, matching
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, Opener
 from shardkit.formats.rankfiles.files import RankFile, gather_files
 from shardkit.pickles.inert import InertPickle
 from shardkit.pickles.nodes import Opaque
@@ -127,3 +127,6 @@ def _skipped(path: str, taken: set[str]) -> Iterator[tuple[str, str]]:
     for name in matching(listing(path), "*_*.pt", "*_*.json"):
         if name not in taken:
             yield name, "holds no tensors"
+
+
+OPENERS = {"torch-checkpointing": Opener(is_torch_checkpointing, open_torch_checkpointing)}

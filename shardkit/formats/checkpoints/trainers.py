@@ -28,7 +28,9 @@ from shardkit.formats.beside import (
     own_name,
     parent,
 )
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, Opener
+from shardkit.formats.dcp.checkpoint import open_dcp_directory
+from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.heads import heads_of
 
 Roots = Mapping[str, tuple[str | int, ...]]
@@ -199,10 +201,13 @@ def _lists_files(directory: str) -> bool:
     return b'"kind": "files"' in head
 
 
-def recognise(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a DCP directory with what its names, and the files beside it, tell of its writer."""
-    path = checkpoint.path
-    directory = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
+def open_plain_dcp(directory: str) -> Checkpoint:
+    """Open a DCP directory; its names, and the files beside it, tell who wrote it.
+
+    Raises:
+        SourceError, ResourceError: as `open_dcp_directory`.
+    """
+    checkpoint = open_dcp_directory(directory)
     names = listing(directory)
     assets = asset_directories(directory, inner(directory, "huggingface"), inner(directory, "hf"))
     heads = heads_of(checkpoint.catalog, 2)
@@ -259,3 +264,6 @@ def _beside(path: str, found: Found) -> Iterator[tuple[str, str]]:
 def _unfinished(path: str, structure: Structure) -> Iterator[str]:
     if structure.last is not None and structure.last not in listing(path):
         yield f"{structure.last} is missing, which {structure.writer} writes last: the save may not have finished"
+
+
+OPENERS = {"dcp": Opener(is_dcp, open_plain_dcp)}

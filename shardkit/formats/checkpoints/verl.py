@@ -22,7 +22,7 @@ from shardkit.errors import SourceError
 from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
 from shardkit.formats.beside import asset_directories, inner, listing
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, Opener
 from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.formats.rankfiles.files import Gathered, RankFile, gather_files, missing_ranks
 from shardkit.formats.rankfiles.numbered import parameters_of
@@ -157,3 +157,6 @@ def _notes(path: str, home: _Home) -> Iterator[str]:
     if lora:
         facts = ", ".join(f"{key}={value}" for key, value in lora.items())
         yield f"trained with LoRA: {escape(facts)} ({_LORA})"
+
+
+OPENERS = {"verl": Opener(is_verl, open_verl)}

@@ -45,6 +45,7 @@ def as_checkpoint(path: str, opened: DcpDirectory) -> Checkpoint:
         writer="torch.distributed.checkpoint",
         catalog=catalog,
         select=opened.select,
+        dcp=opened,
         check=opened.check if opened.has_records else None,
         assets=asset_directories(path),
         notes=catalog.notes,

@@ -20,7 +20,7 @@ from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.dcp.metadata import Place
+from shardkit.formats.checkpoint import Place
 from shardkit.formats.torchsave.record import TensorRecord, read_entries
 
 _ZSTD = "stream.zstd"

@@ -12,17 +12,16 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
-from shardkit.core.catalog import Catalog, FileStamp, SourceFile, subset
+from shardkit.core.catalog import Catalog, SourceFile, subset
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.strict_json import read_small
+from shardkit.formats.checkpoint import Place
 from shardkit.formats.dcp.check import ANOTHER_COPY, check_extents, check_tiling
 from shardkit.formats.dcp.merge import rank_files, read_rank_metadata
-from shardkit.formats.dcp.metadata import DcpMetadata, Place, parse_metadata
+from shardkit.formats.dcp.metadata import DcpMetadata, parse_metadata
 from shardkit.formats.dcp.records import check_records, select_raw
 from shardkit.formats.dcp.safetensors import holds_bare_bytes, point_at_parts
 
@@ -70,23 +69,6 @@ class DcpDirectory:
         return check_records(self.catalog, self.transforms, names)
 
 
-_opened: ContextVar[dict[str, tuple[FileStamp, DcpDirectory]] | None] = ContextVar("opened", default=None)
-
-
-@contextmanager
-def remembered() -> Iterator[None]:
-    """Let a directory that is opened more than once inside be parsed once, while its `.metadata` stays the same.
-
-    A checkpoint is chosen by opening it, and told apart and read by opening it again; with many ranks,
-    parsing takes most of the time until bytes move.
-    """
-    token = _opened.set({})
-    try:
-        yield
-    finally:
-        _opened.reset(token)
-
-
 def is_dcp(directory: str) -> bool:
     """True where the directory has the marker file of a finished DCP save, or a rank's."""
     try:
@@ -127,21 +109,7 @@ def open_dcp_lazily(directory: str) -> DcpDirectory:
     Raises:
         SourceError, ResourceError: as `open_dcp`.
     """
-    known, stamp = _opened.get(), _stamp(os.path.join(directory, METADATA))
-    if known is None or stamp is None:
-        return open_metadata(directory, _read_metadata(directory))
-    key = os.path.abspath(directory)
-    if key not in known or known[key][0] != stamp:
-        known[key] = (stamp, open_metadata(directory, _read_metadata(directory)))
-    return known[key][1]
-
-
-def _stamp(path: str) -> FileStamp | None:
-    try:
-        status = os.lstat(path)
-    except (OSError, ValueError):  # ValueError: a NUL in the path
-        return None
-    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+    return open_metadata(directory, _read_metadata(directory))
 
 
 def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:

@@ -18,6 +18,7 @@ from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.formats.checkpoint import Place
 from shardkit.formats.dcp.columns import MIN_COLUMNS, MIN_TOTAL, match_columns, rows_by_id
 from shardkit.formats.dcp.vocabulary import (
     RECORDS,
@@ -37,20 +38,6 @@ _MAX_PATH = 64  # steps of a planner path
 _MAX_SHARED = 4  # names of one description whose chunks need not have a place
 _MAX_ELEMENTS = 1 << 62
 _NO_ROWS = array("i")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where one entry's bytes lie."""
-
-    file: int
-    """Index into `DcpMetadata.files`."""
-    start: int
-    """First byte."""
-    nbytes: int
-    """Length in bytes."""
-    transforms: tuple[str, ...] = ()
-    """The extensions that they were put through, e.g. ("stream.zstd/1",)."""
 
 
 @dataclass(slots=True, kw_only=True)

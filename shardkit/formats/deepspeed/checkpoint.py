@@ -15,7 +15,7 @@ from shardkit.core.catalog import subset
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.beside import asset_directories, parent
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, Opener
 from shardkit.formats.deepspeed.files import (
     ModelStates,
     OptimizerStates,
@@ -271,3 +271,6 @@ def _checkpoint(
         skipped=(*skipped, ("optimizer_state_dict", "optimizer state, but for the fp32 weights"), *lost),
         notes=tuple(notes),
     )
+
+
+OPENERS = {"deepspeed": Opener(is_deepspeed, open_deepspeed)}

@@ -19,9 +19,9 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, HubModel
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
-from shardkit.formats.hub.directory import HubModel, open_model, read_config
+from shardkit.formats.hub.directory import open_model, read_config
 from shardkit.formats.hub.files import select_weights
 from shardkit.formats.hub.repo import fetch_files, looks_like_repo_id, open_headers
 from shardkit.keys import KeyRule
@@ -119,7 +119,7 @@ def find_base(checkpoint: Checkpoint) -> Base | None:
         names = os.listdir(directory)
         if CONFIG in names or ADAPTER_CONFIG in names:
             base = _open(os.path.basename(os.path.abspath(directory)), directory, is_given=False)
-            return replace(base, is_trainers=checkpoint.format != "hub" or _TRAINER_STATE in names)
+            return replace(base, is_trainers=checkpoint.hub is None or _TRAINER_STATE in names)
     return None
 
 

@@ -7,7 +7,7 @@ import os
 from shardkit.core.catalog import subset
 from shardkit.errors import ShardkitError
 from shardkit.formats.beside import asset_directories, listing
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, HubModel, Opener
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.hub.files import select_file, select_weights
 
@@ -33,7 +33,11 @@ def open_hub_directory(path: str) -> Checkpoint:
         SourceError: no weights or several, a damaged file, an index that its files contradict.
         ResourceError: a file may not be read.
     """
-    model = open_model(path)
+    return as_checkpoint(path, open_model(path))
+
+
+def as_checkpoint(path: str, model: HubModel) -> Checkpoint:
+    """Return an opened Hub model as a checkpoint."""
     catalog = model.catalog
     return Checkpoint(
         path=path,
@@ -41,8 +45,12 @@ def open_hub_directory(path: str) -> Checkpoint:
         writer="a Hub model",
         catalog=catalog,
         select=lambda names: subset(catalog, names),
+        hub=model,
         roots={"model": ()},
         assets=asset_directories(model.directory),
         skipped=model.beside,
         notes=catalog.notes,
     )
+
+
+OPENERS = {"hub": Opener(is_hub_directory, open_hub_directory)}

@@ -14,6 +14,7 @@ from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import link_notes, locate, locate_weights, read_inside
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
+from shardkit.formats.checkpoint import HubModel
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
 from shardkit.formats.hub.files import Kind, Weights, select_file, select_weights
 from shardkit.formats.hub.safetensors import SafetensorsHeader, read_header
@@ -29,27 +30,6 @@ _CONTENT = SafetensorsHeader | BinFile
 
 Elsewhere = Mapping[str, Callable[[], SafetensorsHeader]]
 """Names of weight files that are not on this machine, and what gives the header of each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubModel:
-    """A model as the Hub lays it out, opened."""
-
-    catalog: Catalog
-    """Tensors in the index's order; without an index in the file's: by bytes in a safetensors file, by
-    entries in a legacy one."""
-    config: dict[str, object] | None
-    """config.json, None where there is none."""
-    directory: str
-    """Where the files lie."""
-    label: str
-    """A short name, for the names of outputs."""
-    identity: dict[str, object]
-    """Which weights these are, as plain data; the same wherever they lie."""
-    beside: tuple[tuple[str, str], ...] = ()
-    """(name, what it is) of the files with weights beside those, of which nothing is read."""
-    download_bytes: int = 0
-    """Size of the weight files of which only the headers were read: they are not on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

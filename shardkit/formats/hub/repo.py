@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
+from shardkit.formats.checkpoint import HubModel
 from shardkit.formats.hub.assets import list_weights
-from shardkit.formats.hub.directory import Elsewhere, HubModel, open_weights, weight_files, with_beside
+from shardkit.formats.hub.directory import Elsewhere, open_weights, weight_files, with_beside
 from shardkit.formats.hub.files import Weights, select_weights
 from shardkit.formats.hub.headers import read_remote_header
 

@@ -15,16 +15,15 @@ from shardkit.core.text import MIB, count, escape, parse_size
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.files.links import may_follow_links
-from shardkit.formats.dcp.directory import remembered
 from shardkit.formats.hub.base import find_base, open_base
 from shardkit.formats.recorded import find_manifests
-from shardkit.formats.registry import open_checkpoint, stray_weights
+from shardkit.formats.registry import stray_weights
 from shardkit.keys import Naming
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate.result import ConsolidateResult, DTypeCount, SkippedPart
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions
 from shardkit.operations.destination import check_destination, check_space, free_bytes, is_hub_model
-from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
+from shardkit.operations.resolve import ResolvedCheckpoint, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
 from shardkit.operations.sidecar import check_sidecar, write_sidecar
 from shardkit.operations.write import (
@@ -171,18 +170,18 @@ def consolidate(
     given = os.fspath(checkpoint)
     output = None if output is None else os.fspath(output)
     base = None if base is None else os.fspath(base)
-    with remembered():  # resolving opens it too
-        resolved = resolve_checkpoint(given, strict=strict)
-        warn_all(on_warning, resolved.warnings)
-        path = check_destination(
-            output or default_output(resolved.path), resolved.path, overwrite=overwrite, why_not=is_hub_model
-        )
-        sidecar = (
-            check_sidecar(os.fspath(manifest_file), overwrite=overwrite, outside=[path, resolved.path])
-            if manifest_file is not None
-            else None
-        )
-        opened = open_checkpoint(resolved.path)
+    taken = take(given, strict=strict)
+    resolved = taken.resolved
+    warn_all(on_warning, resolved.warnings)
+    path = check_destination(
+        output or default_output(resolved.path), resolved.path, overwrite=overwrite, why_not=is_hub_model
+    )
+    sidecar = (
+        check_sidecar(os.fspath(manifest_file), overwrite=overwrite, outside=[path, resolved.path])
+        if manifest_file is not None
+        else None
+    )
+    opened = taken.open()
     found = open_base(base, revision=base_revision) if base is not None else find_base(opened)
     decided = build_job(opened, found, options)
     catalogs = [decided.catalog, *(module.catalog for module in decided.modules)]

@@ -346,7 +346,7 @@ def _check_options(checkpoint: Checkpoint, base: Base | None, options: JobOption
 
 def _select(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> Selection:
     catalog = checkpoint.catalog
-    if checkpoint.format == "hub" and not catalog.tensors:  # a file without tensors is a file all the same
+    if checkpoint.hub is not None and not catalog.tensors:  # a file without tensors is a file all the same
         return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
     rules = saved_key_rules(checkpoint) if options.naming.weights == "model" else None
     root = SAVED_ROOT

@@ -20,8 +20,9 @@ from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, crc32
 from shardkit.files.file_bytes import sha256_of
+from shardkit.formats.checkpoint import HubModel
 from shardkit.formats.hub.assets import CONFIG, is_weights
-from shardkit.formats.hub.directory import HubModel, open_weights
+from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file, select_weights
 from shardkit.formats.recorded import SourceManifests
 from shardkit.layout.traced import Answer, Question

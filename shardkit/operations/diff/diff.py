@@ -18,13 +18,14 @@ from shardkit.files.links import may_follow_links
 from shardkit.operations.diff.read import tensor_bands
 from shardkit.operations.diff.result import DiffResult, Status, TensorDiff
 from shardkit.operations.diff.sides import Pair, Side, find_ties, open_sides, pairs
+from shardkit.operations.resolve import Taken, take
 from shardkit.transfer.sources import Reader, SourceFiles
 
 if TYPE_CHECKING:
     from shardkit.operations.diff.values import Measure, RoundedSide, Roundings, Tolerance
 
 SORTS = ("name", "difference")
-_MIN_MEMORY = 2 * MIB
+_MIN_MEMORY, _MEMORY = 2 * MIB, 256 * MIB
 _BAND_BYTES = MIB  # of one side: the processor's cache keeps both while they are compared
 _BUFFERS = 8  # of a band's size: two for each side while it is gathered, and the masks
 _MAX_VALUES = (
@@ -36,9 +37,13 @@ _MAX_VALUES = (
 class DiffOptions:
     """How to compare."""
 
-    tolerance: Tolerance | None
-    stats: bool
-    max_memory_bytes: int
+    tolerance: Tolerance | None = None
+    """None compares bits."""
+    stats: bool = False
+    """Take figures of how much tensors differ."""
+    is_sorted: bool = False
+    """What differs most comes first."""
+    max_memory_bytes: int = _MEMORY
 
     def max_elements(self, itemsize: int, *, measured: bool) -> int:
         """Return the elements of a band, for the longer itemsize of both sides; more memory goes into measuring."""
@@ -63,7 +68,7 @@ def diff(
     all_tensors: bool = False,
     strict: bool = False,
     sort: Literal["name", "difference"] = "name",
-    max_memory: str | int = 256 * MIB,
+    max_memory: str | int = _MEMORY,
     follow_links: bool = False,
     progress: Progress | None = None,
 ) -> DiffResult:
@@ -95,13 +100,48 @@ def diff(
         IntegrityError: a file changed while it was read.
         ResourceError: disk or permission.
     """
-    begun, progress = time.monotonic(), progress or NoProgress()
-    options = _options(rtol, atol, stats or sort == "difference", sort, max_memory)
-    one, two, notes = open_sides(
-        a, b, all_tensors=all_tensors, include=include, exclude=exclude, strict=strict
+    options = _options(rtol, atol, stats, sort, max_memory)
+    given = (os.fspath(a), os.fspath(b))
+    taken = (take(a, strict=strict), take(b, strict=strict))
+    return compare(
+        given,
+        taken,
+        options,
+        all_tensors=all_tensors,
+        include=include,
+        exclude=exclude,
+        progress=progress or NoProgress(),
     )
+
+
+def compare(
+    given: tuple[str, str],
+    taken: tuple[Taken, Taken],
+    options: DiffOptions,
+    *,
+    progress: Progress,
+    all_tensors: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> DiffResult:
+    """Compare two checkpoints that were chosen, as `diff` does.
+
+    Args:
+        given: their paths, as a person gave them.
+        taken: the checkpoints; what is open of them is not opened again.
+        options: how.
+        progress: as for `diff`.
+        all_tensors: as for `diff`.
+        include: as for `diff`.
+        exclude: as for `diff`.
+
+    Raises:
+        UsageError, SourceError, IntegrityError, ResourceError: as `diff`.
+    """
+    begun = time.monotonic()
+    one, two, notes = open_sides(given, taken, all_tensors=all_tensors, include=include, exclude=exclude)
     found, rounded_side, read_bytes = _compare_all(one, two, options, progress)
-    if sort == "difference":
+    if options.is_sorted:
         found.sort(key=lambda tensor: tensor.magnitude, reverse=True)
     return DiffResult(
         a=one.given,
@@ -137,7 +177,10 @@ def _options(
         raise UsageError(f"--max-memory must be at least 2MiB, not {max_memory}")
     is_exact = rtol is None and atol is None
     tolerance = None if is_exact else Tolerance(rtol or 0.0, atol or 0.0)
-    return DiffOptions(tolerance=tolerance, stats=stats, max_memory_bytes=budget)
+    is_sorted = sort == "difference"
+    return DiffOptions(
+        tolerance=tolerance, stats=stats or is_sorted, is_sorted=is_sorted, max_memory_bytes=budget
+    )
 
 
 def _compare_all(

@@ -13,17 +13,14 @@ from shardkit.core.text import count
 from shardkit.errors import SourceError, UsageError
 from shardkit.files.links import link_notes
 from shardkit.formats.checkpoint import Checkpoint
-from shardkit.formats.dcp.directory import remembered
 from shardkit.formats.hub.base import SAVED_ROOT, hub_key_rules, saved_key_rules
-from shardkit.formats.registry import open_checkpoint
 from shardkit.keys import select_model
 from shardkit.keys.names import natural
 from shardkit.keys.renaming import apply_key_rules
-from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
+from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
 from shardkit.transfer.sources import same_bytes
 
-_HUB = "hub"
 Names = Mapping[str, str]
 """Name in the model -> stored name."""
 
@@ -54,23 +51,21 @@ class Pair(NamedTuple):
 
 
 def open_sides(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
+    given: tuple[str, str],
+    taken: tuple[Taken, Taken],
     *,
     all_tensors: bool,
     include: Sequence[str],
     exclude: Sequence[str],
-    strict: bool,
 ) -> tuple[Side, Side, list[str]]:
     """Open both checkpoints, and only the tensors of them that are compared.
 
     Args:
-        a: a checkpoint of any format, or a run directory.
-        b: another.
+        given: both paths, as they were given.
+        taken: the checkpoints that they stand for.
         all_tensors: everything under its stored name, not the model's weights under theirs.
         include: globs over names in the model or stored names; only these.
         exclude: globs; not these.
-        strict: of a run directory, nothing newer may have been passed over.
 
     Returns:
         Both sides, and what a person should know.
@@ -79,15 +74,13 @@ def open_sides(
         UsageError: the globs leave nothing.
         SourceError, ResourceError: one of them cannot be opened.
     """
-    with remembered():
-        resolved = (resolve_checkpoint(a, strict=strict), resolve_checkpoint(b, strict=strict))
-        opened = (open_checkpoint(resolved[0].path), open_checkpoint(resolved[1].path))
-    notes = [line for taken in resolved for line in taken.notes]
+    opened = (taken[0].open(), taken[1].open())
+    notes = [line for each in taken for line in each.resolved.notes]
     for each in opened:
         paths = {os.path.relpath(file.path, each.catalog.directory): file.path for file in each.catalog.files}
         notes += (
             link_notes(each.catalog.directory, paths)
-            if each.format == "hub" and os.path.isdir(each.path)
+            if each.hub is not None and os.path.isdir(each.path)
             else ()
         )
     names, said = _name_all(opened) if all_tensors else _name_model(opened)
@@ -96,13 +89,13 @@ def open_sides(
         raise UsageError("--include and --exclude leave no tensor to compare")
     sides = tuple(
         Side(
-            given=os.fspath(path),
-            resolved=taken,
+            given=path,
+            resolved=resolved.resolved,
             checkpoint=checkpoint,
             names=each,
             catalog=checkpoint.select(list(each.values())),
         )
-        for path, taken, checkpoint, each in zip((a, b), resolved, opened, kept, strict=True)
+        for path, resolved, checkpoint, each in zip(given, taken, opened, kept, strict=True)
     )
     return sides[0], sides[1], [*notes, *said]
 
@@ -173,7 +166,7 @@ def _name_all(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Names
 
 def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Names], list[str]]:
     """Name the weights of both sides alike: what one is called helps to find the other's model."""
-    first, second = (1, 0) if opened[1].format == _HUB and opened[0].format != _HUB else (0, 1)
+    first, second = (1, 0) if opened[1].hub is not None and opened[0].hub is None else (0, 1)
     found: dict[int, Names | str] = {}
     for side, other in ((first, second), (second, first), (first, second)):
         base = found.get(other)

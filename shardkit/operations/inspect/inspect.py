@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shardkit import formats
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import manifest
 from shardkit.files.links import may_follow_links
+from shardkit.formats.checkpoint import Checkpoint, HubModel
+from shardkit.formats.registry import stray_weights
 from shardkit.keys.ties import ties_embeddings
 from shardkit.operations.inspect.presharded import inspect_presharded
 from shardkit.operations.inspect.result import (
@@ -24,9 +27,6 @@ from shardkit.operations.inspect.result import (
     model_class,
     tensor_fields,
 )
-
-if TYPE_CHECKING:
-    from shardkit.formats.checkpoint import Checkpoint
 
 _METADATA, _SHARD_SUFFIX = ".metadata", ".distcp"
 
@@ -53,8 +53,6 @@ def inspect(
             f"{escape(path)}: no such file or directory",
             hint="inspect reads local paths; bring a Hub model here with: hf download ORGANISATION/NAME",
         )
-    from shardkit.formats.registry import format_of, open_checkpoint, stray_weights
-
     directory = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
     if os.path.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
         content = manifest.read(directory)
@@ -62,12 +60,10 @@ def inspect(
             content is not None and "kind" not in content
         ):  # else it lies beside a Hub model, or what training saved
             return inspect_presharded(path, directory, content, unfold=tensors)
-    format = format_of(path)
-    if format == "hub" or (path.endswith(".bin") and os.path.isfile(path)):
-        return _inspect_hub(path, unfold=tensors)
-    if format is None and os.path.isdir(path):
-        _refuse_unfinished(path)
-    checkpoint = open_checkpoint(path)
+    is_legacy = path.endswith(".bin") and os.path.isfile(path)  # else it is a state dict, of whatever
+    checkpoint = formats.open(path, format="hub" if is_legacy else None)
+    if checkpoint.hub is not None:
+        return _inspect_hub(path, checkpoint.hub, unfold=tensors)
     return _inspect_sharded(path, checkpoint, tuple(stray_weights(checkpoint)), unfold=tensors)
 
 
@@ -75,19 +71,7 @@ def _is_part_of_checkpoint(name: str) -> bool:
     return name in (manifest.NAME, _METADATA) or name.endswith(_SHARD_SUFFIX)
 
 
-def _refuse_unfinished(path: str) -> None:
-    shards = sum(name.endswith(_SHARD_SUFFIX) for name in os.listdir(path))
-    if shards:
-        raise SourceError(
-            f"{escape(path)} has {shards} {_SHARD_SUFFIX} files and no {_METADATA}: the save did not finish",
-            hint="use another checkpoint; without its metadata the shards cannot be told apart",
-        )
-
-
-def _inspect_hub(path: str, *, unfold: bool) -> InspectResult:
-    from shardkit.formats.hub.directory import open_model
-
-    model = open_model(path)
+def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
     catalog, config = model.catalog, model.config or {}
     found = [Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
     held = {file.name: 0 for file in catalog.files}
@@ -136,11 +120,11 @@ def _inspect_sharded(
         Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values() if e.fqn not in copies
     ]
     files = tuple(_files(catalog, copies))
-    is_dcp = checkpoint.format == "dcp"
+    is_dcp = checkpoint.format == catalog.format  # no trainer's own
     return InspectResult(
         path=path,
         kind="dcp" if is_dcp else "sharded",
-        format=catalog.format if is_dcp else checkpoint.format,
+        format=checkpoint.format,
         made_by=checkpoint.writer or None,
         source=None,
         model_class=None,

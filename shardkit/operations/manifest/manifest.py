@@ -16,7 +16,6 @@ from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.file_bytes import FileBytes, place_of
 from shardkit.files.links import is_snapshot, may_follow_links
-from shardkit.formats.dcp.directory import remembered
 from shardkit.formats.registry import directory_of, format_of
 from shardkit.operations.manifest.digests import Digests
 from shardkit.operations.sidecar import check_sidecar, write_sidecar
@@ -24,8 +23,6 @@ from shardkit.operations.verify.in_threads import check_jobs, in_threads
 from shardkit.operations.verify.listing import Listing, list_files
 from shardkit.operations.verify.result import Report
 from shardkit.operations.verify.structure import Structure, check_structure
-
-_HUB = "hub"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +96,11 @@ def write_manifest(
     directory = directory_of(path)
     target = _target(directory, output, inside=inside, overwrite=overwrite)
     report = Report(progress=progress or NoProgress())
-    with remembered():
-        structure = check_structure(path, report, is_new=True)
-        _refuse_damaged(path, report)
-        assert structure.is_whole  # else there is a problem
-        opened = structure.checkpoint
-        catalog = opened.select(tuple(opened.catalog.tensors)) if opened is not None else None
+    structure = check_structure(path, report, is_new=True)
+    _refuse_damaged(path, report)
+    assert structure.is_whole  # else there is a problem
+    opened = structure.checkpoint
+    catalog = opened.select(tuple(opened.catalog.tensors)) if opened is not None else None
     listing = _list(structure, target)
     result = _result(path, target, structure, listing, report, sha256=sha256, dry_run=dry_run)
     if not dry_run:
@@ -193,7 +189,7 @@ def _files(structure: Structure, listing: Listing) -> dict[str, FileBytes]:
 
 def _follows(structure: Structure) -> bool:
     """True where links stand for files, as in the Hub's cache."""
-    return structure.checkpoint is not None and structure.checkpoint.format == _HUB
+    return structure.checkpoint is not None and structure.checkpoint.hub is not None
 
 
 def _content(

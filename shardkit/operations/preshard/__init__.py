@@ -12,14 +12,14 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from shardkit import formats
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.text import KIB, MIB
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.reflink import BLOCK, can_share_extents, nearest_existing
-from shardkit.formats.hub.directory import HubModel
+from shardkit.formats.checkpoint import HubModel
 from shardkit.formats.recorded import find_manifests
-from shardkit.formats.source import open_source
 from shardkit.operations.describe_dcp import Descriptions
 from shardkit.operations.destination import check_destination, check_space, free_bytes
 from shardkit.operations.preshard.job import PreshardJob, build_job
@@ -162,7 +162,8 @@ def preshard(
     local = source if os.path.exists(source) else None
     if output is not None:  # before anything is downloaded
         check_destination(output, local, overwrite=overwrite)
-    model = open_source(source, revision=revision, variant=variant, headers_only=dry_run)
+    model = formats.open(source, format="hub", revision=revision, variant=variant, headers_only=dry_run).hub
+    assert model is not None  # what it asked for
     manifests = find_manifests(
         [model.catalog], local or model.directory, given=source_manifest, check_source=check_source
     )

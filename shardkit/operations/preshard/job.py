@@ -18,8 +18,8 @@ from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import UsageError
+from shardkit.formats.checkpoint import HubModel
 from shardkit.formats.dcp.images import DcpImages, Phase
-from shardkit.formats.hub.directory import HubModel
 from shardkit.layout.choose import make_layout
 from shardkit.layout.layout import Layout
 from shardkit.operations.casts import rounded_wide

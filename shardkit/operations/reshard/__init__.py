@@ -19,14 +19,13 @@ from shardkit.core.text import KIB, MIB, escape
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.files import manifest, storage
 from shardkit.files.links import may_follow_links
-from shardkit.formats.dcp.directory import remembered
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.companions import BesideFile, copy_file
 from shardkit.operations.describe_dcp import Descriptions
 from shardkit.operations.destination import check_destination, check_space, free_bytes, is_sharded_checkpoint
 from shardkit.operations.reshard.job import ReshardJob, build_job
 from shardkit.operations.reshard.parts import take_apart
-from shardkit.operations.resolve import resolve_checkpoint
+from shardkit.operations.resolve import take
 from shardkit.operations.write import (
     OnWarning,
     check_resume_from,
@@ -241,13 +240,13 @@ def reshard(
     begun, progress, source = time.monotonic(), progress or NoProgress(), os.fspath(checkpoint)
     parsed = parse_mesh(mesh, world_size)
     options = execute_options(jobs, max_memory, digests=digest != "none", check_source=check_source)
-    with remembered():
-        resolved = resolve_checkpoint(source, strict=strict)
-        warn_all(on_warning, resolved.warnings)
-        path = check_destination(
-            os.fspath(output), resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint
-        )
-        parts = take_apart(resolved.path, check_source=check_source)
+    chosen = take(source, strict=strict)
+    resolved = chosen.resolved
+    warn_all(on_warning, resolved.warnings)
+    path = check_destination(
+        os.fspath(output), resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint
+    )
+    parts = take_apart(chosen, check_source=check_source)
     manifests = find_manifests(
         [part.catalog for part in parts.parts],
         resolved.path,

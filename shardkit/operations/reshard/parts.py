@@ -15,16 +15,15 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import open_regular
-from shardkit.formats.checkpoint import Checkpoint
-from shardkit.formats.checkpoints.accelerate import model_directories
+from shardkit.formats.checkpoint import Checkpoint, DcpFolder, Place
 from shardkit.formats.dcp.directory import open_dcp_lazily
-from shardkit.formats.dcp.metadata import Place
 from shardkit.formats.hub.base import saved_key_rules
 from shardkit.formats.optimizer import OptimizerState
-from shardkit.formats.registry import format_of, open_checkpoint
+from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
 from shardkit.keys import KeyRule
 from shardkit.operations.companions import BesideFile, Survey, check_survey, survey
+from shardkit.operations.resolve import Taken
 
 _OF_A_RANK = re.compile(r"(?:^|[_-])rank[_-]?\d+\.|(?:rng_state|random_states)_\d+\.")
 _ENTRY_OF_A_RANK = re.compile(r"(?:.*[._])?(?:dp_)?rank_?\d+(?:\..*)?")  # torchtitan: dataloader.dp_rank_0
@@ -35,7 +34,6 @@ _NESTED = (
     "names begin with model. and optim.: load it into the two state dicts that "
     "torch.distributed.checkpoint.state_dict.get_state_dict gives"
 )
-_OTHER_DCP = ("bytecheckpoint", "megatron")  # `.metadata` of another kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,26 +78,31 @@ class Parts:
         return tuple(file.name for file in self.files)
 
 
-def take_apart(path: str, *, check_source: bool = True) -> Parts:
+def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
     """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint of another kind.
 
     Args:
-        path: the checkpoint.
+        taken: the checkpoint.
         check_source: refuse byte entries that are not the zips that torch writes; otherwise they are carried over as they
             lie, with a warning.
 
     Raises:
         SourceError, IntegrityError, ResourceError: as opening does; a part of it was not saved to its end.
     """
-    if not os.path.isdir(path) or format_of(path) in _OTHER_DCP:
-        return _other(path)
+    path = taken.resolved.path
+    if not os.path.isdir(path) or not _keeps_folders(path):
+        return _other(taken.open())
     found = survey(path)
-    if not found.folders or any(format_of(os.path.join(path, name)) in _OTHER_DCP for name in found.folders):
-        return _other(path)
+    if not found.folders or not all(_keeps_folders(os.path.join(path, name)) for name in found.folders):
+        return _other(taken.open())
     check_survey(path, found)
-    checkpoint = _open_weights(path)
+    models = taken.models()  # all of them are resharded
+    checkpoint = models[0]
     rules = saved_key_rules(checkpoint) or ()
-    parts = tuple(_open_part(path, folder, rules if not folder else ()) for folder in found.folders)
+    parts = tuple(
+        _open_part(folder, _open_folder(os.path.join(path, folder), models), rules if not folder else ())
+        for folder in found.folders
+    )
     damaged = [problem for part in parts for problem in part.damaged]
     if damaged and check_source:
         raise SourceError(
@@ -121,6 +124,11 @@ def take_apart(path: str, *, check_source: bool = True) -> Parts:
     )
 
 
+def _keeps_folders(path: str) -> bool:
+    found = recognise(path)
+    return found is None or found.keeps_folders
+
+
 def _state_warnings(states: list[str]) -> Iterator[str]:
     if states:
         yield (
@@ -135,15 +143,6 @@ def _damage_warnings(damaged: list[str]) -> Iterator[str]:
             f"{count(len(damaged), 'byte entry is', 'byte entries are')} damaged and carried over as they lie "
             f"(--check-source off): {'; '.join(damaged)}"
         )
-
-
-def _open_weights(path: str) -> Checkpoint:
-    """Open a checkpoint, or the first model of one that holds several; all of them are resharded."""
-    models = model_directories(path)
-    if len(models) > 1:
-        opened = [open_checkpoint(os.path.join(path, name)) for name in models]
-        return opened[0]
-    return open_checkpoint(path)
 
 
 def _weights_beside(path: str, checkpoint: Checkpoint, found: Survey) -> str | None:
@@ -166,8 +165,13 @@ def _notes(of_ranks: list[str], beside: str | None) -> list[str]:
     return notes
 
 
-def _open_part(path: str, folder: str, key_rules: tuple[KeyRule, ...]) -> Part:
-    opened = open_dcp_lazily(os.path.join(path, folder))
+def _open_folder(directory: str, models: Sequence[Checkpoint]) -> DcpFolder:
+    """Return a DCP directory; one that is open already is not parsed again."""
+    opened = (model.opened_at(directory) for model in models)
+    return next((folder for folder in opened if folder is not None), None) or open_dcp_lazily(directory)
+
+
+def _open_part(folder: str, opened: DcpFolder, key_rules: tuple[KeyRule, ...]) -> Part:
     catalog = opened.select(tuple(opened.catalog.tensors))
     placed = {name: place for name, place in opened.objects.items() if place is not None}
     packed = [name for name, place in placed.items() if place.transforms]
@@ -242,9 +246,8 @@ def _entry_notes(folder: str, objects: Mapping[str, Place | None]) -> Iterator[s
         yield f"{count(len(lost), 'byte entry', 'byte entries')}{where} without any bytes left out: {listed(lost)}"
 
 
-def _other(path: str) -> Parts:
+def _other(checkpoint: Checkpoint) -> Parts:
     """A checkpoint that is no DCP directory becomes one, with all tensors that it has."""
-    checkpoint = open_checkpoint(path)
     catalog = checkpoint.select(tuple(checkpoint.catalog.tensors))
     skipped = list(checkpoint.skipped)
     opened = checkpoint.optimizer() if checkpoint.optimizer is not None else None

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, SourceError
-from shardkit.operations.diff.diff import diff
+from shardkit.formats.checkpoint import Checkpoint
+from shardkit.operations.diff.diff import DiffOptions
+from shardkit.operations.diff.diff import compare as diff
 from shardkit.operations.diff.result import DiffResult, TensorDiff
+from shardkit.operations.resolve import Taken, as_it_is, take
 from shardkit.operations.verify.result import Report
 
 
-def compare(path: str, other: str, report: Report, *, rounded: bool) -> None:
+def compare(
+    path: str,
+    checkpoint: Checkpoint | None,
+    other: str,
+    taken: Taken | None,
+    report: Report,
+    *,
+    rounded: bool,
+) -> None:
     """Compare the weights of a checkpoint with those of another; each that differs is a problem.
 
     Values that are the other's rounded to bf16 or fp16 are none where the stored dtypes tell of it.
 
     Args:
         path: what is verified.
+        checkpoint: the same, opened; None where that failed.
         other: what it has to be, a checkpoint of any format or a run directory.
+        taken: the checkpoint that `other` stands for, where that is known already.
         report: gets what differs.
         rounded: values may also be rounded that are stored as they were before, bf16 values as fp32 say.
 
@@ -25,7 +38,9 @@ def compare(path: str, other: str, report: Report, *, rounded: bool) -> None:
             were found before.
     """
     try:
-        result = diff(path, other, progress=report.progress)
+        mine = take(path) if checkpoint is None else as_it_is(path, checkpoint)
+        sides = (mine, taken or take(other))
+        result = diff((path, other), sides, DiffOptions(), progress=report.progress)
     except ResourceError:
         raise
     except SourceError as error:

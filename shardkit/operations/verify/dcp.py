@@ -14,9 +14,10 @@ from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files.file_bytes import Archive, FileBytes, Stretch
 from shardkit.files.strict_json import named_failures, open_regular
+from shardkit.formats.checkpoint import DcpFolder
 from shardkit.formats.dcp.chunk_list import ListedChunk
 from shardkit.formats.dcp.decode import Packed, check_transforms, difference, packed_file
-from shardkit.formats.dcp.directory import DcpDirectory, open_dcp_lazily
+from shardkit.formats.dcp.directory import open_dcp_lazily
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner
 from shardkit.operations.verify.manifest import METADATA, Described, check_tensors
@@ -26,7 +27,14 @@ from shardkit.operations.verify.spelling import Difference, spelling
 _SUFFIX = ".distcp"
 
 
-def verify_dcp(directory: str, folder: str, described: Described | None, report: Report) -> list[FileBytes]:
+def verify_dcp(
+    directory: str,
+    folder: str,
+    described: Described | None,
+    report: Report,
+    *,
+    opened: DcpFolder | None = None,
+) -> list[FileBytes]:
     """Check the structure of a DCP directory and return its files with what is recorded of their bytes.
 
     Args:
@@ -34,11 +42,12 @@ def verify_dcp(directory: str, folder: str, described: Described | None, report:
         folder: the same, relative to the checkpoint.
         described: by the manifest that shardkit wrote with it.
         report: gets what is wrong.
+        opened: the directory, where it is open already.
     """
     if described is not None and described.is_metadata_damaged:
         return _files_by_lists(folder, described, report)
     try:
-        opened = open_dcp_lazily(directory)
+        opened = opened or open_dcp_lazily(directory)
     except ResourceError as error:
         report.unreadable(error, file=os.path.join(folder, METADATA))
         return _files_by_lists(folder, described, report)
@@ -53,7 +62,7 @@ def verify_dcp(directory: str, folder: str, described: Described | None, report:
     return _Folder(folder, opened, described, report).files()
 
 
-def _stale(directory: str, folder: str, opened: DcpDirectory) -> Iterator[str]:
+def _stale(directory: str, folder: str, opened: DcpFolder) -> Iterator[str]:
     """Yield a warning for each file of another save."""
     known = {file.name for file in opened.catalog.files}
     has_index = os.path.lexists(os.path.join(directory, METADATA))
@@ -97,9 +106,7 @@ class _Place(NamedTuple):
 class _Folder:
     """Goes through a directory file by file, each front to back."""
 
-    def __init__(
-        self, folder: str, opened: DcpDirectory, described: Described | None, report: Report
-    ) -> None:
+    def __init__(self, folder: str, opened: DcpFolder, described: Described | None, report: Report) -> None:
         self._folder, self._opened, self._described, self._report = folder, opened, described, report
         self._scanner = RecordScanner()
         self._num_alike, self._unlike = 0, list[tuple[FileBytes, _Place, Difference]]()

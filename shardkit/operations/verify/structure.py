@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple, NoReturn
 
+from shardkit import formats
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest
@@ -14,7 +15,7 @@ from shardkit.files.file_bytes import FileBytes, place_of
 from shardkit.formats.beside import inner
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.dcp.directory import is_dcp
-from shardkit.formats.registry import directory_of, format_of, open_checkpoint
+from shardkit.formats.registry import directory_of, recognise
 from shardkit.operations.verify.dcp import verify_dcp
 from shardkit.operations.verify.manifest import (
     METADATA,
@@ -27,9 +28,6 @@ from shardkit.operations.verify.other import named_file, report_failure, verify_
 from shardkit.operations.verify.result import Report
 
 _REMAINS = ("*.distcp", "__*.chunks.json", "*.safetensors", "*.safetensors.index.json", manifest.NAME)
-_FOLDERS_ARE_ALL = ("dcp", "accelerate")
-"""Formats of which nothing but their DCP folders is opened: where these are whole, a failure is no damage."""
-_NOT_PLAIN_DCP = "bytecheckpoint"  # has a `.metadata` of its own kind
 _NO_CHECKSUM = "safetensors files record no checksum; only a manifest with digests has one"
 
 
@@ -75,7 +73,9 @@ def check_structure(
     files: list[FileBytes] = []
     for folder in folders:
         own = next((each for each in described if each.folder == folder and each.is_of_dcp), None)
-        files += verify_dcp(os.path.join(directory, folder), folder, own, report)
+        here = os.path.join(directory, folder)
+        opened = checkpoint.opened_at(here) if checkpoint is not None else None
+        files += verify_dcp(here, folder, own, report, opened=opened)
     is_whole = failure is None or _is_whole(path, failure, bool(folders), report)
     if checkpoint is not None:
         report.add_notes(
@@ -124,7 +124,7 @@ def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitErro
         is_known: it has a manifest, so that it is one.
     """
     try:
-        return open_checkpoint(path), None
+        return formats.open(path), None
     except ResourceError as error:
         if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
             raise
@@ -137,7 +137,7 @@ def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitErro
 
 def _is_damaged_one(path: str) -> bool:
     """True for what was a checkpoint once, as far as the names tell."""
-    if format_of(path) is not None:
+    if recognise(path) is not None:
         return True
     directory = directory_of(path)
     return any(_has_remains(place) for place in (directory, *_directories(directory)))
@@ -173,7 +173,6 @@ def _survey(
     """
     described: list[Described] = []
     folders: list[str] = []
-    is_plain = checkpoint is None or checkpoint.format != _NOT_PLAIN_DCP
     walk = os.walk(directory, onerror=_cannot_list) if os.path.isdir(directory) else ()
     for here, directories, names in walk:
         directories.sort()
@@ -182,10 +181,16 @@ def _survey(
         found = read_manifest(here, folder, report) if manifest.NAME in names else None
         described += [found] if found is not None else []
         is_described = found is not None and found.is_of_dcp
-        is_known = checkpoint is not None and checkpoint.format == "dcp" and not folder
-        if is_plain and (is_described or is_known or (is_dcp(here) and format_of(here) != _NOT_PLAIN_DCP)):
+        is_opened = checkpoint is not None and checkpoint.opened_at(here) is not None
+        if is_described or is_opened or _is_of_dcp(here):
             folders.append(folder)
     return described, folders
+
+
+def _is_of_dcp(directory: str) -> bool:
+    """True where `.metadata` is the one of torch's DCP."""
+    found = recognise(directory) if is_dcp(directory) else None
+    return found is not None and found.is_torch_metadata
 
 
 def _cannot_list(error: OSError) -> NoReturn:
@@ -212,7 +217,8 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
     """
     directory = directory_of(path)
     of_the_machine = isinstance(failure, ResourceError)  # it may be gone when the folders are looked at
-    if has_folders and not report.problems and not of_the_machine and format_of(path) in _FOLDERS_ARE_ALL:
+    found = recognise(path) if has_folders and not report.problems and not of_the_machine else None
+    if found is not None and found.is_dcp_alone:
         report.add_notes([f"it is whole, but shardkit cannot take the weights from it: {failure.message}"])
         return True
     if any(problem.message == failure.message for problem in report.problems):
@@ -229,7 +235,7 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
     home = os.path.realpath(checkpoint.catalog.directory)
     if any(os.path.realpath(os.path.join(directory, folder)) == home for folder in folders):
         return []
-    if checkpoint.format == "hub":
+    if checkpoint.hub is not None:
         return verify_hub(checkpoint, report)
     return verify_other(checkpoint, directory, report)
 
@@ -264,7 +270,7 @@ def _lacking(
         yield f"{METADATA} has no checksum: that it says what was saved cannot be proved"
     if all(file.has_digest for file in files):
         return
-    if checkpoint is not None and checkpoint.format == "hub" and checkpoint.catalog.format != "torch-bin":
+    if checkpoint is not None and checkpoint.hub is not None and checkpoint.catalog.format != "torch-bin":
         yield _NO_CHECKSUM
     elif checkpoint is not None and checkpoint.check is None:
         yield f"checkpoints of this format ({checkpoint.format}) record no checksum"

@@ -11,8 +11,7 @@ from shardkit.errors import UsageError
 from shardkit.files.file_bytes import FileBytes
 from shardkit.files.links import may_follow_links
 from shardkit.formats.checkpoint import Checkpoint
-from shardkit.formats.dcp.directory import remembered
-from shardkit.operations.resolve import resolve_checkpoint
+from shardkit.operations.resolve import take
 from shardkit.operations.verify.bytes import check_some, check_whole, choose
 from shardkit.operations.verify.in_threads import check_jobs, in_threads
 from shardkit.operations.verify.result import Level, Report, VerifyResult
@@ -76,14 +75,10 @@ def verify(
         if is_given and against is None:
             raise UsageError(f"{option} is about --against, which is not there")
     check_jobs(jobs)
-    if strict and against is not None:
-        resolve_checkpoint(against, strict=True)
+    other = take(against, strict=True) if strict and against is not None else None
     level: Level = "full" if full else "structure" if read is None else "sample"
     report = Report(progress=progress or NoProgress())
-    with remembered():
-        structure = check_structure(
-            path, report, manifest_path=None if manifest is None else os.fspath(manifest)
-        )
+    structure = check_structure(path, report, manifest_path=None if manifest is None else os.fspath(manifest))
     if level == "full":
         _read_all(structure.files, jobs, report)
     elif level == "sample":
@@ -92,7 +87,7 @@ def verify(
     if against is not None:
         from shardkit.operations.verify.against import compare
 
-        compare(path, os.fspath(against), report, rounded=rounded)
+        compare(path, structure.checkpoint, os.fspath(against), other, report, rounded=rounded)
     commit = None
     if hub is not None:
         from shardkit.operations.verify.repo import compare_with_repo

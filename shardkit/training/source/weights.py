@@ -12,17 +12,16 @@ from typing import Any
 
 from torch import nn
 
+from shardkit import formats
 from shardkit.core.catalog import Catalog, subset
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files import storage
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, HubModel
 from shardkit.formats.hub.base import saved_key_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
-from shardkit.formats.registry import format_of, open_checkpoint
-from shardkit.formats.source import open_source
 from shardkit.keys.check import refuse_factors
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules
@@ -30,7 +29,7 @@ from shardkit.keys.select import select_model
 from shardkit.layout.naming import match_names
 from shardkit.training.ranks.context import ExpectedTensor, KeyRules, Weights, key_rules
 from shardkit.training.source.from_rank import RankSource
-from shardkit.training.source.presharded import METADATA, open_presharded
+from shardkit.training.source.presharded import METADATA, Presharded, open_presharded
 
 # Stored beside packed or scaled values. transformers 5.23, quantizers/: fp8, bitsandbytes, GPTQ, AWQ, MXFP4.
 _SCALES = (
@@ -172,27 +171,30 @@ def _key_rules(opened: _Opened, names: Mapping[str, str]) -> KeyRules | None:
 
 
 def _open(source: str, wanted: list[str], revision: str | None, variant: str | None) -> _Opened:
-    if not os.path.lexists(source) or revision is not None or variant is not None:
-        return _open_hub(source, wanted, revision, variant)
-    if os.path.isdir(source):
-        presharded = open_presharded(source)
-        if presharded is not None:
-            catalog, digest = presharded.catalog, presharded.digest
-            names, _ = _select(catalog, wanted, None)
-            return _Opened(
-                path=source,
-                catalog=catalog,
-                names=names,
-                hub_names=_renamed(names, presharded.key_rules or ()),
-                may_have_own_names=True,  # `reshard` writes what preshard does, under a model's names
-                select=lambda names: subset(catalog, names),
-                identity=lambda _: {"manifest": digest},
-                presharded=source,
-                open_chunks=presharded.open_chunks,
-            )
-    if format_of(source) == "hub":
-        return _open_hub(source, wanted, None, None)
-    return _open_checkpoint(open_checkpoint(source), wanted)
+    is_plain = os.path.isdir(source) and revision is None and variant is None
+    presharded = open_presharded(source) if is_plain else None
+    if presharded is not None:
+        return _of_presharded(source, presharded, wanted)
+    checkpoint = formats.open(source, revision=revision, variant=variant)
+    if checkpoint.hub is not None:
+        return _of_hub(checkpoint.hub, checkpoint.path, wanted)
+    return _of_checkpoint(checkpoint, wanted)
+
+
+def _of_presharded(source: str, presharded: Presharded, wanted: list[str]) -> _Opened:
+    catalog, digest = presharded.catalog, presharded.digest
+    names, _ = _select(catalog, wanted, None)
+    return _Opened(
+        path=source,
+        catalog=catalog,
+        names=names,
+        hub_names=_renamed(names, presharded.key_rules or ()),
+        may_have_own_names=True,  # `reshard` writes what preshard does, under a model's names
+        select=lambda names: subset(catalog, names),
+        identity=lambda _: {"manifest": digest},
+        presharded=source,
+        open_chunks=presharded.open_chunks,
+    )
 
 
 def _open_rank(source: RankSource, wanted: list[str]) -> _Opened:
@@ -210,9 +212,8 @@ def _open_rank(source: RankSource, wanted: list[str]) -> _Opened:
     )
 
 
-def _open_hub(source: str, wanted: list[str], revision: str | None, variant: str | None) -> _Opened:
-    model = open_source(source, revision=revision, variant=variant)
-    add_checksums(model.catalog, source if os.path.lexists(source) else model.directory)
+def _of_hub(model: HubModel, path: str, wanted: list[str]) -> _Opened:
+    add_checksums(model.catalog, path)
     if wanted:
         refuse_factors(model.catalog.tensors, wanted)
     return _Opened(
@@ -229,7 +230,7 @@ def _open_hub(source: str, wanted: list[str], revision: str | None, variant: str
     )
 
 
-def _open_checkpoint(checkpoint: Checkpoint, wanted: list[str]) -> _Opened:
+def _of_checkpoint(checkpoint: Checkpoint, wanted: list[str]) -> _Opened:
     names, notes = _select(checkpoint.catalog, wanted, checkpoint)
     config = next((read_config(directory) for directory in checkpoint.assets), None)
     rules = saved_key_rules(checkpoint)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardkit import formats
 from shardkit.errors import SourceError
 from shardkit.formats.checkpoints.accelerate import is_accelerate_bin, open_accelerate_bin
-from shardkit.formats.registry import format_of, open_checkpoint
+from shardkit.formats.registry import format_of
 from tests.formats.reading import contents, expected
 
 
@@ -28,14 +29,14 @@ def parts(rank_files: Path, tmp_path: Path) -> Path:
 @pytest.mark.dist
 def test_parts_of_ranks(parts, rank_files):
     assert format_of(str(parts)) == "accelerate-bin"
-    checkpoint = open_checkpoint(str(parts))
+    checkpoint = formats.open(str(parts))
     assert contents(checkpoint) == expected(torch.load(rank_files / "fsdp1.truth"))
     assert checkpoint.roots == {"model": ()}
     assert dict(checkpoint.skipped) == {
         **{f"optimizer_0_rank{rank}.bin": "optimizer state" for rank in range(4)},
         **{f"random_states_{rank}.pkl": "state of the trainer" for rank in range(4)},
     }
-    assert open_checkpoint(str(parts / "pytorch_model_fsdp_0_rank2.bin")).format == "accelerate-bin"
+    assert formats.open(str(parts / "pytorch_model_fsdp_0_rank2.bin")).format == "accelerate-bin"
 
 
 @pytest.mark.dist
@@ -62,7 +63,7 @@ def test_the_whole_model(tmp_path, weights, name):
     (tmp_path / "optimizer.bin").write_bytes(b"never opened")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert format_of(str(tmp_path)) == "accelerate-bin"
-    checkpoint = open_checkpoint(str(tmp_path))
+    checkpoint = formats.open(str(tmp_path))
     assert contents(checkpoint) == expected(weights)
     assert (checkpoint.roots, checkpoint.assets) == ({"model": ()}, (str(tmp_path),))
     assert ("optimizer.bin", "optimizer state") in checkpoint.skipped

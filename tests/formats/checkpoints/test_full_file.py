@@ -9,9 +9,10 @@ import zipfile
 import pytest
 import torch
 
+from shardkit import formats
 from shardkit.errors import SourceError
 from shardkit.formats.checkpoints.full_file import is_full_file, open_full_file
-from shardkit.formats.registry import format_of, open_checkpoint
+from shardkit.formats.registry import format_of
 from tests.formats.reading import contents, expected
 
 
@@ -19,7 +20,7 @@ def test_a_flat_state_dict(tmp_path, weights):
     path = str(tmp_path / "pytorch_model.pt")
     torch.save(weights, path)
     assert format_of(path) == "full-file"
-    checkpoint = open_checkpoint(path)
+    checkpoint = formats.open(path)
     assert contents(checkpoint) == expected(weights)
     assert checkpoint.roots == {"model": ()}
     assert checkpoint.catalog.paths == {name: (name,) for name in weights}
@@ -46,7 +47,7 @@ def test_lightning(tmp_path, weights, adam):
         path,
     )
     assert format_of(path) == "full-file"
-    checkpoint = open_checkpoint(path)
+    checkpoint = formats.open(path)
     assert checkpoint.writer == "Lightning (one file)"
     assert checkpoint.roots == {"model": ("state_dict",), "optimizer": ("optimizer_states",)}
     found = contents(checkpoint)
@@ -132,7 +133,7 @@ def test_files_of_before_torch_1_6_are_told(tmp_path, weights):
     torch.save(weights, path, _use_new_zipfile_serialization=False)
     assert format_of(path) == "full-file"
     with pytest.raises(SourceError, match=r"before torch 1\.6") as caught:
-        open_checkpoint(path)
+        formats.open(path)
     assert "save it again" in str(caught.value)
 
 

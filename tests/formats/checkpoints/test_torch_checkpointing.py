@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardkit import formats
 from shardkit.errors import SourceError
 from shardkit.formats.checkpoints.torch_checkpointing import is_torch_checkpointing, open_torch_checkpointing
-from shardkit.formats.registry import format_of, open_checkpoint
+from shardkit.formats.registry import format_of
 from tests.formats.reading import contents, expected
 
 
@@ -45,7 +46,7 @@ def saved(rank_files: Path, tmp_path: Path) -> Path:
 @pytest.mark.dist
 def test_one_item_keeps_its_names(saved, rank_files):
     assert format_of(str(saved)) == "torch-checkpointing"
-    checkpoint = open_checkpoint(str(saved))
+    checkpoint = formats.open(str(saved))
     assert contents(checkpoint) == expected(torch.load(rank_files / "fsdp2.truth"))
     assert checkpoint.roots == {"model": ()}
     assert ("step_2.pt", "holds no tensors") in checkpoint.skipped

@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from shardkit.formats.registry import format_of, open_checkpoint
+from shardkit import formats
+from shardkit.formats.registry import format_of
 
 CONFIG = json.dumps({"model_type": "qwen2"})
 
@@ -19,7 +20,7 @@ def test_mini_trainer(save_dcp, weights, tmp_path):
         (step / name).touch()
     (step / "config.json").write_text(CONFIG)
     assert format_of(str(step)) == "mini-trainer"
-    found = open_checkpoint(str(step))
+    found = formats.open(str(step))
     assert (found.format, found.writer, found.path) == ("mini-trainer", "mini_trainer", str(step))
     assert dict(found.roots) == {"model": ("model",)}
     assert found.assets == (str(step),)
@@ -30,7 +31,7 @@ def test_mini_trainer(save_dcp, weights, tmp_path):
     )
     assert found.notes == ()
     (step / "training_state.pt").unlink()
-    assert any("training_state.pt is missing" in note for note in open_checkpoint(str(step)).notes)
+    assert any("training_state.pt is missing" in note for note in formats.open(str(step)).notes)
 
 
 def test_olmo_core(save_dcp, weights, adam, tmp_path):
@@ -39,7 +40,7 @@ def test_olmo_core(save_dcp, weights, adam, tmp_path):
     (step / "train").mkdir()
     (step / ".metadata.json").write_text("{}")
     (step / "config.json").write_text(json.dumps({"model": {"d_model": 8}}))  # the experiment's
-    found = open_checkpoint(str(step))
+    found = formats.open(str(step))
     assert (found.format, found.writer) == ("olmo-core", "OLMo-core")
     assert dict(found.roots) == {"model": ("model",), "optimizer": ("optim",)}
     assert found.assets == ()
@@ -52,7 +53,7 @@ def test_nemo_automodel_dcp(save_dcp, weights, adam, tmp_path):
     save_dcp({"optim": adam}, step / "optim")
     (step / "model" / ".hf_metadata").mkdir()
     (step / "model" / ".hf_metadata" / "config.json").write_text(CONFIG)
-    found = open_checkpoint(str(step))
+    found = formats.open(str(step))
     assert (found.format, found.writer) == ("nemo-automodel", "NeMo Automodel")
     assert found.assets == (str(step / "model" / ".hf_metadata"),)
     assert set(found.catalog.tensors) == set(weights)
@@ -66,7 +67,7 @@ def test_nemo_rl(save_dcp, weights, tmp_path, below):
     (step / "policy" / "tokenizer").mkdir()
     (step / "policy" / "tokenizer" / "tokenizer.json").write_text("{}")
     (step / "config.yaml").touch()
-    found = open_checkpoint(str(step))
+    found = formats.open(str(step))
     assert (found.format, found.writer) == ("nemo-rl", "NeMo-RL")
     assert found.assets == (str(step / "policy" / "tokenizer"),)
 
@@ -75,7 +76,7 @@ def test_prime_rl(save_dcp, weights, adam, tmp_path):
     step = tmp_path / "step_5"
     save_dcp({"app": {"model": weights, "optimizers": adam, "progress": {"step": 5}}}, step / "trainer")
     (step / "dataloader").mkdir()
-    found = open_checkpoint(str(step))
+    found = formats.open(str(step))
     assert (found.format, found.writer) == ("prime-rl", "prime-rl")
     assert dict(found.roots) == {"model": ("app", "model"), "optimizer": ("app", "optimizers")}
 
@@ -83,7 +84,7 @@ def test_prime_rl(save_dcp, weights, adam, tmp_path):
 def test_model_in_a_directory_of_its_own(save_dcp, weights, adam, tmp_path):
     save_dcp({"model": weights}, tmp_path / "c" / "model")
     save_dcp({"optim": adam}, tmp_path / "c" / "optimizer")
-    found = open_checkpoint(str(tmp_path / "c"))
+    found = formats.open(str(tmp_path / "c"))
     assert found.format == format_of(str(tmp_path / "c")) == "dcp"
     assert ("optimizer", "optimizer state") in found.skipped
 
@@ -115,7 +116,7 @@ def test_names_tell_the_writer(save_dcp, weights, adam, tmp_path, case):
     if case == "veomni":
         (directory / "extra_state").mkdir()
     assert format_of(str(directory)) == "dcp"
-    found = open_checkpoint(str(directory))
+    found = formats.open(str(directory))
     assert (found.format, found.writer) == ("dcp", writer)
     assert found.roots["model"] == tuple(root)
     prefix = ".".join(root)
@@ -126,33 +127,33 @@ def test_names_tell_the_writer(save_dcp, weights, adam, tmp_path, case):
 def test_torchtitan(save_dcp, adam, tmp_path):
     state = {"tok_embeddings.weight": torch.ones(4, 3), "layers.0.attention.wo.weight": torch.ones(3, 3)}
     state |= {"optimizer": adam, "train_state": {"step": 2}, "lr_scheduler": {"last_epoch": 1}}
-    found = open_checkpoint(str(save_dcp(state, tmp_path / "step-2")))
+    found = formats.open(str(save_dcp(state, tmp_path / "step-2")))
     assert (found.writer, dict(found.roots)) == ("torchtitan", {"optimizer": ("optimizer",)})
 
 
 def test_torchtitan_weights_only(save_dcp, tmp_path):
     state = {"tok_embeddings.weight": torch.ones(4, 3), "layers.0.attention.wo.weight": torch.ones(3, 3)}
-    assert open_checkpoint(str(save_dcp(state, tmp_path / "step-2"))).writer == "torchtitan"
+    assert formats.open(str(save_dcp(state, tmp_path / "step-2"))).writer == "torchtitan"
 
 
 def test_torchtune(save_dcp, tmp_path):
     state = {
         "model": {"layers.0.sa_norm.scale": torch.ones(3), "layers.0.attn.q_proj.weight": torch.ones(3, 3)}
     }
-    assert open_checkpoint(str(save_dcp(state, tmp_path / "epoch_0"))).writer == "torchtune"
+    assert formats.open(str(save_dcp(state, tmp_path / "epoch_0"))).writer == "torchtune"
 
 
 def test_plain_dcp_keeps_its_writer_and_finds_its_config(save_dcp, weights, tmp_path):
     directory = save_dcp({"model": weights}, tmp_path / "c")
     (directory / "config.json").write_text(CONFIG)
-    found = open_checkpoint(str(directory))
+    found = formats.open(str(directory))
     assert (found.format, dict(found.roots), found.assets) == ("dcp", {}, (str(directory),))
     assert found.writer not in {rule[0] for rule in HEADS.values()}
 
 
 def test_optimizer_directory_says_so(save_dcp, weights, adam, tmp_path):
     save_dcp({"model": weights}, tmp_path / "pytorch_model_fsdp_0")
-    found = open_checkpoint(str(save_dcp({"optimizer": adam}, tmp_path / "optimizer_0")))
+    found = formats.open(str(save_dcp({"optimizer": adam}, tmp_path / "optimizer_0")))
     assert (
         found.notes[-1] == "this is the state of an optimizer; the model's is pytorch_model_fsdp_0, beside it"
     )
@@ -163,7 +164,7 @@ def test_presharded(make_hub, tmp_path):
 
     model = make_hub({"a.weight": torch.ones(4, 2)})
     shardkit.preshard(str(model), str(tmp_path / "out"), world_size=2, wrap="none")
-    found = open_checkpoint(str(tmp_path / "out"))
+    found = formats.open(str(tmp_path / "out"))
     assert (found.format, found.writer) == ("dcp", "shardkit")
 
 

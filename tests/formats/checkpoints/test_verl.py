@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardkit import formats
 from shardkit.errors import SourceError
 from shardkit.formats.checkpoints.verl import is_verl, open_verl
-from shardkit.formats.registry import format_of, open_checkpoint
+from shardkit.formats.registry import format_of
 from tests.formats.reading import contents, expected
 
 NAME = "model_world_size_4_rank_{}.pt"
@@ -68,13 +69,13 @@ def test_what_lies_beside_the_weights(actor):
     parent = str(actor.parent)
     assert format_of(parent) == format_of(str(actor)) == "verl"
     for path in (parent, str(actor), str(actor / NAME.format(1))):
-        checkpoint = open_checkpoint(path)
+        checkpoint = formats.open(path)
         assert set(checkpoint.catalog.tensors) >= {"wide.weight", "few.weight"}
         assert checkpoint.roots == {"model": ()}
         assert checkpoint.assets == (str(actor / "huggingface"),)
         assert checkpoint.writer == "verl (FSDP2)"
         assert ("optim_world_size_4_rank_3.pt", "optimizer state") in checkpoint.skipped
-    assert open_checkpoint(parent).path == parent
+    assert formats.open(parent).path == parent
 
 
 @pytest.mark.dist

@@ -1,4 +1,4 @@
-"""Fetching from the Hub, against a small server that speaks its few endpoints; and `open_source`."""
+"""Fetching from the Hub, against a small server that speaks its few endpoints; and `formats.open`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from shardkit import formats
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats.hub.repo import looks_like_repo_id
-from shardkit.formats.source import open_source
 from tests.hub_server import serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -163,7 +163,7 @@ SCRIPT = """
 import json, os, sys
 from shardkit import preshard
 from shardkit.errors import ShardkitError
-from shardkit.formats.source import open_source
+from shardkit import formats
 for source, revision in json.loads(sys.argv[1]):
     if revision and revision.startswith("-> "):
         output, *flags = revision[3:].split()
@@ -173,7 +173,7 @@ for source, revision in json.loads(sys.argv[1]):
             print(json.dumps(error.to_json()))
         continue
     try:
-        model = open_source(source, revision=revision)
+        model = formats.open(source, format="hub", revision=revision).hub
         config = model.config and model.config["model_type"]
         row = [model.identity, model.label, config, list(model.catalog.tensors)]
         row.append([open(file.path, "rb").read()[-1:].decode() for file in model.catalog.files])
@@ -185,7 +185,7 @@ for source, revision in json.loads(sys.argv[1]):
 
 @pytest.fixture
 def fetch(hub, hub_client):
-    """Return a function that runs `open_source` in an environment of its own."""
+    """Return a function that runs `formats.open` in an environment of its own."""
 
     def fetch(cache, *sources, script=SCRIPT, url=hub.url, **environment):
         pairs = [source if isinstance(source, tuple) else (source, None) for source in sources]
@@ -373,11 +373,11 @@ def test_not_repo_ids(text):
 
 def test_neither_path_nor_repo():
     with pytest.raises(SourceError, match="no such path, and not a repo id"):
-        open_source("./absent")
+        formats.open("./absent")
 
 
 def test_local_path_has_no_revision(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(tiny_file(a=b"1"))
-    assert list(open_source(str(tmp_path)).catalog.tensors) == ["a"]
+    assert list(formats.open(str(tmp_path)).catalog.tensors) == ["a"]
     with pytest.raises(UsageError, match="no revision"):
-        open_source(str(tmp_path), revision="main")
+        formats.open(str(tmp_path), revision="main")

@@ -16,11 +16,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import shardkit
+from shardkit import formats
 from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, Interrupted, LayoutError, ResourceError, SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
-from shardkit.operations import consolidate as module
 from shardkit.operations.consolidate import default_output
 from tests.operations.consolidate.checkpoints import (
     CONFIG,
@@ -78,7 +78,7 @@ class TestWhatComesOut:
     def test_optimizer_bytes_are_not_read(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """They are several times the model's, and often damaged without anybody noticing."""
         seen: list[str] = []
-        opened = module.open_checkpoint
+        opened = formats.open
 
         def spy(path: str) -> Any:
             checkpoint = opened(path)
@@ -86,7 +86,7 @@ class TestWhatComesOut:
             object.__setattr__(checkpoint, "select", lambda names: seen.extend(names) or select(names))
             return checkpoint
 
-        monkeypatch.setattr(module, "open_checkpoint", spy)
+        monkeypatch.setattr(formats, "open", spy)
         shardkit.consolidate(trained)
         assert len(seen) == 21
         assert not [name for name in seen if "exp_avg" in name]
@@ -557,28 +557,28 @@ class TestBase:
 
 def with_assets(monkeypatch: pytest.MonkeyPatch, *directories: str) -> None:
     """Let the checkpoint carry directories of its own, as some trainers' do."""
-    opened = module.open_checkpoint
+    opened = formats.open
 
     def open_with(path: str) -> Any:
         checkpoint = opened(path)
         object.__setattr__(checkpoint, "assets", directories)
         return checkpoint
 
-    monkeypatch.setattr(module, "open_checkpoint", open_with)
+    monkeypatch.setattr(formats, "open", open_with)
 
 
 class TestChecks:
     """Before and after the bytes move."""
 
     def check_with(self, monkeypatch: pytest.MonkeyPatch, check: Any) -> None:
-        opened = module.open_checkpoint
+        opened = formats.open
 
         def open_with(path: str) -> Any:
             checkpoint = opened(path)
             object.__setattr__(checkpoint, "check", check)
             return checkpoint
 
-        monkeypatch.setattr(module, "open_checkpoint", open_with)
+        monkeypatch.setattr(formats, "open", open_with)
 
     def test_what_the_checksums_say_is_asked_of_the_weights_alone(
         self, trained: Path, monkeypatch: pytest.MonkeyPatch

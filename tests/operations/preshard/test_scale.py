@@ -18,9 +18,9 @@ PLAN = """
 import json, os, sys
 from shardkit.core.mesh import parse_mesh
 from shardkit.formats.dcp.writer import write_metadata
-from shardkit.formats.source import open_source
+from shardkit import formats
 from shardkit.operations.preshard.job import build_job
-job = build_job(open_source(sys.argv[1]), parse_mesh(None, 1024), wrap="auto", dtype="keep", digest="none",
+job = build_job(formats.open(sys.argv[1]).hub, parse_mesh(None, 1024), wrap="auto", dtype="keep", digest="none",
     trust_remote_code=False)
 with open(sys.argv[2], "wb") as file:
     write_metadata(file, job.output.catalog, job.aliases)

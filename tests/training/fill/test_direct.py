@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from shardkit import formats
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError
-from shardkit.formats.registry import open_checkpoint
-from shardkit.formats.source import open_source
 from shardkit.training.fill.reading import STAGED_NBYTES, Filled, memory_of, plan_reads, run_reads, window
 from shardkit.transfer.sources import SourceFiles
 
@@ -154,7 +153,7 @@ def test_bytes_that_have_to_be_decoded(tmp_path: Path) -> None:
     """A dense tensor that was saved as it lay, column by column."""
     whole = random((6, 5), torch.float32)
     dcp.save({"w": whole.t().contiguous().t()}, checkpoint_id=tmp_path)
-    catalog = open_checkpoint(str(tmp_path)).select(["w"])
+    catalog = formats.open(str(tmp_path)).select(["w"])
     assert catalog.files[catalog.chunks.file[0]].decode is not None
     for dtype in (torch.float32, torch.float64):
         target = torch.zeros((4, 2), dtype=dtype)
@@ -164,7 +163,7 @@ def test_bytes_that_have_to_be_decoded(tmp_path: Path) -> None:
 
 def test_a_file_that_ends_early_is_named_with_tensor_and_offset(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(10), "b": torch.ones(1000)}, tmp_path / "model.safetensors")
-    catalog = open_source(str(tmp_path)).catalog
+    catalog = formats.open(str(tmp_path)).catalog
     os.truncate(tmp_path / "model.safetensors", 2000)
     with pytest.raises(IntegrityError, match=r"model\.safetensors"):
         fill(catalog, Region((0,), (1000,)), torch.empty(1000), "b")
@@ -172,7 +171,7 @@ def test_a_file_that_ends_early_is_named_with_tensor_and_offset(tmp_path: Path) 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(10), "b": torch.ones(1000)}, tmp_path / "model.safetensors")
-    catalog = open_source(str(tmp_path)).catalog
+    catalog = formats.open(str(tmp_path)).catalog
     with SourceFiles(catalog.files) as sources:
         sources.borrow(0)  # opened while it was whole
         os.truncate(tmp_path / "model.safetensors", 2000)
