@@ -14,10 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape
+
+if TYPE_CHECKING:
+    import os
 
 # `Region(offsets, sizes)` from a pair, without a Python function being called for each of 600,000 chunks.
 _new_region: Callable[[tuple[Shape, Shape]], Region] = partial(tuple.__new__, Region)
@@ -30,6 +33,11 @@ class FileStamp(NamedTuple):
     modified_ns: int
     inode: int
     device: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStamp:
+        """Return the stamp of a file, given what the system says of it."""
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
 class Checksums:

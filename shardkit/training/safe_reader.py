@@ -305,11 +305,7 @@ def _read_tensors(
     with SourceFiles(raw.files, check=check) as sources:
         for group in by_file.values():
             _fill(raw, group, planner, sources)
-        if check is not None:
-            check.read_rest(sources)
-        sources.check_unchanged()
-        if check is not None:
-            check.raise_differences(hint=DAMAGED)
+        sources.finish(hint=DAMAGED)
 
 
 def _row(catalog: Catalog, index: MetadataIndex) -> int:

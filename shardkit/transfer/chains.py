@@ -1,29 +1,44 @@
-"""Whether what was read of an entry is what was recorded: by chains of runs, from its first byte to its end.
+"""What makes up an entry: stretches of files with a recorded CRC-32, and the runs of bytes that prove one.
 
-Threads, bands, ranks and an interrupted run read an entry in whatever parts they need, and some bytes of it several times.
-A run is proved by a chain, in which each run begins where the one before it ends and the CRC-32 of all together is the
-recorded one: had any run of it seen another byte than was saved, that would differ. So a chain proves its own runs, and no
-others: what is right in one reading may be damaged in another, of a rank's own copy, or of an hour later.
+An entry is a stretch of a file whose CRC-32 something records, such as one storage in a zip of `torch.save`. Threads,
+bands, ranks and an interrupted run read an entry in whatever parts they need, and some of its bytes several times. A
+chain of runs proves them: each run begins where the one before it ends, the first begins with the entry, the last ends
+with it, and the CRC-32 of them all is the recorded one. Had any run of the chain seen a wrong byte, the CRC-32 would
+differ. A chain proves its own runs and no others: bytes that are right in one reading may be damaged in another, such
+as a rank's own copy, or an hour later.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections.abc import Collection, Iterable, Mapping
+import threading
+from array import array
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from shardkit.files.digest import crc32_combine
+from shardkit.core.catalog import Catalog, Checksums
+from shardkit.core.text import escape
+from shardkit.files.digest import crc32, crc32_combine
 
 Span = tuple[int, int]
 """(first byte, end) in the file."""
+
+
+class Entry(NamedTuple):
+    """A stretch of a file with a recorded CRC-32."""
+
+    start: int
+    stop: int
+    crc: int
+    """As recorded; 0 where nothing is."""
 
 
 class Run(NamedTuple):
     """Neighbouring bytes of an entry that were read."""
 
     entry: int
-    """Number of the entry, over all files."""
+    """Number of the entry, counted over all files."""
     start: int
     """First byte in the file."""
     stop: int
@@ -39,7 +54,7 @@ class Difference(NamedTuple):
     stop: int
     crc: int
     other: int
-    """The recorded CRC-32; where the bytes are no whole entry, that of another reading."""
+    """The recorded CRC-32 where the bytes are a whole entry, else that of another reading."""
 
 
 class Verdict(NamedTuple):
@@ -48,20 +63,180 @@ class Verdict(NamedTuple):
     has_chain: bool
     """Some runs make up the entry."""
     loose: list[Span]
-    """Runs on no chain, in order."""
+    """Runs that are on no chain, in order."""
     wrong: Difference | None
 
 
-def judge(held: Mapping[Span, int], start: int, stop: int, recorded: int) -> Verdict:
+class Entries:
+    """All entries of a catalog's files, numbered.
+
+    Files at the same path share one table of entries. An entry has marks: places where no run goes on, because others
+    begin or end their reading there.
+
+    Args:
+        catalog: a catalog of raw extents.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog, self._lock = catalog, threading.Lock()
+        tables: dict[str, Checksums] = {}
+        for file in catalog.files:
+            if file.checksums is not None:
+                held = tables.get(file.path)
+                tables[file.path] = file.checksums if held is None else held | file.checksums
+        self._paths = list(tables)
+        self.tables = list(tables.values())
+        """What each path records."""
+        self._numbers = {path: number for number, path in enumerate(self._paths)}
+        self.table_of = [self._numbers.get(file.path, -1) for file in catalog.files]
+        """The number of each file's table; -1 where the file records nothing."""
+        self.firsts = array("q", [0])
+        """The number of each table's first entry, and one past the last entry."""
+        for table in self.tables:
+            self.firsts.append(self.firsts[-1] + len(table))
+        self.marks = self._find_marks()
+        """Marks by entry, in order."""
+        self._plain_files: dict[int, int] = {}
+        for index, at in enumerate(self.table_of):
+            if not catalog.files[index].decode:
+                self._plain_files.setdefault(at, index)
+        self._digest: int | None = None
+
+    def __len__(self) -> int:
+        return self.firsts[-1]
+
+    def __getitem__(self, entry: int) -> Entry:
+        number = bisect_right(self.firsts, entry) - 1
+        table, row = self.tables[number], entry - self.firsts[number]
+        return Entry(table.starts[row], table.stops[row], table.crcs[row])
+
+    def table_at(self, path: str) -> int:
+        """Return the number of a path's table; -1 where the file records nothing."""
+        return self._numbers.get(path, -1)
+
+    def find(self, number: int, start: int, stop: int) -> tuple[int, int, bool] | None:
+        """Return the entry that holds a range of a file: its number, where a run has to end, and if it has a CRC-32.
+
+        Args:
+            number: number of the file's table.
+            start: first byte of the range.
+            stop: end of the range.
+
+        Returns:
+            None where no single run can hold the range.
+        """
+        if number < 0:
+            return None
+        table = self.tables[number]
+        row = bisect_right(table.starts, start) - 1
+        if row < 0 or stop > table.stops[row]:
+            return None
+        entry, limit = self.firsts[number] + row, table.stops[row]
+        marks = self.marks.get(entry)
+        if marks is not None:
+            place = bisect_right(marks, start)
+            limit = min(limit, marks[place]) if place < len(marks) else limit
+            if stop > limit:
+                return None
+        return entry, limit, table.crcs[row] != 0
+
+    def find_all(self, number: int, start: int, stop: int) -> Iterator[Span]:
+        """Yield each part of a range of a file that one run can hold."""
+        table = self.tables[number] if number >= 0 else None
+        if table is not None:
+            first = max(bisect_right(table.starts, start) - 1, 0)
+            for row in range(first, bisect_left(table.starts, stop)):
+                begin, end = max(start, table.starts[row]), min(stop, table.stops[row])
+                marks = self.marks.get(self.firsts[number] + row, ())
+                cuts = marks[bisect_right(marks, begin) : bisect_left(marks, end)]
+                if begin < end:
+                    yield from pairwise((begin, *cuts, end))
+
+    def holding(self, number: int, start: int, stop: int) -> int | None:
+        """Return the entry that holds a whole range of a file, whatever its marks; None where none does."""
+        if number < 0:
+            return None
+        table = self.tables[number]
+        row = bisect_right(table.starts, start) - 1
+        return None if row < 0 or stop > table.stops[row] else self.firsts[number] + row
+
+    def holding_chunk(self, row: int) -> int | None:
+        """Return the entry that holds a chunk of the catalog; None where none does."""
+        table = self._catalog.chunks
+        start = table.start[row]
+        return self.holding(self.table_of[table.file[row]], start, start + table.nbytes[row])
+
+    def mark(self, file: int, places: Iterable[int]) -> None:
+        """Set marks at some bytes of a file. May be called from any thread."""
+        number = self.table_of[file]
+        for place in places:
+            found = self.find(number, place, place)
+            if found is not None:
+                with self._lock:
+                    marks = self.marks.setdefault(found[0], [])
+                    at = bisect_left(marks, place)
+                    if marks[at : at + 1] != [place]:
+                        marks.insert(at, place)
+
+    def file_of(self, entry: int) -> int | None:
+        """Return the file that an entry lies in as it is; None where all files of that path are decoded."""
+        return self._plain_files.get(bisect_right(self.firsts, entry) - 1)
+
+    def name_of(self, entry: int) -> str:
+        """Return the name of an entry's file, safe to print."""
+        file = self.file_of(entry)
+        path = self._paths[bisect_right(self.firsts, entry) - 1]
+        return escape(path if file is None else self._catalog.files[file].name)
+
+    def key(self, entry: int) -> str:
+        """Return text that stands for an entry on every rank that reads the same files."""
+        return f"{self.name_of(entry)} {self[entry].start}"
+
+    def digest(self) -> int:
+        """Return a number for all entries and what is recorded of them: a manifest may appear between two runs."""
+        if self._digest is None:
+            digest = 0
+            for table in self.tables:
+                for column in (table.starts, table.stops, table.crcs):
+                    digest = crc32(column, digest)
+            self._digest = int(digest)
+        return self._digest
+
+    def _find_marks(self) -> dict[int, list[int]]:
+        """Mark by entry where overlapping chunks begin and end: each chunk is then read in parts that all share."""
+        table, files, spans = self._catalog.chunks, self._catalog.files, dict[int, list[Span]]()
+        ends = list[tuple[int, int, int]]()
+        numbers = [-1 if file.decode else number for file, number in zip(files, self.table_of, strict=True)]
+        for index, start, nbytes in zip(table.file, table.start, table.nbytes, strict=True):
+            if nbytes and numbers[index] >= 0:
+                spans.setdefault(numbers[index], []).append((start, start + nbytes))
+        for file in files:
+            if file.decoded_from is not None and file.path in self._numbers:
+                spans.setdefault(self._numbers[file.path], []).append(file.decoded_from)
+                ends.append((self._numbers[file.path], *file.decoded_from))
+        found = dict[int, list[int]]()
+        for number, each in spans.items():
+            for (start, stop), marks in overlaps(each).items():
+                entry = self.holding(number, start, stop)
+                if entry is not None:
+                    found.setdefault(entry, []).extend(marks)
+        for number, start, stop in ends:  # what was decoded once may serve several files by itself
+            entry = self.holding(number, start, stop)
+            if entry is not None:
+                found[entry] = sorted({*found.get(entry, ()), start, stop})
+        return found
+
+
+def judge(held: Mapping[Span, int], entry: Entry) -> Verdict:
     """Return what runs tell of an entry.
 
     Args:
         held: CRC-32 of each run.
-        start, stop: the entry's first byte and end.
-        recorded: its CRC-32.
+        entry: the entry; its CRC-32 is recorded.
     """
+    start, stop, recorded = entry
     ordered, crcs, wrong = sorted(held.items()), {start: 0}, None
-    for (first, end), crc in ordered:  # every run that ends where one begins comes before it
+    for (first, end), crc in ordered:  # every run that ends where this one begins came before it
         if first in crcs:
             whole = crc32_combine(crcs[first], crc, end - first)
             other = crcs.setdefault(end, whole)
@@ -79,7 +254,7 @@ def judge(held: Mapping[Span, int], start: int, stop: int, recorded: int) -> Ver
 
 
 def gaps(held: Iterable[Span], start: int, stop: int) -> list[Span]:
-    """Return what has to be read of an entry beside some runs so that each of them is on a chain."""
+    """Return the parts of an entry that have to be read so that each of some runs is on a chain."""
     ordered, found = sorted(held), set[Span]()
     reached = [start]
     for first, end in ordered:
@@ -89,7 +264,7 @@ def gaps(held: Iterable[Span], start: int, stop: int) -> list[Span]:
         for place in (first, end):
             if reached[bisect_right(reached, place) - 1] != place:
                 insort(reached, place)
-    lead_on = [-stop]  # in descending order, so that whatever comes next is appended
+    lead_on = [-stop]  # in descending order, so that the next one is appended
     for first, end in sorted({*ordered, *found}, reverse=True):
         after = -lead_on[bisect_right(lead_on, -end) - 1]
         if after > end:
@@ -101,13 +276,13 @@ def gaps(held: Iterable[Span], start: int, stop: int) -> list[Span]:
 
 
 def joined(runs: Iterable[Run], marks: Mapping[int, Collection[int]]) -> list[Run]:
-    """Return runs in the order of entries and bytes, each with its neighbours.
+    """Return runs in the order of entries and bytes, each joined with its neighbours.
 
-    Runs of an entry of which some overlap stay as they are, equal ones once: each has to be proved.
+    Where runs of an entry overlap, they all stay as they are, because each has to be proved. Equal ones come once.
 
     Args:
         runs: in any order.
-        marks: by entry, where runs are not joined.
+        marks: by entry, places where runs are not joined.
     """
     found = list[Run]()
     distinct = {run[:4]: run for run in runs}
@@ -129,7 +304,7 @@ def joined(runs: Iterable[Run], marks: Mapping[int, Collection[int]]) -> list[Ru
 
 
 def covered(spans: Iterable[Span]) -> int:
-    """Return how many bytes lie in some spans."""
+    """Return the number of bytes that lie in some spans."""
     nbytes, at = 0, 0
     for start, stop in sorted(spans):
         nbytes += max(stop - max(start, at), 0)
@@ -138,7 +313,11 @@ def covered(spans: Iterable[Span]) -> int:
 
 
 def overlaps(spans: Iterable[Span]) -> dict[Span, list[int]]:
-    """Return by first byte and end of each group of spans that overlap, and are not all equal, where they begin and end."""
+    """Return where spans begin and end, for each group of spans that overlap and are not all equal.
+
+    Returns:
+        (first byte of the group, its end) -> every place where one of its spans begins or ends, in order.
+    """
     found: dict[Span, list[int]] = {}
     begin, end, marks = 0, 0, set[int]()
 

@@ -1,30 +1,34 @@
-"""Comparing a source with the CRC-32 that its own files record, as its bytes move.
+"""Comparing a source with the CRC-32s that its own files record, while its bytes move.
 
-torch's zips have a CRC-32 for each entry, and an entry is a storage: several tensors may view it, and threads, bands
-and ranks each read a part of it. So every run of bytes that is read gives (entry, offset, length, CRC-32). A run that is
-the whole entry is compared at once. Of the others each has to be on a chain of runs that make up the entry, in whatever
-order they came (`chains`). What such chains lack is read at the end, if it is little; otherwise the run's bytes are
-counted as unchecked, with the reason.
+A zip of torch has a CRC-32 for each entry, and an entry is a storage: several tensors may view it, and threads, bands
+and ranks each read a part of it. So every run of bytes that is read gives (entry, first byte, end, CRC-32). A run that
+is a whole entry is compared at once. Every other run has to be on a chain of runs that make up the entry, whatever
+order they came in (`chains`). What such chains lack is read at the end, if it is little. Otherwise the bytes of the run
+count as unchecked, with the reason.
 """
 
 from __future__ import annotations
 
 import threading
-from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
-from shardkit.core.catalog import Catalog, Checksums
+from shardkit.core.catalog import Catalog
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError
 from shardkit.files.digest import crc32, crc32_combine
-from shardkit.transfer.chains import Difference, Run, Span, Verdict, covered, gaps, joined, judge, overlaps
-
-if TYPE_CHECKING:
-    from shardkit.transfer.sources import SourceFiles
+from shardkit.transfer.chains import (
+    Difference,
+    Entries,
+    Run,
+    Span,
+    Verdict,
+    covered,
+    gaps,
+    joined,
+    judge,
+)
 
 NOT_RECORDED = "no CRC-32 is recorded"
 IN_PART = "only a part was needed"
@@ -32,11 +36,16 @@ OVERLAPPING = "read in parts that overlap"
 SHORT_RUNS = "read in very short pieces"
 NOT_READ = "blocks shared with the output, not read"
 
-_MAX_MORE = 0.05  # of the bytes that are wanted: what may be read beside them to check an entry
-_FREE_NBYTES = 128 << 10  # of the same: what Linux reads ahead of its own accord
+OFF = (
+    "the source was not compared with the checksums in it (--check-source off): damaged bytes would have been taken "
+    "as they are"
+)
+"""The warning for a person who switched comparing off."""
+
+_MAX_MORE = 0.05  # share of the wanted bytes: most that is read beside them to complete entries
+_FREE_NBYTES = 128 << 10  # the same in bytes: what Linux reads ahead of its own accord
 _SHORT_NBYTES = 4096
 _MAX_KEPT = 1 << 18  # runs that wait for others
-_BUFFER_NBYTES = 1 << 20
 _MAX_NAMED = 3
 _UNSEEN, _EQUAL, _DIFFERENT, _UNRECORDED = range(4)
 
@@ -50,7 +59,7 @@ class Rest(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all parts."""
         return sum(stop - start for start, stop in self.gaps)
 
 
@@ -62,14 +71,7 @@ class Unchecked:
     num_entries: int
     """Storages in torch's files, tensors elsewhere."""
     entry_bytes: int
-    """What was read of them and not compared."""
-
-
-OFF = (
-    "the source was not compared with the checksums in it (--check-source off): damaged bytes would have been taken "
-    "as they are"
-)
-"""What a person is warned of where it is switched off."""
+    """Bytes of them that were read and not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ class CheckedSource:
 
     @classmethod
     def of_all(cls, parts: Iterable[CheckedSource]) -> CheckedSource:
-        """Return what several found, each of its own part."""
+        """Return the sum of what several readers found, each of its own part."""
         counts, checked = _Counts(), 0
         for part in parts:
             checked += part.checked_bytes
@@ -94,153 +96,45 @@ class SourceCheck:
     """Collects what all threads read of a catalog's files.
 
     Args:
-        catalog: of raw extents.
+        catalog: a catalog of raw extents.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog, self._lock = catalog, threading.Lock()
-        tables: dict[str, Checksums] = {}
-        for file in catalog.files:
-            if file.checksums is not None:
-                held = tables.get(file.path)
-                tables[file.path] = file.checksums if held is None else held | file.checksums
-        self._paths = list(tables)
-        self._tables = list(tables.values())
-        self._numbers = {path: number for number, path in enumerate(self._paths)}
-        self._table_of = [self._numbers.get(file.path, -1) for file in catalog.files]
-        self._firsts = array("q", [0])
-        for table in self._tables:
-            self._firsts.append(self._firsts[-1] + len(table))
-        self._states = bytearray(self._firsts[-1])
+        self.entries = Entries(catalog)
+        self._states = bytearray(len(self.entries))
         self._held: dict[int, dict[Span, int]] = {}
+        """By entry that was read in parts: the CRC-32 of each run."""
         self._num_held, self._max_held = 0, _MAX_KEPT
         self._verdicts: dict[int, Verdict] = {}
         self._dropped: dict[int, int] = {}
+        """By entry: bytes of the runs for which there was no room."""
         self._different: dict[int, Difference] = {}
         self._fqns: dict[int, str] = {}
-        self._marks = self._find_marks()
-        self._plain_files: dict[int, int] = {}
-        for index, at in enumerate(self._table_of):
-            if not catalog.files[index].decode:
-                self._plain_files.setdefault(at, index)
-        self._tables_digest: int | None = None
         self._seen_bytes = 0
         self._first_readers: dict[int, int] = {}
         self._not_mine: set[int] = set()
         self._left: set[int] = set()
 
     def runs(self) -> Runs:
-        """Return what one thread tells of its reads."""
+        """Return where one thread reports its reads."""
         return Runs(self)
 
-    def table_of(self, file: int) -> int:
-        """Return the number of the table of what a file records; -1 where it records nothing."""
-        return self._table_of[file]
+    def fqn_of(self, entry: int) -> str:
+        """Return a tensor that some of an entry was read for; empty where none is known."""
+        return self._fqns.get(entry, "")
 
-    def table_at(self, path: str) -> int:
-        """Return the same, given a file's path."""
-        return self._numbers.get(path, -1)
-
-    def find(self, number: int, start: int, stop: int) -> tuple[int, int, bool] | None:
-        """Return (number, where a run has to end, whether it has a CRC-32) of the entry that holds a range of a file.
-
-        Args:
-            number: of the file's table.
-            start, stop: the range; None where one run cannot hold it.
-        """
-        if number < 0:
-            return None
-        table = self._tables[number]
-        row = bisect_right(table.starts, start) - 1
-        if row < 0 or stop > table.stops[row]:
-            return None
-        entry, limit = self._firsts[number] + row, table.stops[row]
-        marks = self._marks.get(entry)
-        if marks is not None:
-            place = bisect_right(marks, start)
-            limit = min(limit, marks[place]) if place < len(marks) else limit
-            if stop > limit:
-                return None
-        return entry, limit, table.crcs[row] != 0
-
-    def find_all(self, number: int, start: int, stop: int) -> Iterator[Span]:
-        """Yield each part of a range of a file that one run can hold."""
-        table = self._tables[number] if number >= 0 else None
-        if table is not None:
-            first = max(bisect_right(table.starts, start) - 1, 0)
-            for row in range(first, bisect_left(table.starts, stop)):
-                begin, end = max(start, table.starts[row]), min(stop, table.stops[row])
-                marks = self._marks.get(self._firsts[number] + row, ())
-                cuts = marks[bisect_right(marks, begin) : bisect_left(marks, end)]
-                if begin < end:
-                    yield from pairwise((begin, *cuts, end))
-
-    def mark(self, file: int, places: Iterable[int]) -> None:
-        """End runs of a file at some bytes: others read from there, or up to there."""
-        number = self._table_of[file]
-        for place in places:
-            found = self.find(number, place, place)
-            if found is not None:
-                with self._lock:
-                    marks = self._marks.setdefault(found[0], [])
-                    at = bisect_left(marks, place)
-                    if marks[at : at + 1] != [place]:
-                        marks.insert(at, place)
-
-    def _find_marks(self) -> dict[int, list[int]]:
-        """Return by entry where the chunks in it begin and end that overlap: each is then read in parts that all share."""
-        table, spans = self._catalog.chunks, dict[int, list[Span]]()
-        ends = list[tuple[int, int, int]]()
-        numbers = [
-            -1 if file.decode else number
-            for file, number in zip(self._catalog.files, self._table_of, strict=True)
-        ]
-        for index, start, nbytes in zip(table.file, table.start, table.nbytes, strict=True):
-            if nbytes and numbers[index] >= 0:
-                spans.setdefault(numbers[index], []).append((start, start + nbytes))
-        for file in self._catalog.files:
-            if file.decoded_from is not None and file.path in self._numbers:
-                spans.setdefault(self._numbers[file.path], []).append(file.decoded_from)
-                ends.append((self._numbers[file.path], *file.decoded_from))
-        found = dict[int, list[int]]()
-        for number, each in spans.items():
-            for (start, stop), marks in overlaps(each).items():
-                place = self._entry_at(number, start, stop)
-                if place is not None:
-                    found.setdefault(place, []).extend(marks)
-        for number, start, stop in ends:  # what was decoded once may be used for several files, by itself
-            place = self._entry_at(number, start, stop)
-            if place is not None:
-                found[place] = sorted({*found.get(place, ()), start, stop})
-        return found
-
-    def extent(self, entry: int) -> tuple[int, int]:
-        """Return first byte and end of an entry."""
-        return self._entry(entry)[:2]
-
-    def _entry_at(self, number: int, start: int, stop: int) -> int | None:
-        """Return the entry that holds a range of a file; None where none does as a whole."""
-        if number < 0:
-            return None
-        table = self._tables[number]
-        row = bisect_right(table.starts, start) - 1
-        return None if row < 0 or stop > table.stops[row] else self._firsts[number] + row
+    # What was read
 
     def add(self, runs: Iterable[Run]) -> None:
-        """Take what was read; may be called from any thread."""
+        """Take what was read. May be called from any thread."""
         with self._lock:
             for run in runs:
-                start, stop, recorded = self._entry(run.entry)
+                start, stop, recorded = self.entries[run.entry]
                 if run.start == start and run.stop == stop:
                     self._compare(run, recorded)
                 else:
                     self._keep(run)
-
-    def _entry(self, entry: int) -> tuple[int, int, int]:
-        """Return first byte, end and recorded CRC-32 of an entry."""
-        number = bisect_right(self._firsts, entry) - 1
-        table, row = self._tables[number], entry - self._firsts[number]
-        return table.starts[row], table.stops[row], table.crcs[row]
 
     def _compare(self, run: Run, recorded: int) -> None:
         """Take a run that is a whole entry."""
@@ -252,7 +146,7 @@ class SourceCheck:
             self._differ(run.entry, Difference(run.start, run.stop, run.crc, recorded), run.fqn)
         elif self._states[run.entry] != _DIFFERENT:
             self._states[run.entry] = _EQUAL
-        elif run.fqn:  # what the journal told has no name
+        elif run.fqn:  # a difference that came from the journal has no tensor's name
             self._fqns.setdefault(run.entry, run.fqn)
 
     def _differ(self, entry: int, difference: Difference, fqn: str) -> None:
@@ -280,7 +174,7 @@ class SourceCheck:
         self._verdicts.pop(entry, None)
 
     def _has_made_room(self) -> bool:
-        """Forget the runs that are proved by now; False where there are so few that trying again and again would cost."""
+        """Forget the runs that are proved by now; False where so few are that trying again and again would cost."""
         if self._max_held < _MAX_KEPT:
             return False
         for entry in list(self._held):
@@ -294,25 +188,18 @@ class SourceCheck:
         return self._max_held > 0
 
     def _verdict(self, entry: int) -> Verdict | None:
-        """Return what the runs of an entry tell that is not read as a whole; None where nothing is recorded."""
-        start, stop, recorded = self._entry(entry)
-        if recorded and entry not in self._verdicts:
-            verdict = self._verdicts[entry] = judge(self._held[entry], start, stop, recorded)
+        """Return what the runs of an entry tell that was read in parts; None where nothing is recorded."""
+        described = self.entries[entry]
+        if described.crc and entry not in self._verdicts:
+            verdict = self._verdicts[entry] = judge(self._held[entry], described)
             if verdict.wrong is not None:
                 self._differ(entry, verdict.wrong, "")
         return self._verdicts.get(entry)
 
-    def read_rest(self, sources: SourceFiles) -> None:
-        """Read what is missing of entries of which nearly all was read, and compare them.
-
-        Raises:
-            IntegrityError, ResourceError: as `Reader.read_into`.
-        """
-        for rest in self.missing():
-            self.complete(rest, self.read_gaps(rest, sources))
+    # What is missing
 
     def missing(self) -> list[Rest]:
-        """Return the entries that are worth completing: the nearly complete ones first, up to 5 % of what was read."""
+        """Return the entries to complete: the nearly complete ones first, up to 5 % of the bytes that were read."""
         budget, chosen = max(_MAX_MORE * self._seen_bytes, _FREE_NBYTES), list[Rest]()
         for nbytes, rest in sorted((rest.nbytes, rest) for rest in self._rests()):
             budget -= nbytes
@@ -322,18 +209,25 @@ class SourceCheck:
         return chosen
 
     def missing_of_each(self) -> list[Rest]:
-        """Return the entries that lack 5 % of themselves or a page at most: all who read of one decide the same."""
+        """Return the entries that lack at most 5 % of themselves, or a page: all who read of an entry decide alike."""
         return [
             rest
             for rest in self._rests()
-            if rest.nbytes <= max(_MAX_MORE * _length(self.extent(rest.entry)), _SHORT_NBYTES)
+            if rest.nbytes <= max(_MAX_MORE * _length(self.entries[rest.entry]), _SHORT_NBYTES)
         ]
 
     def _rests(self) -> Iterator[Rest]:
         for entry, held in self._held.items():
             verdict = self._verdict(entry)
-            if verdict is not None and verdict.loose and self._file_of(entry) is not None:
-                yield Rest(entry, gaps(held, *self.extent(entry)))
+            if verdict is not None and verdict.loose and self.entries.file_of(entry) is not None:
+                yield Rest(entry, gaps(held, *self.entries[entry][:2]))
+
+    def complete(self, rest: Rest, crcs: Sequence[int]) -> None:
+        """Take the CRC-32 of each part that was missing of an entry."""
+        for (start, stop), crc in zip(rest.gaps, crcs, strict=True):
+            self._keep(Run(rest.entry, start, stop, crc, self.fqn_of(rest.entry)), is_bounded=False)
+
+    # What several ranks read
 
     def parts(self) -> dict[str, list[int]]:
         """Return the runs that are parts of entries, as plain data for others who read of the same files.
@@ -342,86 +236,58 @@ class SourceCheck:
         """
         told: dict[str, list[int]] = {}
         for entry, held in self._held.items():
-            file = self._file_of(entry)
+            file = self.entries.file_of(entry)
             if file is not None:
-                numbers, first = told.setdefault(self._catalog.files[file].name, []), self.extent(entry)[0]
+                numbers = told.setdefault(self._catalog.files[file].name, [])
                 for (start, stop), crc in held.items():
-                    numbers += (first, start, stop, crc)
+                    numbers += (self.entries[entry].start, start, stop, crc)
         return told
 
     def take_parts(self, told: Sequence[Mapping[str, list[int]]], place: int) -> None:
         """Take what others read of the entries of which something was read here.
 
         Args:
-            told: `parts` of everybody, this one's too.
-            place: of this one among them.
+            told: `parts` of everybody, this one's included.
+            place: place of this one among them.
         """
         entries = {}
         for entry in self._held:
-            file = self._file_of(entry)
+            file = self.entries.file_of(entry)
             if file is not None:
-                entries[self._catalog.files[file].name, self.extent(entry)[0]] = entry
+                entries[self._catalog.files[file].name, self.entries[entry].start] = entry
         for reader, each in enumerate(told):
             for name, numbers in each.items():
                 for begin, start, stop, crc in zip(*[iter(numbers)] * 4, strict=True):
                     entry = entries.get((name, begin), -1)
                     if entry >= 0:
                         self._first_readers.setdefault(entry, reader)
-                        self._keep(Run(entry, start, stop, crc, self._fqns.get(entry, "")), is_bounded=False)
+                        self._keep(Run(entry, start, stop, crc, self.fqn_of(entry)), is_bounded=False)
         self._not_mine = self._left | {
             entry for entry, reader in self._first_readers.items() if reader != place
         }
 
     def leave_chunks(self, rows: Iterable[int]) -> None:
-        """Let others count the entries that are chunks which they read too."""
+        """Let others count the entries that are whole chunks, which they read too."""
         table = self._catalog.chunks
         for row in rows:
-            start, stop = table.start[row], table.start[row] + table.nbytes[row]
-            entry = self._entry_at(self._table_of[table.file[row]], start, stop)
-            if entry is not None and self.extent(entry) == (start, stop) and self._states[entry]:
+            entry, span = (
+                self.entries.holding_chunk(row),
+                (table.start[row], table.start[row] + table.nbytes[row]),
+            )
+            if entry is not None and self.entries[entry][:2] == span and self._states[entry]:
                 self._left.add(entry)
 
     def is_first_reader(self, entry: int) -> bool:
-        """True where nobody before this one among all read something of an entry."""
+        """True where no reader before this one read something of an entry."""
         return entry not in self._not_mine
 
-    def key(self, entry: int) -> str:
-        """Return what stands for an entry with everybody who reads of the same files."""
-        return f"{self._name(entry)} {self._entry(entry)[0]}"
-
-    def read_gaps(self, rest: Rest, sources: SourceFiles) -> list[int]:
-        """Return the CRC-32 of each part that is missing of an entry.
-
-        Raises:
-            IntegrityError, ResourceError: as `Reader.read_into`.
-        """
-        file, crcs = self._file_of(rest.entry), list[int]()
-        assert file is not None
-        fqn, buffer = self._fqns.get(rest.entry, ""), memoryview(bytearray(min(rest.nbytes, _BUFFER_NBYTES)))
-        with sources.reader(compares=False) as reader:
-            for start, stop in rest.gaps:
-                crc = 0
-                for at in range(start, stop, len(buffer)):
-                    part = buffer[: stop - at]
-                    reader.read_into(file, part, at, fqn)
-                    crc = crc32(part, crc)
-                crcs.append(crc)
-        return crcs
-
-    def complete(self, rest: Rest, crcs: Sequence[int]) -> None:
-        """Take the CRC-32 of each part that was missing of an entry."""
-        for (start, stop), crc in zip(rest.gaps, crcs, strict=True):
-            self._keep(Run(rest.entry, start, stop, crc, self._fqns.get(rest.entry, "")), is_bounded=False)
-
-    def _file_of(self, entry: int) -> int | None:
-        """Return the file that an entry lies in, as it is."""
-        return self._plain_files.get(bisect_right(self._firsts, entry) - 1)
+    # What differs
 
     def raise_differences(self, *, hint: str) -> None:
         """Refuse a source that is not what its own files record.
 
         Raises:
-            IntegrityError: naming tensor, file and place of every entry that differs.
+            IntegrityError: names tensor, file and place of every entry that differs.
         """
         problems = self.differences()
         if problems:
@@ -433,7 +299,7 @@ class SourceCheck:
             )
 
     def differences(self) -> list[str]:
-        """Return a line for each entry whose bytes are not those that were recorded."""
+        """Return a line for each entry whose bytes are not the recorded ones."""
         for entry in self._held:
             self._verdict(entry)
         if not self._different:
@@ -445,31 +311,26 @@ class SourceCheck:
             found = owners.get(entry) or [self._fqns.get(entry, "a tensor")]
             shown = ", ".join(map(escape, found[:_MAX_NAMED]))
             more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-            told = "recorded is" if (start, stop) == self.extent(entry) else "in another reading it is"
-            lines.append(
-                f"{shown}{more}: {self._name(entry)}: bytes {start} to {stop} have CRC-32 {crc:08x}, {told} {other:08x}"
-            )
+            told = "recorded is" if (start, stop) == self.entries[entry][:2] else "in another reading it is"
+            where = f"{self.entries.name_of(entry)}: bytes {start} to {stop}"
+            lines.append(f"{shown}{more}: {where} have CRC-32 {crc:08x}, {told} {other:08x}")
         return lines
 
     def _owners(self) -> dict[int, list[str]]:
         """Return the tensors that lie in each entry that differs."""
         table, found = self._catalog.chunks, dict[int, list[str]]()
-        for fqn, entry in self._catalog.tensors.items():
-            for row in entry.chunk_ids:
+        for fqn, tensor in self._catalog.tensors.items():
+            for row in tensor.chunk_ids:
                 if self._catalog.files[table.file[row]].decode:
                     continue
-                start, stop = table.start[row], table.start[row] + table.nbytes[row]
-                place = self._entry_at(self._table_of[table.file[row]], start, stop)
-                if place is not None and place in self._different:
-                    names = found.setdefault(place, [])
+                entry = self.entries.holding_chunk(row)
+                if entry is not None and entry in self._different:
+                    names = found.setdefault(entry, [])
                     if not names or names[-1] != fqn:
                         names.append(fqn)
         return found
 
-    def _name(self, entry: int) -> str:
-        file = self._file_of(entry)
-        path = self._paths[bisect_right(self._firsts, entry) - 1]
-        return escape(path if file is None else self._catalog.files[file].name)
+    # How much was compared
 
     def summary(self, names: Iterable[str], *, looks_for_unread: bool = False) -> CheckedSource:
         """Return how much was compared.
@@ -478,10 +339,9 @@ class SourceCheck:
             names: the catalog's tensors that were wanted.
             looks_for_unread: whether bytes may have gone into the output without being read.
         """
-        counts = _Counts()
-        checked = 0
-        for number, table in enumerate(self._tables):
-            first = self._firsts[number]
+        entries, counts, checked = self.entries, _Counts(), 0
+        for number, table in enumerate(entries.tables):
+            first = entries.firsts[number]
             states = self._states[first : first + len(table)]
             if not any(states):
                 continue
@@ -495,18 +355,15 @@ class SourceCheck:
                     checked += nbytes
         for entry in self._held.keys() | self._dropped.keys():
             checked += self._count_parts(entry, counts, looks_for_unread)
-        if (
-            looks_for_unread
-            or min(self._table_of, default=0) < 0
-            or any(f.is_proved for f in self._catalog.files)
-        ):
+        has_others = min(entries.table_of, default=0) < 0 or any(f.is_proved for f in self._catalog.files)
+        if looks_for_unread or has_others:
             checked += self._count_others(names, counts, looks_for_unread)
         return CheckedSource(checked_bytes=checked, unchecked=counts.listed())
 
     def _count_parts(self, entry: int, counts: _Counts, looks_for_unread: bool) -> int:
-        """Count what is unchecked of an entry that was not read as a whole, or not only so; return what is checked."""
+        """Count what is unchecked of an entry that was read in parts, or also in parts; return what is checked."""
         held, dropped = self._held.get(entry, {}), self._dropped.get(entry, 0)
-        start, stop, recorded = self._entry(entry)
+        start, stop, recorded = self.entries[entry]
         verdict = self._verdict(entry) if held else None
         loose = held if verdict is None else verdict.loose
         has_chain = self._is_proved(entry)
@@ -527,74 +384,66 @@ class SourceCheck:
         return self._states[entry] > 0 or (verdict is not None and verdict.has_chain)
 
     def _count_others(self, names: Iterable[str], counts: _Counts, looks_for_unread: bool) -> int:
-        """Count chunks outside all entries, and those that nobody read; return the bytes that decoding proves."""
+        """Count chunks outside all entries, and chunks that nobody read; return the bytes that decoding proves."""
         table, files, proved = self._catalog.chunks, self._catalog.files, 0
         wanted, known = dict[int, int](), set[tuple[int, int]]()
-        for row in self._rows(names):
+        for row in (row for name in names for row in self._catalog.tensors[name].chunk_ids):
             file, start, nbytes = table.file[row], table.start[row], table.nbytes[row]
-            if not nbytes or (
-                self._table_of[file] >= 0 and not looks_for_unread and not files[file].is_proved
-            ):
+            has_table, is_proved = self.entries.table_of[file] >= 0, files[file].is_proved
+            if not nbytes or (has_table and not looks_for_unread and not is_proved):
                 continue
-            if (file, start) in known:  # of tied names
+            if (file, start) in known:  # a tied name
                 continue
             known.add((file, start))
-            if files[file].is_proved:
+            if is_proved:
                 proved += nbytes
-            elif self._table_of[file] < 0:
+            elif not has_table:
                 counts.add(NOT_RECORDED, nbytes)
             elif looks_for_unread and not files[file].decode:
-                place = self._entry_at(self._table_of[file], start, start + nbytes)
-                if place is not None and not self._is_proved(place):
-                    wanted[place] = wanted.get(place, 0) + nbytes
+                entry = self.entries.holding_chunk(row)
+                if entry is not None and not self._is_proved(entry):
+                    wanted[entry] = wanted.get(entry, 0) + nbytes
         for entry, nbytes in wanted.items():
             is_read = entry in self._dropped or covered(self._held.get(entry, ())) >= nbytes
             reason = (SHORT_RUNS if entry in self._dropped else IN_PART) if is_read else NOT_READ
-            counts.add(reason if self._entry(entry)[2] else NOT_RECORDED, nbytes)
+            counts.add(reason if self.entries[entry].crc else NOT_RECORDED, nbytes)
         return proved
 
-    def _rows(self, names: Iterable[str]) -> Iterator[int]:
-        for name in names:
-            yield from self._catalog.tensors[name].chunk_ids
-
-    def _digest(self) -> int:
-        """Stand for all entries and what is recorded of them: a manifest may come or go between two runs."""
-        if self._tables_digest is None:
-            digest = 0
-            for table in self._tables:
-                for column in (table.starts, table.stops, table.crcs):
-                    digest = crc32(column, digest)
-            self._tables_digest = int(digest)
-        return self._tables_digest
+    # What an interrupted run read
 
     def dump(self, runs: Iterable[Run]) -> dict[str, Any]:
-        """Return runs as plain data: what the numbers are about, numbers of whole entries that are right, and the parts of others."""
+        """Return runs as plain data.
+
+        Returns:
+            tables: a number for the entries that the others are about.
+            whole: entries that were read whole and are right, each as the distance from the one before.
+            parts: four numbers for every other run: entry, first byte within it, bytes, CRC-32.
+        """
         whole, parts, last = list[int](), list[int](), 0
         for entry, start, stop, crc, _ in sorted(self.joined(runs)):
-            begin, end, recorded = self._entry(entry)
+            begin, end, recorded = self.entries[entry]
             if (begin, end) == (start, stop) and (crc == recorded or not recorded):
                 whole.append(entry - last)  # a million of them are small numbers
                 last = entry
             else:
                 parts += (entry, start - begin, stop - start, crc)
-        return {"tables": self._digest(), "whole": whole, "parts": parts}
+        return {"tables": self.entries.digest(), "whole": whole, "parts": parts}
 
     def load(self, told: object) -> bool:
-        """Take what an earlier run told by `dump`; False where it did not check, or compared with something else."""
+        """Take what an earlier run told by `dump`; False where it compared nothing, or compared with something else."""
         whole, parts = (told.get("whole"), told.get("parts")) if isinstance(told, Mapping) else (None, None)
-        if isinstance(told, Mapping) and told.get("tables") != self._digest():
+        if isinstance(told, Mapping) and told.get("tables") != self.entries.digest():
             return False
         if not _are_ints(whole) or not _are_ints(parts) or len(parts) % 4:
             return False
-        runs, entry = list[Run](), 0
+        runs, entry, num_entries = list[Run](), 0, len(self.entries)
         for step in whole:
             entry += step
-            if not 0 <= entry < len(self._states):
+            if not 0 <= entry < num_entries:
                 return False
-            start, stop, recorded = self._entry(entry)
-            runs.append(Run(entry, start, stop, recorded, ""))
+            runs.append(Run(entry, *self.entries[entry], ""))
         for entry, offset, nbytes, crc in zip(*[iter(parts)] * 4, strict=True):
-            begin, end = self.extent(entry) if 0 <= entry < len(self._states) else (0, 0)
+            begin, end = self.entries[entry][:2] if 0 <= entry < num_entries else (0, 0)
             if not 0 <= offset < offset + nbytes <= end - begin:
                 return False
             runs.append(Run(entry, begin + offset, begin + offset + nbytes, crc, ""))
@@ -602,8 +451,8 @@ class SourceCheck:
         return True
 
     def joined(self, runs: Iterable[Run]) -> list[Run]:
-        """Return runs in the order of entries and bytes, each with its neighbours where nobody begins or ends between."""
-        return joined(runs, self._marks)
+        """Return runs in the order of entries and bytes, each joined with its neighbours up to the next mark."""
+        return joined(runs, self.entries.marks)
 
 
 class _Counts:
@@ -625,40 +474,40 @@ class _Counts:
 
 
 class Runs:
-    """What one thread reads; neighbours are joined as they come.
+    """What one thread reads. Neighbours are joined as they come.
 
     Args:
         check: collects what all threads read.
     """
 
     def __init__(self, check: SourceCheck) -> None:
-        self._check = check
+        self._check, self._entries = check, check.entries
         self._table, self._entry, self._start, self._stop, self._limit = -1, -1, 0, 0, 0
         self._crc, self._fqn, self._has_crc = 0, "", False
         self._ended: list[Run] = []
 
     def add(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
-        """Tell of bytes that were read; return their CRC-32, None where there is nothing to compare them with."""
-        return self._add(self._check.table_of(file), start, data, fqn)
+        """Report bytes that were read; return their CRC-32, None where there is nothing to compare it with."""
+        return self._add(self._entries.table_of[file], start, data, fqn)
 
     def read(self, path: str, start: int, data: memoryview, fqn: str) -> None:
-        """Tell of bytes of a file that were read to decode a tensor."""
-        self._add(self._check.table_at(path), start, data, fqn)
+        """Report bytes of a file that were read to decode a tensor."""
+        self._add(self._entries.table_at(path), start, data, fqn)
 
     def can_sum(self, file: int, start: int, stop: int) -> bool:
-        """True for bytes that one run can hold, of an entry that has a CRC-32: whoever reads them may take theirs."""
-        found = self._check.find(self._check.table_of(file), start, stop)
+        """True where one run can hold these bytes and their entry has a CRC-32: their reader may take the CRC-32."""
+        found = self._entries.find(self._entries.table_of[file], start, stop)
         return found is not None and found[2]
 
     def add_summed(self, file: int, start: int, stop: int, crc: int, fqn: str) -> None:
-        """Tell of bytes that were read, for which `can_sum` is true, and of their CRC-32."""
-        table = self._check.table_of(file)
+        """Report bytes that were read and for which `can_sum` is true, with their CRC-32."""
+        table = self._entries.table_of[file]
         if table != self._table or start != self._stop or stop > self._limit:
             self._begin(table, start, stop, fqn)
         self._join(crc, stop)
 
     def take_over(self, runs: Iterable[Run]) -> None:
-        """Tell of what another read, and this one uses too."""
+        """Report what another thread read and this one uses too."""
         self._ended += runs
 
     def _add(self, table: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
@@ -666,16 +515,18 @@ class Runs:
         if (table != self._table or start != self._stop or stop > self._limit) and not self._begin(
             table, start, stop, fqn
         ):
-            view = memoryview(data)  # in several entries, as a byte entry is: a zip as a whole
-            for begin, end in self._check.find_all(table, start, stop):
+            view = memoryview(
+                data
+            )  # it lies in several entries, as a byte entry does that is a zip as a whole
+            for begin, end in self._entries.find_all(table, start, stop):
                 self._begin(table, begin, end, fqn)
                 self._go_on(view[begin - start : end - start], end)
             return None
         return self._go_on(data, stop)
 
     def _begin(self, table: int, start: int, stop: int, fqn: str) -> bool:
-        """Begin a run; False where none can hold the range."""
-        found = self._check.find(table, start, stop)
+        """Begin a run; False where no run can hold the range."""
+        found = self._entries.find(table, start, stop)
         self._end()
         if found is not None:
             self._entry, self._limit, self._has_crc = found
@@ -700,23 +551,21 @@ class Runs:
         self._table = self._entry = -1
 
     def collect(self) -> list[Run]:
-        """Return what was read since the last time, and hand nothing over."""
+        """Return what was read since the last call, and hand nothing over."""
         self._end()
         runs, self._ended = self._ended, []
         return runs
 
     def take(self) -> list[Run]:
-        """Hand over what was read since the last time, and return it."""
-        self._end()
-        if not self._ended:
+        """Hand over what was read since the last call, and return it."""
+        if not (ended := self.collect()):
             return []
-        runs = self._check.joined(self._ended)
-        self._ended = []
+        runs = self._check.joined(ended)
         self._check.add(runs)
         return runs
 
 
-def _length(extent: tuple[int, int]) -> int:
+def _length(extent: Sequence[int]) -> int:
     return extent[1] - extent[0]
 
 

@@ -147,10 +147,9 @@ class Execution:
             KeyboardInterrupt: once no thread writes any more.
         """
         files, cloning = self._plan.catalog.files, self._cloner or contextlib.nullcontext()
-        check = self._source_check
         with (
             one_thread_each(self._plan.converts),
-            SourceFiles(files, self._options.recent_bytes, check=check) as sources,
+            SourceFiles(files, self._options.recent_bytes, check=self._source_check) as sources,
         ):
             with cloning:
                 try:
@@ -168,11 +167,7 @@ class Execution:
                         self._sync_pool.shutdown()  # whole files are worth keeping for the next run
                     finally:
                         self._is_over.set()  # on a second Ctrl-C threads may still be there
-            if check is not None:
-                check.read_rest(sources)
-            sources.check_unchanged()
-            if check is not None:
-                check.raise_differences(hint=_DAMAGED)
+            sources.finish(hint=_DAMAGED)
         return self._digests, self._tensor_crcs
 
     def _create_files(self, sources: SourceFiles) -> None:

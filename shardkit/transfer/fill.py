@@ -186,7 +186,7 @@ class Filler:
 
     def _gather(self, stream: Stream, hole: Hole, source: DType) -> int:
         crc = 0
-        for band in bands(hole, self._plan.catalog, self._reader, self._band_bytes):
+        for band in bands(self._plan.catalog, hole.fqn, hole.region, self._reader, self._band_bytes):
             self._check()
             crc = self._put(stream, band, source, hole.dtype, crc)
         self._advance(hole.nbytes)

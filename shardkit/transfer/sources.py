@@ -1,4 +1,4 @@
-"""Reading source files: shared by threads, few open at a time, and noticing when one changes."""
+"""Reading source files: shared by threads, few open at a time, changes noticed; and tensors that lie in many chunks."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shardkit.core.catalog import Catalog, FileStamp, OnRead, SourceFile, TensorEntry
-from shardkit.core.regions import Region, Shape, blocks, intersect, relative_to, runs
+from shardkit.core.regions import Region, Shape, blocks, full_region, intersect, relative_to, runs
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.reflink import BLOCK
 from shardkit.transfer.chains import Run
-from shardkit.transfer.checks import Runs, SourceCheck
-from shardkit.transfer.images import Hole
+from shardkit.transfer.checks import Rest, Runs, SourceCheck
 
 if TYPE_CHECKING:
     import numpy
 
-MAX_BORROWED = 64  # by one reader
+MAX_BORROWED = 64
+"""Most descriptors that one reader borrows."""
 _MIN_OPEN, _MAX_OPEN = 32, 4096
-# Read at a time where a CRC-32 is taken: with the file's pages it fits the cache of one core (2 MiB), out of which the
-# CRC-32 costs a tenth of reading; out of memory it costs half of it. For `finalize` a quarter of it does as well, and
-# twice as much is worse.
+# Bytes read at a time where a CRC-32 is taken. Together with the file's pages they fit the cache of one core (2 MiB).
+# Out of the cache the CRC-32 costs a tenth of reading, out of memory half of it. For `finalize` a quarter of this does
+# as well, and twice as much is worse.
 _COMPARED_NBYTES = 1 << 20
+_GAP_NBYTES = 1 << 20  # read at a time to complete an entry
+_SAME_NBYTES = 1 << 20  # of each of two tensors, compared at a time
 
 
 class _RecentBlocks:
     """Blocks of source files that were read lately, by file and number; shared by threads.
 
-    Two generations: when the young one is full, the old one is forgotten. What two threads do at the same
-    time can only lose blocks that are read again then.
+    There are two generations: when the young one is full, the old one is forgotten. Two threads that interfere can only
+    lose blocks, which are then read again.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -60,15 +62,15 @@ class _RecentBlocks:
 
 
 class SourceFiles:
-    """The files of a catalog, opened when first read.
+    """The files of a catalog, opened when they are first read. A context manager.
 
-    Use as a context manager; `check_unchanged` tells whether any file changed since it was opened.
+    `finish` tells whether a file changed or differs from its checksums.
 
     Args:
-        files: the catalog's.
-        recent_bytes: most bytes kept of what small reads read.
-        check: told of all that is read.
-        on_read: told of what is read of each file as it lies on disk.
+        files: the catalog's files.
+        recent_bytes: most bytes kept from small reads.
+        check: told of everything that is read.
+        on_read: told of what is read of each file, as it lies on disk.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class SourceFiles:
         """Return a reader for one thread; `release` it when the thread's stretch is done.
 
         Args:
-            compares: what it reads is told to `check`.
+            compares: report what it reads to `check`.
         """
         return Reader(self, self.check.runs() if self.check is not None and compares else None)
 
@@ -136,10 +138,10 @@ class SourceFiles:
             self._users[file] -= 1
 
     def _make_room(self) -> None:
-        """Close an idle file where too many are open: the last opened.
+        """Close an idle file where too many are open: the one that was opened last.
 
-        Tensor after tensor is read from the files of all ranks in turn, and whatever was used longest ago is
-        what comes next; so the first ones stay.
+        Each tensor is read from the files of all ranks in turn. The file that was used longest ago is needed next, so
+        the files that were opened first stay open.
         """
         if len(self._open) >= self._max_open:
             idle = next((file for file in reversed(self._open) if not self._users.get(file)), None)
@@ -152,15 +154,14 @@ class SourceFiles:
             fd = storage.open_fd(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ResourceError(f"cannot open {escape(source.name)}: {error.strerror}") from error
-        status = os.fstat(fd)
-        stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
-        if status.st_size != source.size or self._stamps.setdefault(file, stamp) != stamp:
+        stamp = FileStamp.of(os.fstat(fd))
+        if stamp.size != source.size or self._stamps.setdefault(file, stamp) != stamp:
             os.close(fd)
             raise _changed([source.name])
         return fd
 
     def decoded(self, file: int, fqn: str) -> tuple[memoryview, list[Run]]:
-        """Return the bytes of a file that has to be decoded, for tensor `fqn`, and what was read for them to be compared."""
+        """Return the bytes of a file that has to be decoded for tensor `fqn`, and the runs that were read for them."""
         with self._lock:
             found = self._decoded.get(file)
             if found is None:
@@ -180,11 +181,48 @@ class SourceFiles:
                 found = self._decoded[file] = content, [] if runs is None else runs.collect()
             return found
 
+    def finish(self, *, hint: str) -> None:
+        """Read what little is missing to compare entries, and refuse a source that changed or differs.
+
+        Args:
+            hint: what to do about damaged bytes.
+
+        Raises:
+            IntegrityError: names every file that changed, or every entry that is not what was recorded.
+            ResourceError: the system cannot read a file.
+        """
+        if self.check is not None:
+            for rest in self.check.missing():
+                self.check.complete(rest, self.read_gaps(rest))
+        self.check_unchanged()
+        if self.check is not None:
+            self.check.raise_differences(hint=hint)
+
+    def read_gaps(self, rest: Rest) -> list[int]:
+        """Return the CRC-32 of each part that is missing of an entry.
+
+        Raises:
+            IntegrityError, ResourceError: as `Reader.read_into`.
+        """
+        assert self.check is not None
+        file, fqn, crcs = self.check.entries.file_of(rest.entry), self.check.fqn_of(rest.entry), list[int]()
+        assert file is not None
+        buffer = memoryview(bytearray(min(rest.nbytes, _GAP_NBYTES)))
+        with self.reader(compares=False) as reader:
+            for start, stop in rest.gaps:
+                crc = 0
+                for at in range(start, stop, len(buffer)):
+                    part = buffer[: stop - at]
+                    reader.read_into(file, part, at, fqn)
+                    crc = crc32(part, crc)
+                crcs.append(crc)
+        return crcs
+
     def check_unchanged(self) -> None:
         """Compare every file with what it was when its description was read, or when it was first opened.
 
         Raises:
-            IntegrityError: naming every file that changed.
+            IntegrityError: names every file that changed.
         """
         changed = [
             self._files[file].name
@@ -197,18 +235,17 @@ class SourceFiles:
 
 def _stamp_now(path: str) -> FileStamp | None:
     try:
-        status = os.stat(path)
+        return FileStamp.of(os.stat(path))
     except OSError:
         return None
-    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
 class Reader:
-    """Reads source files for one thread, keeping what it reads from open in between.
+    """Reads source files for one thread, and keeps the ones that it reads from open in between.
 
     Args:
         sources: the files.
-        runs: told of what is read, to be compared.
+        runs: told of what is read, so that it can be compared.
     """
 
     def __init__(self, sources: SourceFiles, runs: Runs | None = None) -> None:
@@ -224,24 +261,24 @@ class Reader:
         self.take_runs()
 
     def take_runs(self) -> list[Run]:
-        """Hand over what was read to be compared, and return it."""
+        """Hand over what was read, so that it can be compared, and return it."""
         self._decoded_runs = None
         return [] if self._runs is None else self._runs.take()
 
     def tell(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
-        """Tell that bytes of a file on disk were read for a tensor.
+        """Report that bytes of a file on disk were read for a tensor.
 
         Returns:
-            Their CRC-32, where it was taken.
+            CRC-32 of the bytes, where it was taken.
         """
         if self._sources.on_read is not None:
             self._sources.on_read(self._sources.path(file), start, memoryview(data))
         return None if self._runs is None else self._runs.add(file, start, data, fqn)
 
     def mark(self, file: int, places: Iterable[int]) -> None:
-        """End what is told of a file's bytes at some of them: others read from there, or up to there."""
+        """Mark bytes of a file where others begin or end their reading: no run goes on there."""
         if self._sources.check is not None:
-            self._sources.check.mark(file, places)
+            self._sources.check.entries.mark(file, places)
 
     def release(self) -> None:
         """Let others have the descriptors."""
@@ -261,8 +298,8 @@ class Reader:
     def read_small(self, file: int, start: int, nbytes: int, fqn: str) -> bytes:
         """Return at most BLOCK bytes of a file on disk, for tensor `fqn`.
 
-        They are read with the whole blocks around them, which are kept for a while: in one block a shard's
-        record ends and the next one's begins, and many shards of a small tensor lie.
+        They are read with the whole blocks around them, which are kept for a while: one block may hold the end of one
+        shard's record and the start of the next, or many shards of a small tensor.
 
         Raises:
             IntegrityError, ResourceError: as `read_into`.
@@ -274,7 +311,9 @@ class Reader:
             number += 1
             block = self._recent.get((file, number)) or self._read_block(file, number)
             data += block[: skip + nbytes - BLOCK]
-        if len(data) < nbytes:  # an error, or a block in pieces: to be read and told as any other
+        if (
+            len(data) < nbytes
+        ):  # an error, or a block that came in pieces: read it and report it like any other
             view = memoryview(bytearray(nbytes))
             self.read_into(file, view, start, fqn)
             return bytes(view)
@@ -282,7 +321,7 @@ class Reader:
         return data
 
     def _read_block(self, file: int, number: int) -> bytes:
-        """Return a block, less at the end of the file; nothing where it cannot be read."""
+        """Return a block, shorter at the end of the file; nothing where it cannot be read."""
         fd = self._borrowed.get(file)
         try:
             block = storage.pread(self.descriptor(file) if fd is None else fd, BLOCK, number * BLOCK)
@@ -299,7 +338,7 @@ class Reader:
             CRC-32 of the bytes, where it was taken to compare them.
 
         Raises:
-            IntegrityError: the file ends before that, or is not the one that was looked at.
+            IntegrityError: the file ends too early, or is not the one that was described.
             ResourceError: the system cannot read it.
         """
         fd, size = self._borrowed.get(file), len(buffer)
@@ -352,24 +391,29 @@ def _changed(names: Sequence[str]) -> IntegrityError:
     )
 
 
-def bands(hole: Hole, catalog: Catalog, reader: Reader, limit: int) -> Iterator[memoryview]:
-    """Yield a hole's bytes in order, in the source's dtype; each view is valid until the next.
+def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes: int) -> Iterator[memoryview]:
+    """Yield the bytes of a region in order, in the stored dtype; each view is valid until the next one.
+
+    This serves tensors whose chunks are not runs of them, such as the columns of a weight that tensor parallelism cut.
+    Of every chunk, the part that lies in the band is read and put in its place in memory. For any grid of chunks that
+    part is one run of the chunk.
 
     Args:
-        hole: a run of its tensor, none of whose chunks has to be decoded.
         catalog: where the tensor lies.
-        reader: reads it.
-        limit: most bytes of a band. As much again holds a part on its way.
+        fqn: the tensor, with at least one dim. None of its chunks has to be decoded.
+        region: a run of the tensor.
+        reader: reads the catalog's files.
+        max_bytes: most bytes of a band. A part that is on its way takes as much again.
     """
-    entry, table = catalog.tensors[hole.fqn], catalog.chunks
+    entry, table = catalog.tensors[fqn], catalog.chunks
     itemsize = entry.dtype.itemsize
     chunks = list(zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True))
     band_bytes, part_bytes = bytearray(), bytearray()
-    for block in blocks(hole.region.sizes, max(limit // itemsize, 1)):
+    for block in blocks(region.sizes, max(max_bytes // itemsize, 1)):
         if not band_bytes:  # the first is the largest
             band_bytes = bytearray(block.num_elements * itemsize)
             part_bytes = bytearray(len(band_bytes))
-        corner = tuple(a + b for a, b in zip(hole.region.offsets, block.offsets, strict=True))
+        corner = tuple(a + b for a, b in zip(region.offsets, block.offsets, strict=True))
         band = Region(corner, block.sizes)
         view = memoryview(band_bytes)[: block.num_elements * itemsize]
         elements = _as_array(view, block.sizes, itemsize)
@@ -381,7 +425,7 @@ def bands(hole: Hole, catalog: Catalog, reader: Reader, limit: int) -> Iterator[
             for run in runs(relative_to(part, held.offsets), held.sizes):
                 start, stop = run.target * itemsize, (run.target + run.length) * itemsize
                 place = table.start[row] + run.source * itemsize
-                reader.read_into(table.file[row], read[start:stop], place, hole.fqn)
+                reader.read_into(table.file[row], read[start:stop], place, fqn)
             inside = relative_to(part, corner)
             window = [slice(o, o + s) for o, s in zip(inside.offsets, inside.sizes, strict=True)]
             window[-1] = slice(window[-1].start * itemsize, window[-1].stop * itemsize)
@@ -396,31 +440,26 @@ def _as_array(view: memoryview, sizes: Shape, itemsize: int) -> numpy.ndarray:
     return numpy.frombuffer(view, dtype=numpy.uint8).reshape(*sizes[:-1], sizes[-1] * itemsize)
 
 
-_BLOCK_BYTES = 1 << 20
-
-
 def same_bytes(catalog: Catalog, a: str, b: str) -> bool:
-    """Compare two tensors of a catalog whose extents are raw bytes.
+    """Tell whether two tensors of a catalog of raw bytes are equal, reading no further than the first difference.
 
     Tensors of different dtypes or shapes are not the same.
 
     Raises:
         IntegrityError, ResourceError: a file cannot be read as described.
     """
-    first, second = catalog.tensors[a], catalog.tensors[b]
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
+    one, other = catalog.tensors[a], catalog.tensors[b]
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    left, right = _chunks(catalog, first), _chunks(catalog, second)
+    ours, theirs = _chunks(catalog, one), _chunks(catalog, other)
     with SourceFiles(catalog.files) as files, files.reader() as reader:
-        if [region for region, _ in left] == [region for region, _ in right]:  # tied tensors nearly always
-            return all(
-                _same_chunks(reader, catalog, one, other, first)
-                for (_, one), (_, other) in zip(left, right, strict=True)
-            )
-        return all(
-            _gather(reader, catalog, first, block) == _gather(reader, catalog, second, block)
-            for block in blocks(first.shape, _BLOCK_BYTES // first.dtype.itemsize)
-        )
+        if [region for region, _ in ours] == [region for region, _ in theirs]:  # tied tensors nearly always
+            pairs = zip(ours, theirs, strict=True)
+            return all(_same_chunks(reader, catalog, row, twin, one) for (_, row), (_, twin) in pairs)
+        whole = full_region(one.shape)
+        lefts, rights = (bands(catalog, fqn, whole, reader, _SAME_NBYTES) for fqn in (a, b))
+        # As bytes: memoryviews are compared element by element.
+        return all(bytes(left) == bytes(right) for left, right in zip(lefts, rights, strict=True))
 
 
 def _chunks(catalog: Catalog, entry: TensorEntry) -> list[tuple[Region, int]]:
@@ -435,32 +474,12 @@ def _same_chunks(reader: Reader, catalog: Catalog, a: int, b: int, entry: Tensor
     table = catalog.chunks
     if (table.file[a], table.start[a]) == (table.file[b], table.start[b]):
         return True
-    left, right = bytearray(_BLOCK_BYTES), bytearray(_BLOCK_BYTES)
+    left, right = bytearray(_SAME_NBYTES), bytearray(_SAME_NBYTES)
     total = table.region(a).num_elements * entry.dtype.itemsize
-    for start in range(0, total, _BLOCK_BYTES):
-        size = min(_BLOCK_BYTES, total - start)
+    for start in range(0, total, _SAME_NBYTES):
+        size = min(_SAME_NBYTES, total - start)
         for row, buffer in ((a, left), (b, right)):
             reader.read_into(table.file[row], memoryview(buffer)[:size], table.start[row] + start, entry.fqn)
         if left[:size] != right[:size]:
             return False
     return True
-
-
-def _gather(reader: Reader, catalog: Catalog, entry: TensorEntry, block: Region) -> bytearray:
-    """Return the bytes of a region, however they are chunked."""
-    table, itemsize = catalog.chunks, entry.dtype.itemsize
-    result = bytearray(block.num_elements * itemsize)
-    for row in entry.chunk_ids:
-        held = table.region(row)
-        part = intersect(held, block)
-        if part is None:
-            continue
-        data = bytearray(part.num_elements * itemsize)
-        for run in runs(relative_to(part, held.offsets), held.sizes):
-            view = memoryview(data)[run.target * itemsize : (run.target + run.length) * itemsize]
-            reader.read_into(table.file[row], view, table.start[row] + run.source * itemsize, entry.fqn)
-        for run in runs(relative_to(part, block.offsets), block.sizes):
-            result[run.source * itemsize : (run.source + run.length) * itemsize] = data[
-                run.target * itemsize : (run.target + run.length) * itemsize
-            ]
-    return result

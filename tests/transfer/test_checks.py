@@ -78,8 +78,7 @@ def read(check: SourceCheck, content: bytes, runs: list[tuple[int, int]]) -> Non
 def finish(check: SourceCheck, catalog: Catalog) -> tuple[int, dict[str, tuple[int, int]]]:
     """Read what is missing, compare, and return the bytes that were compared and those that were not, by reason."""
     with SourceFiles(catalog.files, check=check) as files:
-        check.read_rest(files)
-    check.raise_differences(hint=HINT)
+        files.finish(hint=HINT)
     found = check.summary(catalog.tensors)
     return found.checked_bytes, {
         part.reason: (part.num_entries, part.entry_bytes) for part in found.unchecked

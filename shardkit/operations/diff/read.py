@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import blocks, full_region
-from shardkit.transfer.images import Hole
 from shardkit.transfer.plan import FlatSource, flat_source
 from shardkit.transfer.sources import Reader, bands
 
@@ -33,8 +32,8 @@ def tensor_bands(catalog: Catalog, stored: str, reader: Reader, max_elements: in
         return
     flat = flat_source(entry, catalog)
     if flat is None:
-        hole = Hole(stored, full_region(entry.shape), entry.dtype, 0, entry.nbytes)
-        yield from bands(hole, catalog, reader, max_elements * entry.dtype.itemsize)
+        whole = full_region(entry.shape)
+        yield from bands(catalog, stored, whole, reader, max_elements * entry.dtype.itemsize)
         return
     start, buffer = 0, bytearray()
     for block in blocks(entry.shape, max_elements):

@@ -442,11 +442,8 @@ class _Source:
     def _compared(self, files: SourceFiles) -> BaseException | None:
         """Return what is wrong with the source, now that all of it was read."""
         try:
+            files.finish(hint=DAMAGED)
             if self._check is not None:
-                self._check.read_rest(files)
-            files.check_unchanged()
-            if self._check is not None:
-                self._check.raise_differences(hint=DAMAGED)
                 names = {each.entry.fqn for each in self._sent}
                 self._filled.checked = self._check.summary(names)
         except BaseException as error:  # Ctrl-C too: the others must not wait

@@ -38,11 +38,11 @@ def compare_together(check: SourceCheck, sources: SourceFiles, names: Iterable[s
         rests = check.missing_of_each()
         for rest in rests:
             if check.is_first_reader(rest.entry):
-                mine[check.key(rest.entry)] = check.read_gaps(rest, sources)
+                mine[check.entries.key(rest.entry)] = sources.read_gaps(rest)
     gaps = {key: crcs for each in gather_json(mine, phase=_PHASE) for key, crcs in each.items()}
     with agreed(_PHASE):
         for rest in rests:
-            crcs = gaps.get(check.key(rest.entry))
+            crcs = gaps.get(check.entries.key(rest.entry))
             if crcs is not None and len(crcs) == len(rest.gaps):
                 check.complete(rest, crcs)
         sources.check_unchanged()
