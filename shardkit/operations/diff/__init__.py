@@ -1,4 +1,0 @@
-"""What differs between two checkpoints, whatever their formats.
-
-Internal: import from `shardkit`.
-"""

@@ -1,4 +1,0 @@
-"""What a checkpoint holds, from its headers alone.
-
-Internal: import from `shardkit`.
-"""
