@@ -31,11 +31,11 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.errors import UsageError as UsageError
     from shardkit.operations.consolidate import consolidate as consolidate
     from shardkit.operations.consolidate.result import ConsolidateResult as ConsolidateResult
-    from shardkit.operations.diff.diff import diff as diff
+    from shardkit.operations.diff import diff as diff
     from shardkit.operations.diff.result import DiffResult as DiffResult
     from shardkit.operations.environment import Environment as Environment
     from shardkit.operations.environment import environment as environment
-    from shardkit.operations.inspect.inspect import inspect as inspect
+    from shardkit.operations.inspect import inspect as inspect
     from shardkit.operations.inspect.result import InspectResult as InspectResult
     from shardkit.operations.manifest.manifest import ManifestResult as ManifestResult
     from shardkit.operations.manifest.manifest import write_manifest as write_manifest
@@ -85,10 +85,10 @@ _HOMES = {
     ),
     "shardkit.operations.consolidate": ("consolidate",),
     "shardkit.operations.consolidate.result": ("ConsolidateResult",),
-    "shardkit.operations.diff.diff": ("diff",),
+    "shardkit.operations.diff": ("diff",),
     "shardkit.operations.diff.result": ("DiffResult",),
     "shardkit.operations.environment": ("Environment", "environment"),
-    "shardkit.operations.inspect.inspect": ("inspect",),
+    "shardkit.operations.inspect": ("inspect",),
     "shardkit.operations.inspect.result": ("InspectResult",),
     "shardkit.operations.manifest.manifest": ("ManifestResult", "write_manifest"),
     "shardkit.operations.preshard": ("PreshardResult", "preshard"),

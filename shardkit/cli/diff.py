@@ -12,7 +12,7 @@ from shardkit.cli.inspect import short_dtype
 from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, links_option, more, table
 from shardkit.cli.progress import make_progress
 from shardkit.core.text import escape, format_size
-from shardkit.operations.diff.diff import SORTS, diff
+from shardkit.operations.diff import SORTS, diff
 from shardkit.operations.diff.result import DiffResult, TensorDiff, TensorStats
 
 _DIFFERS = 1

@@ -20,7 +20,7 @@ from shardkit.cli.output import (
     table,
 )
 from shardkit.core.text import escape, format_size
-from shardkit.operations.inspect.inspect import inspect
+from shardkit.operations.inspect import inspect
 from shardkit.operations.inspect.result import InspectedFile, InspectResult
 
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}

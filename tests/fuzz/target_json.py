@@ -20,7 +20,7 @@ from shardkit.core.regions import Region
 from shardkit.files import manifest
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.hub.directory import open_model, read_index
-from shardkit.operations.inspect.inspect import inspect
+from shardkit.operations.inspect import inspect
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify.verify import verify
 from shardkit.training.source.presharded import open_presharded

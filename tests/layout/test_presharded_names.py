@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardkit.operations.consolidate import consolidate
-from shardkit.operations.diff.diff import diff
+from shardkit.operations.diff import diff
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify.verify import verify
 from tests.models.zoo import ZOO, make_hub

@@ -17,7 +17,7 @@ from shardkit.errors import SourceError
 from shardkit.formats.registry import Format
 from shardkit.operations import resolve
 from shardkit.operations.consolidate import consolidate
-from shardkit.operations.diff.diff import diff
+from shardkit.operations.diff import diff
 from shardkit.operations.reshard import reshard
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 from shardkit.operations.resolve_order import is_left_out, is_temporary, step_of

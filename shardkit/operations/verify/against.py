@@ -5,8 +5,8 @@ from __future__ import annotations
 from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.formats.checkpoint import Checkpoint
-from shardkit.operations.diff.diff import DiffOptions
-from shardkit.operations.diff.diff import compare as diff
+from shardkit.operations.diff import DiffOptions
+from shardkit.operations.diff import compare as diff
 from shardkit.operations.diff.result import DiffResult, TensorDiff
 from shardkit.operations.resolve import Taken, as_it_is, take
 from shardkit.operations.verify.result import Report

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.operations.consolidate import consolidate
-from shardkit.operations.inspect.inspect import inspect
+from shardkit.operations.inspect import inspect
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify.verify import verify
 from tests.operations.consolidate.checkpoints import hub, save, weights

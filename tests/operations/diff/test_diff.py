@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.operations.consolidate import consolidate
-from shardkit.operations.diff.diff import diff
+from shardkit.operations.diff import diff
 from shardkit.operations.diff.result import DiffResult, TensorDiff
 from shardkit.operations.diff.values import Measure, Tolerance
 from shardkit.operations.preshard import preshard
@@ -541,7 +541,7 @@ def test_nothing_there(model: Path) -> None:
 
 PEAK = """
 import json, sys
-import shardkit.operations.diff.diff as module, shardkit.operations.diff.values
+import shardkit.operations.diff as module, shardkit.operations.diff.values
 def high_water():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))

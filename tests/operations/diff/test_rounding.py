@@ -13,7 +13,7 @@ import torch
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import UsageError
 from shardkit.operations.consolidate import consolidate
-from shardkit.operations.diff.diff import diff
+from shardkit.operations.diff import diff
 from shardkit.operations.diff.values import rounded
 from shardkit.operations.verify.verify import verify
 from tests.operations.consolidate.checkpoints import hub, save, training_state, weights

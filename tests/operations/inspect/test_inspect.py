@@ -216,7 +216,7 @@ def test_files_of_rank_tensors_are_counted_once():
     from shardkit.core.catalog import Catalog, SourceFile
     from shardkit.core.dtypes import BY_NAME
     from shardkit.core.regions import full_region
-    from shardkit.operations.inspect.inspect import _files
+    from shardkit.operations.inspect import _files
 
     catalog = Catalog(format="torch", directory="nowhere")
     catalog.files = [
