@@ -16,12 +16,10 @@ from importlib import import_module
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.files import manifest
-from shardkit.formats.beside import has_any, inner, listing, matching, own_name
-from shardkit.formats.checkpoint import Checkpoint, Opener
+from shardkit.formats.checkpoint import Checkpoint, Opener, has_any, inner, listing, matching, own_name
 from shardkit.formats.checkpoints import trainers
 from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
-from shardkit.formats.hub.checkpoint import as_checkpoint
-from shardkit.formats.hub.directory import open_model
+from shardkit.formats.hub.directory import as_checkpoint, open_model
 from shardkit.formats.hub.files import PIPELINE, select_weights
 from shardkit.formats.hub.repo import fetch_model, looks_like_repo_id
 
@@ -109,7 +107,7 @@ _EXACT = (
 )
 _HUB = Format(
     name="hub",
-    module="hub.checkpoint",
+    module="hub.directory",
     gate=("*.safetensors", "*.json", "*.bin"),
     what="model.safetensors, or an index and its files (Hub)",
     is_sharded=False,

@@ -18,8 +18,7 @@ from shardkit import formats
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files.links import locate, read_inside
-from shardkit.formats.beside import listing
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, listing
 from shardkit.formats.checkpoints.accelerate import model_directories
 from shardkit.formats.checkpoints.trainers import find_structure
 from shardkit.formats.dcp.directory import is_dcp

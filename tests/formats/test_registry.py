@@ -11,7 +11,7 @@ import torch
 
 from shardkit import formats
 from shardkit.errors import SourceError, UsageError
-from shardkit.formats.hub.checkpoint import open_hub_directory
+from shardkit.formats.hub.directory import open_hub_directory
 from shardkit.formats.registry import format_of
 
 

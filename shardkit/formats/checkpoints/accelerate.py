@@ -26,8 +26,16 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate
-from shardkit.formats.beside import asset_directories, has_any, inner, listing, own_name, parent
-from shardkit.formats.checkpoint import Checkpoint, Opener
+from shardkit.formats.checkpoint import (
+    Checkpoint,
+    Opener,
+    asset_directories,
+    has_any,
+    inner,
+    listing,
+    own_name,
+    parent,
+)
 from shardkit.formats.checkpoints.full_file import open_full_file
 from shardkit.formats.dcp.checkpoint import open_dcp_directory
 from shardkit.formats.optimizer import OptimizerState, Unmapped, unmapped

@@ -22,8 +22,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly, read_small, stamp_of
-from shardkit.formats.beside import asset_directories, inner, listing
-from shardkit.formats.checkpoint import Checkpoint, Opener
+from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, inner, listing
 from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import (
     ByteMetadata,
     PickleTable,

@@ -32,11 +32,10 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import locate, read_inside
 from shardkit.files.strict_json import open_regular, parse_object, read_exactly
-from shardkit.formats.beside import asset_directories, inner, listing
-from shardkit.formats.checkpoint import Checkpoint, Opener
+from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, inner, listing
 from shardkit.formats.dcp.check import is_grid
 from shardkit.formats.dcp.sharding_info import saved_offsets
-from shardkit.formats.hub.checkpoint import is_hub_directory, open_hub_directory
+from shardkit.formats.hub.directory import is_hub_directory, open_hub_directory
 from shardkit.formats.hub.safetensors import read_header
 from shardkit.keys.ties import is_output, ties_embeddings
 

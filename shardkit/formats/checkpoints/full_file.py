@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.beside import asset_directories, parent
-from shardkit.formats.checkpoint import Checkpoint, Opener
+from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, parent
 from shardkit.formats.rankfiles.files import Gathering
 from shardkit.formats.torchsave.file import TorchFile, open_torch_file
 from shardkit.formats.torchsave.values import DistributedRef, TensorRef

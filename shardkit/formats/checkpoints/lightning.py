@@ -20,10 +20,8 @@ from typing import NamedTuple
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate
-from shardkit.formats.beside import asset_directories, has_any, listing
-from shardkit.formats.checkpoint import Checkpoint, Opener
+from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, has_any, heads_of, listing
 from shardkit.formats.dcp.checkpoint import open_dcp_directory
-from shardkit.formats.heads import heads_of
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, open_torch_file
 
 _META = "meta.pt"

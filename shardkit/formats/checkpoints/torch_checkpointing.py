@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files.links import read_inside
-from shardkit.formats.beside import asset_directories, listing, matching
-from shardkit.formats.checkpoint import Checkpoint, Opener
+from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, listing, matching
 from shardkit.formats.rankfiles.files import RankFile, gather_files
 from shardkit.pickles.inert import InertPickle
 from shardkit.pickles.nodes import Opaque

@@ -19,19 +19,20 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError
 from shardkit.files.links import locate
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.beside import (
+from shardkit.formats.checkpoint import (
+    Checkpoint,
+    Opener,
     asset_directories,
     has_any,
+    heads_of,
     inner,
     listing,
     matching,
     own_name,
     parent,
 )
-from shardkit.formats.checkpoint import Checkpoint, Opener
 from shardkit.formats.dcp.checkpoint import open_dcp_directory
 from shardkit.formats.dcp.directory import is_dcp
-from shardkit.formats.heads import heads_of
 
 Roots = Mapping[str, tuple[str | int, ...]]
 

@@ -21,8 +21,7 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
-from shardkit.formats.beside import asset_directories, inner, listing
-from shardkit.formats.checkpoint import Checkpoint, Opener
+from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, inner, listing
 from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.formats.rankfiles.files import Gathered, RankFile, gather_files, missing_ranks
 from shardkit.formats.rankfiles.numbered import parameters_of

@@ -7,8 +7,7 @@ import re
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.formats.beside import asset_directories
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, asset_directories
 from shardkit.formats.dcp.directory import DcpDirectory, is_dcp, open_dcp_lazily
 
 # torch 2.13, torch/distributed/fsdp/_flat_param.py: FLAT_PARAM; "flat_param" before torch 2.0.

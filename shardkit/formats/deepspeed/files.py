@@ -27,7 +27,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ShardkitError, SourceError
 from shardkit.files.links import locate, read_inside
-from shardkit.formats.beside import inner, listing
+from shardkit.formats.checkpoint import inner, listing
 from shardkit.formats.optimizer import STATE, STEP, count_of
 from shardkit.formats.rankfiles.flat import without_tree
 from shardkit.formats.torchsave.file import Opaque, TensorRef, TorchFile, open_torch_file

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.formats.beside import inner, listing
+from shardkit.formats.checkpoint import inner, listing
 from shardkit.formats.deepspeed.files import ModelStates, Tag, open_states
 from shardkit.formats.deepspeed.optimizer import group_params
 from shardkit.formats.optimizer import GROUPS, STATE, STEP, OptimizerState, Unmapped, unmapped

@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.catalog import Catalog, SourceFile, subset
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, suggestion
-from shardkit.errors import ResourceError, SourceError
+from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files.links import link_notes, locate, locate_weights, read_inside
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
-from shardkit.formats.checkpoint import HubModel
+from shardkit.formats.checkpoint import Checkpoint, HubModel, Opener, asset_directories, listing
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
 from shardkit.formats.hub.files import Kind, Weights, select_file, select_weights
 from shardkit.formats.hub.safetensors import SafetensorsHeader, read_header
@@ -353,3 +353,48 @@ def read_config(directory: str) -> dict[str, object] | None:
     if not isinstance(config, dict):
         raise SourceError(f"config.json: expected an object, found {type(config).__name__}")
     return config
+
+
+_FILES = (".safetensors", ".safetensors.index.json", ".bin.index.json")
+
+
+def is_hub_directory(path: str) -> bool:
+    """True for a directory with the weights of a Hub model, a safetensors file, or an index."""
+    try:
+        if not os.path.isdir(path):
+            select_file(os.path.basename(path))
+            return path.endswith(_FILES) and os.path.isfile(path)
+        select_weights(listing(path), path)
+    except ShardkitError:
+        return False
+    return True
+
+
+def open_hub_directory(path: str) -> Checkpoint:
+    """Open a Hub model; every tensor is one chunk, under the name that it keeps.
+
+    Raises:
+        SourceError: no weights or several, a damaged file, an index that its files contradict.
+        ResourceError: a file may not be read.
+    """
+    return as_checkpoint(path, open_model(path))
+
+
+def as_checkpoint(path: str, model: HubModel) -> Checkpoint:
+    """Return an opened Hub model as a checkpoint."""
+    catalog = model.catalog
+    return Checkpoint(
+        path=path,
+        format="hub",
+        writer="a Hub model",
+        catalog=catalog,
+        select=lambda names: subset(catalog, names),
+        hub=model,
+        roots={"model": ()},
+        assets=asset_directories(model.directory),
+        skipped=model.beside,
+        notes=catalog.notes,
+    )
+
+
+OPENERS = {"hub": Opener(is_hub_directory, open_hub_directory)}

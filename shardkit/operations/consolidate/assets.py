@@ -25,7 +25,7 @@ from shardkit.formats.hub.assets import CONFIG, GENERATION_CONFIG, is_weights, m
 from shardkit.formats.hub.base import ADAPTER_CONFIG, Base
 from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file
-from shardkit.formats.hub.images import OutputTensor, SafetensorsImages
+from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.operations.casts import BASE, KEEP
 from shardkit.transfer.plan import TransferPlan, build_plan
 

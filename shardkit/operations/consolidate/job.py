@@ -24,7 +24,7 @@ from shardkit.errors import SourceError, UsageError
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import SAVED_ROOT, Base, holds_equal, hub_key_rules, saved_key_rules
-from shardkit.formats.hub.images import OutputTensor, SafetensorsImages
+from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.keys import KeyRule, Naming, Selection, select_model
 from shardkit.keys.check import find_gaps, refuse_factors
 from shardkit.keys.ties import may_be_untied, ties_embeddings

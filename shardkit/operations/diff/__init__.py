@@ -1,4 +1,7 @@
-"""Comparing two checkpoints of any formats, tensor by tensor, in bounded memory."""
+"""diff: two checkpoints of any formats, compared tensor by tensor in bounded memory.
+
+Internal: import from `shardkit`.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from shardkit.core.text import KIB, MIB, escape, parse_size
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import UsageError
 from shardkit.files.links import may_follow_links
-from shardkit.operations.diff.read import tensor_bands
 from shardkit.operations.diff.result import DiffResult, Status, TensorDiff
 from shardkit.operations.diff.sides import Pair, Side, find_ties, open_sides, pairs
+from shardkit.operations.diff.values import tensor_bands
 from shardkit.operations.resolve import Taken, take
 from shardkit.transfer.sources import Reader, SourceFiles
 

@@ -7,14 +7,19 @@ what torch's cast of float64 does: it rounds through float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from math import sqrt
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.regions import blocks, full_region
 from shardkit.operations.diff.result import TensorStats
+from shardkit.transfer.plan import FlatSource, flat_source
+from shardkit.transfer.sources import Reader, bands
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -411,3 +416,53 @@ def _ordered(view: memoryview, dtype: DType) -> Array:
     sign = words >> wide(8 * words.itemsize - 1)  # 0 or -1; arithmetic, as a branch for each sign is slow
     magnitude = words & wide((1 << (8 * dtype.itemsize - 1)) - 1)
     return np.asarray((magnitude ^ sign) - sign)
+
+
+def tensor_bands(catalog: Catalog, stored: str, reader: Reader, max_elements: int) -> Iterator[memoryview]:
+    """Yield a tensor's bytes row-major; each view is valid until the next.
+
+    The cuts depend on shape and `max_elements` alone, so that two tensors of one shape are cut alike.
+
+    Args:
+        catalog: raw extents.
+        stored: the tensor's name in it.
+        reader: of the catalog's files.
+        max_elements: of a band; a tensor that has to be gathered takes as much memory again.
+
+    Raises:
+        IntegrityError, ResourceError: a file cannot be read as described.
+    """
+    entry = catalog.tensors[stored]
+    if not entry.num_elements:
+        return
+    if not entry.shape:  # a scalar: one chunk, stored or decoded
+        yield _scalar(catalog, stored, reader)
+        return
+    flat = flat_source(entry, catalog)
+    if flat is None:
+        whole = full_region(entry.shape)
+        yield from bands(catalog, stored, whole, reader, max_elements * entry.dtype.itemsize)
+        return
+    start, buffer = 0, bytearray()
+    for block in blocks(entry.shape, max_elements):
+        num_elements = block.num_elements
+        buffer = buffer or bytearray(num_elements * entry.dtype.itemsize)  # the first is the largest
+        view = memoryview(buffer)[: num_elements * entry.dtype.itemsize]
+        _fill(view, flat, start, reader, stored)
+        yield view
+        start += num_elements
+
+
+def _scalar(catalog: Catalog, stored: str, reader: Reader) -> memoryview:
+    entry, table = catalog.tensors[stored], catalog.chunks
+    row = entry.first_chunk
+    view = memoryview(bytearray(entry.nbytes))
+    reader.read_into(table.file[row], view, table.start[row], stored)
+    return view
+
+
+def _fill(view: memoryview, flat: FlatSource, start: int, reader: Reader, stored: str) -> None:
+    at = 0
+    for move in flat.moves(start, start + len(view) // flat.dtype.itemsize):
+        reader.read_into(move.file, view[at : at + move.nbytes], move.start, stored)
+        at += move.nbytes

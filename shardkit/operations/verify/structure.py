@@ -12,8 +12,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest
 from shardkit.files.file_bytes import FileBytes, place_of
-from shardkit.formats.beside import inner
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.checkpoint import Checkpoint, inner
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.operations.verify.dcp import verify_dcp

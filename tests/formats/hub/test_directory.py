@@ -361,8 +361,8 @@ def test_every_error_is_ours(tmp_path):
 
 def test_opening_imports_no_torch(sharded):
     code = (
-        "import sys; from shardkit.formats.hub.directory import open_model; from shardkit.formats import source;"
-        f"open_model({str(sharded)!r}); bad = {{'torch', 'safetensors', 'huggingface_hub', 'numpy'}};"
+        "import sys; from shardkit import formats;"
+        f"formats.open({str(sharded)!r}); bad = {{'torch', 'safetensors', 'huggingface_hub', 'numpy'}};"
         "sys.exit(', '.join(bad & set(sys.modules)) or 0)"
     )
     root = Path(__file__).parents[3]

@@ -19,10 +19,9 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from shardkit.core.threads import NoProgress
 from shardkit.errors import SourceError
-from shardkit.formats.hub import images as safetensors_images
+from shardkit.formats.hub import safetensors as safetensors_images
 from shardkit.formats.hub.directory import open_model
-from shardkit.formats.hub.images import OutputTensor, SafetensorsImages
-from shardkit.formats.hub.safetensors import read_header
+from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages, read_header
 from shardkit.transfer.execute import ExecuteOptions, Execution
 from shardkit.transfer.plan import build_plan
 
