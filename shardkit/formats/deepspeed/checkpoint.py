@@ -29,7 +29,7 @@ from shardkit.formats.deepspeed.files import (
 )
 from shardkit.formats.deepspeed.optimizer import open_zero_optimizer
 from shardkit.formats.deepspeed.universal import is_cut, open_parameters, open_universal_optimizer
-from shardkit.formats.deepspeed.weights import Weights, assemble, masters_of
+from shardkit.formats.deepspeed.zero import Weights, assemble, masters_of
 from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.formats.rankfiles.flat import build_catalog, differing
 from shardkit.formats.torchsave.file import TensorRef, TorchFile

@@ -19,7 +19,7 @@ from typing import Any
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.formats.deepspeed.files import ModelStates, OptimizerStates, Tag, open_states
-from shardkit.formats.deepspeed.weights import FlatPiece, pieces_of
+from shardkit.formats.deepspeed.zero import FlatPiece, pieces_of
 from shardkit.formats.optimizer import (
     GROUPS,
     PARAMS,

@@ -23,7 +23,7 @@ from shardkit.core.catalog import ignore_read
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.deepspeed.checkpoint import is_deepspeed, open_deepspeed
-from shardkit.formats.deepspeed.weights import joined_pieces, partitioned_pieces
+from shardkit.formats.deepspeed.zero import joined_pieces, partitioned_pieces
 
 Tensors = dict[str, torch.Tensor]
 GROUPS = (("embed.weight", "up.weight", "conv.weight"), ("up.bias", "scale", "norm.weight"))
