@@ -1,14 +1,12 @@
-"""The optimizer's state of a checkpoint whose own form is not DCP, in the form that torch's DCP recipes give it.
+"""The optimizer's state of a checkpoint whose own format is not DCP, in the form that torch's DCP recipes use.
 
     state.<fqn>.exp_avg, state.<fqn>.step, ...      tensors
     param_groups.<number>.lr, ...                   byte entries, one for each setting
 
-That is what `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns, flattened as `dcp.save` does it.
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns this, and `dcp.save` flattens it so.
 
-What the optimizer's files of all ranks have to say alike: counts, groups and settings.
-
-Each rank saves its own file, and all of them count the same steps. Files of two saves in one directory fit together by
-name, shape and place: moments of one step beside those of another would train, and train wrongly.
+Where each rank saved a file of its own, `Agreement` compares them: all ranks count the same steps. The files of two saves
+in one directory fit each other by name, shape and place, but training would go on with moments of different steps.
 """
 
 from __future__ import annotations
@@ -28,11 +26,13 @@ from shardkit.formats.torchsave.writer import is_plain, plain_record
 
 STATE, GROUPS, PARAMS, STEP = "state", "param_groups", "params", "step"
 Path = tuple[str | int, ...]
+Group = Mapping[str, Any]
+"""Settings of a group of parameters, as `optimizer.state_dict()` has them."""
 
 _MAX_COUNT = 1 << 53
-# Byte entries: a group for each of 15,000 parameters has fewer. A pickle of a few KiB can ask for millions.
+# Byte entries. Even one group for each of 15,000 parameters needs fewer; a pickle of a few KiB can ask for millions.
 _MAX_OBJECTS = 1 << 18
-_ADAM = frozenset({"exp_avg", "exp_avg_sq", "step"})
+_ADAM = frozenset({"exp_avg", "exp_avg_sq", STEP})
 # torch 2.13, torch/optim/adam.py: what `dcp.load` asks for beside `params`.
 _ADAMW_SETTINGS = frozenset(
     {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable"}
@@ -54,12 +54,12 @@ class OptimizerState:
     """What a person should be told."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Unmapped:
-    """An optimizer's state that cannot be taken over."""
+    """An optimizer's state that cannot be used."""
 
-    names: tuple[str, ...]
-    """Of its files."""
+    names: Sequence[str]
+    """Its files."""
     reason: str
     """Why; escaped."""
 
@@ -70,37 +70,40 @@ def state_path(fqn: str, leaf: str | int) -> Path:
 
 
 def path_name(path: Path) -> str:
-    """Return the flat name of a path, as `dcp.save` gives it."""
+    """Return the flat name of a path, as `dcp.save` makes it."""
     return ".".join(map(str, path))
 
 
-def check_groups(name: str, groups: Sequence[Mapping[Any, object]]) -> None:
-    """Refuse groups with more settings than any optimizer has, before anything is made of them.
+def read_groups(name: str, value: object) -> list[Group] | None:
+    """Return the groups of a state dict; None for what is not a list of dicts.
 
     Args:
-        name: of the file that they are in.
-        groups: as `optimizer.state_dict()` has them.
+        name: of the file.
+        value: its entry `param_groups`.
 
     Raises:
-        SourceError: there are more.
+        SourceError: more settings than any optimizer has.
     """
-    _refuse_many(name, sum(map(len, groups)))
+    if not isinstance(value, list) or not all(isinstance(group, dict) for group in value):
+        return None
+    _refuse_many(name, sum(map(len, value)))
+    return value
 
 
 def _refuse_many(name: str, number: int) -> None:
     if number > _MAX_OBJECTS:
         raise SourceError(
             f"{escape(name)}: an optimizer with more than {_MAX_OBJECTS} settings",
-            hint="the file is damaged, or was made to look like an optimizer's: use another copy",
+            hint="the file is damaged, or only pretends to hold an optimizer: use another copy",
         )
 
 
 class StateWriter:
-    """Completes a catalog of state tensors with what is no tensor in the source: settings, counts.
+    """Adds to a catalog of state tensors what the source does not store as a tensor: settings and counts.
 
     Args:
-        catalog: that the entries are added to.
-        source: the file that they were read from; what is made of it is held to its state.
+        catalog: receives the entries.
+        source: the file that they were read from; the entries are tied to its state.
     """
 
     def __init__(self, catalog: Catalog, source: SourceFile) -> None:
@@ -112,7 +115,7 @@ class StateWriter:
         self._paths = catalog.paths = dict(catalog.paths or {})
 
     def add_object(self, path: Path, value: object) -> None:
-        """Add a byte entry; what is not plain data is left out, and named in a note.
+        """Add a byte entry. A value that is not plain data is left out, and a note names it.
 
         Raises:
             SourceError: there are more than any optimizer has.
@@ -122,27 +125,25 @@ class StateWriter:
             self._dropped.append(path_name(path))
             return
         data = plain_record(value)
-        name = self._add_bytes(path, "uint8", (len(data),), data)
-        self._objects.append(name)
+        self._objects.append(self._add_bytes(path, "uint8", (len(data),), data))
 
     def add_count(self, path: Path, value: float) -> None:
-        """Add a number as the tensor that torch's optimizers count their steps in: float32, without dims."""
-        if not abs(value) <= _MAX_COUNT:
+        """Add a number as the tensor in which torch's optimizers count their steps: float32, without dims."""
+        if abs(value) <= _MAX_COUNT:
+            self._add_bytes(path, "float32", (), struct.pack("<f", value))
+        else:  # or not a number
             self._dropped.append(path_name(path))
-            return
-        self._add_bytes(path, "float32", (), struct.pack("<f", value))
 
-    def add_groups(self, groups: Sequence[Mapping[str, object]], params: Sequence[Sequence[str]]) -> None:
+    def add_groups(self, groups: Sequence[Group], params: Sequence[Sequence[str]]) -> None:
         """Add the settings of every group of parameters.
 
         Args:
-            groups: as `optimizer.state_dict()` has them.
+            groups: from `read_groups`.
             params: the FQNs of each group's parameters.
 
         Raises:
-            SourceError: as `check_groups`.
+            SourceError: more settings than any optimizer has.
         """
-        check_groups(self._source.name, groups)
         for number, (group, names) in enumerate(zip(groups, params, strict=True)):
             for key, value in group.items():
                 path = (GROUPS, number, key)
@@ -192,7 +193,7 @@ class StateWriter:
 
     def _add_bytes(self, path: Path, dtype: str, shape: tuple[int, ...], data: bytes) -> str:
         file = self._files.get(data)
-        if file is None:  # equal ones are one file, so that a count that all parameters share stays one
+        if file is None:  # equal ones share a file: all parameters usually have the same count
             made = SourceFile(
                 name=f"{self._source.name}:{path_name(path)}",
                 path=self._source.path,
@@ -213,13 +214,8 @@ class StateWriter:
         return name
 
 
-def unmapped(names: Sequence[str], reason: str) -> Unmapped:
-    """Return that the state in some files cannot be taken over."""
-    return Unmapped(names=tuple(names), reason=reason)
-
-
 class Agreement:
-    """Holds the files of other ranks against the first one's; of that alone something is kept."""
+    """Compares the files of all ranks with the first one, and keeps only what that one says."""
 
     def __init__(self) -> None:
         self._first: str | None = None
@@ -228,16 +224,13 @@ class Agreement:
         self._problems: list[str] = []
 
     def add(
-        self,
-        name: str,
-        states: Mapping[str, Mapping[str, object]],
-        groups: Sequence[Mapping[str, Any]] | None,
+        self, name: str, states: Mapping[str, Mapping[str, object]], groups: Sequence[Group] | None
     ) -> None:
         """Take a rank's file.
 
         Args:
             name: of the file.
-            states: what each parameter, or flat tensor, has of each leaf.
+            states: the leaves of each parameter, or of each flat tensor.
             groups: as `optimizer.state_dict()` has them; None where they were not saved.
         """
         counts = {
@@ -257,14 +250,15 @@ class Agreement:
             self._problems.append(f"{escape(name)}: not as in {escape(self._first)}: {listed(others)}")
 
     def check(self) -> None:
-        """Refuse files that are not of one save.
+        """Refuse files of different saves.
 
         Raises:
             IntegrityError: names every file that differs from the first one.
         """
         if self._problems:
+            number = len(self._problems)
             raise IntegrityError(
-                f"{count(len(self._problems), 'file')} of the optimizer {'is' if len(self._problems) == 1 else 'are'} "
+                f"{count(number, 'file')} of the optimizer {'is' if number == 1 else 'are'} "
                 "of another save than the first rank's",
                 problems=self._problems,
                 hint="use another copy of the checkpoint, with the files of all ranks from one save",
@@ -272,7 +266,7 @@ class Agreement:
 
 
 def count_of(value: object) -> object | None:
-    """Return what a count is, to be compared: the number, or the CRC-32 of the only element of a tensor."""
+    """Return a count in a form that can be compared: the number, or the CRC-32 of a tensor's only element."""
     if type(value) in (int, float):
         return repr(value)
     if not isinstance(value, TensorRef) or value.shape or value.nbytes != value.data_nbytes:
@@ -280,8 +274,8 @@ def count_of(value: object) -> object | None:
     return None if value.crc32 is None else (value.dtype.name, value.crc32)
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of a group as text; torch gathers named parameters in no order."""
+def _settings(group: Group) -> dict[str, str]:
+    """Return the settings of a group as text; torch gathers named parameters in no fixed order."""
     params = group.get(PARAMS)
     found = {str(key): repr(value) for key, value in group.items() if key != PARAMS and is_plain(value)}
     if isinstance(params, list):

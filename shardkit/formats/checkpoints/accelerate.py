@@ -38,8 +38,8 @@ from shardkit.formats.checkpoint import (
 )
 from shardkit.formats.checkpoints.full_file import open_full_file
 from shardkit.formats.dcp.checkpoint import open_dcp_directory
-from shardkit.formats.optimizer import OptimizerState, Unmapped, unmapped
-from shardkit.formats.rankfiles.files import RankFile, gather_files, missing_ranks
+from shardkit.formats.optimizer import OptimizerState, Unmapped
+from shardkit.formats.rankfiles.files import RankFile, gather_files, require_ranks
 from shardkit.formats.rankfiles.numbered import parameters_of
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files
 
@@ -176,7 +176,7 @@ def open_accelerate_bin(path: str) -> Checkpoint:
             skipped=(*checkpoint.skipped, *skipped),
         )
     ranks = {rank: name for rank, name in files.items() if rank is not None}
-    missing_ranks(ranks[max(ranks)].replace(f"_rank{max(ranks)}.", "_rank{}."), ranks, max(ranks) + 1)
+    require_ranks(ranks[max(ranks)].replace(f"_rank{max(ranks)}.", "_rank{}."), ranks, max(ranks) + 1)
     gathered = gather_files(path, [RankFile(ranks[rank]) for rank in sorted(ranks)])
     _refuse_flat(list(gathered.catalog.tensors))
     return Checkpoint(
@@ -232,11 +232,11 @@ def _optimizer(
         (_, files), *others = sorted(found.items())
         if others or (None in files and len(files) > 1):
             names = [name for files in found.values() for name in files.values()]
-            return unmapped(names, "there are several of them")
+            return Unmapped(names, "there are several of them")
         ranks = [rank for rank in files if rank is not None]
         if ranks:
             last = max(ranks)
-            missing_ranks(files[last].replace(f"_rank{last}.", "_rank{}."), ranks, last + 1)
+            require_ranks(files[last].replace(f"_rank{last}.", "_rank{}."), ranks, last + 1)
         names = [files[rank] for rank in sorted(ranks)] or [files[None]]
         state = open_optimizer_files(path, names, parameters_of(model, plain))
         return replace(state, has_boxes=False) if isinstance(state, OptimizerState) and not ranks else state

@@ -40,7 +40,6 @@ from shardkit.formats.optimizer import (
     OptimizerState,
     StateWriter,
     Unmapped,
-    unmapped,
 )
 from shardkit.formats.torchsave.file import TorchFile, open_torch_file
 from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor
@@ -100,7 +99,7 @@ def _open_optimizer(directory: str) -> OptimizerState | Unmapped:
     paths = catalog.paths or {}
     odd = [name for name in catalog.tensors if len(paths.get(name, ())) != 3 or paths[name][0] != STATE]
     if odd:
-        return unmapped([_OPTIMIZER], f"its entries are no states of single parameters: {listed(odd)}")
+        return Unmapped([_OPTIMIZER], f"its entries are no states of single parameters: {listed(odd)}")
     names = {str(path[1]) for path in paths.values()}
     file = _groups_record(opened)
     groups: Any = file.tree if file is not None else None
@@ -109,11 +108,11 @@ def _open_optimizer(directory: str) -> OptimizerState | Unmapped:
         or not all(isinstance(group, dict) for group in groups)
         or not all(isinstance(group.get(PARAMS), list) for group in groups)
     ):
-        return unmapped([_OPTIMIZER], f"it has no {GROUPS}, which hold its settings")
+        return Unmapped([_OPTIMIZER], f"it has no {GROUPS}, which hold its settings")
     params = [[str(name) for name in group[PARAMS]] for group in groups]
     unknown = names - {name for group in params for name in group}
     if any(name.isdecimal() for name in names) or unknown:
-        return unmapped(
+        return Unmapped(
             [_OPTIMIZER], "its parameters are only numbered, and nothing tells which ones they are"
         )
     assert file is not None

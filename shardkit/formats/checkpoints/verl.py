@@ -23,7 +23,7 @@ from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
 from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, inner, listing
 from shardkit.formats.optimizer import OptimizerState, Unmapped
-from shardkit.formats.rankfiles.files import Gathered, RankFile, gather_files, missing_ranks
+from shardkit.formats.rankfiles.files import Gathered, RankFile, gather_files, require_ranks
 from shardkit.formats.rankfiles.numbered import parameters_of
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files
 
@@ -118,7 +118,7 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
         )
     size = sizes[0]
     pattern = f"model_world_size_{size}_rank_{{}}.pt"
-    missing_ranks(pattern, by_size[size], size)
+    require_ranks(pattern, by_size[size], size)
     return [pattern.format(rank) for rank in range(size)]
 
 
@@ -131,7 +131,7 @@ def _optimizer_files(directory: str, files: list[str]) -> list[str]:
 def _open_optimizer(directory: str, names: list[str], model: Gathered) -> OptimizerState | Unmapped:
     there = listing(directory)
     ranks = {rank for rank, name in enumerate(names) if name in there}
-    missing_ranks(names[0].replace("_rank_0.", "_rank_{}."), ranks, len(names))
+    require_ranks(names[0].replace("_rank_0.", "_rank_{}."), ranks, len(names))
     return open_optimizer_files(directory, names, parameters_of(model.catalog, model.plain, model.contents))
 
 

@@ -1,14 +1,16 @@
 """DeepSpeed checkpoints: ZeRO-1, 2 and 3, without ZeRO, and universal ones.
 
 With ZeRO, the weights are the optimizer's fp32 masters: flat tensors in `*_optim_states.pt`, one part for each
-rank. DeepSpeed's own zero_to_fp32.py gives the same values; here their bytes are pointed at, not loaded.
+rank. DeepSpeed's own zero_to_fp32.py gives the same values; here the catalog points at their bytes and loads nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
+from math import prod
 from typing import TypeVar
 
 from shardkit.core.catalog import subset
@@ -24,17 +26,36 @@ from shardkit.formats.deepspeed.files import (
     open_states,
     read_model_states,
     read_optimizer_states,
-    require_ranks,
+    require_files,
     survey,
 )
-from shardkit.formats.deepspeed.optimizer import open_zero_optimizer
 from shardkit.formats.deepspeed.universal import is_cut, open_parameters, open_universal_optimizer
-from shardkit.formats.deepspeed.zero import Weights, assemble, masters_of
-from shardkit.formats.optimizer import OptimizerState, Unmapped
-from shardkit.formats.rankfiles.flat import build_catalog, differing
-from shardkit.formats.torchsave.file import TensorRef, TorchFile
+from shardkit.formats.deepspeed.zero import masters_of, open_zero_optimizer
+from shardkit.formats.rankfiles.flat import Piece, Weight, build_catalog, differing_weights
+from shardkit.formats.torchsave.file import TensorRef, TorchFile, UnreadableTensor
+
+_WRITERS = {
+    "zero0": "DeepSpeed",
+    "zero1": "DeepSpeed ZeRO-1",
+    "zero2": "DeepSpeed ZeRO-2",
+    "zero3": "DeepSpeed ZeRO-3",
+    "universal": "DeepSpeed (universal checkpoint)",
+}
+_MAX_HOPS = 8  # DeepSpeed names the stored one directly
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Weights:
+    """The weights, under the module's names and in its order."""
+
+    files: Sequence[TorchFile]
+    by_name: dict[str, Weight] = field(default_factory=dict)
+    objects: list[str] = field(default_factory=list)
+    """Entries of the module that are not tensors."""
+    lost: list[str] = field(default_factory=list)
+    """Parameters whose values are in none of the files."""
 
 
 def is_deepspeed(path: str) -> bool:
@@ -68,37 +89,30 @@ def open_deepspeed(path: str) -> Checkpoint:
 
 
 def _open_zero(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
-    """Open the files of all ranks; the lowest one that is there says how many there have to be."""
+    """Open the files of all ranks; the lowest one that is there says how many there must be."""
     first = _open_first(tag, files, files.optimizers[min(files.optimizers)], read_optimizer_states)
     num_ranks = first.num_ranks or max(files.optimizers) + 1
     is_partitioned = first.stage == 3
-    require_ranks(tag, files, num_ranks, with_models=is_partitioned)
+    require_files(tag, files, num_ranks, with_models=is_partitioned)
     main = _open_main(tag, files, is_partitioned)
-    models = [files.models[rank] for rank in range(1, num_ranks)] if is_partitioned else []
-    names = [*models, *(files.optimizers[rank] for rank in range(num_ranks))]
+    names = [files.models[rank] for rank in range(1, num_ranks)] if is_partitioned else []
+    names += [files.optimizers[rank] for rank in range(num_ranks)]
     opened = open_states(tag, names, partial(_read_states, main))
     states = [main, *(item for item in opened if isinstance(item, ModelStates))]
     optimizers = [item for item in opened if isinstance(item, OptimizerStates)]
     _check_same_save(tag, states, num_ranks)
-    masters = masters_of(states[0], optimizers, len(states), tag.directory)
-    weights = assemble(
-        [*(state.file for state in states), *(rank.file for rank in optimizers)], states, masters
-    )
+    masters = masters_of(main, optimizers, len(states), tag.directory)
     stale = [name for rank, name in sorted(files.optimizers.items()) if rank >= num_ranks]
     stale += [name for rank, name in sorted(files.models.items()) if not is_partitioned or rank >= num_ranks]
     stale += [files.whole] if is_partitioned and files.whole else []
-    return _checkpoint(
-        path,
-        tag,
-        states[0],
-        weights,
-        kind=f"zero{first.stage}",
-        writer=f"DeepSpeed ZeRO-{first.stage}",
-        skipped=[
-            (tag.prefix + name, "of an earlier save, with other ranks or another stage") for name in stale
-        ],
-        notes=_notes_on_masters(states[0], optimizers),
-        optimizer=partial(open_zero_optimizer, tag, names[len(models) :], states[0], optimizers),
+    opened_files = [*(state.file for state in states), *(rank.file for rank in optimizers)]
+    weights, notes = _assemble(opened_files, states, masters), _notes_on_masters(main, optimizers)
+    checkpoint = _checkpoint(path, tag, main, weights, f"zero{first.stage}", notes)
+    reason = "of an earlier save, with other ranks or another stage"
+    return replace(
+        checkpoint,
+        optimizer=partial(open_zero_optimizer, tag.directory, main, optimizers),
+        skipped=(*((tag.prefix + name, reason) for name in stale), *checkpoint.skipped),
     )
 
 
@@ -114,57 +128,41 @@ def _open_without_optimizer(path: str, tag: Tag, files: StateFiles) -> Checkpoin
     notes = []
     if state.groups is not None:
         notes.append(
-            "the optimizer's files are not there: these are the weights of the module, not the fp32 masters"
+            "the optimizer's files are missing: these are the module's weights, not the fp32 masters"
         )
     elif _dtypes(state) != {"float32"}:
         notes.append(
             "without ZeRO, DeepSpeed saves the fp32 masters without their names: these are the module's weights"
         )
-    skipped = [
+    checkpoint = _checkpoint(path, tag, state, _assemble([state.file], [state], {}), "zero0", notes)
+    stale = [
         (tag.prefix + name, "of an earlier save, with ZeRO-3") for _, name in sorted(files.models.items())
     ]
-    return _checkpoint(
-        path,
-        tag,
-        state,
-        assemble([state.file], [state], {}),
-        kind="zero0",
-        writer="DeepSpeed",
-        skipped=skipped,
-        notes=notes,
-    )
+    return replace(checkpoint, skipped=(*stale, *checkpoint.skipped))
 
 
 def _open_universal(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
     """Open a checkpoint that ds_to_universal.py made: a directory for each parameter."""
     num_ranks = max(files.models) + 1 if files.models else None
     if num_ranks is not None and num_ranks > len(files.models):
-        require_ranks(tag, files, num_ranks, with_models=True)
+        require_files(tag, files, num_ranks, with_models=True)
     main = _open_main(tag, files, num_ranks is not None)
     names = [files.models[rank] for rank in range(1, num_ranks or 1)]
     states = [main, *open_states(tag, names, partial(read_model_states, first=main))]
     notes = ["the weights are the fp32 masters of the optimizer"]
     if is_cut(tag):
-        states = [replace(states[0], module={}, frozen={}, shared={})]
+        states = [replace(main, module={}, frozen={}, shared={})]
         notes.append(
             "the model was trained with model parallelism: its buffers are not in the checkpoint as a whole"
         )
     masters, opened = open_parameters(tag, states[0], len(states))
-    return _checkpoint(
-        path,
-        tag,
-        states[0],
-        assemble([*(state.file for state in states), *opened], states, masters),
-        kind="universal",
-        writer="DeepSpeed (universal checkpoint)",
-        skipped=[],
-        notes=notes,
-        optimizer=partial(open_universal_optimizer, tag, states[0]),
-    )
+    weights = _assemble([*(state.file for state in states), *opened], states, masters)
+    checkpoint = _checkpoint(path, tag, states[0], weights, "universal", notes)
+    return replace(checkpoint, optimizer=partial(open_universal_optimizer, tag, states[0]))
 
 
 def _open_main(tag: Tag, files: StateFiles, is_partitioned: bool) -> ModelStates:
-    """Open the model file that speaks for all: rank 0's of ZeRO-3, or the one with the whole module."""
+    """Open the model file that speaks for all: rank 0's with ZeRO-3, otherwise the one with the whole module."""
     name = files.models[0] if is_partitioned else files.whole
     if name is None:
         raise SourceError(
@@ -176,7 +174,7 @@ def _open_main(tag: Tag, files: StateFiles, is_partitioned: bool) -> ModelStates
 
 
 def _open_first(tag: Tag, files: StateFiles, name: str, read: Callable[[TorchFile], T]) -> T:
-    """Open the file that tells about the others; where it is damaged, the others may be too, so try them all."""
+    """Open the file that describes the others. If it is damaged, the others may be too, so all are tried."""
     try:
         return open_states(tag, [name], read)[0]
     except SourceError:
@@ -193,7 +191,7 @@ def _read_states(main: ModelStates, file: TorchFile) -> ModelStates | OptimizerS
 
 
 def _check_same_save(tag: Tag, states: Sequence[ModelStates], num_ranks: int) -> None:
-    """The files of all ranks must be of one step, and by as many ranks as there are partitions."""
+    """The files of all ranks must be of one step, and from as many ranks as there are partitions."""
     problems = []
     first = states[0]
     for state in states:
@@ -224,7 +222,7 @@ def _dtypes(state: ModelStates) -> set[str]:
 
 
 def _notes_on_masters(state: ModelStates, optimizers: Sequence[OptimizerStates]) -> list[str]:
-    """Say which of the two sets of weights was taken, where they differ."""
+    """Say which of the two sets of weights was taken, if they differ."""
     masters = sorted({ref.dtype.name for ref in optimizers[0].flat})
     module = sorted(_dtypes(state) - set(masters))
     if not module:
@@ -236,16 +234,7 @@ def _notes_on_masters(state: ModelStates, optimizers: Sequence[OptimizerStates])
 
 
 def _checkpoint(
-    path: str,
-    tag: Tag,
-    state: ModelStates,
-    weights: Weights,
-    *,
-    kind: str,
-    writer: str,
-    skipped: Sequence[tuple[str, str]],
-    notes: Sequence[str],
-    optimizer: Callable[[], OptimizerState | Unmapped] | None = None,
+    path: str, tag: Tag, state: ModelStates, weights: _Weights, kind: str, notes: Sequence[str]
 ) -> Checkpoint:
     if not weights.by_name:
         raise SourceError(f"{escape(tag.directory)} holds no weights", hint="give another checkpoint")
@@ -254,22 +243,89 @@ def _checkpoint(
     lost = [(name, "a parameter whose values are in none of the files") for name in weights.lost]
     if lost:
         notes = [*notes, f"{len(lost)} parameters were saved without their values (frozen ones)"]
-    check: Callable[..., Iterator[str]] = partial(differing, weights.files, weights.by_name)
     return Checkpoint(
         path=path,
         format=f"deepspeed-{kind}",
-        writer=f"Lightning DeepSpeedStrategy, {writer}" if state.is_lightning else writer,
+        writer=f"{'Lightning DeepSpeedStrategy, ' if state.is_lightning else ''}{_WRITERS[kind]}",
         catalog=catalog,
         select=partial(subset, catalog),
-        check=check,
+        check=partial(differing_weights, weights.files, weights.by_name),
         roots={"model": ()},
-        optimizer=optimizer,
         has_boxes=False,
         # accelerate and transformers' Trainer put the model's config beside the tag or one level up.
         assets=asset_directories(tag.directory, path, parent(tag.directory), parent(path)),
-        skipped=(*skipped, ("optimizer_state_dict", "optimizer state, but for the fp32 weights"), *lost),
+        skipped=(("optimizer_state_dict", "optimizer state, but for the fp32 weights"), *lost),
         notes=tuple(notes),
     )
+
+
+def _assemble(
+    files: Sequence[TorchFile], states: Sequence[ModelStates], masters: Mapping[str, Weight]
+) -> _Weights:
+    """Return the weights of a checkpoint: fp32 masters, frozen parameters, buffers, ties.
+
+    Args:
+        files: that weights point into.
+        states: the module's of each rank (ZeRO-3), or the only one.
+        masters: the trained parameters, in the optimizer's precision.
+    """
+    main = states[0]
+    weights = _Weights(files=files)
+    numbers = {id(file): number for number, file in enumerate(files)}
+    known: dict[str, Weight | None] = {}
+
+    def own(name: str) -> Weight | None:
+        """Return the parameter stored under a name; made once, so that ties are one object."""
+        if name not in known:
+            known[name] = masters.get(name) or _untrained(name, states, numbers)
+        return known[name]
+
+    for name in dict.fromkeys(chain(main.module, masters, main.frozen, main.shared)):
+        weight = own(name) or own(_target(name, main.shared)) or _as_stored(name, main, numbers)
+        if weight is not None:
+            weights.by_name[name] = weight
+        elif isinstance(main.module.get(name), (TensorRef, UnreadableTensor, type(None))):
+            weights.lost.append(name)
+        else:
+            weights.objects.append(name)
+    return weights
+
+
+def _target(name: str, shared: Mapping[str, str]) -> str:
+    """Return the name under which a shared parameter is stored."""
+    for _ in range(_MAX_HOPS):
+        if name not in shared:
+            break
+        name = shared[name]
+    return name
+
+
+def _untrained(name: str, states: Sequence[ModelStates], numbers: Mapping[int, int]) -> Weight | None:
+    """Return a frozen parameter; with ZeRO-3 every rank has a part of it."""
+    shape = states[0].frozen.get(name)
+    if shape is None:
+        return None
+    stored = states[0].module.get(name)
+    if isinstance(stored, TensorRef) and stored.shape == shape:
+        return Weight.whole(numbers[id(states[0].file)], stored)
+    size, part, pieces = prod(shape), -(-prod(shape) // len(states)), []
+    for rank, state in enumerate(states):
+        ref, length = state.fragments.get(name), max(min(part, size - rank * part), 0)
+        if ref is None or not ref.is_contiguous or prod(ref.shape) < length:
+            return None
+        if length or not size:
+            pieces.append(Piece(numbers[id(state.file)], ref, 0, rank * part, length))
+    return Weight(dtype=pieces[0].tensor.dtype, shape=shape, pieces=pieces)
+
+
+def _as_stored(name: str, state: ModelStates, numbers: Mapping[int, int]) -> Weight | None:
+    """Return a buffer, or a parameter that is not partitioned; an empty tensor stands for one that is."""
+    stored = state.module.get(name)
+    if not isinstance(stored, TensorRef):
+        return None
+    if state.groups is not None and not prod(stored.shape) and name not in state.buffers:
+        return None
+    return Weight.whole(numbers[id(state.file)], stored)
 
 
 OPENERS = {"deepspeed": Opener(is_deepspeed, open_deepspeed)}

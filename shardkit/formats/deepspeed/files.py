@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: where they are, which there have to be, and opening them.
+"""The files of a DeepSpeed checkpoint: where they are, which there must be, and what they say.
 
     RUN/latest                                         the name of the last tag
     RUN/global_step20/
@@ -7,12 +7,16 @@
         [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt
         zero/PARAMETER/fp32.pt                         universal checkpoints alone
 
-Source: DeepSpeed 0.19, runtime/engine.py (`_get_ckpt_name`, `_get_rank_zero_ckpt_name`).
+An optimizer file holds the rank's parts of the fp32 masters, and the state of the inner optimizer:
 
-What the files of DeepSpeed say: trees from torch's pickles, checked and put into records.
+    optimizer_state_dict
+        base_optimizer_state     ZeRO-1 and 2, bf16: the state dict of the inner optimizer, or a list of states
+        optimizer_state_dict     ZeRO-3: the same
+            state                for each flat tensor: exp_avg, exp_avg_sq, of the same length; step
+            param_groups         settings; their parameters are flat tensors, by number
 
-Source: DeepSpeed 0.19, runtime/engine.py (`_common_checkpoint_state`), runtime/zero/stage_1_and_2.py and
-stage3.py (`state_dict`).
+Source: DeepSpeed 0.19, runtime/engine.py (`_get_ckpt_name`, `_get_rank_zero_ckpt_name`, `_common_checkpoint_state`),
+runtime/zero/stage_1_and_2.py, stage3.py and runtime/bf16_optimizer.py (`state_dict`).
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ShardkitError, SourceError
 from shardkit.files.links import locate, read_inside
 from shardkit.formats.checkpoint import inner, listing
-from shardkit.formats.optimizer import STATE, STEP, count_of
-from shardkit.formats.rankfiles.flat import without_tree
+from shardkit.formats.optimizer import GROUPS, STATE, STEP, count_of, read_groups
+from shardkit.formats.rankfiles.flat import StateDict, without_tree
 from shardkit.formats.torchsave.file import Opaque, TensorRef, TorchFile, open_torch_file
 
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{2,6})_model_states\.pt")
@@ -40,7 +44,9 @@ _EXPERTS = re.compile(
 )
 _TRACKERS = ("latest", "latest_universal")
 _MAX_TRACKER = 4096
+_MAX_RANKS = 1 << 17
 _UNIVERSAL = "convert it with DeepSpeed's ds_to_universal.py, and give the directory that this makes"
+_NOT_DEEPSPEED = "it was not written by DeepSpeed, or by an unknown version: please report it"
 
 T = TypeVar("T")
 
@@ -66,8 +72,47 @@ class StateFiles:
     is_universal: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStates:
+    """One `*_model_states.pt`."""
+
+    file: TorchFile
+    module: Mapping[str, object]
+    """The module's state dict; with ZeRO-3 its partitioned parameters are empty tensors."""
+    buffers: frozenset[str]
+    groups: Sequence[Mapping[str, Shape]] | None
+    """The shapes of the optimizer's parameters, by group and in the order of the flat tensors. None without ZeRO."""
+    frozen: Mapping[str, Shape]
+    """Parameters that the optimizer does not have."""
+    fragments: Mapping[str, TensorRef]
+    """Frozen parameters: with ZeRO-3 the rank's flat part, otherwise all of it."""
+    shared: Mapping[str, str]
+    """For each parameter that is stored under another name, that name."""
+    num_ranks: int | None
+    step: int | None
+    is_lightning: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStates:
+    """One `*_optim_states.pt`."""
+
+    file: TorchFile
+    stage: int
+    """1 to 3."""
+    num_ranks: int | None
+    flat: Sequence[TensorRef]
+    """The rank's part of each group's flat fp32 tensor."""
+    paddings: Sequence[Sequence[int]] | None
+    """ZeRO-1 and 2: for each group, elements after each parameter."""
+    steps: Mapping[object, object]
+    """The count of steps of each flat tensor that has one, in a form that can be compared."""
+    inner: StateDict
+    """The inner optimizer's; its parameters are flat tensors, by number."""
+
+
 def find_tag(path: str) -> Tag | None:
-    """Return the saved state that a directory is, or that it names as its last; None where there is none."""
+    """Return the saved state in a directory, or the last one that its tracker file names; None where there is none."""
     if not os.path.isdir(path):
         return None
     if _has_states(path):
@@ -94,7 +139,7 @@ def survey(tag: Tag) -> StateFiles:
     """Return which files a tag has.
 
     Raises:
-        SourceError: the model was split in a way that the files of ZeRO alone do not tell.
+        SourceError: the model was split in a way that the files of ZeRO alone do not tell, or the files are of two saves.
     """
     names = sorted(listing(tag.directory))
     is_universal = inner(tag.directory, "zero") is not None
@@ -130,39 +175,35 @@ def survey(tag: Tag) -> StateFiles:
     )
 
 
-def _refuse_splits(tag: Tag, names: Iterable[str], split: list[str]) -> None:
+def _refuse_splits(tag: Tag, names: Sequence[str], split: Sequence[str]) -> None:
     for what, found in (
         ("was trained with tensor parallelism: its matrices are cut, and the files do not say how", split),
-        ("was trained as a pipeline: its layers are in files of their own", _matching(names, _PIPELINE)),
-        ("has experts in files of their own", _matching(names, _EXPERTS)),
+        (
+            "was trained as a pipeline: its layers are in files of their own",
+            filter(_PIPELINE.fullmatch, names),
+        ),
+        ("has experts in files of their own", filter(_EXPERTS.fullmatch, names)),
     ):
-        if found:
-            raise SourceError(
-                f"{escape(tag.directory)} {what}",
-                problems=[escape(tag.prefix + name) for name in found],
-                hint=_UNIVERSAL,
-            )
+        problems = [escape(tag.prefix + name) for name in found]
+        if problems:
+            raise SourceError(f"{escape(tag.directory)} {what}", problems=problems, hint=_UNIVERSAL)
 
 
-def _matching(names: Iterable[str], pattern: re.Pattern[str]) -> list[str]:
-    return [name for name in names if pattern.fullmatch(name)]
-
-
-def require_ranks(tag: Tag, files: StateFiles, num_ranks: int, *, with_models: bool) -> None:
+def require_files(tag: Tag, files: StateFiles, num_ranks: int, *, with_models: bool) -> None:
     """Check that every rank's files are there.
 
     Raises:
         SourceError: lists all that are missing.
     """
     sample = min(files.optimizers.values(), default="zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    wanted = [("optimizers", sample)]
+    wanted = [(files.optimizers, sample)]
     if with_models:
-        wanted.append(("models", "zero_pp_rank_0_mp_rank_00_model_states.pt"))
+        wanted.append((files.models, "zero_pp_rank_0_mp_rank_00_model_states.pt"))
     missing = [
         tag.prefix + re.sub(r"pp_rank_[0-9]+", f"pp_rank_{rank}", name)
-        for kind, name in wanted
+        for present, name in wanted
         for rank in range(num_ranks)
-        if rank not in getattr(files, kind)
+        if rank not in present
     ]
     if missing:
         raise SourceError(
@@ -174,11 +215,11 @@ def require_ranks(tag: Tag, files: StateFiles, num_ranks: int, *, with_models: b
 
 
 def open_states(tag: Tag, names: Iterable[str], read: Callable[[TorchFile], T]) -> list[T]:
-    """Open some of a tag's files, one after the other, and return what `read` makes of each.
+    """Open some of a tag's files, one after another, and return what `read` makes of each.
 
     Raises:
-        SourceError: lists every one that cannot be read.
-        IntegrityError: the same, where all that is wrong is a CRC-32.
+        SourceError: lists every file that cannot be read.
+        IntegrityError: the same, where the only thing wrong is a CRC-32.
         ResourceError: a file may not be read.
     """
     found: list[T] = []
@@ -200,56 +241,15 @@ def open_states(tag: Tag, names: Iterable[str], read: Callable[[TorchFile], T]) 
     )
 
 
-_MAX_RANKS = 1 << 17
-_NOT_DEEPSPEED = "it was not written by DeepSpeed, or by a version that is not known: please report it"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStates:
-    """One `*_model_states.pt`."""
-
-    file: TorchFile
-    module: Mapping[str, object]
-    """The module's state dict; with ZeRO-3 its partitioned parameters are empty tensors."""
-    buffers: frozenset[str]
-    groups: Sequence[Mapping[str, Shape]] | None
-    """The shapes of the optimizer's parameters, by group and in the order of the flat tensors. None without ZeRO."""
-    frozen: Mapping[str, Shape]
-    """Parameters that the optimizer does not have."""
-    fragments: Mapping[str, TensorRef]
-    """Frozen parameters: with ZeRO-3 the rank's flat part, otherwise all of it."""
-    shared: Mapping[str, str]
-    """By the name of a parameter that is stored under another: that other."""
-    num_ranks: int | None
-    step: int | None
-    is_lightning: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerStates:
-    """One `*_optim_states.pt`."""
-
-    file: TorchFile
-    stage: int
-    """1 to 3."""
-    num_ranks: int | None
-    flat: Sequence[TensorRef]
-    """The rank's part of each group's flat fp32 tensor."""
-    paddings: Sequence[Sequence[int]] | None
-    """ZeRO-1 and 2: for each group, elements after each parameter."""
-    steps: Mapping[object, object]
-    """What each flat tensor's count of steps is, to be compared; none where it has none."""
-
-
 def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> ModelStates:
     """Return what a model file says.
 
     Args:
-        first: that of rank 0, if this is another rank's: what is the same is not kept twice, and of the
-            module, which rank 0 has too, nothing.
+        first: rank 0's file, if this is another rank's: what both say is kept once, and the module, which rank 0
+            has too, is not taken.
 
     Raises:
-        SourceError: it is not one, or was saved in a way that ZeRO's rules do not cover.
+        SourceError: it is no such file, or was saved in a way that ZeRO's rules do not cover.
     """
     tree = _tree(file)
     if "module" not in tree:
@@ -270,9 +270,8 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
     }
     shared = _strings(tree.get("shared_params"))
     buffers = tree.get("buffer_names")
-    stored = (value for value in (*module.values(), *fragments.values()) if isinstance(value, TensorRef))
     return ModelStates(
-        file=without_tree(file, stored),
+        file=without_tree(file, (*module.values(), *fragments.values())),
         module=module,
         buffers=frozenset(map(str, buffers)) if first is None and isinstance(buffers, list) else frozenset(),
         groups=groups if first is None or groups != first.groups else first.groups,
@@ -289,7 +288,8 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
     """Return what an optimizer file says.
 
     Raises:
-        SourceError: it is not one of ZeRO, or its partitions are not flat tensors.
+        SourceError: it is no such file of ZeRO, its partitions are not flat tensors, or it has more settings than any
+            optimizer.
     """
     state = _tree(file).get("optimizer_state_dict")
     if not isinstance(state, dict):
@@ -312,23 +312,41 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
             hint="convert it with DeepSpeed's ds_to_universal.py",
         )
     paddings = state.get("param_alignment_paddings")
+    steps = {number: count_of(leaves.get(STEP)) for number, leaves in _inner_leaves(state).items()}
     return OptimizerStates(
         file=without_tree(file, refs),
         stage=3 if is_partitioned else _stage(state),
         num_ranks=counts[0] if counts else None,
         flat=refs,
         paddings=None if paddings is None else [_ints(file, group) for group in _list(paddings)],
-        steps=_steps(state),
+        steps={number: step for number, step in steps.items() if step is not None},
+        inner=_inner_state(file, state, len(refs)),
     )
 
 
-def _steps(state: Mapping[str, Any]) -> dict[object, object]:
-    base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+def _inner_state(file: TorchFile, state: Mapping[str, Any], num_flat: int) -> StateDict:
+    """Return the inner optimizer's state of `num_flat` flat tensors."""
+    base, states = _inner(state), _inner_leaves(state)
+    groups = read_groups(file.name, base.get(GROUPS)) if isinstance(base, dict) else None
+    return StateDict(file, {n: states.get(n, {}) for n in range(num_flat)}, groups).without_tree()
+
+
+def _inner(state: Mapping[str, Any]) -> object:
+    return state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+
+
+def _inner_leaves(state: Mapping[str, Any]) -> dict[object, dict[str, object]]:
+    """Return the leaves of each flat tensor, by number."""
+    base, step = _inner(state), None
     states = base.get(STATE) if isinstance(base, dict) else None
-    found = {None: count_of(state.get("base_optimizer_state_step"))}  # beside "elastic" states
-    for number, leaves in states.items() if isinstance(states, dict) else ():
-        found[number] = count_of(leaves.get(STEP)) if isinstance(leaves, dict) else None
-    return {number: step for number, step in found.items() if step is not None}
+    if isinstance(base, list):  # "elastic": a state for each flat tensor, without settings; one count for all
+        states, step = dict(enumerate(base)), state.get("base_optimizer_state_step")
+    shared = {STEP: step} if type(step) is int or isinstance(step, TensorRef) else {}
+    return {
+        number: {**shared, **{str(leaf): value for leaf, value in leaves.items()}}
+        for number, leaves in (states.items() if isinstance(states, dict) else ())
+        if isinstance(leaves, dict)
+    }
 
 
 def _stage(state: Mapping[str, Any]) -> int:
@@ -361,7 +379,7 @@ def _strings(value: object) -> dict[str, Any]:
 
 
 def _list(value: object) -> list[Any]:
-    """Return a list as it is, and anything else as the list of it."""
+    """Return a list as it is, and anything else as the only item of one."""
     return value if isinstance(value, list) else [value]
 
 

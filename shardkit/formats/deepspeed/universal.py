@@ -1,8 +1,9 @@
 """Universal checkpoints of DeepSpeed: `zero/PARAMETER/fp32.pt`, one file for each parameter.
 
-From ZeRO-1 and 2 a file is {"param": tensor, ...} with the parameter's shape; from ZeRO-3 it is a bare flat
-tensor. Newer versions also write a file for what the optimizer does not have, a buffer or a tied name, cast
-from the module: those are read from the module itself.
+From ZeRO-1 and 2 a file is {"param": tensor, ...} with the parameter's shape; from ZeRO-3 it is a bare flat tensor. The
+optimizer's leaves lie beside it (`exp_avg.pt`), its settings in `zero/optimizer_state.pt`. Newer versions also write a
+file for buffers and tied names, which the optimizer does not have, cast from the module: those are read from the module
+itself.
 
 Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py.
 """
@@ -19,20 +20,29 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.formats.checkpoint import inner, listing
 from shardkit.formats.deepspeed.files import ModelStates, Tag, open_states
-from shardkit.formats.deepspeed.optimizer import group_params
-from shardkit.formats.optimizer import GROUPS, STATE, STEP, OptimizerState, Unmapped, unmapped
-from shardkit.formats.rankfiles.flat import Leaves, Weight, without_tree, write_state
+from shardkit.formats.deepspeed.zero import group_params
+from shardkit.formats.optimizer import GROUPS, STATE, STEP, Group, OptimizerState, Unmapped, read_groups
+from shardkit.formats.rankfiles.flat import Leaves, Weight, is_number, without_tree, write_state
 from shardkit.formats.torchsave.file import TensorRef, TorchFile
 
 _WEIGHTS, _SUFFIX = "fp32.pt", ".pt"
 _SETTINGS = "zero/optimizer_state.pt"
+_AGAIN = "convert the checkpoint again"
+
+
+class _Stored(NamedTuple):
+    """What one file holds."""
+
+    file: TorchFile
+    value: TensorRef | float | None
+    """None for something else than a tensor or a number."""
 
 
 class _Settings(NamedTuple):
     """What `optimizer_state.pt` says."""
 
     file: TorchFile
-    groups: Sequence[Mapping[str, Any]]
+    groups: Sequence[Group]
     steps: Mapping[int, Weight | float]
     """From ZeRO-3, which has no `step.pt`: the count of each flat tensor."""
 
@@ -40,11 +50,11 @@ class _Settings(NamedTuple):
 def open_parameters(
     tag: Tag, state: ModelStates, first_file: int
 ) -> tuple[dict[str, Weight], list[TorchFile]]:
-    """Return the trained parameters, and the files that they are.
+    """Return the trained parameters, and their files.
 
     Args:
         state: that has the shapes.
-        first_file: the number that the first file is to have in the catalog.
+        first_file: the number that the first file will have in the catalog.
 
     Raises:
         SourceError: lists every file that is missing, damaged, or does not hold its parameter.
@@ -55,13 +65,13 @@ def open_parameters(
         raise SourceError(
             f"{escape(tag.directory)}: {len(missing)} of {len(shapes)} parameters have no {_WEIGHTS}",
             problems=[escape(f"{tag.prefix}zero/{name}/{_WEIGHTS}") for name in missing],
-            hint="copy the whole directory, or convert the checkpoint again",
+            hint=f"copy the whole directory, or {_AGAIN}",
         )
-    opened = open_states(tag, [f"zero/{name}/{_WEIGHTS}" for name in shapes], _read_parameter)
+    opened = open_states(tag, [f"zero/{name}/{_WEIGHTS}" for name in shapes], _read)
     weights: dict[str, Weight] = {}
     problems = []
-    for number, (name, (file, stored)) in enumerate(zip(shapes, opened, strict=True), start=first_file):
-        weight = _weight(number, stored, shapes[name])
+    for number, (name, (file, value)) in enumerate(zip(shapes, opened, strict=True), start=first_file):
+        weight = _weight(number, value, shapes[name]) if isinstance(value, TensorRef) else None
         if weight is None:
             problems.append(f"{escape(name)}: {escape(file.name)} does not hold {list(shapes[name] or ())}")
         else:
@@ -70,7 +80,7 @@ def open_parameters(
         raise SourceError(
             f"{escape(tag.directory)}: {len(problems)} files do not hold their parameter",
             problems=problems,
-            hint="convert the checkpoint again",
+            hint=_AGAIN,
         )
     return weights, [file for file, _ in opened]
 
@@ -82,46 +92,53 @@ def open_universal_optimizer(tag: Tag, state: ModelStates) -> OptimizerState | U
         SourceError, IntegrityError, ResourceError: as `open_parameters`; a parameter lacks what others have.
     """
     shapes = _shapes(tag, state)
-    leaves = {name: _leaves(tag, name) for name in shapes}
-    kinds = sorted(set().union(*leaves.values()))
+    beside = {name: _leaves(tag, name) for name in shapes}
+    kinds = sorted(set().union(*beside.values()))
+    if not kinds:
+        return Unmapped([f"{tag.prefix}zero"], "no parameter has a state of the optimizer beside its weights")
     lacking = [
         f"{tag.prefix}zero/{name}/{leaf}{_SUFFIX}"
         for leaf in kinds
         for name in shapes
-        if leaf not in leaves[name]
+        if leaf not in beside[name]
     ]
-    if not kinds:
-        return unmapped([f"{tag.prefix}zero"], "no parameter has a state of the optimizer beside its weights")
     if lacking:
         raise SourceError(
             f"{escape(tag.directory)}: the optimizer's state of some parameters is missing",
             problems=map(escape, lacking),
-            hint="copy the whole directory, or convert the checkpoint again",
+            hint=f"copy the whole directory, or {_AGAIN}",
         )
     settings = open_states(tag, [_SETTINGS], _read_settings)[0]
-    steps = _steps(settings, state)
     files, taken = [settings.file], Leaves()
     wanted = [(name, leaf) for name in shapes for leaf in kinds]
-    opened = open_states(tag, [f"zero/{name}/{leaf}{_SUFFIX}" for name, leaf in wanted], _read_state)
-    for (name, leaf), (file, stored) in zip(wanted, opened, strict=True):
-        value = _state_value(len(files), stored, shapes[name])
-        if value is None:
-            return unmapped([file.name], f"it does not hold the {escape(leaf)} of {escape(name)}")
+    opened = open_states(tag, [f"zero/{name}/{leaf}{_SUFFIX}" for name, leaf in wanted], _read)
+    for (name, leaf), (file, value) in zip(wanted, opened, strict=True):
+        if isinstance(value, TensorRef):
+            found: Weight | float | None = _weight(len(files), value, shapes[name] if value.shape else ())
+        else:
+            found = value
+        if found is None:
+            return Unmapped([file.name], f"it does not hold the {escape(leaf)} of {escape(name)}")
         files.append(file)
-        taken.setdefault(name, {})[leaf] = value
+        taken.setdefault(name, {})[leaf] = found
+    names = [list(group) for group in state.groups or ()]
+    steps = {
+        name: settings.steps[number]
+        for number, group in enumerate(names)
+        if number in settings.steps
+        for name in group
+    }
     for name, held in taken.items():
-        if STEP not in held and name in steps:
-            held[STEP] = steps[name]
-    params = group_params(
-        settings.groups, [list(group) for group in state.groups] if state.groups else [list(shapes)]
-    )
+        if name in steps:
+            held.setdefault(STEP, steps[name])
+    params = group_params(settings.groups, names or [list(shapes)])
     if isinstance(params, str):
-        return unmapped([settings.file.name], params)
+        return Unmapped([settings.file.name], params)
     return write_state(tag.directory, files, taken, settings.groups, params)
 
 
 def is_cut(tag: Tag) -> bool:
-    """True where the module's files are parts of a model-parallel model: what they hold is not the model's."""
+    """True where the module's files are parts of a model-parallel model, so that none holds the model's values."""
     return any(
         name.startswith("mp_rank_") and not name.startswith("mp_rank_00_") for name in listing(tag.directory)
     )
@@ -136,27 +153,11 @@ def _shapes(tag: Tag, state: ModelStates) -> dict[str, Shape | None]:
 
 
 def _has_weights(tag: Tag, name: str) -> bool:
-    """True where a parameter has its file; names come from a file too, and may not lead elsewhere."""
+    """True where a parameter has its file. Names come from a file too, and must not lead elsewhere."""
     if os.path.basename(name) != name or "\0" in name:
         return False
     directory = inner(tag.directory, f"zero/{name}")
     return directory is not None and os.path.lexists(os.path.join(directory, _WEIGHTS))
-
-
-def _read_parameter(file: TorchFile) -> tuple[TorchFile, TensorRef | None]:
-    stored = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
-    if not isinstance(stored, TensorRef):
-        return without_tree(file, []), None
-    return without_tree(file, [stored]), stored
-
-
-def _weight(number: int, stored: TensorRef | None, shape: Shape | None) -> Weight | None:
-    """Return the stored tensor as the parameter; from ZeRO-3 it is flat. None where it cannot be that."""
-    if stored is None or shape in (None, stored.shape):
-        return Weight.whole(number, stored) if stored is not None else None
-    assert shape is not None
-    fits = stored.is_contiguous and prod(stored.shape) == prod(shape)
-    return Weight.whole(number, stored, shape) if fits else None
 
 
 def _leaves(tag: Tag, name: str) -> set[str]:
@@ -166,45 +167,35 @@ def _leaves(tag: Tag, name: str) -> set[str]:
     return {found.removesuffix(_SUFFIX) for found in names if found.endswith(_SUFFIX) and found != _WEIGHTS}
 
 
+def _read(file: TorchFile) -> _Stored:
+    value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
+    return _Stored(
+        without_tree(file, [value]), value if isinstance(value, TensorRef) or is_number(value) else None
+    )
+
+
+def _weight(number: int, stored: TensorRef, shape: Shape | None) -> Weight | None:
+    """Return the stored tensor as the parameter; from ZeRO-3 it is flat. None where it cannot be that."""
+    if shape in (None, stored.shape):
+        return Weight.whole(number, stored)
+    assert shape is not None
+    fits = stored.is_contiguous and prod(stored.shape) == prod(shape)
+    return Weight.whole(number, stored, shape) if fits else None
+
+
 def _read_settings(file: TorchFile) -> _Settings:
     tree: Any = file.tree if isinstance(file.tree, dict) else {}
-    groups, inner_state = tree.get(GROUPS), tree.get("optimizer_state_dict")
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise SourceError(
-            f"{escape(file.name)} has no settings of the optimizer", hint="convert the checkpoint again"
-        )
+    groups, inner_state = read_groups(file.name, tree.get(GROUPS)), tree.get("optimizer_state_dict")
+    if groups is None:
+        raise SourceError(f"{escape(file.name)} has no settings of the optimizer", hint=_AGAIN)
     states = inner_state.get(STATE) if isinstance(inner_state, dict) else None
-    counts: dict[int, TensorRef | float] = {}
+    steps: dict[int, Weight | float] = {}
+    kept: list[TensorRef] = []
     for number, leaves in states.items() if isinstance(states, dict) else ():
         step: Any = leaves.get(STEP) if isinstance(leaves, dict) else None
-        is_count = isinstance(step, (int, float)) or (isinstance(step, TensorRef) and not step.shape)
-        if type(number) is int and is_count:
-            counts[number] = step
-    kept = [value for value in counts.values() if isinstance(value, TensorRef)]
-    steps = {
-        key: Weight.whole(0, value) if isinstance(value, TensorRef) else value
-        for key, value in counts.items()
-    }
+        if type(number) is int and is_number(step):
+            steps[number] = step
+        elif type(number) is int and isinstance(step, TensorRef) and not step.shape:
+            steps[number] = Weight.whole(0, step)
+            kept.append(step)
     return _Settings(without_tree(file, kept), groups, steps)
-
-
-def _steps(settings: _Settings, state: ModelStates) -> dict[str, Weight | float]:
-    groups = state.groups or ()
-    return {
-        name: settings.steps[number]
-        for number, group in enumerate(groups)
-        if number in settings.steps
-        for name in group
-    }
-
-
-def _read_state(file: TorchFile) -> tuple[TorchFile, TensorRef | float | None]:
-    if isinstance(file.tree, int | float) and not isinstance(file.tree, bool):
-        return without_tree(file, []), file.tree
-    return _read_parameter(file)
-
-
-def _state_value(number: int, stored: TensorRef | float | None, shape: Shape | None) -> Weight | float | None:
-    if not isinstance(stored, TensorRef):
-        return stored
-    return _weight(number, stored, shape if stored.shape else ())

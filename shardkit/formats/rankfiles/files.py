@@ -1,8 +1,8 @@
-"""Put the tensors of files of `torch.save` together, of which each holds what one rank had.
+"""Put the tensors of several `torch.save` files together, where each file holds what one rank had.
 
-A part of a DTensor or ShardedTensor says where it lies in the whole. A plain tensor is the same on every rank:
-the first file's is taken, and the others must look like it. Replicas of a part are taken once. File after file
-is gone through, so that of 1,000 of them only the places of tensors are kept.
+A part of a DTensor or ShardedTensor says where it lies in the whole. A plain tensor is the same on every rank: the
+first file's is taken, and the others must look like it. Replicas of a part are taken once. Files are opened one after
+another and only the places of their tensors are kept, so that 1,000 files fit in memory.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import NamedTuple
 from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, find_tiling_error, full_region
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import locate_all
 from shardkit.formats.dcp.decode import strided_file
+from shardkit.formats.optimizer import Path, path_name
 from shardkit.formats.torchsave.file import TorchFile, differing_storages, open_torch_file
 from shardkit.formats.torchsave.values import DistributedRef, Part, TensorRef, UnreadableTensor
 
-Path = tuple[str | int, ...]
 _MAX_NAMES = 1 << 18  # of tensors, and of what lies beside them in lists and dicts
+_MAX_NAMED = 3  # tensors of a damaged storage: thousands may lie in a flat one
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
 
@@ -38,7 +39,7 @@ class RankFile(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """What some files hold together."""
+    """What several files hold together."""
 
     catalog: Catalog
     """Extents are raw."""
@@ -47,9 +48,9 @@ class Gathered(NamedTuple):
     check: Callable[[Collection[str]], Iterator[str]]
     """As in `Checkpoint`."""
     plain: frozenset[str]
-    """Names of the tensors that every file held whole."""
+    """Names of the tensors that every file holds whole."""
     contents: Mapping[str, frozenset[tuple[Region, int]]]
-    """The CRC-32 recorded for each part, of tensors where all have one of their own: equal for copies of a tensor."""
+    """The recorded CRC-32 of each part, for tensors where every part has its own: copies of a tensor have equal ones."""
 
 
 class _Chunk(NamedTuple):
@@ -72,7 +73,7 @@ class _Tensor:
     storages: list[tuple[int, str]] = field(default_factory=list)
     """File and storage of each chunk."""
     crcs: list[int | None] = field(default_factory=list)
-    """Recorded of each chunk's bytes; None where it shares its storage."""
+    """The recorded CRC-32 of each chunk's bytes; None where other tensors share the storage."""
 
 
 def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
@@ -83,8 +84,8 @@ def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
         files: in the order of the ranks.
 
     Raises:
-        SourceError: files that are damaged, tensors that cannot be read or placed, parts that do not make up
-            the whole; all problems of a kind at once.
+        SourceError: damaged files, tensors that cannot be read or placed, parts that do not make up the whole; all
+            problems of a kind at once.
         ResourceError: a file may not be read.
     """
     gathering = Gathering(directory)
@@ -95,7 +96,7 @@ def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
             gathering.add(file, file.tree, files[place].below)
         else:
             no_dicts.append(f"{escape(file.name)}: no dict at its top, so no state dict either")
-        del file  # its tree may be large, and the next one is opened before the name gets it
+        del file  # its tree may be large; without this, it would live until the next file is open
     if no_dicts:
         raise SourceError(
             f"{len(no_dicts)} of {len(files)} files hold something else",
@@ -106,10 +107,10 @@ def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
 
 
 def each_file(directory: str, names: Sequence[str]) -> Iterator[tuple[TorchFile, int]]:
-    """Open one file after the other; yield each, and its place among the names.
+    """Open one file after another; yield each with its place among the names.
 
     Raises:
-        SourceError: links that leave the directory; or at the end, listing every file that is damaged.
+        SourceError: links that leave the directory; or at the end, listing every damaged file.
         ResourceError: a file may not be read.
     """
     damaged: list[str] = []
@@ -129,12 +130,32 @@ def each_file(directory: str, names: Sequence[str]) -> Iterator[tuple[TorchFile,
         )
 
 
+def require_ranks(pattern: str, ranks: Collection[int], world_size: int) -> None:
+    """Refuse a checkpoint that lacks the files of some ranks.
+
+    Args:
+        pattern: the name of a rank's file, with "{}" in the place of the rank.
+        ranks: those whose files are there.
+        world_size: how many there must be.
+
+    Raises:
+        SourceError: names every missing file.
+    """
+    missing = [rank for rank in range(world_size) if rank not in ranks]
+    if missing:
+        raise SourceError(
+            f"the files of {len(missing)} of {world_size} ranks are missing",
+            problems=[escape(pattern.format(rank)) for rank in missing],
+            hint="copy them from where the ranks ran: each may have saved on its own machine",
+        )
+
+
 class Gathering:
-    """Collects the tensors of files, one after another.
+    """Collects the tensors of files, one file after another.
 
     Args:
         directory: of the checkpoint, for the catalog.
-        may_lack: whether a tensor at a path may be left out where its bytes cannot be taken.
+        may_lack: whether a tensor at a path may be left out when its bytes are not its values.
     """
 
     def __init__(self, directory: str, may_lack: Callable[[Path], bool] = lambda path: False) -> None:
@@ -153,7 +174,7 @@ class Gathering:
         """Take the tensors of a file.
 
         Args:
-            tree: what of the file's tree to take.
+            tree: the part of the file's tree to take.
             below: what the names begin with.
         """
         self._opened.append(replace(file, tree=None))
@@ -162,7 +183,7 @@ class Gathering:
         self._add_below(file.source, tree, below)
 
     def _add_below(self, source: SourceFile, value: object, path: Path) -> bool:
-        """Take what is at and below a path; return whether there was a tensor in it."""
+        """Take what is at and below a path; return whether it holds a tensor."""
         children: Iterable[tuple[str | int, object]]
         if isinstance(value, dict):
             children = value.items()
@@ -176,9 +197,9 @@ class Gathering:
                 found = True
             else:
                 others.append(key)
-        if found:  # what holds no tensor at all is one object, not one for each number in it
+        if found:  # a tree without any tensor counts as one object, not one for each number in it
             self._check_number(len(others), source)
-            self._objects.update(dict.fromkeys(_name((*path, key)) for key in others))
+            self._objects.update(dict.fromkeys(path_name((*path, key)) for key in others))
         return found
 
     def _check_number(self, num_more: int, source: SourceFile) -> None:
@@ -192,34 +213,33 @@ class Gathering:
             if value.problem:
                 self._refuse(source, path, value.problem)
             else:
-                self._add_parts(source, path, value.dtype, value.shape, value.parts, is_plain=False)
+                self._add_parts(source, path, value, value.parts, is_plain=False)
         elif isinstance(value, TensorRef):
-            whole = Part(full_region(value.shape), value)
-            self._add_parts(source, path, value.dtype, value.shape, (whole,), is_plain=True)
+            self._add_parts(source, path, value, (Part(full_region(value.shape), value),), is_plain=True)
         else:
             return False
         return True
 
     def _refuse(self, source: SourceFile, path: Path, reason: str) -> None:
         refused = self.left_out if self._may_lack(path) else self._unreadable
-        refused.setdefault(_name(path), f"{source.name}: {reason}")
+        refused.setdefault(path_name(path), f"{source.name}: {reason}")
 
     def _add_parts(
         self,
         source: SourceFile,
         path: Path,
-        dtype: DType,
-        shape: Shape,
+        whole: DistributedRef | TensorRef,
         parts: Iterable[Part],
         *,
         is_plain: bool,
     ) -> None:
-        name = _name(path)
+        name = path_name(path)
         tensor = self._tensors.get(name)
         if tensor is None:
             self._check_number(1, source)
-            tensor = self._tensors[name] = _Tensor(path=path, dtype=dtype, shape=shape, is_plain=is_plain)
-        elif (reason := _difference(tensor, path, dtype, shape, is_plain)) is not None:
+            tensor = _Tensor(path=path, dtype=whole.dtype, shape=whole.shape, is_plain=is_plain)
+            self._tensors[name] = tensor
+        elif (reason := _difference(tensor, path, whole.dtype, whole.shape, is_plain)) is not None:
             self._different.setdefault(name, f"{source.name}: {reason}")
             return
         for region, part in parts:
@@ -232,7 +252,7 @@ class Gathering:
         files, file = self._catalog.files, self._file_ids[-1]
         if tensor.is_contiguous:
             return _Chunk(file, tensor.start, tensor.nbytes)
-        # Of a storage that others share, only the stretch that this tensor reaches over is read.
+        # Others may share the storage: only the stretch that this tensor reaches over is read.
         start = tensor.start
         record = replace(
             tensor, data_start=start, data_nbytes=tensor.reach - (start - tensor.data_start), storage_offset=0
@@ -242,11 +262,11 @@ class Gathering:
         return _Chunk(len(files) - 1, 0, tensor.nbytes)
 
     def finish(self) -> Gathered:
-        """Return the tensors, each of which is whole.
+        """Return the tensors, each of them whole.
 
         Raises:
-            SourceError: tensors that cannot be read or placed, that files contradict each other about, or of
-                which parts are missing.
+            SourceError: tensors that cannot be read or placed, that files contradict each other about, or that lack
+                parts.
         """
         self._raise_problems()
         catalog, gaps = self._catalog, []
@@ -266,21 +286,24 @@ class Gathering:
         catalog.objects = tuple(self._objects)
         catalog.paths = {name: tensor.path for name, tensor in self._tensors.items()}
         storages = {name: tensor.storages for name, tensor in self._tensors.items()}
-        plain = frozenset(name for name, tensor in self._tensors.items() if tensor.is_plain)
-        contents = {
-            name: frozenset(
-                (region, crc) for region, crc in zip(tensor.chunks, tensor.crcs, strict=True) if crc
-            )
-            for name, tensor in self._tensors.items()
-            if all(tensor.crcs)
-        }
-        check = partial(_check, self._opened, storages)
-        return Gathered(catalog, partial(subset, catalog), check, plain, contents)
+        return Gathered(
+            catalog=catalog,
+            select=partial(subset, catalog),
+            check=partial(differing, self._opened, storages.__getitem__),
+            plain=frozenset(name for name, tensor in self._tensors.items() if tensor.is_plain),
+            contents={
+                name: frozenset(
+                    (place, crc) for place, crc in zip(tensor.chunks, tensor.crcs, strict=True) if crc
+                )
+                for name, tensor in self._tensors.items()
+                if all(tensor.crcs)
+            },
+        )
 
     def _raise_problems(self) -> None:
         if self._unreadable:
             raise SourceError(
-                f"{len(self._unreadable)} tensors have no bytes that could be taken as they are",
+                f"{count(len(self._unreadable), 'tensor')}: the stored bytes are not the values",
                 problems=[f"{escape(name)}: {escape(why)}" for name, why in self._unreadable.items()],
                 hint="save the model with ordinary dense tensors",
             )
@@ -302,37 +325,27 @@ def _difference(tensor: _Tensor, path: Path, dtype: DType, shape: Shape, is_plai
     return None
 
 
-def _check(
-    opened: Sequence[TorchFile], storages: Mapping[str, Sequence[tuple[int, str]]], names: Collection[str]
+def differing(
+    files: Sequence[TorchFile],
+    storages_of: Callable[[str], Iterable[tuple[int, str]]],
+    names: Collection[str],
 ) -> Iterator[str]:
-    users: dict[int, dict[str, list[str]]] = {}
-    for name in names:
-        for file, key in storages[name]:
-            users.setdefault(file, {}).setdefault(key, []).append(name)
-    for file, by_key in sorted(users.items()):
-        for key in differing_storages(opened[file], by_key):
-            for name in by_key[key]:
-                yield f"{escape(name)}: {escape(opened[file].name)}: the CRC-32 of its storage is not the recorded one"
-
-
-def _name(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
-def missing_ranks(pattern: str, ranks: Collection[int], world_size: int) -> None:
-    """Refuse a checkpoint that lacks the files of some ranks.
+    """Read the storages of some tensors and yield a line for each whose CRC-32 is not the recorded one.
 
     Args:
-        pattern: the name of a rank's file, with "{}" in the place of the rank.
-        ranks: those that are there.
-
-    Raises:
-        SourceError: names every missing file.
+        files: opened.
+        storages_of: the storages of a tensor, each the number of its file and its key there.
+        names: of the tensors.
     """
-    missing = [rank for rank in range(world_size) if rank not in ranks]
-    if missing:
-        raise SourceError(
-            f"the files of {len(missing)} of {world_size} ranks are missing",
-            problems=[escape(pattern.format(rank)) for rank in missing],
-            hint="copy them from where the ranks ran: each may have saved on a machine of its own",
-        )
+    users: dict[int, dict[str, dict[str, None]]] = {}
+    for name in names:
+        for file, key in storages_of(name):
+            users.setdefault(file, {}).setdefault(key, {})[name] = None
+    for number, by_key in sorted(users.items()):
+        for key in differing_storages(files[number], by_key):
+            named = list(by_key[key])
+            more = len(named) - _MAX_NAMED
+            yield (
+                f"{', '.join(map(escape, named[:_MAX_NAMED]))}{f' and {more} more' if more > 0 else ''}: "
+                f"{escape(files[number].name)}: storage {escape(key)} does not have the CRC-32 recorded with it"
+            )

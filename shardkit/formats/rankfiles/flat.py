@@ -1,27 +1,64 @@
-"""From pieces of flat tensors in several files to a catalog, and checking their CRC-32.
+"""Flat tensors: parameters laid end to end and cut for the ranks, as DeepSpeed and FSDP1 do it.
 
-Elements that lie side by side in a flat tensor are a range of a parameter's elements, and a range is a few
-boxes: no parameter is ever put together.
-
-The optimizer's state as pieces of flat tensors in several files, put into the form of the recipes.
+Elements that lie side by side in a flat tensor are a range of a parameter's elements, and a range is a few boxes. A
+catalog points at these boxes; no parameter is ever put together in memory.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_range_boxes, full_region
 from shardkit.core.text import escape
 from shardkit.formats.dcp.decode import strided_file
-from shardkit.formats.optimizer import STEP, OptimizerState, StateWriter, path_name, state_path
-from shardkit.formats.torchsave.file import TensorRef, TorchFile, differing_storages
+from shardkit.formats.optimizer import (
+    STEP,
+    Agreement,
+    Group,
+    OptimizerState,
+    StateWriter,
+    path_name,
+    state_path,
+)
+from shardkit.formats.rankfiles.files import differing
+from shardkit.formats.torchsave.file import TensorRef, TorchFile
 
-_MAX_NAMED = 3
+NEVER = "it has no state: the optimizer never took a step, or keeps it elsewhere (NVMe offload)"
+
+
+class FlatPiece(NamedTuple):
+    """Elements of a parameter that lie side by side in one rank's part of one flat tensor."""
+
+    rank: int
+    group: int
+    """Number of the flat tensor."""
+    start: int
+    """First element in the rank's part."""
+    target: int
+    """First element of the parameter, row-major."""
+    length: int
+
+
+Pieces = dict[str, list[FlatPiece]]
+"""By parameter, in the order of its elements; at least one, of no elements where the parameter has none."""
+
+
+def across(group: int, bounds: Sequence[int], start: int, stop: int) -> Iterator[FlatPiece]:
+    """Yield the pieces of elements `start` to `stop` of a flat tensor whose parts begin and end at `bounds`."""
+    at = start
+    rank = bisect_right(bounds, start) - 1
+    while at < stop:
+        length = min(bounds[rank + 1], stop) - at
+        if length:
+            yield FlatPiece(rank, group, at - bounds[rank], at - start, length)
+        at += length
+        rank += 1
 
 
 class Piece(NamedTuple):
@@ -47,13 +84,13 @@ class Weight:
 
     @classmethod
     def whole(cls, file: int, tensor: TensorRef, shape: Shape | None = None) -> Weight:
-        """Return the weight that one stored tensor is, in another shape if one is given."""
+        """Return one stored tensor as a weight, in another shape if one is given."""
         shape = tensor.shape if shape is None else shape
         return cls(dtype=tensor.dtype, shape=shape, pieces=(Piece(file, tensor, 0, 0, prod(shape)),))
 
 
 def build_catalog(path: str, files: Sequence[TorchFile], weights: Mapping[str, Weight]) -> Catalog:
-    """Return the catalog of weights; those that are one object point at the same bytes."""
+    """Return the catalog of weights. Names with the same object point at the same bytes."""
     catalog = Catalog(
         format="deepspeed",
         directory=path,
@@ -62,7 +99,7 @@ def build_catalog(path: str, files: Sequence[TorchFile], weights: Mapping[str, W
     )
     columns: dict[int, tuple[list[int], list[int], list[int], list[Region]]] = {}
     for name, weight in weights.items():
-        if id(weight) not in columns:  # a strided one gets its file only once
+        if id(weight) not in columns:  # so that a strided weight gets its file only once
             columns[id(weight)] = _columns(catalog, name, weight)
         catalog.add_tensor_columns(name, weight.dtype, weight.shape, *columns[id(weight)])
     return catalog
@@ -75,7 +112,7 @@ def _columns(
     first, itemsize = weight.pieces[0], weight.dtype.itemsize
     if not prod(weight.shape):
         return [first.file], [first.tensor.start], [0], [full_region(weight.shape)]
-    if not first.tensor.is_contiguous:  # never a part of a flat tensor, those are contiguous
+    if not first.tensor.is_contiguous:  # a whole tensor: flat ones are contiguous
         entry = TensorEntry(fqn=name, dtype=weight.dtype, shape=weight.shape, first_chunk=0, num_chunks=1)
         catalog.files.append(strided_file(catalog.files[first.file], entry, first.tensor))
         return [len(catalog.files) - 1], [0], [entry.nbytes], [full_region(weight.shape)]
@@ -95,35 +132,124 @@ def _columns(
     return files, starts, nbytes, regions
 
 
-def differing(
+def differing_weights(
     files: Sequence[TorchFile], weights: Mapping[str, Weight], names: Collection[str]
 ) -> Iterator[str]:
     """Read the storages of some weights and yield a line for each whose CRC-32 is not the recorded one."""
-    users: dict[int, dict[str, list[str]]] = {}
-    for name in names:
-        for piece in weights[name].pieces:
-            found = users.setdefault(piece.file, {}).setdefault(piece.tensor.key, [])
-            if not found or found[-1] != name:
-                found.append(name)
-    for number, by_key in sorted(users.items()):
-        for key in differing_storages(files[number], iter(by_key)):
-            named = ", ".join(map(escape, by_key[key][:_MAX_NAMED]))
-            more = len(by_key[key]) - _MAX_NAMED
-            yield (
-                f"{named}{f' and {more} more' if more > 0 else ''}: {escape(files[number].name)}: "
-                f"storage {escape(key)} does not have the CRC-32 recorded with it"
-            )
+    return differing(
+        files, lambda name: ((piece.file, piece.tensor.key) for piece in weights[name].pieces), names
+    )
+
+
+def without_tree(file: TorchFile, tensors: Iterable[object]) -> TorchFile:
+    """Return a file with only what it takes to read some tensors, as there may be thousands of files.
+
+    Args:
+        file: opened.
+        tensors: values of its tree; those that are no tensors are passed over.
+    """
+    keys = (value.key for value in tensors if isinstance(value, TensorRef))
+    return replace(file, tree=None, storages={key: file.storages[key] for key in keys})
+
+
+class StateDict(NamedTuple):
+    """The optimizer's state dict in one file."""
+
+    file: TorchFile
+    states: Mapping[str | int, Mapping[str, object]]
+    """The leaves of each parameter, or of each flat tensor by its number: tensors and numbers."""
+    groups: Sequence[Group] | None
+    """None where they were not saved."""
+
+    def without_tree(self) -> StateDict:
+        """Return the state dict with only what it takes to read its tensors."""
+        dicts = (*self.states.values(), *(self.groups or ()))
+        return self._replace(
+            file=without_tree(self.file, (value for each in dicts for value in each.values()))
+        )
 
 
 Leaves = dict[str, dict[str, Weight | float]]
 """By parameter and leaf, a tensor or a number."""
 
 
+def is_number(value: object) -> TypeGuard[int | float]:
+    """True for an int or a float, and not for a bool."""
+    return type(value) in (int, float)
+
+
+def split_states(
+    directory: str,
+    ranks: Sequence[StateDict],
+    pieces: Pieces,
+    shapes: Mapping[str, Shape],
+    lengths: Sequence[Mapping[int, int]],
+    params: Sequence[Sequence[str]],
+) -> OptimizerState | str:
+    """Return the state of each parameter, taken from the states of flat tensors.
+
+    Args:
+        directory: of the checkpoint.
+        ranks: what the files of all ranks hold, without their trees.
+        pieces: where the parameters lie in the flat tensors.
+        shapes: of the parameters.
+        lengths: for each rank, the elements of its part of each flat tensor, by number.
+        params: the parameters of each group of settings.
+
+    Returns:
+        A text, escaped, where a parameter's state cannot be told.
+
+    Raises:
+        IntegrityError: files of different saves.
+    """
+    taken: Leaves = {}
+    for name, parts in pieces.items():
+        leaves = taken[name] = {}
+        for leaf, value in ranks[0].states[parts[0].group].items():
+            found = _leaf(leaf, value, shapes[name], parts, ranks, lengths)
+            if isinstance(found, str):
+                return f"{escape(leaf)} of {escape(name)}: {found}"
+            leaves[leaf] = found
+        if not leaves:
+            return f"{escape(name)}: {NEVER}"
+    agreement = Agreement()
+    for rank in ranks:
+        states = {f"flat tensor {number}": leaves for number, leaves in rank.states.items()}
+        agreement.add(rank.file.name, states, rank.groups)
+    agreement.check()
+    return write_state(directory, [rank.file for rank in ranks], taken, ranks[0].groups or (), params)
+
+
+def _leaf(
+    leaf: str,
+    value: object,
+    shape: Shape,
+    pieces: Sequence[FlatPiece],
+    ranks: Sequence[StateDict],
+    lengths: Sequence[Mapping[int, int]],
+) -> Weight | float | str:
+    """Return a leaf of a parameter, or why it cannot be told."""
+    if is_number(value):
+        return value
+    if isinstance(value, TensorRef) and not value.shape:
+        return Weight.whole(0, value)  # all ranks count alike
+    parts = []
+    for piece in pieces:
+        file = escape(ranks[piece.rank].file.name)
+        ref = ranks[piece.rank].states[piece.group].get(leaf)
+        if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not ref.is_contiguous:
+            return f"{file} has no flat tensor of it"
+        if ref.shape[0] < (length := lengths[piece.rank][piece.group]):  # padding may make it longer
+            return f"{file} has {ref.shape[0]} elements for {length}"
+        parts.append(Piece(piece.rank, ref, *piece[2:]))
+    return Weight(dtype=parts[0].tensor.dtype, shape=shape, pieces=parts)
+
+
 def write_state(
     directory: str,
     files: Sequence[TorchFile],
     taken: Leaves,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Group],
     params: Sequence[Sequence[str]],
 ) -> OptimizerState:
     """Return the state, given every parameter's leaves.
@@ -131,34 +257,29 @@ def write_state(
     Args:
         directory: of the checkpoint.
         files: that leaves point into; the first is also that of the groups.
-        taken: the state.
-        groups: settings of the inner optimizer; none where they were not saved.
+        taken: the leaves.
+        groups: settings of the inner optimizer; empty where they were not saved.
         params: the parameters of each group.
     """
-    weights, paths = dict[str, Weight](), dict[str, tuple[str | int, ...]]()
-    for name, leaves in taken.items():
-        for leaf, value in leaves.items():
-            if isinstance(value, Weight):
-                path = state_path(name, leaf)
-                weights[path_name(path)], paths[path_name(path)] = value, path
-    catalog = build_catalog(directory, files, weights)
-    catalog.paths = paths
+    weights = {
+        state_path(name, leaf): value
+        for name, leaves in taken.items()
+        for leaf, value in leaves.items()
+        if isinstance(value, Weight)
+    }
+    catalog = build_catalog(directory, files, {path_name(path): weight for path, weight in weights.items()})
+    catalog.paths = {path_name(path): path for path in weights}
     writer = StateWriter(catalog, files[0].source)
     in_group = {name: group for group, names in zip(groups, params, strict=True) for name in names}
     for name, leaves in taken.items():
         for leaf, value in leaves.items():
-            if isinstance(value, (int, float)):
+            if not isinstance(value, Weight):
                 writer.add_count(state_path(name, leaf), value)
         count: object = in_group.get(name, {}).get(STEP)  # apex's and DeepSpeed's own Adam count by group
-        if STEP not in leaves and isinstance(count, (int, float)):
+        if STEP not in leaves and is_number(count):
             writer.add_count(state_path(name, STEP), count)
     writer.add_groups(
         [{key: value for key, value in group.items() if key != STEP} for group in groups], params
     )
     lacking = [] if groups else ["the settings of the optimizer's groups (lr, ...) are not in the checkpoint"]
     return writer.finish(lacking, has_boxes=False)
-
-
-def without_tree(file: TorchFile, tensors: Iterable[TensorRef]) -> TorchFile:
-    """Return a file with no more than what it takes to read some tensors: there may be thousands of them."""
-    return replace(file, tree=None, storages={ref.key: file.storages[ref.key] for ref in tensors})

@@ -1,9 +1,9 @@
 """Which parameter is which, where an optimizer has only numbered them.
 
-`optimizer.state_dict()` numbers parameters in the order in which they were given to the optimizer, group by group; within a
-group that is the model's own order (`model.parameters()`). So a group is a subsequence of the model's parameters, and the
-shapes of its states say which one, or that several would fit.
-An optimizer that was made of `model.named_parameters()` says the names too, whatever their order.
+`optimizer.state_dict()` numbers parameters in the order in which the optimizer got them, group by group. Within a group
+that is usually the model's own order (`model.parameters()`). So a group is a subsequence of the model's parameters, and
+the shapes of its states tell which one, or that several would fit.
+An optimizer that was made from `model.named_parameters()` also says the names, whatever their order.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from shardkit.core.text import escape
 from shardkit.formats.optimizer import PARAMS
 from shardkit.keys.names import clean, join
 
-# PEFT 0.21: what it trains of a model; the rest is frozen.
+# PEFT 0.21: the parameters of a model that it trains; the others are frozen.
 _ADAPTER = re.compile(r"(.*\.)?(lora_\w+|modules_to_save)\..*")
 _NAMES = "param_names"  # torch 2.6 and later: beside `params`, in its order
 _NO_FIT = "the shapes of its states are not those of the model's parameters, in their order"
 
 
 class Parameter(NamedTuple):
-    """A parameter of the model, as far as its checkpoint tells."""
+    """A parameter of the model, as its checkpoint describes it."""
 
     name: str
     shape: Shape
     content: object = None
-    """Equal for copies of one tensor; None where that is not known."""
+    """Equal for copies of one tensor; None where nothing is known about it."""
 
 
 def parameters_of(
     catalog: Catalog, plain: frozenset[str], contents: Mapping[str, object] | None = None
 ) -> list[Parameter]:
-    """Return the parameters of a model's state dict, in its order; of tied names the first.
+    """Return the parameters of a model's state dict, in its order; of tied names, the first.
 
     Args:
         catalog: of the whole state dict.
-        plain: names of tensors that every rank holds whole: buffers, where there are sharded ones beside them.
+        plain: names of tensors that every rank holds whole. Beside sharded tensors, these are buffers.
         contents: as in `Gathered`.
     """
     table, seen, found = catalog.chunks, set[object](), list[Parameter]()
@@ -59,7 +59,7 @@ def parameters_of(
 
 
 def without_copies(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """Return the parameters without those matrices that are copies of an earlier one: tied ones, stored twice."""
+    """Return the parameters without matrices that are copies of earlier ones: tied parameters that are stored twice."""
     seen, found = set[object](), list[Parameter]()
     for parameter in parameters:
         key = (parameter.shape, parameter.content)
@@ -70,7 +70,7 @@ def without_copies(parameters: Sequence[Parameter]) -> list[Parameter]:
 
 
 def has_names(group: Mapping[str, Any]) -> bool:
-    """True for a group that says what its numbered parameters are called."""
+    """True for a group that says the names of its numbered parameters."""
     names, params = group.get(_NAMES), group.get(PARAMS)
     return (
         isinstance(names, list)
@@ -83,15 +83,15 @@ def has_names(group: Mapping[str, Any]) -> bool:
 def names_in_groups(
     groups: Sequence[Mapping[str, Any]], shapes: Mapping[int, Shape], parameters: Sequence[Parameter]
 ) -> dict[int, str] | str | None:
-    """Return the name of each numbered parameter where the optimizer says them; None where it does not.
+    """Return the name of each numbered parameter if the optimizer says them, None otherwise.
 
     Args:
         groups: as `optimizer.state_dict()` has them.
-        shapes: of the states, by number; none for what has no state.
+        shapes: of the states, by number; without those that have no state.
         parameters: of the model.
 
     Returns:
-        A text where they are not those of the model.
+        A text, escaped, where the names are not those of the model.
     """
     if not groups or not all(map(has_names, groups)):
         return None
@@ -115,11 +115,11 @@ def name_numbers(
 ) -> dict[int, str] | str:
     """Return the name of each numbered parameter, or why that cannot be told.
 
-    A parameter that the optimizer has no state for gets a name only where all parameters are in one group.
+    A parameter without a state gets a name only if all parameters are in one group.
 
     Args:
         groups: the numbers of each group, in its order.
-        shapes: of the states, by number; none for what has no state.
+        shapes: of the states, by number; without those that have no state.
         parameters: of the model, in its order.
     """
     if len(groups) == 1 and len(groups[0]) == len(parameters):
@@ -146,7 +146,7 @@ def name_numbers(
 
 
 def _only_names(wanted: Sequence[Shape], parameters: Sequence[Parameter]) -> list[str] | str:
-    """Return the names of the parameters with such shapes in this order, if there is one choice only."""
+    """Return the names of the parameters with these shapes in this order, or why not: none or several choices fit."""
     first = _first_places(wanted, parameters)
     if first is None:
         return _NO_FIT
@@ -160,7 +160,7 @@ def _only_names(wanted: Sequence[Shape], parameters: Sequence[Parameter]) -> lis
 
 
 def _first_places(wanted: Sequence[Shape], parameters: Sequence[Parameter]) -> list[int] | None:
-    """Return the first places in the model's order that fit, None where nothing does."""
+    """Return the first places in the model's order that fit, None if none do."""
     places: list[int] = []
     at = 0
     for shape in wanted:

@@ -98,7 +98,7 @@ def test_an_optimizers_odd_tensors_do_not_stand_in_the_way(tmp_path, weights):
     assert set(checkpoint.catalog.tensors) == {f"model.{name}" for name in weights}
     assert checkpoint.skipped == (("optimizer.state.0", "its bytes are not its values: a.pt: sparse_tensor"),)
     torch.save({"model": {**weights, "odd": odd}}, path)
-    with pytest.raises(SourceError, match="no bytes") as caught:
+    with pytest.raises(SourceError, match="the stored bytes are not the values") as caught:
         open_full_file(path)
     assert caught.value.problems == ("model.odd: a.pt: sparse_tensor",)
 
@@ -119,7 +119,11 @@ def test_a_part_of_a_model_is_no_model(rank_files):
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [([torch.ones(1)], "no dict"), ({"a": 1}, "no tensors"), ({"a": torch.ones(2).to_sparse()}, "no bytes")],
+    [
+        ([torch.ones(1)], "no dict"),
+        ({"a": 1}, "no tensors"),
+        ({"a": torch.ones(2).to_sparse()}, "are not the values"),
+    ],
 )
 def test_what_is_no_state_dict(tmp_path, value, reason):
     path = str(tmp_path / "a.pt")
