@@ -1,61 +1,152 @@
-"""Carrying out what has been decided: staging, moving, describing, one rename."""
+"""Writing a directory: the one way that every verb takes.
+
+    check the destination -> compare the source with its manifests -> room -> stage, move, describe -> rename
+
+A verb decides what to write, as a `Job`, and a `Writer` carries it out. Nothing is written before every check has
+passed, and the output appears under its name in one rename: whole, or not at all.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
+from shardkit.core.catalog import Catalog
 from shardkit.core.text import KIB, MIB, escape, parse_size
-from shardkit.core.threads import Progress
+from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import Interrupted, ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.staging import Staging, abandoned, journal_of, named, remove_abandoned
-from shardkit.operations.destination import Replaceable, check_replaceable, is_sharded_checkpoint
+from shardkit.formats.recorded import SourceManifests, find_manifests
+from shardkit.operations.destination import (
+    Replaceable,
+    check_destination,
+    check_replaceable,
+    check_space,
+    free_bytes,
+    is_sharded_checkpoint,
+)
 from shardkit.transfer.chains import Run
-from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck
+from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.images import ImageSet
 from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
 from shardkit.transfer.plan import TransferPlan
 
+DIGESTS = ("crc32", "none")
 _MIN_MEMORY, _MIN_MEMORY_PER_JOB = 2 * MIB, 512 * KIB
-
 
 OnWarning = Callable[[str], object]
 """Is told a warning."""
 
 
-def warn_all(on_warning: OnWarning | None, warnings: Iterable[str]) -> None:
-    """Tell warnings as soon as they are known: a person may want to stop before anything is written."""
-    if on_warning is not None:
-        for warning in warnings:
-            on_warning(warning)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moving:
+    """How bytes move, and what they are compared with on the way."""
+
+    jobs: int = 2
+    """Threads."""
+    max_memory: str | int = 256 * MIB
+    """Bytes for all buffers, as a number or as "512MiB"."""
+    digest: str = "crc32"
+    """"crc32" or "none": the checksum of what is written."""
+    check_source: bool = True
+    """Compare what is read with the checksums that the source records."""
+    source_manifest: str | os.PathLike[str] | None = None
+    """A manifest of the source that lies elsewhere."""
+
+    def execute_options(self) -> ExecuteOptions:
+        """Return the same for the engine.
+
+        Raises:
+            UsageError: no such digest, too few threads, or too little memory for them.
+        """
+        if self.digest not in DIGESTS:
+            raise UsageError(f"--digest {escape(self.digest)!r} is not one of {', '.join(DIGESTS)}")
+        budget = parse_size(self.max_memory)
+        if self.jobs < 1:
+            raise UsageError(f"--jobs must be at least 1, not {self.jobs}")
+        if budget < _MIN_MEMORY:
+            raise UsageError(f"--max-memory must be at least 2MiB, not {self.max_memory}")
+        if budget < self.jobs * _MIN_MEMORY_PER_JOB:
+            raise UsageError(
+                f"--max-memory {self.max_memory} is too little for --jobs {self.jobs}: each needs at least 512KiB",
+                hint="a few threads are as fast as many: --jobs 2 is the default",
+            )
+        return ExecuteOptions(
+            jobs=self.jobs,
+            max_memory_bytes=budget,
+            digests=self.digest != "none",
+            check_source=self.check_source,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """What came of a run."""
+class Writing:
+    """What may happen at the destination."""
 
+    overwrite: bool = False
+    """Replace an output of the same kind."""
+    dry_run: bool = False
+    """Decide and check everything, and write nothing."""
+    resume: bool = True
+    """Go on with what a dead run of the same plan left."""
+    resume_from: str | os.PathLike[str] | None = None
+    """Go on with this staging directory, whose owner nobody knows to be alive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteResult:
+    """What every verb that writes a directory answers: what it wrote, or with `dry_run` would write."""
+
+    output: str
+    """The directory; absolute."""
+    dry_run: bool
+    num_tensors: int
+    num_files: int
+    """Files with tensors in them."""
+    file_bytes: tuple[int, ...]
+    """Size of each of these files."""
+    read_bytes: int
+    """Of the source's tensors, once."""
+    written_bytes: int
+    """Size of all these files."""
+    checked_bytes: int
+    """Bytes of the source that were compared, as they moved, with the CRC-32 recorded for them."""
+    unchecked: tuple[Unchecked, ...]
+    """What could not be compared, by reason."""
+    source_manifests: tuple[str, ...]
+    """Manifests by shardkit that the source was compared with, beside what its files record."""
+    peak_memory_bytes: int
+    """Bound on the buffers, beside the interpreter and the plan."""
+    free_bytes: int
+    """On the destination's file system, before writing."""
     resumed_files: int
     """Files that an interrupted run had finished."""
-    source: CheckedSource
-    """How much of the source was compared with what it records."""
+    elapsed_s: float
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return asdict(self)
 
 
 class Describer(Protocol):
     """Writes what lies beside the images."""
 
     def add_file(self, digest: FileDigest) -> None:
-        """An image is finished; may be called from any thread."""
+        """Take note of a finished image; may be called from any thread."""
         ...
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
-        """Every image is on disk: write the rest, last of all what makes the directory complete.
+        """Write the rest, now that every image is on disk; last of all what makes the directory complete.
 
         Args:
             digests: of every file, those of an interrupted run included.
@@ -78,7 +169,7 @@ class Job(Protocol):
 
     @property
     def plan(self) -> TransferPlan:
-        """What is to be moved."""
+        """What to move."""
         ...
 
     @property
@@ -88,7 +179,7 @@ class Job(Protocol):
 
     @property
     def plan_hash(self) -> str:
-        """Stands for inputs, options and version: an interrupted run resumes only under an equal one."""
+        """Stands for inputs, options and version: only a run with an equal one may be resumed."""
         ...
 
 
@@ -96,100 +187,200 @@ Describe = Callable[[str], AbstractContextManager[Describer]]
 """Returns what writes the rest of the files into a directory."""
 
 
-def execute_options(jobs: int, max_memory: str | int, *, digests: bool, check_source: bool) -> ExecuteOptions:
-    """Return how to move bytes, from what a person asked for.
+class Writer:
+    """One run of a verb that writes a directory. Its methods are called in the order in which they stand here.
 
     Args:
-        jobs: threads.
-        max_memory: bytes for all buffers, as a number or as "512MiB".
-        digests: take CRC-32s on the way.
-        check_source: compare what is read with what the source records.
+        verb: what the progress is called.
+        moving: how bytes move.
+        writing: what may happen at the destination.
+        why_not: tells an output that may be replaced from anything else.
+        progress: told of the bytes as they move.
+        on_warning: told each warning as soon as it is known: a person may want to stop before anything is written.
 
     Raises:
-        UsageError: too few threads, or too little memory for them.
+        UsageError: `moving` asks for what cannot be done.
     """
-    budget = parse_size(max_memory)
-    if jobs < 1:
-        raise UsageError(f"--jobs must be at least 1, not {jobs}")
-    if budget < _MIN_MEMORY:
-        raise UsageError(f"--max-memory must be at least 2MiB, not {max_memory}")
-    if budget < jobs * _MIN_MEMORY_PER_JOB:
-        raise UsageError(
-            f"--max-memory {max_memory} is too little for --jobs {jobs}: each takes 512KiB at least",
-            hint="a few threads are as fast as many: --jobs 2 is the default",
+
+    def __init__(
+        self,
+        verb: str,
+        moving: Moving,
+        writing: Writing,
+        *,
+        why_not: Replaceable = is_sharded_checkpoint,
+        progress: Progress | None = None,
+        on_warning: OnWarning | None = None,
+    ) -> None:
+        self._begun = time.monotonic()
+        self._verb, self._moving, self._why_not = verb, moving, why_not
+        self._progress, self._on_warning = progress or NoProgress(), on_warning
+        self.options = moving.execute_options()
+        """How the engine moves bytes."""
+        self.path = ""
+        """The destination, absolute, once it has been checked."""
+        self.writing = writing
+        self._warnings: tuple[str, ...] = ()
+        self._facts: dict[str, Any] = {}
+
+    def check_destination(self, output: str, source: str | None) -> str:
+        """Return the absolute path of a destination that may be written; errors as `destination.check_destination`.
+
+        Args:
+            output: as the user gave it.
+            source: directory that is read, or None for one in a cache of its own.
+        """
+        overwrite = self.writing.overwrite
+        self.path = check_destination(output, source, overwrite=overwrite, why_not=self._why_not)
+        return self.path
+
+    def warn(self, warnings: Iterable[str]) -> None:
+        """Tell warnings."""
+        if self._on_warning is not None:
+            for warning in warnings:
+                self._on_warning(warning)
+
+    def find_manifests(self, catalogs: Sequence[Catalog], source: str) -> SourceManifests:
+        """Return the manifests to compare the source with; arguments and errors as `recorded.find_manifests`."""
+        moving = self._moving
+        found = find_manifests(
+            catalogs, source, given=moving.source_manifest, check_source=moving.check_source
         )
-    return ExecuteOptions(jobs=jobs, max_memory_bytes=budget, digests=digests, check_source=check_source)
+        self._warnings = (*(() if moving.check_source else (OFF,)), *found.warnings)
+        self.warn(self._warnings)
+        self._facts["source_manifests"] = tuple(found.paths)
+        return found
 
+    def write(self, job: Job, describe: Describe, *, needed_bytes: int, share_extents: bool = False) -> None:
+        """Write a job's output, or with a dry run check that it could be written.
 
-def check_warnings(options: ExecuteOptions) -> tuple[str, ...]:
-    """Return what a person is warned of where the source is not compared with what it records."""
-    return () if options.check_source else (OFF,)
+        On Ctrl-C or SIGTERM the staging directory stays for the next run; on any error it is removed.
 
+        Args:
+            job: what is to be written.
+            describe: writes what lies beside the images.
+            needed_bytes: room on the disk for everything that is written.
+            share_extents: clone blocks of the source instead of copying them.
 
-def run_job(
-    job: Job,
-    path: str,
-    options: ExecuteOptions,
-    progress: Progress,
-    *,
-    describe: Describe,
-    label: str,
-    overwrite: bool,
-    resume: bool,
-    resume_from: str | None = None,
-    why_not: Replaceable = is_sharded_checkpoint,
-) -> Ran:
-    """Write a job's output to `path`.
-
-    On Ctrl-C or SIGTERM the staging directory stays for the next run; on any error it is removed.
-
-    Args:
-        describe: what is to lie beside the images.
-        label: how the progress is called.
-        resume: go on with what a dead run of this very plan left.
-        resume_from: go on with this staging directory, whose owner is not known to be alive (`check_resume_from`).
-        why_not: tells an output that may be replaced from what somebody put there during the run.
-
-    Raises:
-        Interrupted: after a signal.
-        IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises.
-        UsageError: something else is at `path` by now, or `resume_from` is not what can be resumed.
-    """
-    plan_hash, staging, num_finished = job.plan_hash, None, 0
-    check = SourceCheck(job.plan.catalog) if options.check_source else None
-    try:
+        Raises:
+            Interrupted: after a signal.
+            IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises; or there is no room.
+            UsageError: something else is at the destination by now, or `resume_from` cannot be resumed from.
+        """
+        writing, sizes = self.writing, tuple(image.size for image in job.output)
+        self.options = replace(self.options, share_extents=share_extents)
+        resume_from = None if writing.resume_from is None else os.fspath(writing.resume_from)
         if resume_from is not None:
-            staging = _taken_over(path, check_resume_from(resume_from, path, plan_hash))
-        else:
-            staging = (_adopted(path, plan_hash) if resume else None) or Staging.create(path)
-        remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
-        progress.start(job.plan.hole_bytes, label)
-        finished = _finished(job, staging, progress, check)
-        num_finished = len(finished)
-        _write(job, staging, plan_hash, options, progress, finished, describe, check)
-        if overwrite and os.path.lexists(path):
-            check_replaceable(path, escape(path), overwrite=True, why_not=why_not)
-        staging.commit(overwrite=overwrite)
-    except KeyboardInterrupt as interrupt:
-        if staging is not None and staging.is_committed:
-            staging.complete()
-        else:
-            if staging is not None:
-                staging.release()
-            raise Interrupted(
-                f"interrupted: {escape(path)} was not made; what was finished is kept beside it",
-                signum=getattr(interrupt, "signum", signal.SIGINT),
-                hint="run the same command again to resume",
-            ) from interrupt
-    except BaseException:
-        if staging is not None and staging.is_committed:
-            staging.release()  # what was replaced stays until it is known that the new one is on the disk
-        elif staging is not None:
-            staging.discard()
-        raise
-    finally:
-        progress.finish()
-    return Ran(resumed_files=num_finished, source=_summary(check, job.plan, options))
+            resume_from = _check_resume_from(resume_from, self.path, job.plan_hash, resume=writing.resume)
+        free = free_bytes(self.path)
+        check_space(self.path, needed_bytes, resume_from=resume_from)
+        finished, source = (0, CheckedSource()) if writing.dry_run else self._run(job, describe, resume_from)
+        self._facts |= {
+            "num_files": len(sizes),
+            "file_bytes": sizes,
+            "read_bytes": job.plan.read_bytes,
+            "written_bytes": job.plan.written_bytes,
+            "checked_bytes": source.checked_bytes,
+            "unchecked": source.unchecked,
+            "peak_memory_bytes": self.options.peak_bytes,
+            "free_bytes": free,
+            "resumed_files": finished,
+        }
+
+    def facts(self, warnings: Iterable[str]) -> dict[str, Any]:
+        """Return the fields of `WriteResult` that every verb fills alike.
+
+        Args:
+            warnings: the verb's own; they come first.
+        """
+        return {
+            **self._facts,
+            "output": self.path,
+            "dry_run": self.writing.dry_run,
+            "elapsed_s": round(time.monotonic() - self._begun, 3),
+            "warnings": (*warnings, *self._warnings),
+        }
+
+    def _run(self, job: Job, describe: Describe, resume_from: str | None) -> tuple[int, CheckedSource]:
+        """Return how many files an interrupted run had finished, and how much of the source was compared."""
+        plan_hash, path, overwrite = job.plan_hash, self.path, self.writing.overwrite
+        check = SourceCheck(job.plan.catalog) if self.options.check_source else None
+        staging: Staging | None = None
+        try:
+            staging = self._staging(plan_hash, resume_from)
+            remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
+            self._progress.start(job.plan.hole_bytes, self._verb)
+            finished = _finished(job, staging, self._progress, check)
+            with (
+                _translated(staging.path),
+                contextlib.closing(Journal(staging.journal, plan_hash, staging.data)) as journal,
+                describe(staging.data) as descriptions,
+            ):
+                self._move(job, staging.data, journal, descriptions, finished, check)
+            if overwrite and os.path.lexists(path):
+                check_replaceable(path, escape(path), overwrite=True, why_not=self._why_not)
+            staging.commit(overwrite=overwrite)
+        except KeyboardInterrupt as interrupt:
+            if staging is not None and staging.is_committed:
+                staging.complete()
+            else:
+                if staging is not None:
+                    staging.release()
+                raise Interrupted(
+                    f"interrupted: {escape(path)} was not made; what was finished is kept beside it",
+                    signum=getattr(interrupt, "signum", signal.SIGINT),
+                    hint="run the same command again to resume",
+                ) from interrupt
+        except BaseException:
+            if staging is not None and staging.is_committed:
+                staging.release()  # what was replaced stays until the new output is known to be on the disk
+            elif staging is not None:
+                staging.discard()
+            raise
+        finally:
+            self._progress.finish()
+        return len(finished), _summary(check, job.plan, self.options)
+
+    def _move(
+        self,
+        job: Job,
+        directory: str,
+        journal: Journal,
+        descriptions: Describer,
+        finished: Mapping[str, FileDigest],
+        check: SourceCheck | None,
+    ) -> None:
+        """Move the bytes, and describe them beside."""
+
+        def on_finished(digest: FileDigest, runs: Sequence[Run]) -> None:
+            journal.add(digest, None if check is None else check.dump(runs))
+            descriptions.add_file(digest)
+
+        execution = Execution(
+            job.plan,
+            directory,
+            self.options,
+            finished=finished,
+            on_finished=on_finished,
+            progress=self._progress,
+            check=check,
+        )
+        descriptions.finish(*execution.run())
+
+    def _staging(self, plan_hash: str, resume_from: str | None) -> Staging:
+        """Take over what a dead run of this plan left, or begin anew."""
+        if resume_from is None:
+            return (_adopted(self.path, plan_hash) if self.writing.resume else None) or Staging.create(
+                self.path
+            )
+        leftover = _check_resume_from(resume_from, self.path, plan_hash)
+        staging = Staging.adopt(self.path, leftover)
+        if staging is None:
+            raise ResourceError(
+                f"cannot take over {escape(leftover)}",
+                hint="another run may have, or you may not write to it",
+            )
+        return staging
 
 
 def _summary(check: SourceCheck | None, plan: TransferPlan, options: ExecuteOptions) -> CheckedSource:
@@ -199,17 +390,17 @@ def _summary(check: SourceCheck | None, plan: TransferPlan, options: ExecuteOpti
     return check.summary(names, looks_for_unread=options.share_extents and not options.digests)
 
 
-def check_resume_from(resume_from: str, path: str, plan_hash: str, *, resume: bool = True) -> str:
+def _check_resume_from(resume_from: str, path: str, plan_hash: str, *, resume: bool = True) -> str:
     """Return the absolute path of a staging directory that a person chose to resume from.
 
     Args:
         resume_from: as given.
         path: the destination, absolute.
-        plan_hash: of what is to be done now.
-        resume: False where one asked to begin anew.
+        plan_hash: of the job that is to be carried out.
+        resume: False where a person asked to begin anew.
 
     Raises:
-        UsageError: it is none of `path`, its run is under way, or was another job's.
+        UsageError: it does not belong to `path`, its run is still under way, or it was left by another job.
     """
     if not resume:
         raise UsageError("--resume-from and --no-resume exclude each other")
@@ -220,15 +411,6 @@ def check_resume_from(resume_from: str, path: str, plan_hash: str, *, resume: bo
             hint="give what was given then, or begin anew without --resume-from",
         )
     return found
-
-
-def _taken_over(path: str, leftover: str) -> Staging:
-    staging = Staging.adopt(path, leftover)
-    if staging is None:
-        raise ResourceError(
-            f"cannot take over {escape(leftover)}", hint="another run may have, or you may not write to it"
-        )
-    return staging
 
 
 def _adopted(path: str, plan_hash: str) -> Staging | None:
@@ -244,20 +426,20 @@ def _adopted(path: str, plan_hash: str) -> Staging | None:
 def _finished(
     job: Job, staging: Staging, progress: Progress, check: SourceCheck | None
 ) -> dict[str, FileDigest]:
-    """Return what an interrupted run had finished, and remove all else that lies there.
+    """Return what an interrupted run had finished, and remove everything else that lies there.
 
-    Half-written files and descriptions are made again; and a run that was killed between exchanging
-    directories and removing the old one left the whole old output.
+    Half-written files and descriptions are made again. A run that was killed between exchanging the directories and
+    removing the old one left the whole old output there.
     """
     sizes = {image.name: image.size for image in job.output}
     finished = read_finished(staging.journal, staging.data, sizes, check)
     for number, image in enumerate(job.output):
         if image.name in finished:
             progress.advance(job.output.data_nbytes[number])
-    with translated(staging.data):
+    with _translated(staging.data):
         _remove_others(staging.data, finished)
-        # A file is made anew under the same name and vouched for in the journal: after a power loss the name must
-        # not stand for the half-written one of before.
+        # A file is made anew under the same name, and the journal vouches for it: after a power loss the name must
+        # not stand for the half-written file of before.
         storage.sync_directories(staging.data)
     return finished
 
@@ -277,42 +459,9 @@ def _remove_others(directory: str, finished: Collection[str]) -> None:
                 storage.rmdir(path)
 
 
-def _write(
-    job: Job,
-    staging: Staging,
-    plan_hash: str,
-    options: ExecuteOptions,
-    progress: Progress,
-    finished: Mapping[str, FileDigest],
-    describe: Describe,
-    check: SourceCheck | None,
-) -> None:
-    """Move the bytes, and describe them beside."""
-    with (
-        translated(staging.path),
-        contextlib.closing(Journal(staging.journal, plan_hash, staging.data)) as journal,
-        describe(staging.data) as descriptions,
-    ):
-
-        def on_finished(digest: FileDigest, runs: Sequence[Run]) -> None:
-            journal.add(digest, None if check is None else check.dump(runs))
-            descriptions.add_file(digest)
-
-        execution = Execution(
-            job.plan,
-            staging.data,
-            options,
-            finished=finished,
-            on_finished=on_finished,
-            progress=progress,
-            check=check,
-        )
-        descriptions.finish(*execution.run())
-
-
 @contextlib.contextmanager
-def translated(path: str) -> Iterator[None]:
-    """Let what the system refuses in our own bookkeeping name the place."""
+def _translated(path: str) -> Iterator[None]:
+    """Let an error of the system in our own bookkeeping name the place."""
     try:
         yield
     except OSError as error:

@@ -6,35 +6,24 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 
 from shardkit.core.text import MIB, count, escape, parse_size
-from shardkit.core.threads import NoProgress, Progress
+from shardkit.core.threads import Progress
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.files.links import may_follow_links
 from shardkit.formats.hub.base import find_base, open_base
-from shardkit.formats.recorded import find_manifests
-from shardkit.formats.registry import stray_weights
 from shardkit.keys import Naming
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
-from shardkit.operations.consolidate.result import ConsolidateResult, DTypeCount, SkippedPart
-from shardkit.operations.consolidate.run import ClassCheck, Descriptions
-from shardkit.operations.destination import check_destination, check_space, free_bytes, is_hub_model
-from shardkit.operations.resolve import ResolvedCheckpoint, take
+from shardkit.operations.consolidate.result import ConsolidateResult, make_result
+from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
+from shardkit.operations.destination import is_hub_model
+from shardkit.operations.resolve import take
 from shardkit.operations.resolve_order import EXPORT_ENDING
-from shardkit.operations.sidecar import check_sidecar, write_sidecar
-from shardkit.operations.write import (
-    OnWarning,
-    check_resume_from,
-    check_warnings,
-    execute_options,
-    run_job,
-    warn_all,
-)
-from shardkit.transfer.execute import ExecuteOptions
+from shardkit.operations.sidecar import write_sidecar
+from shardkit.operations.write import Moving, OnWarning, Writer, Writing
 
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".safetensors.index.json", ".bin.index.json")
 
@@ -138,17 +127,17 @@ def consolidate(
         ResourceError: disk, permission or network.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
-    begun, progress = time.monotonic(), progress or NoProgress()
+    naming = Naming(
+        weights=weights,
+        root=root,
+        strip_prefix=tuple(strip_prefix),
+        add_prefix=add_prefix,
+        rename=tuple(rename),
+        include=tuple(include),
+        exclude=tuple(exclude),
+    )
     options = JobOptions(
-        naming=Naming(
-            weights=weights,
-            root=root,
-            strip_prefix=tuple(strip_prefix),
-            add_prefix=add_prefix,
-            rename=tuple(rename),
-            include=tuple(include),
-            exclude=tuple(exclude),
-        ),
+        naming=naming,
         allow_missing=allow_missing,
         allow_unexpected=allow_unexpected,
         dtype=dtype,
@@ -156,88 +145,126 @@ def consolidate(
         digest=digest,
         merge_lora=merge_lora,
         adapter_config=adapter_config,
-        manifest=manifest,
     )
-    moving = execute_options(jobs, max_memory, digests=digest != "none", check_source=check_source)
-    if base_revision is not None and base is None:
-        raise UsageError("--base-revision is about --base, which is not there")
-    if sha256 and not manifest and manifest_file is None:
-        raise UsageError(
-            "--sha256 is recorded in a manifest, and none is to be written",
-            hint="add --manifest, or --manifest-file FILE",
-        )
-    _check_push(push_to_hub, private=private, branch=branch)
-    given = os.fspath(checkpoint)
-    output = None if output is None else os.fspath(output)
-    base = None if base is None else os.fspath(base)
-    taken = take(given, strict=strict)
-    resolved = taken.resolved
-    warn_all(on_warning, resolved.warnings)
-    path = check_destination(
-        output or default_output(resolved.path), resolved.path, overwrite=overwrite, why_not=is_hub_model
+    moving = Moving(
+        jobs=jobs,
+        max_memory=max_memory,
+        digest=digest,
+        check_source=check_source,
+        source_manifest=source_manifest,
     )
-    sidecar = (
-        check_sidecar(os.fspath(manifest_file), overwrite=overwrite, outside=[path, resolved.path])
-        if manifest_file is not None
-        else None
+    writing = Writing(overwrite=overwrite, dry_run=dry_run, resume=resume, resume_from=resume_from)
+    request = _Request(
+        checkpoint=os.fspath(checkpoint),
+        output=None if output is None else os.fspath(output),
+        base=None if base is None else os.fspath(base),
+        base_revision=base_revision,
+        strict=strict,
+        check=check,
+        ask_class=ask_class,
     )
-    opened = taken.open()
-    found = open_base(base, revision=base_revision) if base is not None else find_base(opened)
-    decided = build_job(opened, found, options)
-    catalogs = [decided.catalog, *(module.catalog for module in decided.modules)]
-    manifests = find_manifests(catalogs, resolved.path, given=source_manifest, check_source=check_source)
-    warn_all(on_warning, (*decided.warnings, *check_warnings(moving), *manifests.warnings))
-    with ClassCheck(decided, is_on=ask_class, on_warning=on_warning) as asked:
-        job = _checked(decided) if check else decided
-        result = _describe(
-            job, given, resolved, path, moving, dry_run=dry_run, checked=check and opened.check is not None
-        )
-        result = replace(
-            result,
-            source_manifests=tuple(manifests.paths),
-            warnings=(*result.warnings, *manifests.warnings),
-        )
-        if resume_from is not None:
-            resume_from = check_resume_from(os.fspath(resume_from), path, job.plan_hash, resume=resume)
-        needed = job.plan.written_bytes + sum(asset.nbytes for asset in job.assets)
-        needed += sum(module.plan.written_bytes for module in job.modules)
-        check_space(path, needed, resume_from=resume_from)
-        written: list[bytes] = []
-        if not dry_run:
-            ran = run_job(
-                job,
-                path,
-                moving,
-                progress,
-                describe=partial(
-                    Descriptions,
-                    job,
-                    manifests,
-                    moving=moving,
-                    sha256=sha256,
-                    on_manifest=written.append if sidecar is not None else None,
-                    on_written=asked.settle,
-                ),
-                label="consolidate",
-                overwrite=overwrite,
-                resume=resume,
-                resume_from=resume_from,
-                why_not=is_hub_model,
-            )
-            result = replace(
-                result,
-                resumed_files=ran.resumed_files,
-                checked_bytes=ran.source.checked_bytes,
-                unchecked=ran.source.unchecked,
-            )
-        result = _with_answer(result, len(resolved.warnings), decided, asked.settle())
-    if sidecar is not None and not dry_run:
-        write_sidecar(sidecar, written[-1], overwrite=overwrite)
-    if push_to_hub is not None and not dry_run:
+    recording = Recording(manifest=manifest, manifest_file=manifest_file, sha256=sha256)
+    publishing = _Publishing(repo_id=push_to_hub, private=private, branch=branch)
+    writer = Writer(
+        "consolidate", moving, writing, why_not=is_hub_model, progress=progress, on_warning=on_warning
+    )
+    return _consolidate(request, options, recording, publishing, writer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What is read, and what is asked about it."""
+
+    checkpoint: str
+    output: str | None
+    base: str | None
+    base_revision: str | None
+    strict: bool
+    check: bool
+    ask_class: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Publishing:
+    """Where the finished directory is uploaded."""
+
+    repo_id: str | None
+    private: bool
+    branch: str | None
+
+    def check(self) -> None:
+        """Refuse what could not be uploaded, before anything is read.
+
+        Raises:
+            UsageError: options without a repo, or a name that is none of a repo.
+            ResourceError: huggingface_hub is missing.
+        """
+        if self.repo_id is not None:
+            from shardkit.formats.hub.push import check_push
+
+            check_push(self.repo_id)
+        elif self.private or self.branch is not None:
+            raise UsageError("--private and --branch belong to --push-to-hub, which is not given")
+
+    def push(self, directory: str) -> str | None:
+        """Upload a directory where a repo is named; return the repo's address."""
+        if self.repo_id is None:
+            return None
         from shardkit.formats.hub.push import push
 
-        result = replace(result, pushed_to=push(path, push_to_hub, private=private, branch=branch))
-    return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
+        return push(directory, self.repo_id, private=self.private, branch=self.branch)
+
+
+def _consolidate(
+    request: _Request, options: JobOptions, recording: Recording, publishing: _Publishing, writer: Writer
+) -> ConsolidateResult:
+    if request.base_revision is not None and request.base is None:
+        raise UsageError("--base-revision belongs to --base, which is not given")
+    recording.check()
+    publishing.check()
+    taken = take(request.checkpoint, strict=request.strict)
+    resolved = taken.resolved
+    writer.warn(resolved.warnings)
+    path = writer.check_destination(request.output or default_output(resolved.path), resolved.path)
+    sidecar = recording.check_file([path, resolved.path], overwrite=writer.writing.overwrite)
+    opened = taken.open()
+    given = request.base
+    base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
+    job = build_job(opened, base, options)
+    writer.warn(job.warnings)
+    manifests = writer.find_manifests(
+        [job.catalog, *(module.catalog for module in job.modules)], resolved.path
+    )
+    written = list[bytes]()
+    with ClassCheck(job, is_on=request.ask_class, warn=writer.warn) as asked:
+        said = _check(job) if request.check else ()
+        describe = partial(
+            Descriptions,
+            job,
+            manifests,
+            moving=writer.options,
+            recording=recording,
+            on_manifest=written.append,
+            on_written=asked.settle,
+        )
+        needed = job.plan.written_bytes + sum(asset.nbytes for asset in job.assets)
+        needed += sum(module.plan.written_bytes for module in job.modules)
+        writer.write(job, describe, needed_bytes=needed)
+        settled = asked.settle()
+    address = None
+    if not writer.writing.dry_run:
+        if sidecar is not None:
+            write_sidecar(sidecar, written[-1], overwrite=writer.writing.overwrite)
+        address = publishing.push(path)
+    return make_result(
+        settled,
+        resolved,
+        writer.facts((*resolved.warnings, *settled.warnings)),
+        given=request.checkpoint,
+        notes=(*resolved.notes, *job.notes, *said, *settled.notes[len(job.notes) :]),
+        checked=request.check and opened.check is not None,
+        pushed_to=address,
+    )
 
 
 def default_output(checkpoint: str) -> str:
@@ -259,161 +286,21 @@ def _shard_limit(max_shard_size: str | int, single_file: bool) -> int | None:
     return limit
 
 
-def _check_push(repo_id: str | None, *, private: bool, branch: str | None) -> None:
-    if repo_id is not None:
-        from shardkit.formats.hub.push import check_push
+def _check(job: ConsolidateJob) -> tuple[str, ...]:
+    """Compare the bytes that are about to be moved with the checksums that lie with them; return what is to be said.
 
-        check_push(repo_id)
-    elif private or branch is not None:
-        raise UsageError("--private and --branch are about --push-to-hub, which is not there")
-
-
-def _checked(job: ConsolidateJob) -> ConsolidateJob:
-    """Compare the bytes that are about to be moved with the checksums that lie with them."""
+    Raises:
+        IntegrityError: naming every place that differs.
+    """
     check = job.checkpoint.check
     if check is None:
-        note = f"--check: {escape(job.checkpoint.writer)} writes no checksums to compare with"
-        return replace(job, notes=(*job.notes, note))
+        return (f"--check: {escape(job.checkpoint.writer)} writes no checksums to compare with",)
     beside = [tensor for module in job.modules for image in module.output for tensor in image.tensors]
     problems = list(check([tensor.source for tensor in (*job.tensors, *beside)]))
     if problems:
         raise IntegrityError(
-            f"the checkpoint is not what its checksums say in {count(len(problems), 'place')}",
+            f"the checkpoint differs from its checksums in {count(len(problems), 'place')}",
             problems=problems,
             hint="the checkpoint is damaged: use another copy",
         )
-    return job
-
-
-def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
-    objects = frozenset(job.checkpoint.catalog.objects)
-    home = job.checkpoint.path
-    carried = {os.path.realpath(asset.path) for asset in job.assets if asset.path is not None}
-    beside = [
-        (name, reason)
-        for name, reason in (*job.checkpoint.skipped, *stray_weights(job.checkpoint))
-        if os.path.realpath(os.path.join(home, name)) not in carried
-    ]
-    if job.base is not None:
-        said = {os.path.realpath(os.path.join(home, name)) for name, _ in beside}
-        beside += [
-            (name, f"of the base: {what}")
-            for name, what in job.base.left_out
-            if os.path.realpath(os.path.join(job.base.directory, name)) not in said
-        ]
-    return (
-        *(
-            SkippedPart(
-                what=part.kind, where=part.path, num_tensors=part.num_tensors, num_objects=part.num_objects
-            )
-            for part in job.selection.skipped
-            if part.path not in {module.place for module in job.modules}
-        ),
-        *(
-            SkippedPart(what=name, where=reason, num_tensors=0, num_objects=0)
-            for name, reason in beside
-            if name not in objects  # counted above
-        ),
-    )
-
-
-def _dtypes(job: ConsolidateJob) -> tuple[DTypeCount, ...]:
-    counted: dict[str, list[int]] = {}
-    for tensor in job.tensors:
-        counts = counted.setdefault(tensor.dtype.name, [0, 0])
-        counts[0] += 1
-        counts[1] += tensor.nbytes
-    return tuple(
-        DTypeCount(dtype=name, num_tensors=number, tensor_bytes=size)
-        for name, (number, size) in counted.items()
-    )
-
-
-def _describe(
-    job: ConsolidateJob,
-    given: str,
-    resolved: ResolvedCheckpoint,
-    path: str,
-    moving: ExecuteOptions,
-    *,
-    dry_run: bool,
-    checked: bool,
-) -> ConsolidateResult:
-    selection, checkpoint = job.selection, job.checkpoint
-    return ConsolidateResult(
-        checkpoint=given,
-        resolved=resolved.path,
-        reason=resolved.reason,
-        step=resolved.step,
-        format=checkpoint.format,
-        writer=checkpoint.writer,
-        output=path,
-        dry_run=dry_run,
-        kind=job.kind,
-        weights=job.options.naming.weights,
-        root=selection.root,
-        stripped=tuple((rule.text, rule.num_names) for rule in selection.stripped),
-        renamed=tuple((rule.old, rule.new, rule.num_names) for rule in selection.renamed),
-        skipped=_skipped(job),
-        candidates=selection.candidates,
-        base=job.base.label if job.base else None,
-        model_class=_model_class(job),
-        assets=tuple(sorted([each.name for each in job.assets] + [each.file for each in job.modules])),
-        ties=tuple((kept, dropped) for dropped, kept in job.ties.dropped.items()),
-        untied=job.ties.diverged,
-        cast=job.options.dtype,
-        dtypes=_dtypes(job),
-        num_tensors=len(job.tensors),
-        num_parameters=sum(tensor.num_values for tensor in job.tensors),
-        num_files=len(job.output),
-        file_names=tuple(image.name for image in job.output),
-        file_bytes=tuple(image.size for image in job.output),
-        read_bytes=job.plan.read_bytes,
-        written_bytes=job.plan.written_bytes,
-        checked=checked,
-        checked_bytes=0,
-        unchecked=(),
-        source_manifests=(),
-        peak_memory_bytes=moving.peak_bytes,
-        free_bytes=free_bytes(path),
-        resumed_files=0,
-        pushed_to=None,
-        elapsed_s=0.0,
-        unloadable=job.unloadable,
-        notes=(*resolved.notes, *job.notes),
-        warnings=(*resolved.warnings, *job.warnings, *check_warnings(moving)),
-    )
-
-
-def _with_answer(
-    result: ConsolidateResult, first: int, decided: ConsolidateJob, settled: ConsolidateJob
-) -> ConsolidateResult:
-    """Return the result as it is once the model's class has answered, if it was asked.
-
-    Args:
-        result: with the warnings of the job as it was decided.
-        first: where they begin.
-        decided: before the answer.
-        settled: with it.
-    """
-    answer = settled.answer
-    is_asked = answer is not None and answer.failure is None
-    return replace(
-        result,
-        unloadable=settled.unloadable,
-        held_against="class" if is_asked else "base" if settled.fit.is_whole else None,
-        missing=answer.missing if answer is not None else (),
-        misfits=answer.misfits if answer is not None else (),
-        notes=(*result.notes, *settled.notes[len(decided.notes) :]),
-        warnings=(
-            *result.warnings[:first],
-            *settled.warnings,
-            *result.warnings[first + len(decided.warnings) :],
-        ),
-    )
-
-
-def _model_class(job: ConsolidateJob) -> str | None:
-    named = job.base.config.get("architectures") if job.base and job.base.config else None
-    name = named[0] if isinstance(named, list) and named else None
-    return name if isinstance(name, str) and name.isidentifier() else None
+    return ()

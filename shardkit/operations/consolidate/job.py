@@ -44,7 +44,6 @@ from shardkit.operations.consolidate.fit import Fit, ask_class, check_fit, may_a
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.transfer.plan import TransferPlan, build_plan
 
-DIGESTS = ("crc32", "none")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
 _NO_TIES = Ties(dropped={}, diverged=(), untied=False)
 
@@ -69,8 +68,6 @@ class JobOptions:
     """Add an adapter to the weights that it was trained on."""
     adapter_config: str | None = None
     """An adapter's settings, a file or the directory that it lies in."""
-    manifest: bool = False
-    """Write `shardkit.json` into the output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,8 +329,6 @@ def _assets(
 
 def _check_options(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> None:
     check_choice(options.dtype, base)
-    if options.digest not in DIGESTS:
-        raise UsageError(f"--digest {escape(options.digest)!r} is not one of {', '.join(DIGESTS)}")
     if (options.allow_missing or options.allow_unexpected) and (base is None or base.tensors is None):
         raise UsageError("--allow-missing and --allow-unexpected compare with a base: name it with --base")
     reason = checkpoint.refused_weights.get(options.naming.weights)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardkit._version import __version__
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape, fold, listed
 from shardkit.core.threads import NoProgress
-from shardkit.errors import IntegrityError, ResourceError, ShardkitError
+from shardkit.errors import IntegrityError, ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, crc32
 from shardkit.files.file_bytes import sha256_of
@@ -29,12 +29,47 @@ from shardkit.layout.traced import Answer, Question
 from shardkit.operations.companions import BesideFile, copy_file
 from shardkit.operations.consolidate.assets import Asset, TrainedModule
 from shardkit.operations.consolidate.job import ConsolidateJob
-from shardkit.operations.write import OnWarning, warn_all
+from shardkit.operations.sidecar import check_sidecar
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 
 _PART = ".part"
 _SWITCHED_OFF = "--ask-class off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What is written down of the output, and where."""
+
+    manifest: bool = False
+    """Put `shardkit.json` into the output."""
+    manifest_file: str | os.PathLike[str] | None = None
+    """Write the same there."""
+    sha256: bool = False
+    """Take the sha256 of every file too; of the weights when they are finished, by reading them once more."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """True where a manifest is to be written."""
+        return self.manifest or self.manifest_file is not None
+
+    def check(self) -> None:
+        """Refuse a digest that nothing would record.
+
+        Raises:
+            UsageError: it is so.
+        """
+        if self.sha256 and not self.is_wanted:
+            raise UsageError(
+                "--sha256 goes into a manifest, and none is to be written",
+                hint="add --manifest, or --manifest-file FILE",
+            )
+
+    def check_file(self, outside: Sequence[str], *, overwrite: bool) -> str | None:
+        """Return where the manifest goes beside the output, if anywhere; arguments and errors as `check_sidecar`."""
+        if self.manifest_file is None:
+            return None
+        return check_sidecar(os.fspath(self.manifest_file), overwrite=overwrite, outside=outside)
 
 
 class Descriptions:
@@ -45,9 +80,8 @@ class Descriptions:
         manifests: of the checkpoint; files that are copied are compared with them.
         directory: where; the weights lie there too.
         moving: how to write the weights of modules.
-        sha256: take it of every file for the manifest; of the weights when they are finished, by reading them once
-            more.
-        on_manifest: gets the manifest, which is to lie elsewhere.
+        recording: what the manifest is to say, and whether it lies in the output.
+        on_manifest: gets the manifest, which may lie elsewhere too.
         on_written: called when all weights are on disk, before the rest is written.
     """
 
@@ -58,13 +92,14 @@ class Descriptions:
         directory: str,
         *,
         moving: ExecuteOptions,
-        sha256: bool = False,
-        on_manifest: Callable[[bytes], None] | None = None,
-        on_written: Callable[[], object] | None = None,
+        recording: Recording,
+        on_manifest: Callable[[bytes], object],
+        on_written: Callable[[], object],
     ) -> None:
-        self._job, self._directory, self._on_manifest = job, directory, on_manifest
+        self._job, self._directory = job, directory
+        self._recording, self._on_manifest = recording, on_manifest
         self._manifests, self._has_digests = manifests, job.options.digest != "none"
-        self._sha256, self._moving = sha256, moving
+        self._sha256, self._moving = recording.sha256, moving
         self._on_written = on_written
         self._hashes: dict[str, str] = {}
 
@@ -94,8 +129,7 @@ class Descriptions:
             IntegrityError: it is not.
             SourceError, ResourceError: a file beside the weights cannot be read or written.
         """
-        if self._on_written is not None:
-            self._on_written()
+        self._on_written()
         others, copies = list[dict[str, Any]](), list[tuple[str, str, int | None]]()
         for asset in self._job.assets:
             is_large = asset.path is not None and is_weights(asset.name)
@@ -111,7 +145,7 @@ class Descriptions:
         index = self._job.output.index()
         if index is not None:
             others.append(self._entry(self._job.output.index_name, index))
-        if self._job.options.manifest or self._on_manifest is not None:
+        if self._recording.is_wanted:
             self._write_manifest(digests, others)
         if index is not None:
             # Under its name it is whole: that is what makes a directory of several files a model.
@@ -125,10 +159,9 @@ class Descriptions:
             for name in digests.keys() - self._hashes.keys():  # of an interrupted run
                 self._hashes[name] = sha256_of(os.path.join(self._directory, name), name)
         data = manifest.dump(self._manifest(digests, others))
-        if self._job.options.manifest:
+        if self._recording.manifest:
             self._write_synced(manifest.NAME, data)
-        if self._on_manifest is not None:
-            self._on_manifest(data)
+        self._on_manifest(data)
 
     def _manifest(self, digests: Mapping[str, FileDigest], others: list[dict[str, Any]]) -> dict[str, Any]:
         described = self._job.describe()
@@ -266,11 +299,11 @@ class ClassCheck:
     Args:
         job: decided.
         is_on: False asks nobody.
-        on_warning: told what the class says as soon as it is waited for.
+        warn: told what the class says as soon as it is waited for.
     """
 
-    def __init__(self, job: ConsolidateJob, *, is_on: bool, on_warning: OnWarning | None) -> None:
-        self._job, self._is_on, self._on_warning = job, is_on, on_warning
+    def __init__(self, job: ConsolidateJob, *, is_on: bool, warn: Callable[[Iterable[str]], None]) -> None:
+        self._job, self._is_on, self._warn = job, is_on, warn
         self._question: Question | None = None
         self._is_settled = not _may_ask(job)
 
@@ -292,7 +325,7 @@ class ClassCheck:
             answer = self._question.answer() if self._question else Answer(failure=_SWITCHED_OFF)
             told = self._job.unloadable
             self._job = _with_answer(self._job, answer)
-            warn_all(self._on_warning, (line for line in self._job.unloadable if line not in told))
+            self._warn(line for line in self._job.unloadable if line not in told)
         return self._job
 
 

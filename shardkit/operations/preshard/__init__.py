@@ -6,89 +6,52 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
 
 from shardkit import formats
 from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.core.text import KIB, MIB
-from shardkit.core.threads import NoProgress, Progress
+from shardkit.core.text import MIB
+from shardkit.core.threads import Progress
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.reflink import BLOCK, can_share_extents, nearest_existing
 from shardkit.formats.checkpoint import HubModel
-from shardkit.formats.recorded import find_manifests
-from shardkit.operations.describe_dcp import Descriptions
-from shardkit.operations.destination import check_destination, check_space, free_bytes
+from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, Descriptions
+from shardkit.operations.destination import check_space
 from shardkit.operations.preshard.job import PreshardJob, build_job
-from shardkit.operations.write import check_resume_from, check_warnings, execute_options, run_job
-from shardkit.transfer.checks import Unchecked
-from shardkit.transfer.execute import ExecuteOptions
+from shardkit.operations.write import Moving, Writer, WriteResult, Writing
 
-# What a chunk adds beside the shard files: its entries in `.metadata` and in a chunk list. Measured: 110
-# and 130 bytes for a 2-D weight; names of tied tensors and long paths add some.
-_DESCRIPTION_BYTES = 1 * KIB
 _MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreshardResult:
+class PreshardResult(WriteResult):
     """What preshard wrote, or with `dry_run` would write."""
 
     source: str
     """As it was given."""
     source_format: str
     """"safetensors" or "torch-bin"."""
-    output: str
-    """Directory of the checkpoint."""
-    dry_run: bool
     world_size: int
     mesh: str
-    """Axis names and sizes, e.g. "dp_replicate=2,dp_shard=16"."""
+    """Axis names and sizes, e.g. "dp_replicate=2,dp_shard=16"; `dp_shard` rank c reads file c."""
     layout: str
     """"traced" from the real model, or "declared" from names and shapes."""
     num_units: int
-    num_tensors: int
-    num_files: int
-    read_bytes: int
-    """From the source, once."""
-    written_bytes: int
-    """Size of all shard files."""
-    file_bytes: tuple[int, ...]
-    """Size of each shard file; `dp_shard` rank c reads file c."""
     imbalance: float
     """Largest file over the mean."""
     num_tensors_with_empty_shards: int
     shares_extents: bool
     """The file system shares blocks between files, so that most bytes are not copied."""
-    peak_memory_bytes: int
-    """Bound on the buffers, beside the interpreter and the plan."""
     download_bytes: int
     """Still to be brought into the Hub's cache; 0 but for a dry run of a repo."""
-    free_bytes: int
-    """On the destination's file system, before writing."""
-    resumed_files: int
-    """Files that an interrupted run had finished."""
-    checked_bytes: int
-    """Of the source: compared, as they moved, with the CRC-32 recorded for them."""
-    unchecked: tuple[Unchecked, ...]
-    """What could not be compared, by reason."""
-    source_manifests: tuple[str, ...]
-    """Manifests of shardkit's that were compared with, beside what the files record."""
-    elapsed_s: float
     ties: tuple[tuple[str, ...], ...]
     omitted: tuple[tuple[str, str], ...]
     """(name, reason) of source tensors that are not in the output."""
     skipped: tuple[tuple[str, str], ...]
     """(name, reason) of files with weights beside the model's own; they are not in the output either."""
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
-        return asdict(self)
 
 
 @may_follow_links
@@ -153,54 +116,38 @@ def preshard(
         ResourceError: disk, permission or network.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
-    begun, progress, source = time.monotonic(), progress or NoProgress(), os.fspath(source)
-    output = None if output is None else os.fspath(output)
-    parsed, options = (
-        parse_mesh(mesh, world_size),
-        execute_options(jobs, max_memory, digests=digest != "none", check_source=check_source),
+    source = os.fspath(source)
+    parsed = parse_mesh(mesh, world_size)
+    writer = Writer(
+        "preshard",
+        Moving(
+            jobs=jobs,
+            max_memory=max_memory,
+            digest=digest,
+            check_source=check_source,
+            source_manifest=source_manifest,
+        ),
+        Writing(overwrite=overwrite, dry_run=dry_run, resume=resume, resume_from=resume_from),
+        progress=progress,
     )
     local = source if os.path.exists(source) else None
     if output is not None:  # before anything is downloaded
-        check_destination(output, local, overwrite=overwrite)
+        writer.check_destination(os.fspath(output), local)
     model = formats.open(source, format="hub", revision=revision, variant=variant, headers_only=dry_run).hub
     assert model is not None  # what it asked for
-    manifests = find_manifests(
-        [model.catalog], local or model.directory, given=source_manifest, check_source=check_source
-    )
-    path = check_destination(output or _default_output(model, local, parsed), local, overwrite=overwrite)
+    writer.find_manifests([model.catalog], local or model.directory)
+    path = writer.check_destination(os.fspath(output or _default_output(model, local, parsed)), local)
     job = build_job(model, parsed, wrap=wrap, dtype=dtype, digest=digest, trust_remote_code=trust_remote_code)
     shared = _shareable_bytes(job)
     shares = shared > 0 and can_share_extents(model.catalog, os.path.dirname(path))
-    options = replace(options, share_extents=shares)
-    result = _describe(job, source, path, options, dry_run=dry_run)
-    result = replace(
-        result,
-        shares_extents=shares and shared > job.plan.written_bytes // 2,
-        source_manifests=tuple(manifests.paths),
-        warnings=(*result.warnings, *manifests.warnings),
+    writer.write(
+        job,
+        partial(Descriptions, job, sha256=sha256),
+        needed_bytes=_needed_bytes(job, path, shared if shares else 0),
+        share_extents=shares,
     )
-    if resume_from is not None:
-        resume_from = check_resume_from(os.fspath(resume_from), path, job.plan_hash, resume=resume)
-    _check_room(job, path, shared_bytes=shared if shares else 0, resume_from=resume_from)
-    if not dry_run:
-        ran = run_job(
-            job,
-            path,
-            options,
-            progress,
-            describe=partial(Descriptions, job, sha256=sha256),
-            label="preshard",
-            overwrite=overwrite,
-            resume=resume,
-            resume_from=resume_from,
-        )
-        result = replace(
-            result,
-            resumed_files=ran.resumed_files,
-            checked_bytes=ran.source.checked_bytes,
-            unchecked=ran.source.unchecked,
-        )
-    return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
+    is_mostly_shared = shares and shared > job.plan.written_bytes // 2
+    return _result(job, source, writer.facts(job.warnings), shares_extents=is_mostly_shared)
 
 
 def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
@@ -214,19 +161,20 @@ def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
     )
 
 
-def _check_room(job: PreshardJob, path: str, *, shared_bytes: int, resume_from: str | None) -> None:
-    """Refuse to begin what cannot end, or to promise it where the source must be downloaded first."""
-    needed, cache = _needed_bytes(job, shared_bytes), nearest_existing(job.model.directory)
-    if job.model.download_bytes and os.stat(cache).st_dev != os.stat(os.path.dirname(path)).st_dev:
-        check_space(os.path.join(cache, job.model.label), job.model.download_bytes)
-    elif job.model.download_bytes:
-        needed += job.model.download_bytes
-    check_space(path, needed, resume_from=resume_from)
+def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
+    """Return the room that the run takes on the disk of its output.
 
+    That is all images but what is shared of them, the descriptions, and what is downloaded to the same disk first.
 
-def _needed_bytes(job: PreshardJob, shared_bytes: int) -> int:
-    """Disk that the run takes: all images but what is shared of them, and the descriptions."""
-    return job.plan.written_bytes - shared_bytes + len(job.output.catalog.chunks) * _DESCRIPTION_BYTES
+    Raises:
+        ResourceError: another disk, to which the source is downloaded, lacks the room.
+    """
+    needed = job.plan.written_bytes - shared_bytes + len(job.output.catalog.chunks) * DESCRIPTION_BYTES
+    download, cache = job.model.download_bytes, nearest_existing(job.model.directory)
+    if download and os.stat(cache).st_dev != os.stat(os.path.dirname(path)).st_dev:
+        check_space(os.path.join(cache, job.model.label), download)
+        return needed
+    return needed + download
 
 
 def _shareable_bytes(job: PreshardJob) -> int:
@@ -248,40 +196,25 @@ def _shareable_bytes(job: PreshardJob) -> int:
     return total
 
 
-def _describe(
-    job: PreshardJob, source: str, path: str, options: ExecuteOptions, *, dry_run: bool
-) -> PreshardResult:
-    layout, sizes = job.layout, tuple(image.size for image in job.output)
+def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_extents: bool) -> PreshardResult:
+    layout, sizes = job.layout, [image.size for image in job.output]
     return PreshardResult(
+        **facts,
         source=source,
         source_format=job.model.catalog.format,
-        output=path,
-        dry_run=dry_run,
         world_size=layout.mesh.size,
         mesh=str(layout.mesh),
         layout=layout.origin,
         num_units=len(layout.units),
         num_tensors=len(layout.tensors),
-        num_files=len(sizes),
-        read_bytes=job.plan.read_bytes,
-        written_bytes=job.plan.written_bytes,
-        file_bytes=sizes,
         imbalance=round(max(sizes) * len(sizes) / sum(sizes), 4) if sum(sizes) else 1.0,
         num_tensors_with_empty_shards=_count_empty(job),
-        shares_extents=options.share_extents,
-        peak_memory_bytes=options.peak_bytes,
+        shares_extents=shares_extents,
         download_bytes=job.model.download_bytes,
-        free_bytes=free_bytes(path),
-        resumed_files=0,
-        checked_bytes=0,
-        unchecked=(),
-        source_manifests=(),
-        elapsed_s=0.0,
         ties=tuple((name, *others) for name, others in job.aliases.items()),
         omitted=layout.omitted,
         skipped=job.model.beside,
         notes=job.notes,
-        warnings=(*job.warnings, *check_warnings(options)),
     )
 
 

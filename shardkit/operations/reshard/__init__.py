@@ -7,37 +7,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from shardkit._version import __version__
-from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.core.text import KIB, MIB, escape
-from shardkit.core.threads import NoProgress, Progress
+from shardkit.core.mesh import parse_mesh
+from shardkit.core.text import MIB, escape
+from shardkit.core.threads import Progress
 from shardkit.files import manifest, storage
 from shardkit.files.links import may_follow_links
-from shardkit.formats.recorded import SourceManifests, find_manifests
+from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.companions import BesideFile, copy_file
-from shardkit.operations.describe_dcp import Descriptions
-from shardkit.operations.destination import check_destination, check_space, free_bytes, is_sharded_checkpoint
+from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, Descriptions
 from shardkit.operations.reshard.job import ReshardJob, build_job
 from shardkit.operations.reshard.parts import take_apart
-from shardkit.operations.resolve import take
+from shardkit.operations.resolve import ResolvedCheckpoint, take
 from shardkit.operations.write import (
+    Moving,
     OnWarning,
-    check_resume_from,
-    check_warnings,
-    execute_options,
-    run_job,
-    warn_all,
+    Writer,
+    WriteResult,
+    Writing,
 )
-from shardkit.transfer.checks import Unchecked
-from shardkit.transfer.execute import ExecuteOptions, FileDigest
-
-_DESCRIPTION_BYTES = 1 * KIB  # for each chunk, beside the shard files
+from shardkit.transfer.execute import FileDigest
 
 
 class ReshardDescriptions:
@@ -129,8 +123,8 @@ class ReshardDescriptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardResult:
-    """What reshard wrote, or with `dry_run` would write."""
+class ReshardResult(WriteResult):
+    """What reshard wrote, or with `dry_run` would write; `num_tensors` counts all but the optimizer's."""
 
     source: str
     """As it was given."""
@@ -138,45 +132,16 @@ class ReshardResult:
     """The checkpoint that was taken."""
     writer: str
     """Who wrote it, for people."""
-    output: str
-    dry_run: bool
     world_size: int
     mesh: str
     """Axis names and sizes."""
-    num_tensors: int
-    """Of the model and of everything else that is not the optimizer's."""
     num_optimizer_tensors: int
     num_objects: int
     """Byte entries: those of DCP carried over unread, those of other forms plain settings."""
-    num_files: int
-    read_bytes: int
-    written_bytes: int
-    """Size of all shard files."""
-    file_bytes: tuple[int, ...]
-    """Size of each shard file, folder by folder."""
     folders: tuple[str, ...]
     """Of the DCP directories, relative to the checkpoint; "" for the checkpoint itself."""
     copied: tuple[str, ...]
     """Files beside them that were copied as they are."""
-    peak_memory_bytes: int
-    """Bound on the buffers, beside the interpreter and the plan."""
-    free_bytes: int
-    """On the destination's file system, before writing."""
-    resumed_files: int
-    """Files that an interrupted run had finished."""
-    checked_bytes: int
-    """Of the source: compared, as they moved, with the CRC-32 recorded for them."""
-    unchecked: tuple[Unchecked, ...]
-    """What could not be compared, by reason."""
-    source_manifests: tuple[str, ...]
-    """Manifests of shardkit's that were compared with, beside what the files record."""
-    elapsed_s: float
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
-        return asdict(self)
 
 
 @may_follow_links
@@ -237,100 +202,56 @@ def reshard(
         ResourceError: disk or permission.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
-    begun, progress, source = time.monotonic(), progress or NoProgress(), os.fspath(checkpoint)
-    parsed = parse_mesh(mesh, world_size)
-    options = execute_options(jobs, max_memory, digests=digest != "none", check_source=check_source)
-    chosen = take(source, strict=strict)
-    resolved = chosen.resolved
-    warn_all(on_warning, resolved.warnings)
-    path = check_destination(
-        os.fspath(output), resolved.path, overwrite=overwrite, why_not=is_sharded_checkpoint
+    source, parsed = os.fspath(checkpoint), parse_mesh(mesh, world_size)
+    writer = Writer(
+        "reshard",
+        Moving(
+            jobs=jobs,
+            max_memory=max_memory,
+            digest=digest,
+            check_source=check_source,
+            source_manifest=source_manifest,
+        ),
+        Writing(overwrite=overwrite, dry_run=dry_run, resume=resume, resume_from=resume_from),
+        progress=progress,
+        on_warning=on_warning,
     )
-    parts = take_apart(chosen, check_source=check_source)
-    manifests = find_manifests(
-        [part.catalog for part in parts.parts],
-        resolved.path,
-        given=source_manifest,
-        check_source=check_source,
-    )
-    warn_all(on_warning, (*parts.warnings, *check_warnings(options), *manifests.warnings))
+    taken = take(source, strict=strict)
+    resolved = taken.resolved
+    writer.warn(resolved.warnings)
+    writer.check_destination(os.fspath(output), resolved.path)
+    parts = take_apart(taken, check_source=check_source)
+    writer.warn(parts.warnings)
+    manifests = writer.find_manifests([part.catalog for part in parts.parts], resolved.path)
     job = build_job(parts, parsed, dtype=dtype, optimizer_dtype=optimizer_dtype, digest=digest)
-    taken = (
-        [f"{escape(resolved.path)}: {resolved.reason}"]
-        if resolved.path.rstrip("/") != source.rstrip("/")
-        else []
-    )
-    result = _describe(job, source, resolved.path, path, parsed, options, dry_run=dry_run)
-    result = replace(
-        result,
-        notes=(*taken, *resolved.notes, *result.notes),
-        warnings=(*resolved.warnings, *result.warnings, *manifests.warnings),
-        source_manifests=tuple(manifests.paths),
-    )
     chunks = sum(len(part.output.catalog.chunks) for part in job.folders.values())
     copied = sum(file.stamp.size for file in parts.files)
-    if resume_from is not None:
-        resume_from = check_resume_from(os.fspath(resume_from), path, job.plan_hash, resume=resume)
-    needed = job.plan.written_bytes + chunks * _DESCRIPTION_BYTES + copied
-    check_space(path, needed, resume_from=resume_from)
-    if not dry_run:
-        ran = run_job(
-            job,
-            path,
-            options,
-            progress,
-            describe=partial(ReshardDescriptions, resolved.path, job, manifests, sha256=sha256),
-            label="reshard",
-            overwrite=overwrite,
-            resume=resume,
-            resume_from=resume_from,
-        )
-        result = replace(
-            result,
-            resumed_files=ran.resumed_files,
-            checked_bytes=ran.source.checked_bytes,
-            unchecked=ran.source.unchecked,
-        )
-    return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
+    writer.write(
+        job,
+        partial(ReshardDescriptions, resolved.path, job, manifests, sha256=sha256),
+        needed_bytes=job.plan.written_bytes + chunks * DESCRIPTION_BYTES + copied,
+    )
+    return _result(job, source, resolved, writer.facts((*resolved.warnings, *parts.warnings)))
 
 
-def _describe(
-    job: ReshardJob,
-    source: str,
-    checkpoint: str,
-    path: str,
-    mesh: Mesh,
-    options: ExecuteOptions,
-    *,
-    dry_run: bool,
+def _result(
+    job: ReshardJob, source: str, resolved: ResolvedCheckpoint, facts: dict[str, Any]
 ) -> ReshardResult:
-    sizes = tuple(image.size for image in job.output)
+    is_other = resolved.path.rstrip("/") != source.rstrip("/")
+    taken = [f"{escape(resolved.path)}: {resolved.reason}"] if is_other else []
     optimizer = sum(len(part.optimizer) for part in job.folders.values())
     objects = sum(len(part.part.objects) for part in job.folders.values())
     return ReshardResult(
+        **facts,
         source=source,
-        checkpoint=checkpoint,
+        checkpoint=resolved.path,
         writer=job.parts.writer,
-        output=path,
-        dry_run=dry_run,
-        world_size=mesh.size,
-        mesh=str(mesh),
+        world_size=job.mesh.size,
+        mesh=str(job.mesh),
         num_tensors=sum(len(part.layout.tensors) for part in job.folders.values()) - optimizer - objects,
         num_optimizer_tensors=optimizer,
         num_objects=objects,
-        num_files=len(sizes),
-        read_bytes=job.plan.read_bytes,
-        written_bytes=job.plan.written_bytes,
-        file_bytes=sizes,
         folders=tuple(job.folders),
         copied=job.parts.siblings,
-        peak_memory_bytes=options.peak_bytes,
-        free_bytes=free_bytes(path),
-        resumed_files=0,
-        checked_bytes=0,
-        unchecked=(),
-        source_manifests=(),
-        elapsed_s=0.0,
-        notes=job.notes,
-        warnings=(*job.parts.warnings, *check_warnings(options)),
+        notes=(*taken, *resolved.notes, *job.notes),
     )

@@ -24,7 +24,8 @@ from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageErr
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.formats.dcp import chunk_list
-from shardkit.operations.preshard import _check_room
+from shardkit.operations.destination import check_space
+from shardkit.operations.preshard import _needed_bytes
 
 MakeHub = Callable[..., Path]
 CAUSAL = {"architectures": ["TinyForCausalLM"]}  # no model_type: declared, without a child process
@@ -471,14 +472,14 @@ def test_a_dry_run_minds_the_room_for_the_download(tmp_path: Path) -> None:
         model = SimpleNamespace(directory=str(cache), download_bytes=download_bytes, label="Own-1B")
         return SimpleNamespace(model=model, output=output, plan=SimpleNamespace(written_bytes=1))
 
-    _check_room(job(tmp_path / "not" / "yet", 1), str(tmp_path / "out"), shared_bytes=0, resume_from=None)
+    def check_room(cache: Path, download_bytes: int) -> None:
+        out = str(tmp_path / "out")
+        check_space(out, _needed_bytes(job(cache, download_bytes), out, 0))
+
+    check_room(tmp_path / "not" / "yet", 1)
     with pytest.raises(ResourceError, match=rf"{1 + (1 << 60)} bytes"):
-        _check_room(
-            job(tmp_path / "not" / "yet", 1 << 60), str(tmp_path / "out"), shared_bytes=0, resume_from=None
-        )
+        check_room(tmp_path / "not" / "yet", 1 << 60)
     if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == tmp_path.stat().st_dev:
         return
     with pytest.raises(ResourceError, match=rf"/Own-1B: .*{1 << 60} bytes"):  # the cache is on another disk
-        _check_room(
-            job(Path("/dev/shm/hub"), 1 << 60), str(tmp_path / "out"), shared_bytes=0, resume_from=None
-        )
+        check_room(Path("/dev/shm/hub"), 1 << 60)
