@@ -38,7 +38,7 @@ LOADERS = {
 ALLOWED = {
     "__init__.py": {"importlib": "public names load when they are first used; the names are ours"},
     "cli/__init__.py": {"importlib": "commands load when they are run; the names are ours"},
-    "formats/dcp/decode.py": {"importlib": "one of two zstd modules, both named here"},
+    "formats/dcp/records.py": {"importlib": "one of two zstd modules, both named here"},
     "formats/registry.py": {"importlib": "layouts load when their turn comes; the names are ours"},
     "formats/torchsave/bin.py": {"zipfile": "names and checksums of a zip, nothing is unpacked"},
     "layout/traced.py": {

@@ -38,8 +38,8 @@ from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, LayoutError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.dcp.decode import decode_object
 from shardkit.formats.dcp.directory import DcpDirectory, open_dcp_lazily
+from shardkit.formats.dcp.records import decode_object
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
 from shardkit.formats.torchsave.screen import screen
 from shardkit.training.fill.compare import DAMAGED

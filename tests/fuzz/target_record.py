@@ -14,8 +14,9 @@ import torch
 
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import ShardkitError
-from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor, read_record
+from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor
 from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template
+from tests.formats.torchsave.samples import read_record
 from tests.fuzz.mutate import change_bytes, pick
 from tests.fuzz.mutate_pickle import change_pickle
 from tests.fuzz.mutate_zip import Member, build, change_header, change_saved, members

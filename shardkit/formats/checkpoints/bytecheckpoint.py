@@ -29,9 +29,9 @@ from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import (
     bytecheckpoint_vocabulary,
 )
 from shardkit.formats.dcp.checkpoint import as_checkpoint
-from shardkit.formats.dcp.decode import difference, strided_file
 from shardkit.formats.dcp.directory import METADATA, DcpDirectory, open_metadata
 from shardkit.formats.dcp.metadata import join_fields
+from shardkit.formats.dcp.records import difference
 from shardkit.formats.dcp.vocabulary import RECORDS
 from shardkit.formats.optimizer import (
     GROUPS,
@@ -42,7 +42,7 @@ from shardkit.formats.optimizer import (
     Unmapped,
 )
 from shardkit.formats.torchsave.file import TorchFile, open_torch_file
-from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor
+from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor, strided_file
 from shardkit.pickles.interpreter import parse_in_columns
 
 _MODEL, _OPTIMIZER = "model", "optimizer"

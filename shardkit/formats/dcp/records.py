@@ -1,29 +1,54 @@
-"""From records to bytes: open `torch.save` records of a DCP catalog and point at the data inside.
+"""From records to bytes: open the `torch.save` records of a DCP catalog and point at the data inside.
 
-A record says for itself what it holds; where that is not what `.metadata` says, nothing is guessed.
+A record says itself what it holds. Where that is not what `.metadata` says, nothing is guessed.
+
+The bytes of some chunks lie in no file as they are. A dense tensor that was not contiguous is stored with its
+strides. A record that went through a stream extension (torch's `ZStandard`) is stored compressed. Such a chunk
+becomes a file of its own, which exists only after decoding (`SourceFile.decode`).
+
+Source: torch 2.13, torch/distributed/checkpoint/_extension.py.
 """
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardkit.core.catalog import Catalog, Checksums, SourceFile, TensorEntry, ignore_read, subset
+from shardkit.core.catalog import Catalog, Checksums, OnRead, SourceFile, TensorEntry, ignore_read, subset
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
-from shardkit.formats.dcp.decode import Packed, check_transforms, difference, packed_file, strided_file
-from shardkit.formats.dcp.records_many import MIN_BULK, BulkPointer
-from shardkit.formats.torchsave.record import TensorRecord
-from shardkit.formats.torchsave.scan import RecordScanner
+from shardkit.formats.checkpoint import Place
+from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather, read_entries, strided_file
+from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+MIN_BULK = 4096
+"""Chunks from which on numpy pays."""
+_MIN_COLUMNS = 64  # chunks of a tensor from which on columns are quicker than one by one
+_MIN_ROWS = 16  # of a file
+_MOST_AT_ONCE = 1024  # records: 2 MB of what is around their data
 
 _READ_BYTES = 1 << 20
-_AHEAD = 32  # records whose ends are asked for before they are read
+_AHEAD = 32  # records whose ends the system is asked for before they are read
 _END_BYTES = 4096
 _READ_AHEAD = 128 << 10  # what Linux reads ahead of its own accord
+
+_ZSTD = "stream.zstd"
+_MAX_OVERHEAD = 1 << 16  # bytes of a record that are not its data; torch writes less than 2 KiB
+_MAX_WINDOW = 1 << 27  # bytes a decompressor may keep; torch's default level takes 2 MiB
 
 Transforms = Mapping[int, tuple[str, ...]]
 
@@ -31,13 +56,12 @@ Transforms = Mapping[int, tuple[str, ...]]
 def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str]) -> Catalog:
     """Return a catalog of some of the tensors whose extents are the chunks' bytes; encoding "raw".
 
-    Their records are opened and compared with what the catalog says; no others are, and no data is read.
-    A dense tensor that was not contiguous is stored as it lay, and a transformed record is not stored as
-    bytes at all: such a chunk gets a file of its own that exists only after decoding (`SourceFile.decode`).
+    Their records are opened and compared with what the catalog says. No other record is opened, and no data is
+    read.
 
     Args:
         catalog: with encoding "torch-record".
-        transforms: by chunk, where a record was put through extensions.
+        transforms: by chunk, the extensions that a record was put through.
         names: in the order that the result is to have.
 
     Raises:
@@ -45,12 +69,9 @@ def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str])
         IntegrityError: records that are intact, but not what `.metadata` says.
         ResourceError: a file may not be read.
     """
-    chosen = subset(catalog, names)
-    packed = _packed_chunks(catalog, transforms, chosen)
-    check_transforms(packed)
-    scan = _Scan(chosen, skip=packed)
-    num_unrecorded = 0
-    pointer = BulkPointer(chosen, scan.scanner) if len(chosen.chunks) >= MIN_BULK else None
+    scan = _Scan(catalog, transforms, names)
+    chosen, num_unrecorded = scan.chosen, 0
+    pointer = _BulkPointer(chosen, scan.scanner) if len(chosen.chunks) >= MIN_BULK else None
     for number, fd, source, rows in scan.files():
         left, stored = rows, list[tuple[int, int, int]]()
         if pointer is not None:
@@ -62,7 +83,7 @@ def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str])
         num_unrecorded += sum(1 for _, nbytes, crc in stored if nbytes and not crc)
         chosen.files[number] = replace(source, checksums=Checksums.of(stored))
     scan.raise_problems()
-    for row, chunk in packed.items():
+    for row, chunk in scan.packed.items():
         _attach(chosen, row, packed_file(scan.stamped(chosen.chunks.file[row]), chunk))
     chosen.encoding = "raw"
     if num_unrecorded:
@@ -73,12 +94,9 @@ def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str])
 def check_records(catalog: Catalog, transforms: Transforms, names: Collection[str]) -> Iterator[str]:
     """Read the bytes of some tensors and yield a line for each record whose CRC-32 is not the recorded one.
 
-    Records without a CRC-32 are passed over. Arguments and errors are those of `select_raw`.
+    Records without a CRC-32 are skipped. Arguments and errors are those of `select_raw`.
     """
-    chosen = subset(catalog, names)
-    packed = _packed_chunks(catalog, transforms, chosen)
-    check_transforms(packed)
-    scan = _Scan(chosen, skip=packed)
+    scan = _Scan(catalog, transforms, names)
     for _, fd, source, rows in scan.files():
         for row, record in scan.records_of_file(fd, source, rows):
             if record.crc32 is None:
@@ -91,8 +109,8 @@ def check_records(catalog: Catalog, transforms: Transforms, names: Collection[st
                     f"recorded is {record.crc32:08x}"
                 )
     scan.raise_problems()
-    for row, chunk in packed.items():
-        decode = packed_file(chosen.files[chosen.chunks.file[row]], chunk).decode
+    for row, chunk in scan.packed.items():
+        decode = packed_file(scan.chosen.files[scan.chosen.chunks.file[row]], chunk).decode
         assert decode is not None
         try:
             decode(ignore_read)
@@ -100,19 +118,19 @@ def check_records(catalog: Catalog, transforms: Transforms, names: Collection[st
             yield error.message
 
 
-def _packed_chunks(catalog: Catalog, transforms: Transforms, chosen: Catalog) -> dict[int, Packed]:
-    """Return the chosen chunks whose records were transformed, by their rows in `chosen`."""
-    if not transforms:
-        return {}
-    packed: dict[int, Packed] = {}
-    table = chosen.chunks
-    for fqn, entry in chosen.tensors.items():
-        for before, row in zip(catalog.tensors[fqn].chunk_ids, entry.chunk_ids, strict=True):
-            if before in transforms:
-                packed[row] = Packed(
-                    entry, table.region(row), table.start[row], table.nbytes[row], transforms[before]
-                )
-    return packed
+def difference(entry: TensorEntry, sizes: Shape, record: TensorRecord) -> str | None:
+    """Return how a record differs from its chunk, None where it does not.
+
+    Args:
+        entry: the chunk's tensor.
+        sizes: the chunk's, in elements.
+        record: what the record says of itself.
+    """
+    if record.dtype != entry.dtype:
+        return f"stored as {record.dtype.name}, .metadata says {entry.dtype.name}"
+    if record.shape != sizes:
+        return f"stored with shape {list(record.shape)}, .metadata says {list(sizes)}"
+    return None
 
 
 def _crc_of(fd: int, record: TensorRecord, name: str) -> int:
@@ -122,26 +140,44 @@ def _crc_of(fd: int, record: TensorRecord, name: str) -> int:
     return crc
 
 
-class _Scan:
-    """Opens the records of a catalog, file by file and front to back, and collects what is wrong with them."""
+def _point(catalog: Catalog, entry: TensorEntry, row: int, record: TensorRecord) -> None:
+    """Replace the extent of a chunk, a record, by its bytes."""
+    chunks = catalog.chunks
+    if record.is_contiguous:
+        chunks.start[row], chunks.nbytes[row] = record.start, record.nbytes
+    else:
+        _attach(catalog, row, strided_file(catalog.files[chunks.file[row]], entry, record))
 
-    def __init__(self, catalog: Catalog, *, skip: Collection[int]) -> None:
-        self._catalog = catalog
+
+def _attach(catalog: Catalog, row: int, file: SourceFile) -> None:
+    """Let a chunk be the whole of a file of its own."""
+    catalog.files.append(file)
+    catalog.chunks.file[row], catalog.chunks.start[row] = len(catalog.files) - 1, 0
+    catalog.chunks.nbytes[row] = file.size
+
+
+class _Scan:
+    """Opens the records of some tensors, file by file and front to back, and collects what is wrong with them."""
+
+    def __init__(self, catalog: Catalog, transforms: Transforms, names: Collection[str]) -> None:
+        self.chosen = subset(catalog, names)
+        self.packed = _packed_chunks(catalog, transforms, self.chosen)
+        """By chunk of `chosen`; `files` leaves these out."""
+        check_transforms(self.packed)
         self.scanner = RecordScanner()
-        self.tensor_of = [entry for entry in catalog.tensors.values() for _ in entry.chunk_ids]
-        self._rows = _in_order(catalog)
-        if skip:
-            self._rows = [row for row in self._rows if row not in skip]
+        self.tensor_of = [entry for entry in self.chosen.tensors.values() for _ in entry.chunk_ids]
+        self._rows = _in_order(self.chosen)
+        if self.packed:
+            self._rows = [row for row in self._rows if row not in self.packed]
         self._damaged: list[str] = []
         self._different: list[str] = []
 
     def files(self) -> Iterator[tuple[int, int, SourceFile, list[int]]]:
         """Yield (number, descriptor, file, its chunks in the order of their bytes); one file is open at a time."""
-        catalog = self._catalog
-        for file, group in groupby(self._rows, key=catalog.chunks.file.__getitem__):
-            source = catalog.files[file]
+        for file, group in groupby(self._rows, key=self.chosen.chunks.file.__getitem__):
+            source = self.chosen.files[file]
             with open_regular(source.path, source.name, follow=False) as (fd, _):
-                source = catalog.files[file] = replace(source, stamp=stamp_of(fd))
+                source = self.chosen.files[file] = replace(source, stamp=stamp_of(fd))
                 self.scanner.open(fd)
                 yield file, fd, source, list(group)
 
@@ -149,15 +185,14 @@ class _Scan:
         self, fd: int, source: SourceFile, rows: Sequence[int]
     ) -> Iterator[tuple[int, TensorRecord]]:
         """Yield (chunk, record) of the chunks of an open file whose records are right."""
-        table, where = self._catalog.chunks, escape(source.name)
+        table, where = self.chosen.chunks, escape(source.name)
         for number, row in enumerate(rows):
             if number % _AHEAD == 0:
-                _ask_for_ends(fd, self._catalog, rows[number : number + _AHEAD])
+                _ask_for_ends(fd, self.chosen, rows[number : number + _AHEAD])
             entry, sizes = self.tensor_of[row], table.region(row).sizes
+            kind, start, nbytes = (entry.dtype, sizes), table.start[row], table.nbytes[row]
             try:
-                record = self.scanner.read(
-                    (entry.dtype, sizes), table.start[row], table.nbytes[row], where=where
-                )
+                record = self.scanner.read(kind, start, nbytes, where=where)
             except ResourceError:
                 raise
             except SourceError as error:
@@ -171,14 +206,14 @@ class _Scan:
 
     def stamped(self, file: int) -> SourceFile:
         """Return a file with its stamp, also where none of its records was opened."""
-        source = self._catalog.files[file]
+        source = self.chosen.files[file]
         if source.stamp is None:
             with open_regular(source.path, source.name, follow=False) as (fd, _):
-                source = self._catalog.files[file] = replace(source, stamp=stamp_of(fd))
+                source = self.chosen.files[file] = replace(source, stamp=stamp_of(fd))
         return source
 
     def raise_problems(self) -> None:
-        """Raise what was found, all of one kind at once."""
+        """Raise what was found, everything of one kind at once."""
         hint = "the checkpoint is damaged, or its files are from different saves: use another copy"
         if self._damaged:
             count = len(self._damaged)
@@ -197,8 +232,7 @@ def _in_order(catalog: Catalog) -> list[int]:
         columns = np.frombuffer(table.start, dtype=np.int64), np.frombuffer(table.file, dtype=np.int32)
         order: list[int] = np.lexsort(columns).tolist()
         return order
-    files, starts = table.file.tolist(), table.start.tolist()
-    return sorted(range(len(files)), key=lambda row: (files[row], starts[row]))
+    return sorted(range(len(table)), key=lambda row: (table.file[row], table.start[row]))
 
 
 def _ask_for_ends(fd: int, catalog: Catalog, rows: Sequence[int]) -> None:
@@ -211,17 +245,278 @@ def _ask_for_ends(fd: int, catalog: Catalog, rows: Sequence[int]) -> None:
                 os.posix_fadvise(fd, at, 2 * _END_BYTES, os.POSIX_FADV_WILLNEED)
 
 
-def _point(catalog: Catalog, entry: TensorEntry, row: int, record: TensorRecord) -> None:
-    """Replace the extent of a chunk, a record, by its bytes."""
-    chunks = catalog.chunks
-    if record.is_contiguous:
-        chunks.start[row], chunks.nbytes[row] = record.start, record.nbytes
-    else:
-        _attach(catalog, row, strided_file(catalog.files[chunks.file[row]], entry, record))
+class _BulkPointer:
+    """Replaces very many records by the bytes inside, file by file, where they match a template.
+
+    Args:
+        catalog: its chunks' extents are records, and become bytes.
+        scanner: reads the records that are left over. The templates are those that it has learned by then.
+    """
+
+    def __init__(self, catalog: Catalog, scanner: RecordScanner) -> None:
+        import numpy as np
+
+        self._scanner, self._bulk = scanner, BulkScanner()
+        self._starts: Array = np.frombuffer(catalog.chunks.start, dtype=np.int64)
+        self._nbytes: Array = np.frombuffer(catalog.chunks.nbytes, dtype=np.int64)
+        self._kinds: dict[tuple[DType, Shape, int], int] = {}
+        self._kind_of: Array = np.empty(len(catalog.chunks), dtype=np.int32)
+        for entry in catalog.tensors.values():
+            self._number_kinds(catalog, entry.dtype, entry.chunk_ids)
+        self._templates: list[Template | None] = [None] * len(self._kinds)
+        self._unknown = {number: kind for kind, number in self._kinds.items()}
+        self._is_known = np.zeros(len(self._kinds), dtype=bool)
+        self._shifts, self._sizes, self._data_at, self._data = np.zeros((4, len(self._kinds)), dtype=np.int64)
+
+    def _number_kinds(self, catalog: Catalog, dtype: DType, rows: range) -> None:
+        """Give each chunk of a tensor the number of its dtype, sizes and length."""
+        import numpy as np
+
+        table, kinds = catalog.chunks, self._kinds
+        if len(rows) < _MIN_COLUMNS:
+            for row in rows:
+                kind = (dtype, table.region(row).sizes, table.nbytes[row])
+                self._kind_of[row] = kinds.setdefault(kind, len(kinds))
+            return
+        boxes = np.frombuffer(table.boxes(rows), dtype=np.int64).reshape(len(rows), -1)
+        lengths = self._nbytes[rows.start : rows.stop, None]
+        columns = np.hstack([boxes[:, boxes.shape[1] // 2 :], lengths])
+        firsts = [0, *((columns[1:] != columns[:-1]).any(axis=1).nonzero()[0] + 1).tolist()]
+        for first, stop in zip(firsts, [*firsts[1:], len(rows)], strict=True):
+            *sizes, length = columns[first].tolist()
+            kind = (dtype, tuple(sizes), length)
+            self._kind_of[rows.start + first : rows.start + stop] = kinds.setdefault(kind, len(kinds))
+
+    def point(self, fd: int, rows: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Point chunks of an open file at their bytes.
+
+        Args:
+            fd: the file.
+            rows: its chunks, in the order of their bytes.
+
+        Returns:
+            The chunks left over, and of each of the others where its data lies: (first byte, bytes, CRC-32), the
+            CRC-32 being 0 where none is recorded.
+        """
+        import numpy as np
+
+        self._look_up()
+        every = np.array(rows, dtype=np.int64)
+        is_left = ~self._is_known[self._kind_of[every]]
+        chosen = np.flatnonzero(~is_left)
+        stored = list[tuple[int, int, int]]()
+        if len(chosen) < _MIN_ROWS:
+            return rows, stored
+        for first in range(0, len(chosen), _MOST_AT_ONCE):
+            part = chosen[first : first + _MOST_AT_ONCE]
+            these = every[part]
+            kinds, offsets = self._kind_of[these], self._starts[these]
+            templates = [template for kind in kinds.tolist() if (template := self._templates[kind])]
+            found = self._bulk.compare(fd, templates, offsets, self._nbytes[these])
+            is_left[part] = ~found.is_alike
+            these, kinds, crcs = these[found.is_alike], kinds[found.is_alike], found.crcs[found.is_alike]
+            places = self._starts[these] + self._data_at[kinds]
+            stored += zip(places.tolist(), self._data[kinds].tolist(), crcs.tolist(), strict=True)
+            self._starts[these] += self._shifts[kinds]
+            self._nbytes[these] = self._sizes[kinds]
+        return every[is_left].tolist(), stored
+
+    def _look_up(self) -> None:
+        """Take the templates that the scanner has learned since, where they are what `.metadata` says."""
+        for number, (dtype, sizes, length) in list(self._unknown.items()):
+            template = self._scanner.known((dtype, sizes), length)
+            if template is None:
+                continue
+            del self._unknown[number]
+            record = template.record
+            if record.dtype is dtype and record.shape == sizes and record.is_contiguous:
+                self._templates[number], self._is_known[number] = template, True
+                self._shifts[number], self._sizes[number] = record.start, record.nbytes
+                self._data_at[number], self._data[number] = record.data_start, record.data_nbytes
 
 
-def _attach(catalog: Catalog, row: int, file: SourceFile) -> None:
-    """Let a chunk be the whole of a file of its own."""
-    catalog.files.append(file)
-    catalog.chunks.file[row], catalog.chunks.start[row] = len(catalog.files) - 1, 0
-    catalog.chunks.nbytes[row] = file.size
+class Packed(NamedTuple):
+    """A chunk whose record was put through extensions."""
+
+    entry: TensorEntry
+    region: Region
+    start: int
+    """First byte of the transformed record in its file."""
+    nbytes: int
+    transforms: tuple[str, ...]
+
+
+def _packed_chunks(catalog: Catalog, transforms: Transforms, chosen: Catalog) -> dict[int, Packed]:
+    """Return the chosen chunks whose records were transformed, by their rows in `chosen`."""
+    if not transforms:
+        return {}
+    packed: dict[int, Packed] = {}
+    table = chosen.chunks
+    for fqn, entry in chosen.tensors.items():
+        for before, row in zip(catalog.tensors[fqn].chunk_ids, entry.chunk_ids, strict=True):
+            if before in transforms:
+                place = table.start[row], table.nbytes[row]
+                packed[row] = Packed(entry, table.region(row), *place, transforms[before])
+    return packed
+
+
+def check_transforms(chunks: Mapping[int, Packed]) -> None:
+    """Refuse chunks whose transforms cannot be undone here, all tensors at once.
+
+    Args:
+        chunks: by their rows.
+
+    Raises:
+        SourceError: names the tensors, their extensions and what to install.
+    """
+    unknown: dict[str, str] = {}
+    for chunk in chunks.values():
+        if not _is_zstd(chunk.transforms):
+            unknown[chunk.entry.fqn] = ", ".join(map(escape, chunk.transforms))
+    if unknown:
+        raise SourceError(
+            f"{len(unknown)} tensors were saved through extensions that cannot be undone",
+            problems=[f"{escape(fqn)}: {names}" for fqn, names in unknown.items()],
+            hint="load it with torch.distributed.checkpoint where the extension is known, and save it without",
+        )
+    if chunks and _find_zstd() is None:
+        fqns = list(dict.fromkeys(escape(chunk.entry.fqn) for chunk in chunks.values()))
+        raise SourceError(
+            f"{len(fqns)} tensors are compressed with {_ZSTD}, and no module here can decompress it",
+            problems=[f"{fqn}: {_ZSTD}" for fqn in fqns],
+            hint="pip install 'shardkit[zstd]'",
+        )
+
+
+def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
+    """Return a file that is one chunk. Decoding it decompresses and checks the record, its CRC-32 too.
+
+    Args:
+        source: the file that holds the record.
+        chunk: which one; `check_transforms` has accepted it.
+    """
+    nbytes = chunk.region.num_elements * chunk.entry.dtype.itemsize
+
+    def decode(_: OnRead) -> memoryview:
+        where = escape(source.name)
+        try:
+            data = _decompress(source, chunk.start, chunk.nbytes, nbytes + _MAX_OVERHEAD)
+            record, _entries = read_entries(_reader_of(data), 0, len(data), where=where, check_crc=True)
+            reason = difference(chunk.entry, chunk.region.sizes, record)
+            if reason:
+                raise IntegrityError(f"{where}: {reason}")
+        except ResourceError:
+            raise
+        except SourceError as error:
+            raise type(error)(
+                f"{escape(chunk.entry.fqn)}: {error.message}",
+                hint="the checkpoint is damaged: use another copy",
+            ) from None
+        if record.is_contiguous:
+            return data[record.start : record.start + record.nbytes]
+        return gather(data[record.data_start : record.data_start + record.data_nbytes], record)
+
+    return replace(decoded_file(source, chunk.entry, nbytes, decode), is_proved=True)
+
+
+def decode_object(source: SourceFile, fqn: str, place: Place, limit: int) -> memoryview:
+    """Return the bytes of an entry that is not a tensor, as they were before it went through extensions.
+
+    Args:
+        source: its file.
+        fqn: its name.
+        place: where it lies.
+        limit: most bytes that it may have.
+
+    Raises:
+        SourceError: extensions that cannot be undone here, or damaged data.
+        IntegrityError: it has more bytes than `limit`.
+        ResourceError: the file may not be read.
+    """
+    if not _is_zstd(place.transforms) or _find_zstd() is None:
+        names = ", ".join(map(escape, place.transforms))
+        raise SourceError(
+            f"{escape(fqn)} was saved through extensions that cannot be undone here: {names}",
+            hint="for stream.zstd, pip install 'shardkit[zstd]'",
+        )
+    return _decompress(source, place.start, place.nbytes, limit)
+
+
+def _reader_of(data: memoryview) -> Callable[[int, int], bytes]:
+    return lambda start, nbytes: bytes(data[start : start + nbytes])
+
+
+def _is_zstd(transforms: Sequence[str]) -> bool:
+    """True for "stream.zstd/1" alone, or a minor version of it, as torch's own reader takes them."""
+    if len(transforms) != 1:
+        return False
+    name, _, version = transforms[0].partition("/")
+    return name == _ZSTD and version.partition(".")[0] == "1"
+
+
+def _decompress(source: SourceFile, start: int, nbytes: int, limit: int) -> memoryview:
+    """Return the record; never holds much more than `limit` bytes, whatever the file says."""
+    zstd, out = _find_zstd(), bytearray()
+    assert zstd is not None  # check_transforms saw to it
+    pieces, damaged = zstd
+    with open_regular(source.path, source.name, follow=False) as (fd, _):
+        packed = _Range(fd, start, nbytes, source.name)
+        try:
+            for piece in pieces(packed):
+                out += piece
+                if len(out) > limit:
+                    raise IntegrityError(
+                        f"{escape(source.name)}: bytes {start} to {start + nbytes} decompress to more than the "
+                        f"{limit} that there may be"
+                    )
+        except damaged as error:
+            raise SourceError(
+                f"{escape(source.name)}: zstd data at byte {start} is damaged: {escape(str(error))}"
+            ) from None
+    return memoryview(out)
+
+
+class _Range(io.RawIOBase):
+    """A byte range of an open file as a stream."""
+
+    def __init__(self, fd: int, start: int, nbytes: int, name: str) -> None:
+        self._fd, self._at, self._stop, self._name = fd, start, start + nbytes, name
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), self._stop - self._at)
+        buffer[:count] = read_exactly(self._fd, self._at, count, self._name)
+        self._at += count
+        return count
+
+
+_Pieces = Callable[[io.RawIOBase], Iterator[bytes]]
+
+
+def _find_zstd() -> tuple[_Pieces, type[Exception]] | None:
+    """Return a decompressor in pieces and what it raises: Python's own (3.14) or the zstandard package's."""
+    for name, pieces in (("compression.zstd", _stdlib_pieces), ("zstandard", _package_pieces)):
+        try:
+            module = import_module(name)
+        except ImportError:
+            continue
+        return lambda packed, pieces=pieces, module=module: pieces(packed, module), module.ZstdError
+    return None
+
+
+def _package_pieces(packed: io.RawIOBase, zstandard: Any) -> Iterator[bytes]:
+    reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(packed)
+    while piece := reader.read(_READ_BYTES):
+        yield piece
+
+
+def _stdlib_pieces(packed: io.RawIOBase, zstd: Any) -> Iterator[bytes]:
+    options = {zstd.DecompressionParameter.window_log_max: _MAX_WINDOW.bit_length() - 1}
+    decompressor = zstd.ZstdDecompressor(options=options)
+    while not decompressor.eof:
+        data = packed.read(_READ_BYTES) if decompressor.needs_input else b""
+        if decompressor.needs_input and not data:
+            raise zstd.ZstdError("it ends too early")
+        yield decompressor.decompress(data, _READ_BYTES)

@@ -18,9 +18,9 @@ from shardkit.core.regions import Region, Shape, find_tiling_error, full_region
 from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import locate_all
-from shardkit.formats.dcp.decode import strided_file
 from shardkit.formats.optimizer import Path, path_name
 from shardkit.formats.torchsave.file import TorchFile, differing_storages, open_torch_file
+from shardkit.formats.torchsave.record import strided_file
 from shardkit.formats.torchsave.values import DistributedRef, Part, TensorRef, UnreadableTensor
 
 _MAX_NAMES = 1 << 18  # of tensors, and of what lies beside them in lists and dicts

@@ -16,7 +16,6 @@ from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_range_boxes, full_region
 from shardkit.core.text import escape
-from shardkit.formats.dcp.decode import strided_file
 from shardkit.formats.optimizer import (
     STEP,
     Agreement,
@@ -28,6 +27,7 @@ from shardkit.formats.optimizer import (
 )
 from shardkit.formats.rankfiles.files import differing
 from shardkit.formats.torchsave.file import TensorRef, TorchFile
+from shardkit.formats.torchsave.record import strided_file
 
 NEVER = "it has no state: the optimizer never took a step, or keeps it elsewhere (NVMe offload)"
 

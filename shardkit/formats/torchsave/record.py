@@ -1,9 +1,9 @@
 """Read the description of one `torch.save` record: where its tensor's bytes lie, and as what.
 
-A record is a zip with stored entries, somewhere inside a `.distcp`. Only its directory and the small
-entries are read (two `pread` calls for the records that torch writes), never the tensor, unless its
-CRC-32 is to be checked. Everything that would make the raw bytes mean something else is refused:
-compression, big-endian data, conjugated or negated views, classes of tensors that are not plain.
+A record is a zip with stored entries, somewhere inside a `.distcp`. Only its directory and the small entries
+are read (two `pread` calls for the records that torch writes). The tensor is read only to check its CRC-32.
+Everything that would make the raw bytes mean something else is refused: compression, big-endian data,
+conjugated or negated views, classes of tensors that are not plain.
 
 Source: torch 2.2 and 2.13, caffe2/serialize/inline_container.cc, torch/_utils.py (`_rebuild_tensor_v2`,
 `_rebuild_tensor_v3`) and torch/serialization.py (`persistent_id`); APPNOTE.TXT 6.3.9.
@@ -11,15 +11,17 @@ Source: torch 2.2 and 2.13, caffe2/serialize/inline_container.cc, torch/_utils.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
+from shardkit.core.catalog import OnRead, SourceFile, TensorEntry
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.files import storage
+from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.torchsave.archive import Entry, Pread, ZipReader, read_directory
 from shardkit.pickles.interpreter import Global, Refusal, Vocabulary, parse
 
@@ -95,13 +97,13 @@ class TensorRecord:
         return True
 
 
-def read_record(
-    fd: int, offset: int, length: int, *, where: str = "record", check_crc: bool = False
-) -> TensorRecord:
-    """Read the description of the record at a byte range of a file.
+def read_entries(
+    pread: Pread, offset: int, length: int, *, where: str = "record", check_crc: bool = False
+) -> tuple[TensorRecord, dict[str, Entry]]:
+    """Read the description of the record at a byte range; also return its entries.
 
     Args:
-        fd: the open file; read with `pread`.
+        pread: (first byte, most bytes) -> bytes; fewer only at the end.
         offset: the record's first byte.
         length: its bytes.
         where: what to call the file in messages, escaped.
@@ -111,24 +113,6 @@ def read_record(
         SourceError: damaged, cut short, or a tensor that raw bytes alone do not give.
         IntegrityError: an entry's CRC-32 is not that of its bytes.
         ResourceError: the device fails.
-    """
-    return read_entries(
-        lambda start, nbytes: storage.pread(fd, nbytes, start),
-        offset,
-        length,
-        where=where,
-        check_crc=check_crc,
-    )[0]
-
-
-def read_entries(
-    pread: Pread, offset: int, length: int, *, where: str = "record", check_crc: bool = False
-) -> tuple[TensorRecord, dict[str, Entry]]:
-    """Read the description of a record from anything that gives bytes; also return its entries.
-
-    Args:
-        pread: (first byte, most bytes) -> bytes; fewer only at the end.
-        offset, length, where, check_crc: as for `read_record`, which says what is raised.
     """
     reader = ZipReader(pread, offset, length, f"{where}, record at byte {offset}")
     entries = read_directory(reader, _NAMES.__contains__, max_entries=len(_NAMES))
@@ -276,3 +260,50 @@ _VOCABULARY = Vocabulary(
     max_bytes=_MAX_BYTES,
     persistent=_make_storage,
 )
+
+
+def strided_file(source: SourceFile, entry: TensorEntry, record: TensorRecord) -> SourceFile:
+    """Return a file that is one tensor. Decoding it puts the tensor in row-major order.
+
+    Args:
+        source: the file that holds the record.
+        entry: the tensor that the record is, or is a chunk of.
+        record: a dense tensor, contiguous or not.
+    """
+
+    def decode(on_read: OnRead) -> memoryview:
+        with open_regular(source.path, source.name, follow=False) as (fd, _):
+            data = memoryview(read_exactly(fd, record.data_start, record.data_nbytes, source.name))
+        on_read(source.path, record.data_start, data)
+        return gather(data, record)
+
+    file = decoded_file(source, entry, record.nbytes, decode)
+    return replace(file, decoded_from=(record.data_start, record.data_start + record.data_nbytes))
+
+
+def decoded_file(
+    source: SourceFile, entry: TensorEntry, nbytes: int, decode: Callable[[OnRead], memoryview]
+) -> SourceFile:
+    """Return a file of `nbytes` bytes that exist only after decoding; it has the stamp of its source."""
+    name = f"{source.name}:{entry.fqn}"
+    return SourceFile(name=name, path=source.path, size=nbytes, decode=decode, stamp=source.stamp)
+
+
+def gather(storage: memoryview, record: TensorRecord) -> memoryview:
+    """Return a strided tensor's bytes in row-major order.
+
+    Args:
+        storage: the bytes of the record's storage.
+        record: what views them.
+    """
+    import numpy as np
+
+    itemsize = record.dtype.itemsize
+    view = np.ndarray(
+        record.shape,
+        np.dtype((np.void, itemsize)),  # numpy has no bfloat16 or float8; bytes are moved, not values
+        storage,
+        record.storage_offset * itemsize,
+        tuple(stride * itemsize for stride in record.stride),
+    )
+    return memoryview(view.tobytes())

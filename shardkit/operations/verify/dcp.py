@@ -16,8 +16,8 @@ from shardkit.files.file_bytes import Archive, FileBytes, Stretch
 from shardkit.files.strict_json import named_failures, open_regular
 from shardkit.formats.checkpoint import DcpFolder
 from shardkit.formats.dcp.chunk_list import ListedChunk
-from shardkit.formats.dcp.decode import Packed, check_transforms, difference, packed_file
 from shardkit.formats.dcp.directory import open_dcp_lazily
+from shardkit.formats.dcp.records import Packed, check_transforms, difference, packed_file
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner
 from shardkit.operations.verify.manifest import METADATA, Described, check_tensors

@@ -13,8 +13,7 @@ import torch
 
 from shardkit.errors import ShardkitError
 from shardkit.files.digest import crc32
-from shardkit.formats.dcp import records as dcp_raw
-from shardkit.formats.dcp import records_many
+from shardkit.formats.dcp import records
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.torchsave import scan
 from tests.formats.dcp.samples import alter, assert_holds, save, save_rank_local, shard
@@ -53,9 +52,9 @@ def checkpoint(path: Path, num: int = 30) -> str:
 @pytest.fixture
 def set_bulk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     def set_bulk(on: bool) -> None:
-        monkeypatch.setattr(dcp_raw, "MIN_BULK", 1 if on else NEVER)
-        monkeypatch.setattr(records_many, "_MIN_ROWS", 1)
-        monkeypatch.setattr(records_many, "_MIN_COLUMNS", 3)
+        monkeypatch.setattr(records, "MIN_BULK", 1 if on else NEVER)
+        monkeypatch.setattr(records, "_MIN_ROWS", 1)
+        monkeypatch.setattr(records, "_MIN_COLUMNS", 3)
 
     return set_bulk
 
@@ -150,7 +149,7 @@ def test_a_file_that_ends_early(tmp_path: Path, cut: int, set_bulk: Callable[[bo
         content = Path(path).read_bytes()
         os.truncate(path, len(content) - cut)
         with pytest.raises(ShardkitError, match=r"__1_0\.distcp") as raised:
-            dcp_raw.select_raw(catalog, {}, tuple(catalog.tensors))
+            records.select_raw(catalog, {}, tuple(catalog.tensors))
         answers.append((raised.value.message, raised.value.problems))
         Path(path).write_bytes(content)
     assert answers[0] == answers[1]

@@ -15,8 +15,9 @@ import torch
 
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.torchsave.record import TensorRecord, parse_tensor, read_record
+from shardkit.formats.torchsave.record import TensorRecord, parse_tensor
 from shardkit.formats.torchsave.writer import record_skeleton
+from tests.formats.torchsave.samples import read_record
 
 LEAD = b"something before"
 

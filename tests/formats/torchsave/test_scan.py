@@ -14,8 +14,9 @@ import torch
 
 from shardkit.errors import SourceError
 from shardkit.formats.torchsave import scan as torch_record_scan
-from shardkit.formats.torchsave.record import TensorRecord, read_record
+from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner
+from tests.formats.torchsave.samples import read_record
 
 
 def saved(tensor: torch.Tensor) -> bytes:

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardkit.errors import SourceError
-from shardkit.formats.dcp import decode
+from shardkit.formats.dcp import records
 from shardkit.formats.dcp.directory import DcpDirectory, open_dcp, open_dcp_lazily
 from tests.formats.dcp.samples import alter, assert_holds, read_tensor
 
@@ -118,7 +118,7 @@ def test_without_a_module_it_says_what_to_install(directory: str, monkeypatch: p
     def missing(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr(decode, "import_module", missing)
+    monkeypatch.setattr(records, "import_module", missing)
     opened: DcpDirectory = open_dcp_lazily(directory)
     with pytest.raises(SourceError, match=r"stream\.zstd") as caught:
         opened.select(("w", "t"))
@@ -138,7 +138,7 @@ def test_the_standard_library_is_enough(directory: str, monkeypatch: pytest.Monk
             raise ImportError(name)
         return module
 
-    monkeypatch.setattr(decode, "import_module", only)
+    monkeypatch.setattr(records, "import_module", only)
     assert_holds(open_dcp(directory, records=True), STATE)
     replace_record(directory, "scalar", zstandard.ZstdCompressor().compress(bytes(1 << 22))[:20])
     with pytest.raises(SourceError, match=r"^scalar: __9_0\.distcp: zstd data at byte 0 is damaged"):

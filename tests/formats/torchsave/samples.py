@@ -1,0 +1,17 @@
+"""Reading records of one tensor, from a file that is open."""
+
+from __future__ import annotations
+
+import os
+
+from shardkit.formats.torchsave.record import TensorRecord, read_entries
+
+
+def read_record(
+    fd: int, offset: int, length: int, *, where: str = "record", check_crc: bool = False
+) -> TensorRecord:
+    """The description of the record at a byte range of a file."""
+    record, _ = read_entries(
+        lambda start, nbytes: os.pread(fd, nbytes, start), offset, length, where=where, check_crc=check_crc
+    )
+    return record
