@@ -1,19 +1,21 @@
 """The `.distcp` files of a layout, as images with holes.
 
-Each stored chunk is one `torch.save` record. Records are found only through `.metadata`, so there may be
-gaps between them: a large record is put where its data has the same offset modulo 4,096 as its source
-bytes, so that file systems which share extents need not move them (and elsewhere page-aligned copies
-stay page-aligned). Where the bytes are converted or gathered there is no such choice, and large data
-starts at a multiple of 4,096.
+Each stored chunk is one `torch.save` record. Readers find records only through `.metadata`, so there may be gaps
+between them. A large record is put where its data has the same offset modulo 4,096 as its source bytes: file
+systems that share extents then need not move them, and elsewhere page-aligned copies stay page-aligned. Where
+the bytes are converted or gathered there is no such choice, and large data starts at a multiple of 4,096.
 
-The order of the records is that of the names: a wrap policy, or whether a model was traced, changes nothing.
+The order of the records is that of the names. A wrap policy does not change it, nor does tracing the model.
+
+Trainers that save model and optimizer apart leave several DCP directories in folders of one. `JoinedImages`
+takes their images as one set; names get the folder in front.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, SourceFile
@@ -65,7 +67,11 @@ class DcpImage:
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Yield the records `start .. stop`."""
-        return self._images.pieces(self._rows[start:stop])
+        kinds, kind_of, first_of = self._images.kinds, self._images.kind_of, self._images.first_of
+        starts = self._images.catalog.chunks.start
+        for row in self._rows[start:stop]:
+            _, source, dtype, _, skeleton = kinds[kind_of[row]]
+            yield Piece(starts[row], skeleton, source, first_of[row], skeleton.data_nbytes, dtype)
 
     def hole(self, index: int) -> Hole:
         """Return the hole of a record."""
@@ -73,14 +79,18 @@ class DcpImage:
 
     def records(self) -> Iterator[tuple[int, list[int], int]]:
         """Yield (index into `DcpImages.kinds`, the region's offsets, first byte), in file order."""
-        return self._images.records(self._rows)
+        kinds, kind_of, table = self._images.kinds, self._images.kind_of, self._images.catalog.chunks
+        for row in self._rows:
+            kind = kind_of[row]
+            yield kind, table.offsets(row, len(kinds[kind].sizes)), table.start[row]
 
 
 class DcpImages:
     """Every record of a checkpoint to be written: where it lies and what it holds.
 
-    `catalog` describes the finished checkpoint: one extent for each record. A tensor's rows of the chunk
-    table are in the order of its regions; a file's rows are in the natural order of their names, objects last.
+    `catalog` describes the finished checkpoint, with one extent for each record. The rows of a tensor in the
+    chunk table have the order of its regions. The rows of a file have the natural order of their names, objects
+    last.
     """
 
     def __init__(
@@ -104,15 +114,18 @@ class DcpImages:
         """
         self.catalog = Catalog(format="dcp", directory="", encoding="torch-record")
         self.kinds: list[RecordKind] = []
-        # Of each row of the chunk table: its kind, and the first element of its region in the whole tensor.
-        self._kind_of, self._first_of = array("i"), array("q")
+        self.kind_of = array("i")
+        """Of each row of the chunk table, the index into `kinds`."""
+        self.first_of = array("q")
+        """Of each row, the first element of its region in the whole tensor."""
         self.objects = frozenset(objects)
-        self._holes: dict[str, _TensorHoles] = {}
+        self._holes: dict[str, TensorHoles] = {}
         rows = [array("i") for _ in range(layout.mesh.num_shards)]
         ends = [0] * layout.mesh.num_shards
-        self.data_nbytes = [0] * layout.mesh.num_shards  # of each image, without the records around it
+        self.data_nbytes = [0] * layout.mesh.num_shards
+        """Of each image, without the records around it."""
         for fqn in sorted(layout.tensors, key=lambda fqn: (fqn in self.objects, natural(fqn))):
-            self._place(layout, fqn, dtypes[fqn], sources[fqn], phase, rows, ends)
+            self._place(layout, fqn, dtypes[fqn], sources[fqn], phase(fqn), rows, ends)
         names = [f"__{shard}_0.distcp" for shard in range(layout.mesh.num_shards)]
         self.catalog.files = [SourceFile(name=n, path="", size=e) for n, e in zip(names, ends, strict=True)]
         self.images = [DcpImage(n, e, r, self) for n, e, r in zip(names, ends, rows, strict=True)]
@@ -123,16 +136,16 @@ class DcpImages:
         fqn: str,
         dtype: DType,
         source: str,
-        phase: Phase,
+        begin: int | None,
         rows: Sequence[array[int]],
         ends: list[int],
     ) -> None:
         """Append a tensor's records to their files."""
-        shape, begin = layout.tensors[fqn].shape, phase(fqn)
+        shape = layout.tensors[fqn].shape
         owners = list(layout.owners(fqn))
         shards, regions = [shard for shard, _ in owners], [region for _, region in owners]
         firsts = flat_offsets([region.offsets for region in regions], shape)
-        first_row, num_data_bytes, data_nbytes = len(self._kind_of), 0, self.data_nbytes
+        first_row, num_data_bytes, data_nbytes = len(self.kind_of), 0, self.data_nbytes
         known: dict[Shape, int] = {}
         starts, nbytes, kinds = list[int](), list[int](), list[int]()
         sizes: Shape | None = None
@@ -156,10 +169,9 @@ class DcpImages:
             kinds.append(number)
             starts.append(start)
             nbytes.append(whole)
-        self._kind_of.extend(kinds)
-        self._first_of.extend(firsts)
-        row_range = range(first_row, first_row + len(shards))
-        self._holes[fqn] = _TensorHoles(source, row_range, tuple(known), num_data_bytes)
+        self.kind_of.extend(kinds)
+        self.first_of.extend(firsts)
+        self._holes[fqn] = TensorHoles(fqn, source, tuple(known), dtype, num_data_bytes)
         self.catalog.add_tensor_columns(fqn, dtype, shape, shards, starts, nbytes, regions)
 
     def _add_kind(self, fqn: str, source: str, dtype: DType, sizes: Shape) -> int:
@@ -178,50 +190,91 @@ class DcpImages:
 
     def tensors(self) -> Iterator[TensorHoles]:
         """Yield what is known of each tensor's holes together."""
-        for fqn, holes in self._holes.items():
-            dtype = self.catalog.tensors[fqn].dtype
-            yield TensorHoles(fqn, holes.source, holes.sizes, dtype, holes.nbytes)
+        yield from self._holes.values()
 
     def holes(self, fqn: str) -> Iterator[tuple[int, Hole]]:
         """Yield (image index, hole) of every chunk of a stored tensor, in the order of its regions."""
-        for row in self._holes[fqn].rows:
+        for row in self.catalog.tensors[fqn].chunk_ids:
             yield self.catalog.chunks.file[row], self.hole(row)
 
     def data_places(self, fqn: str) -> Iterator[tuple[int, int]]:
         """Yield (first byte in the file, bytes) of every chunk's data, in the order of the regions."""
-        for row in self._holes[fqn].rows:
-            skeleton = self.kinds[self._kind_of[row]].skeleton
+        for row in self.catalog.tensors[fqn].chunk_ids:
+            skeleton = self.kinds[self.kind_of[row]].skeleton
             yield self.catalog.chunks.start[row] + len(skeleton.prefix), skeleton.data_nbytes
-
-    def records(self, rows: Iterable[int]) -> Iterator[tuple[int, list[int], int]]:
-        """Yield what `DcpImage.records` does of rows of the chunk table."""
-        kinds, kind_of, table = self.kinds, self._kind_of, self.catalog.chunks
-        for row in rows:
-            kind = kind_of[row]
-            yield kind, table.offsets(row, len(kinds[kind].sizes)), table.start[row]
-
-    def pieces(self, rows: Iterable[int]) -> Iterator[Piece]:
-        """Yield the pieces of rows of the chunk table."""
-        kinds, kind_of, first_of, starts = (
-            self.kinds,
-            self._kind_of,
-            self._first_of,
-            self.catalog.chunks.start,
-        )
-        for row in rows:
-            _, source, dtype, _, skeleton = kinds[kind_of[row]]
-            yield Piece(starts[row], skeleton, source, first_of[row], skeleton.data_nbytes, dtype)
 
     def hole(self, row: int) -> Hole:
         """Return the hole of a row of the chunk table."""
-        _, source, dtype, _, skeleton = self.kinds[self._kind_of[row]]
+        _, source, dtype, _, skeleton = self.kinds[self.kind_of[row]]
         table = self.catalog.chunks
         start = table.start[row] + len(skeleton.prefix)
         return Hole(source, table.region(row), dtype, start, skeleton.data_nbytes)
 
 
-class _TensorHoles(NamedTuple):
-    source: str
-    rows: range
-    sizes: tuple[Shape, ...]
-    nbytes: int
+class JoinedImages:
+    """The images of all folders; `shardkit.transfer.images.ImageSet`.
+
+    Args:
+        sets: images by folder. Their sources are named as in the joined catalog.
+    """
+
+    def __init__(self, sets: Mapping[str, DcpImages]) -> None:
+        self._sets = sets
+        self._images = [
+            replace(image, name=join_name(folder, image.name))
+            for folder, images in sets.items()
+            for image in images
+        ]
+        self.data_nbytes = [nbytes for images in sets.values() for nbytes in images.data_nbytes]
+        self._first: dict[str, int] = {}
+        for folder in sets:
+            self._first[folder] = sum(len(sets[before]) for before in self._first)
+        self._places = {
+            join_name(folder, holes.fqn): (folder, holes.fqn)
+            for folder, images in sets.items()
+            for holes in images.tensors()
+        }
+
+    def __iter__(self) -> Iterator[DcpImage]:
+        return iter(self._images)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> DcpImage:
+        return self._images[index]
+
+    def tensors(self) -> Iterator[TensorHoles]:
+        """Yield what is known of each tensor's holes together."""
+        for folder, images in self._sets.items():
+            for holes in images.tensors():
+                yield holes._replace(fqn=join_name(folder, holes.fqn))
+
+    def holes(self, fqn: str) -> Iterator[tuple[int, Hole]]:
+        """Yield (image index, hole) of every chunk of a tensor."""
+        folder, name = self._places[fqn]
+        for index, hole in self._sets[folder].holes(name):
+            yield self._first[folder] + index, hole
+
+
+def join_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
+    """Return one catalog of raw extents, with the folder of each in front of the names of tensors and files.
+
+    It has no objects, notes or paths.
+    """
+    joined = Catalog(format="dcp", directory="")
+    for folder, catalog in catalogs.items():
+        first, table = len(joined.files), catalog.chunks
+        joined.files += [replace(file, name=join_name(folder, file.name)) for file in catalog.files]
+        for fqn, entry in catalog.tensors.items():
+            rows, name = slice(entry.chunk_ids.start, entry.chunk_ids.stop), join_name(folder, fqn)
+            files = array("i", [first + file for file in table.file[rows]])
+            begin, boxes = len(joined.chunks), table.boxes(entry.chunk_ids)
+            joined.chunks.extend_columns(files, table.start[rows], table.nbytes[rows], boxes)
+            joined.tensors[name] = replace(entry, fqn=name, first_chunk=begin)
+    return joined
+
+
+def join_name(folder: str, name: str) -> str:
+    """Return the name of something in a folder; "" is the directory itself."""
+    return f"{folder}/{name}" if folder else name

@@ -20,8 +20,7 @@ from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import REPLICATE, Mesh, Placement
 from shardkit.core.text import escape
 from shardkit.errors import SourceError, UsageError
-from shardkit.formats.dcp.images import DcpImages
-from shardkit.formats.dcp.joined_images import JoinedImages, join_catalogs, join_name
+from shardkit.formats.dcp.images import DcpImages, JoinedImages, join_catalogs, join_name
 from shardkit.keys.tree import Kind, object_kind, optimizer_names
 from shardkit.layout.layout import Layout, TensorLayout, Unit
 from shardkit.operations.reshard.parts import Part, Parts
