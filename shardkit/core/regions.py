@@ -220,6 +220,34 @@ def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
     return None
 
 
+def is_grid(shape: Shape, regions: list[Region]) -> bool:
+    """True where chunks are the cells of a grid: each dim is cut into ranges, and every combination is there.
+
+    Such chunks tile the tensor. Trainers write them, and a grid is quicker to recognize than `find_tiling_error`
+    compares pairs. Empty regions are ignored.
+
+    Args:
+        shape: the tensor's, in elements.
+        regions: of the chunks. No two with elements have the same offsets (the caller makes sure of it), so that
+            counting the cells is enough.
+    """
+    if any(0 in region.sizes for region in regions):
+        regions = [region for region in regions if 0 not in region.sizes]
+    num_cells = 1
+    for dim, size in enumerate(shape):
+        ranges = sorted((region.offsets[dim], region.sizes[dim]) for region in regions)
+        reached, num_ranges, last = 0, 0, None
+        for part in ranges:
+            if part != last:
+                if part[0] != reached:
+                    return False
+                reached, num_ranges, last = part[0] + part[1], num_ranges + 1, part
+        if reached != size:
+            return False
+        num_cells *= num_ranges
+    return num_cells == len(regions)
+
+
 def _find_overlap(regions: list[Region]) -> tuple[Region, Region] | None:
     """Sweep along the dim that is cut the most: only regions whose ranges meet there can overlap."""
     if not regions or not regions[0].offsets:

@@ -21,12 +21,13 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.errors import ShardkitError
-from shardkit.formats.dcp.directory import open_dcp, open_dcp_lazily
+from shardkit.formats.dcp.directory import open_directory
 from shardkit.formats.hub.directory import open_model
 from shardkit.operations.verify.result import VerifyProblem
 from shardkit.operations.verify.verify import verify
 from tests.corruption.damage import KINDS, SIZES, changed_bytes, damaged
 from tests.corruption.outputs import FOREIGN, OURS, make
+from tests.formats.dcp.samples import open_dcp
 
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """In memory, where there is such a place."""
@@ -101,7 +102,7 @@ def _extents(catalog: Catalog, prefix: str) -> dict[str, list[Extent]]:
 
 def _add_objects(folder: Path, prefix: str, records: dict[str, list[Extent]]) -> None:
     """Add the records of what is no tensor."""
-    opened = open_dcp_lazily(str(folder))
+    opened = open_directory(str(folder))
     for name, place in opened.objects.items():
         if place is not None:
             file = os.path.normpath(os.path.join(prefix, opened.catalog.files[place.file].name))

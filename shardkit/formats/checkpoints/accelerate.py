@@ -37,7 +37,7 @@ from shardkit.formats.checkpoint import (
     parent,
 )
 from shardkit.formats.checkpoints.full_file import open_full_file
-from shardkit.formats.dcp.checkpoint import open_dcp_directory
+from shardkit.formats.dcp.directory import open_dcp_directory
 from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.formats.rankfiles.files import RankFile, gather_files, require_ranks
 from shardkit.formats.rankfiles.numbered import parameters_of

@@ -28,8 +28,7 @@ from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import (
     PickleTable,
     bytecheckpoint_vocabulary,
 )
-from shardkit.formats.dcp.checkpoint import as_checkpoint
-from shardkit.formats.dcp.directory import METADATA, DcpDirectory, open_metadata
+from shardkit.formats.dcp.directory import METADATA, DcpDirectory, as_checkpoint, open_metadata
 from shardkit.formats.dcp.metadata import join_fields
 from shardkit.formats.dcp.records import difference
 from shardkit.formats.dcp.vocabulary import RECORDS

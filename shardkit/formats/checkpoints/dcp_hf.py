@@ -27,14 +27,13 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, SourceFile, ignore_read, subset
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, Shape, find_tiling_error
+from shardkit.core.regions import Region, Shape, find_tiling_error, is_grid
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import locate, read_inside
 from shardkit.files.strict_json import open_regular, parse_object, read_exactly
 from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, inner, listing
-from shardkit.formats.dcp.check import is_grid
-from shardkit.formats.dcp.sharding_info import saved_offsets
+from shardkit.formats.dcp.safetensors import saved_offsets
 from shardkit.formats.hub.directory import is_hub_directory, open_hub_directory
 from shardkit.formats.hub.safetensors import read_header
 from shardkit.keys.ties import is_output, ties_embeddings

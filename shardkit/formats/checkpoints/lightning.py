@@ -21,7 +21,7 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate
 from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, has_any, heads_of, listing
-from shardkit.formats.dcp.checkpoint import open_dcp_directory
+from shardkit.formats.dcp.directory import open_dcp_directory
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, open_torch_file
 
 _META = "meta.pt"

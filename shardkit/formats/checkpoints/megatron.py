@@ -15,8 +15,7 @@ from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
 from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, listing
-from shardkit.formats.dcp.checkpoint import open_dcp_directory
-from shardkit.formats.dcp.directory import is_dcp
+from shardkit.formats.dcp.directory import is_dcp, open_dcp_directory
 
 _CONFIG = "metadata.json"
 _COMMON = "common.pt"

@@ -31,8 +31,7 @@ from shardkit.formats.checkpoint import (
     own_name,
     parent,
 )
-from shardkit.formats.dcp.checkpoint import open_dcp_directory
-from shardkit.formats.dcp.directory import is_dcp
+from shardkit.formats.dcp.directory import is_dcp, open_dcp_directory
 
 Roots = Mapping[str, tuple[str | int, ...]]
 

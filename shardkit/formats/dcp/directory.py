@@ -1,8 +1,11 @@
-"""Open a DCP directory: `.metadata`, and `.distcp` files full of `torch.save` records.
+"""Open a DCP directory: `.metadata`, and `.distcp` files full of `torch.save` records, whoever called torch.
 
 `.metadata` is trusted over the directory listing: a reused directory can hold shards of an older, larger
-world. What it says is checked against the files: every chunk's bytes are there, no two entries share
-some of them (unless they share all: tied names), and each tensor is tiled exactly once.
+world. What it says is checked against the files: every chunk's bytes are there, no two entries overlap (tied
+names may share all their bytes), and the chunks of each tensor make it up exactly once.
+
+With very many chunks numpy looks at the columns first. It knows the arrangement that trainers write. Where it
+finds anything else, the checks go chunk by chunk, and say what is wrong where something is.
 
 Source: torch 2.13, torch/distributed/checkpoint/filesystem.py.
 """
@@ -10,18 +13,27 @@ Source: torch 2.13, torch/distributed/checkpoint/filesystem.py.
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardkit.core.catalog import Catalog, SourceFile, subset
+from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
+from shardkit.core.regions import Shape, find_tiling_error, is_grid
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.strict_json import read_small
-from shardkit.formats.checkpoint import Place
-from shardkit.formats.dcp.check import ANOTHER_COPY, check_extents, check_tiling
-from shardkit.formats.dcp.merge import rank_files, read_rank_metadata
-from shardkit.formats.dcp.metadata import DcpMetadata, parse_metadata
+from shardkit.formats.checkpoint import Checkpoint, Place, asset_directories
+from shardkit.formats.dcp.metadata import (
+    MIN_COLUMNS,
+    MIN_TOTAL,
+    DcpMetadata,
+    parse_metadata,
+    rank_files,
+    read_rank_metadata,
+)
 from shardkit.formats.dcp.records import check_records, select_raw
 from shardkit.formats.dcp.safetensors import holds_bare_bytes, point_at_parts
 
@@ -29,7 +41,11 @@ METADATA = ".metadata"
 _SUFFIX = ".distcp"
 _MAX_METADATA = 1 << 30
 _SHOWN_NAMES = 3
+_ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
 _OTHER_RANKS = "files of a rank may be missing: copy all __R.metadata and .distcp files of the save"
+
+# torch 2.13, torch/distributed/fsdp/_flat_param.py: FLAT_PARAM; "flat_param" before torch 2.0.
+_FLAT = re.compile(r"(.*\.)?_?flat_param(_\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,36 +94,47 @@ def is_dcp(directory: str) -> bool:
     return METADATA in names or bool(rank_files(names))
 
 
-def open_dcp(directory: str, *, records: bool | Collection[str] = False) -> Catalog:
-    """Open a DCP directory.
+def open_dcp_directory(path: str) -> Checkpoint:
+    """Open a DCP directory; its records are opened by `select`.
+
+    Raises:
+        SourceError: missing, damaged, hostile or contradictory; without tensors; or flat parameters of FSDP1.
+        ResourceError: a file may not be read.
+    """
+    return as_checkpoint(path, open_directory(path))
+
+
+def as_checkpoint(path: str, opened: DcpDirectory) -> Checkpoint:
+    """Return an opened DCP directory as a checkpoint.
+
+    Raises:
+        SourceError: it has no tensors, or flat parameters of FSDP1.
+    """
+    catalog = opened.catalog
+    _refuse_empty(path, catalog)
+    _refuse_flat(path, catalog)
+    return Checkpoint(
+        path=path,
+        format="dcp",
+        writer="torch.distributed.checkpoint",
+        catalog=catalog,
+        select=opened.select,
+        dcp=opened,
+        check=opened.check if opened.has_records else None,
+        assets=asset_directories(path),
+        notes=catalog.notes,
+    )
+
+
+def open_directory(directory: str) -> DcpDirectory:
+    """Open a DCP directory without its records; `select` opens those of the wanted tensors.
 
     Args:
         directory: where `.metadata` lies, or `__R.metadata` of each rank.
-        records: also open every record, or those of the tensors named, and compare them with `.metadata`.
-            The catalog's encoding is then "raw", its extents are the chunks' bytes, and it holds no other
-            tensors; otherwise it is "torch-record".
 
     Raises:
         SourceError: missing, damaged, hostile or contradictory; names the file and the tensors.
-        IntegrityError: a record is not what `.metadata` says.
         ResourceError: a file may not be read.
-    """
-    opened = open_dcp_lazily(directory)
-    if records is False:
-        return opened.catalog
-    catalog = opened.catalog
-    chosen = opened.select(tuple(catalog.tensors) if records is True else records)
-    chosen.notes = (*catalog.notes, *chosen.notes)
-    if records is True:
-        chosen.objects, chosen.paths = catalog.objects, catalog.paths
-    return chosen
-
-
-def open_dcp_lazily(directory: str) -> DcpDirectory:
-    """Open a DCP directory without its records; `select` opens those of the tensors that are wanted.
-
-    Raises:
-        SourceError, ResourceError: as `open_dcp`.
     """
     return open_metadata(directory, _read_metadata(directory))
 
@@ -116,13 +143,13 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
     """Hold what metadata says against the files of a directory.
 
     Raises:
-        SourceError, ResourceError: as `open_dcp`.
+        SourceError, ResourceError: as `open_directory`.
     """
     files = _stat_files(directory, metadata)
     if metadata.encoding != "raw" and holds_bare_bytes(metadata):
         point_at_parts(metadata, files)
     check_extents(metadata, files)
-    check_tiling(metadata, ANOTHER_COPY if metadata.where == METADATA else _OTHER_RANKS)
+    check_tiling(metadata, _ANOTHER_COPY if metadata.where == METADATA else _OTHER_RANKS)
     catalog = Catalog(
         format="dcp",
         directory=directory,
@@ -135,6 +162,32 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
         notes=(*_orphan_notes(metadata), *_stale_notes(directory, metadata)),
     )
     return DcpDirectory(catalog=catalog, transforms=metadata.transforms, objects=metadata.objects)
+
+
+def _refuse_empty(path: str, catalog: Catalog) -> None:
+    if catalog.tensors:
+        return
+    if catalog.objects:
+        reason = f"only {len(catalog.objects)} entries that are not tensors"
+    else:
+        reason = "nothing at all: the state dict that was saved was empty"
+    raise SourceError(
+        f"{escape(path)} has no tensors: {reason}",
+        hint="a trainer that picks parameters by name may have found none (known: FSDP1 with PEFT adapters);"
+        " use an earlier checkpoint, or save the model again",
+    )
+
+
+def _refuse_flat(path: str, catalog: Catalog) -> None:
+    """Flat parameters hold many tensors end to end; which ones, only the wrapped model knew."""
+    flat = [entry for fqn, entry in catalog.tensors.items() if _FLAT.fullmatch(fqn) and len(entry.shape) == 1]
+    if flat:
+        raise SourceError(
+            f"{escape(path)} holds {len(flat)} flat parameters of FSDP1 (LOCAL_STATE_DICT): the names and shapes "
+            "of what is in them are not recorded",
+            problems=[f"{escape(entry.fqn)}: {entry.num_elements} elements" for entry in flat],
+            hint="load it into the model that was wrapped the same way, and save it with SHARDED_STATE_DICT",
+        )
 
 
 def _read_metadata(directory: str) -> DcpMetadata:
@@ -240,3 +293,141 @@ def _stale_notes(directory: str, metadata: DcpMetadata) -> Iterator[str]:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(escape(name) for name in names[:_SHOWN_NAMES])
     return f"{shown}, ..." if len(names) > _SHOWN_NAMES else shown
+
+
+def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
+    """Every extent lies in its file, and shares no byte with another unless the two are equal.
+
+    Raises:
+        SourceError: names every tensor and file.
+    """
+    chunks, places = metadata.chunks, [place for place in metadata.objects.values() if place]
+    has_no_empty = metadata.encoding != "raw"  # a record has more bytes than its data
+    if has_no_empty and len(chunks) >= MIN_TOTAL:
+        more = [(place.file, place.start, place.nbytes) for place in places]
+        if are_apart(chunks.file, chunks.start, chunks.nbytes, [file.size for file in files], more):
+            return
+    owner = _owners(metadata.tensors)
+    extents = [
+        (file, start, start + nbytes, row)
+        for row, (file, start, nbytes) in enumerate(
+            zip(chunks.file, chunks.start, chunks.nbytes, strict=True)
+        )
+    ]
+    objects = list(metadata.objects.items())
+    for index, (_, place) in enumerate(objects):
+        if place:
+            extents.append((place.file, place.start, place.start + place.nbytes, -1 - index))
+    extents.sort()
+
+    def name(row: int) -> str:
+        return escape(owner(row) if row >= 0 else objects[-1 - row][0])
+
+    problems: list[str] = []
+    previous = (-1, 0, 0, 0)
+    for extent in extents:
+        file, start, stop, row = extent
+        if start < 0 or stop < start or (stop == start and has_no_empty) or stop > files[file].size:
+            problems.append(
+                f"{name(row)}: bytes {start} to {stop} of {escape(files[file].name)}, which has {files[file].size}"
+            )
+            continue
+        if file == previous[0] and start < previous[2] and (start, stop) != previous[1:3]:
+            problems.append(
+                f"{name(row)} and {name(previous[3])}: overlapping bytes at {start} of {escape(files[file].name)}"
+            )
+        if file != previous[0] or stop > previous[2]:
+            previous = extent
+    if problems:
+        raise SourceError(
+            f"{metadata.where} places {len(problems)} entries where their bytes cannot be",
+            problems=problems,
+            hint=_ANOTHER_COPY,
+        )
+
+
+def _owners(tensors: dict[str, TensorEntry]) -> Callable[[int], str]:
+    """Return a function from a chunk to its tensor's name."""
+    names = list(tensors)
+    firsts = [entry.first_chunk for entry in tensors.values()]
+    return lambda row: names[bisect_right(firsts, row) - 1]
+
+
+def check_tiling(metadata: DcpMetadata, hint: str = _ANOTHER_COPY) -> None:
+    """The chunks of every tensor make it up exactly once.
+
+    Raises:
+        SourceError: names every tensor, with `hint`.
+    """
+    problems, least = [], MIN_COLUMNS if len(metadata.chunks) >= MIN_TOTAL else len(metadata.chunks) + 1
+    for fqn, entry in metadata.tensors.items():
+        if entry.num_chunks >= least and are_row_shards(entry.shape, metadata.chunks.boxes(entry.chunk_ids)):
+            continue
+        regions = metadata.chunks.regions(entry.chunk_ids)
+        reason = None if is_grid(entry.shape, regions) else find_tiling_error(entry.shape, regions)
+        if reason:
+            problems.append(f"{escape(fqn)}: {reason}")
+    if problems:
+        raise SourceError(
+            f"the chunks of {len(problems)} tensors in {metadata.where} do not make up the tensor",
+            problems=problems,
+            hint=hint,
+        )
+
+
+def are_row_shards(shape: Shape, boxes: array[int]) -> bool:
+    """True where chunks, in their order, cut a tensor along its first dim; empty ones may stand anywhere in it.
+
+    Args:
+        shape: the tensor's.
+        boxes: for each chunk its offsets, then its sizes.
+    """
+    import numpy as np
+
+    num_dims = len(shape)
+    if num_dims == 0 or 0 in shape:
+        return False
+    each = np.frombuffer(boxes, dtype=np.int64).reshape(-1, 2 * num_dims)
+    if (each < 0).any() or (each[:, num_dims:] > np.array(shape, dtype=np.int64) - each[:, :num_dims]).any():
+        return False  # an empty one may reach outside as well
+    each = each[each[:, num_dims:].all(axis=1)]
+    if not len(each):
+        return False
+    offsets, sizes = each[:, :num_dims], each[:, num_dims:]
+    starts, counts = offsets[:, 0], sizes[:, 0]
+    if offsets[:, 1:].any() or (sizes[:, 1:] != np.array(shape[1:], dtype=np.int64)).any():
+        return False
+    if starts[0] != 0:
+        return False
+    return (
+        bool((starts[1:] - starts[:-1] == counts[:-1]).all())
+        and int(starts[-1]) + int(counts[-1]) == shape[0]
+    )
+
+
+def are_apart(
+    files: array[int],
+    starts: array[int],
+    nbytes: array[int],
+    sizes: Sequence[int],
+    more: Sequence[Sequence[int]],
+) -> bool:
+    """True where extents that are not empty lie in their files, and no two have a byte in common.
+
+    Args:
+        files, starts, nbytes: of each chunk, in bytes.
+        sizes: of each file, in bytes.
+        more: (file, first byte, bytes) of further extents.
+    """
+    import numpy as np
+
+    others = np.array(more, dtype=np.int64).reshape(-1, 3)
+    file = np.concatenate([np.frombuffer(files, dtype=np.int32), others[:, 0]])
+    start = np.concatenate([np.frombuffer(starts, dtype=np.int64), others[:, 1]])
+    length = np.concatenate([np.frombuffer(nbytes, dtype=np.int64), others[:, 2]])
+    size = np.array(sizes, dtype=np.int64)[file]
+    if (start < 0).any() or (length <= 0).any() or (start > size).any() or (length > size - start).any():
+        return False
+    order = np.lexsort((start, file))
+    file, start, stop = file[order], start[order], (start + length)[order]
+    return not ((file[1:] == file[:-1]) & (start[1:] < stop[:-1])).any()

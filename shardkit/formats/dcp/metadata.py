@@ -1,25 +1,34 @@
 """`.metadata` of a DCP directory, parsed: tensors with their chunks and places, objects, planner paths.
 
-This is about the file alone, whatever lies beside it: every chunk has a place, every name is known once.
-What the places point at is checked where the directory is opened (`formats.dcp`).
+This is about the file alone, whatever lies beside it: every chunk has a place, and every name is known once.
+What the places point at is checked where the directory is opened (`formats.dcp.directory`).
 
-Source: torch 2.2 to 2.13, torch/distributed/checkpoint/metadata.py, filesystem.py, _nested_dict.py.
+`dcp.save(..., use_collectives=False)` leaves rank-local metadata instead of one `.metadata`: each rank writes
+`__R.metadata` with the chunks that it holds, and nobody records how many ranks there were. All files together
+are the checkpoint. The ranks must be there without a gap, and the chunks must make up each tensor. A tensor
+that every rank holds whole is taken from the first.
+
+Source: torch 2.2 to 2.13, torch/distributed/checkpoint/metadata.py, filesystem.py (`finish`), _nested_dict.py,
+state_dict_saver.py.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from array import array
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from shardkit.core.catalog import ChunkTable, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.files.strict_json import read_small
 from shardkit.formats.checkpoint import Place
-from shardkit.formats.dcp.columns import MIN_COLUMNS, MIN_TOTAL, match_columns, rows_by_id
 from shardkit.formats.dcp.vocabulary import (
     RECORDS,
     Metadata,
@@ -30,14 +39,28 @@ from shardkit.formats.dcp.vocabulary import (
 )
 from shardkit.pickles.interpreter import parse_in_columns
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    Columns = tuple[array[int], array[int], array[int], array[int]]
+    Ints = np.ndarray[Any, np.dtype[np.int64]]
+
 Path = tuple[str | int, ...]
 
+MIN_COLUMNS = 64
+"""Chunks of a tensor from which on columns are quicker than one by one,"""
+MIN_TOTAL = 4096
+"""and of a checkpoint from which on numpy's import pays."""
 _VERSIONS = (None, "1.0.0")  # torch 2.13: metadata.CURRENT_DCP_VERSION
 _MAX_INDEX = 1 << 24  # list index in a planner path: torch extends a list up to it
 _MAX_PATH = 64  # steps of a planner path
 _MAX_SHARED = 4  # names of one description whose chunks need not have a place
 _MAX_ELEMENTS = 1 << 62
 _NO_ROWS = array("i")
+
+_RANK = re.compile(r"__(0|[1-9]\d{0,6})\.metadata(\.tmp)?")
+_MAX_LISTED = 1000  # missing ranks: a single file with a huge number stands for no more
+_MISSING_RANK = "a rank's files may be missing: copy all __R.metadata and .distcp files of the save"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,18 +188,11 @@ def _is_whole(result: DcpMetadata, fqn: str, num_rows: int) -> bool:
 
 def _rows_by_name(storage: StorageTable) -> dict[str, array[int]]:
     """Rows of the storage table for each name."""
-    rows: dict[str, array[int]] = {}
-    if len(storage) >= MIN_TOTAL:
-        order, counts = rows_by_id(storage.name_ids, len(storage.fqns))
-    else:
-        order = array("i", sorted(range(len(storage)), key=storage.name_ids.__getitem__))
-        by_id = Counter(storage.name_ids)
-        counts = [by_id[name_id] for name_id in range(len(storage.fqns))]
-    start = 0
-    for fqn, count in zip(storage.fqns, counts, strict=True):
-        rows[fqn] = order[start : start + count]
-        start += count
-    return rows
+    rows = [array("i") for _ in storage.fqns]
+    appends = [column.append for column in rows]
+    for row, name_id in enumerate(storage.name_ids):
+        appends[name_id](row)
+    return dict(zip(storage.fqns, rows, strict=True))
 
 
 def _add_object(
@@ -212,7 +228,7 @@ def _add_tensor(
     problem = _shape_problem(tensor)
     is_many = len(storage) >= MIN_TOTAL and tensor.num_chunks >= MIN_COLUMNS
     if is_many and problem is None and tensor.dtype is not None:
-        columns = match_columns(tensor, storage, rows)
+        columns = _match_columns(tensor, storage, rows)
         if columns is not None:
             result.chunks.extend_columns(*columns)
             return _enter(result, fqn, tensor, tensor.dtype, first)
@@ -237,6 +253,55 @@ def _add_tensor(
         if row in storage.transforms:
             result.transforms[chunk] = storage.transforms[row]
     return _enter(result, fqn, tensor, tensor.dtype, first)
+
+
+def _match_columns(tensor: Tensor, storage: StorageTable, rows: array[int]) -> Columns | None:
+    """Return the files, starts, lengths and boxes of a tensor's chunks, as `ChunkTable.extend_columns` takes them.
+
+    None unless the chunks are listed in the order of their offsets, and placed in the same order, each once:
+    the arrangement that trainers write. The caller then looks chunk by chunk, and says what is wrong.
+    An empty chunk may be listed again; ranks without a part of a tensor do that.
+
+    Args:
+        tensor: with at least one chunk.
+        storage: every entry.
+        rows: those under the tensor's name.
+    """
+    import numpy as np
+
+    num_dims = len(tensor.shape)
+    if num_dims == 0 or storage.transforms or not rows:
+        return None
+    boxes = np.frombuffer(tensor.boxes, dtype=np.int64).reshape(-1, 2 * num_dims)
+    is_first = np.ones(len(boxes), dtype=bool)
+    is_first[1:] = (boxes[1:, :num_dims] != boxes[:-1, :num_dims]).any(axis=1)
+    if boxes[~is_first, num_dims:].all(axis=1).any():  # listed again, and has elements
+        return None
+    boxes = boxes[is_first]
+    offsets, at = boxes[:, :num_dims], np.frombuffer(rows, dtype=np.int32)
+    if len(at) != len(boxes) or (np.frombuffer(storage.num_dims, dtype=np.int8)[at] != num_dims).any():
+        return None
+    corner_at = np.frombuffer(storage.corner_at, dtype=np.int64)[at]
+    placed = np.frombuffer(storage.corners, dtype=np.int64)[corner_at[:, None] + np.arange(num_dims)]
+    if (placed != offsets).any() or not _are_ascending(offsets):
+        return None
+    return (
+        array("i", np.frombuffer(storage.path_ids, dtype=np.int32)[at].tobytes()),
+        array("q", np.frombuffer(storage.offsets, dtype=np.int64)[at].tobytes()),
+        array("q", np.frombuffer(storage.lengths, dtype=np.int64)[at].tobytes()),
+        array("q", boxes.tobytes()),
+    )
+
+
+def _are_ascending(offsets: Ints) -> bool:
+    """True where each corner comes after the one before, row-major."""
+    import numpy as np
+
+    is_after, is_same = np.zeros(len(offsets) - 1, dtype=bool), np.ones(len(offsets) - 1, dtype=bool)
+    for column in offsets.T:
+        is_after |= is_same & (column[1:] > column[:-1])
+        is_same &= column[1:] == column[:-1]
+    return bool(is_after.all())
 
 
 def _enter(result: DcpMetadata, fqn: str, tensor: Tensor, dtype: DType, first: int) -> int:
@@ -301,3 +366,118 @@ def _path_problem(path: object) -> str | None:
         elif type(step) is not str:
             return f"its path in planner_data has a step of type {type(step).__name__}"
     return None
+
+
+def rank_files(names: Collection[str]) -> dict[int, str]:
+    """Return rank -> file, in the order of ranks, of the finished rank-local metadata among some names."""
+    found = {int(match[1]): name for name in names if (match := _RANK.fullmatch(name)) and not match[2]}
+    return dict(sorted(found.items()))
+
+
+def read_rank_metadata(directory: str, names: Collection[str], max_bytes: int) -> DcpMetadata:
+    """Read the metadata of every rank as that of one checkpoint.
+
+    Args:
+        directory: where the files lie.
+        names: what the directory holds.
+        max_bytes: of one file.
+
+    Raises:
+        SourceError: a rank is missing or did not finish, a file is damaged, or ranks contradict each other.
+        ResourceError: a file may not be read.
+    """
+    found = rank_files(names)
+    unfinished = sorted(name for name in names if (match := _RANK.fullmatch(name)) and match[2])
+    gaps = list(islice((rank for rank in range(max(found)) if rank not in found), _MAX_LISTED))
+    if unfinished or gaps:
+        problems = [f"__{rank}.metadata: no such file" for rank in gaps]
+        problems += [f"{escape(name)}: this rank's save did not finish" for name in unfinished]
+        raise SourceError(
+            f"{escape(directory)} has rank-local metadata, but not of every rank",
+            problems=problems,
+            hint=_MISSING_RANK,
+        )
+    parts: list[DcpMetadata] = []
+    for name in found.values():
+        data = read_small(os.path.join(directory, name), name, max_bytes, follow=False)
+        parts.append(parse_metadata(data, where=name))
+    return _Merge(parts).result()
+
+
+class _Merge:
+    """Puts the metadata of all ranks together."""
+
+    def __init__(self, parts: Sequence[DcpMetadata]) -> None:
+        self._parts = parts
+        self._files: dict[str, int] = {}
+        self._problems: list[str] = []
+
+    def result(self) -> DcpMetadata:
+        parts, merged = self._parts, DcpMetadata()
+        merged.where = f"__0.metadata to __{len(parts) - 1}.metadata" if len(parts) > 1 else "__0.metadata"
+        file_ids = [[self._files.setdefault(name, len(self._files)) for name in part.files] for part in parts]
+        for fqn in dict.fromkeys(fqn for part in parts for fqn in part.tensors):
+            self._add_tensor(merged, fqn, file_ids)
+        for part, ids in zip(parts, file_ids, strict=True):
+            self._add_objects(merged, part, ids)
+        merged.files = tuple(self._files)
+        merged.paths = self._paths()
+        merged.orphans = tuple(dict.fromkeys(fqn for part in parts for fqn in part.orphans))
+        if self._problems:
+            raise SourceError(
+                f"the ranks' metadata contradict each other in {len(self._problems)} places",
+                problems=self._problems,
+                hint="the files are from different saves: use one copy of one save",
+            )
+        return merged
+
+    def _add_tensor(self, merged: DcpMetadata, fqn: str, file_ids: Sequence[Sequence[int]]) -> None:
+        """Add the chunks of all ranks; an equal region is a replica and is left out."""
+        first: TensorEntry | None = None
+        seen: set[Region] = set()
+        begin = len(merged.chunks)
+        for part, ids in zip(self._parts, file_ids, strict=True):
+            entry = part.tensors.get(fqn)
+            if entry is None:
+                continue
+            first = first or entry
+            if entry.dtype is not first.dtype or entry.shape != first.shape:
+                self._problems.append(
+                    f"{escape(fqn)}: {part.where} has {entry.dtype.name} {list(entry.shape)}, "
+                    f"another rank {first.dtype.name} {list(first.shape)}"
+                )
+                continue
+            table = part.chunks
+            for row, region in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
+                if region in seen:
+                    continue
+                seen.add(region)
+                new = merged.chunks.append(ids[table.file[row]], table.start[row], table.nbytes[row], region)
+                if row in part.transforms:
+                    merged.transforms[new] = part.transforms[row]
+        assert first is not None
+        merged.tensors[fqn] = TensorEntry(
+            fqn=fqn,
+            dtype=first.dtype,
+            shape=first.shape,
+            first_chunk=begin,
+            num_chunks=len(merged.chunks) - begin,
+        )
+
+    def _add_objects(self, merged: DcpMetadata, part: DcpMetadata, ids: Sequence[int]) -> None:
+        for fqn, place in part.objects.items():
+            if fqn in merged.tensors:
+                self._problems.append(f"{escape(fqn)}: an object in {part.where}, a tensor elsewhere")
+            elif fqn not in merged.objects:
+                merged.objects[fqn] = place and replace(place, file=ids[place.file])
+
+    def _paths(self) -> dict[str, Path] | None:
+        merged: dict[str, Path] = {}
+        owners: dict[Path, str] = {}
+        for part in self._parts:
+            for fqn, path in (part.paths or {}).items():
+                if merged.setdefault(fqn, path) != path or owners.setdefault(path, fqn) != fqn:
+                    self._problems.append(
+                        f"{escape(fqn)}: {part.where} gives it another path in planner_data"
+                    )
+        return merged or None

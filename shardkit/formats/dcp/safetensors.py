@@ -1,9 +1,10 @@
 """DCP saved with `serialization_format=SAFETENSORS`: each `.distcp` ends with one safetensors file.
 
-What `.metadata` says of places is not true for it: every tensor of a file is placed where the safetensors
-part begins, with the length of its bare bytes. (torch's own reader cannot load it.) Where the bytes lie
-comes from the header of that part, which must agree with `.metadata` on everything else. Its writer keeps
-the parts by name, so of several chunks of one tensor in one file all but the last are lost.
+The places in its `.metadata` are not true: every tensor of a file is placed where the safetensors part begins,
+with the length of its bare bytes. (torch's own reader cannot load it.) The header of that part says where the
+bytes lie, and must agree with `.metadata` on everything else. Its DCP_SHARDING_INFO says which part of a tensor
+the file holds. The writer keeps the parts by name, so of several chunks of one tensor in one file only the last
+is there.
 
 Source: torch 2.13, torch/distributed/checkpoint/filesystem.py (`_write_files_from_queue`).
 """
@@ -14,12 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardkit.core.catalog import SourceFile, TensorEntry
-from shardkit.core.regions import Region
+from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
+from shardkit.files.strict_json import open_regular, parse_object, read_exactly, stamp_of
 from shardkit.formats.dcp.metadata import DcpMetadata
-from shardkit.formats.dcp.sharding_info import saved_offsets
 from shardkit.formats.hub.safetensors import (
     LENGTH_BYTES,
     SafetensorsHeader,
@@ -27,6 +27,10 @@ from shardkit.formats.hub.safetensors import (
     check_header,
     text_length,
 )
+
+_KEY = "DCP_SHARDING_INFO"
+_FIELD = "saved_offsets"
+_LIMIT = 1 << 62
 
 
 def holds_bare_bytes(metadata: DcpMetadata) -> bool:
@@ -117,3 +121,46 @@ def _difference(
     if tensor.shape != region.sizes:
         return f"holds shape {list(tensor.shape)}, expected {list(region.sizes)}"
     return None
+
+
+def saved_offsets(header: SafetensorsHeader, name: str) -> dict[str, Shape] | None:
+    """Return the offsets of each tensor's part in the whole tensor, None where the file has no such info.
+
+    Args:
+        header: of the file.
+        name: of the file, for messages.
+
+    Raises:
+        SourceError: malformed, or at odds with the header; names file and tensors.
+    """
+    text = header.metadata.get(_KEY)
+    if text is None:
+        return None
+    info = parse_object(text.encode(), f"{name}, {_KEY}")
+    found: dict[str, Shape] = {}
+    problems: list[str] = []
+    for tensor in header.tensors:
+        fields = info.get(tensor.fqn)
+        offsets = fields.get(_FIELD) if isinstance(fields, dict) else None
+        corner = _corner(offsets, len(tensor.shape))
+        if corner is None:
+            problems.append(
+                f"{escape(tensor.fqn)}: expected {len(tensor.shape)} offsets, found {escape(repr(offsets))}"
+            )
+        else:
+            found[tensor.fqn] = corner
+    if problems:
+        raise SourceError(
+            f"{escape(name)}: {_KEY} does not place {len(problems)} tensors",
+            problems=problems,
+            hint="the file is damaged or was put together by hand: use another copy",
+        )
+    return found
+
+
+def _corner(offsets: object, num_dims: int) -> Shape | None:
+    if not isinstance(offsets, list) or len(offsets) != num_dims:
+        return None
+    if any(type(offset) is not int or not 0 <= offset < _LIMIT for offset in offsets):
+        return None
+    return tuple(offsets)

@@ -15,14 +15,13 @@ from typing import Any
 from shardkit.core.catalog import Catalog, Checksums, FileStamp, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.mesh import Mesh, Placement, parse_mesh
-from shardkit.core.regions import Region, Shape, find_tiling_error, full_region, intersect
+from shardkit.core.regions import Region, Shape, find_tiling_error, full_region, intersect, is_grid
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import chunk_list
-from shardkit.formats.dcp.check import is_grid
 from shardkit.formats.dcp.chunk_list import ChunkList, ListedChunk
 from shardkit.formats.hub.base import read_key_rules, source_key_rules
 from shardkit.keys import KeyRule

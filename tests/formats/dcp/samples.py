@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.regions import relative_to, runs
+from shardkit.formats.dcp.directory import open_directory
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -59,6 +60,19 @@ def assert_holds(catalog: Catalog, tensors: Mapping[str, torch.Tensor]) -> None:
         entry = catalog.tensors[fqn]
         assert (entry.dtype.name, entry.shape) == (str(tensor.dtype).split(".")[1], tuple(tensor.shape)), fqn
         assert read_tensor(catalog, fqn) == raw(tensor), fqn
+
+
+def open_dcp(directory: str, *, records: bool | Collection[str] = False) -> Catalog:
+    """The catalog of a DCP directory; with `records`, of every tensor or of those named, with raw extents."""
+    opened = open_directory(directory)
+    catalog = opened.catalog
+    if records is False:
+        return catalog
+    chosen = opened.select(tuple(catalog.tensors) if records is True else records)
+    chosen.notes = (*catalog.notes, *chosen.notes)
+    if records is True:
+        chosen.objects, chosen.paths = catalog.objects, catalog.paths
+    return chosen
 
 
 def save(state: dict[str, Any], directory: Path, **options: Any) -> str:

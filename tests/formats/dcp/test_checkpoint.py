@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardkit.errors import SourceError
-from shardkit.formats.dcp.checkpoint import is_dcp_directory, open_dcp_directory
+from shardkit.formats.dcp.directory import is_dcp, open_dcp_directory
 from tests.formats.dcp.samples import assert_holds, save, save_rank_local, shard
 
 STATE = {"model": {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}, "step": 1}
@@ -19,7 +19,7 @@ STATE = {"model": {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(
 
 def test_select_gives_the_tensors_in_order(tmp_path: Path) -> None:
     directory = save(STATE, tmp_path / "c")
-    assert is_dcp_directory(directory)
+    assert is_dcp(directory)
     checkpoint = open_dcp_directory(directory)
     assert (checkpoint.path, checkpoint.format, checkpoint.assets) == (directory, "dcp", ())
     assert checkpoint.catalog.encoding == "torch-record"
@@ -88,13 +88,13 @@ def test_without_tensors_it_says_so(tmp_path: Path, state: dict[str, float], rea
 def test_odd_paths_are_no_directories(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (str(tmp_path), str(tmp_path / "file"), str(tmp_path / "none"), "a\0b"):
-        assert not is_dcp_directory(path)
+        assert not is_dcp(path)
 
 
 def test_neither_torch_nor_numpy_is_imported(tmp_path: Path) -> None:
     directory = save(STATE, tmp_path / "c")
     code = (
-        "import sys; from shardkit.formats.dcp.checkpoint import open_dcp_directory as o;"
+        "import sys; from shardkit.formats.dcp.directory import open_dcp_directory as o;"
         f"c = o({directory!r}); c.select(list(c.catalog.tensors)); assert not list(c.check(list(c.catalog.tensors)));"
         "assert not {'torch', 'numpy'} & set(sys.modules), 'imported'"
     )

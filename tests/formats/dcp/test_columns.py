@@ -13,9 +13,9 @@ from shardkit.core.catalog import SourceFile, TensorEntry
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region, find_tiling_error
 from shardkit.errors import SourceError
-from shardkit.formats.dcp import check
+from shardkit.formats.dcp import directory
 from shardkit.formats.dcp import metadata as dcp_metadata
-from shardkit.formats.dcp.columns import are_apart, are_row_shards
+from shardkit.formats.dcp.directory import are_apart, are_row_shards, check_extents, check_tiling
 from shardkit.formats.dcp.metadata import DcpMetadata, join_fields
 from shardkit.formats.dcp.vocabulary import RECORDS, Index, StorageInfo, StorageTable, Tensor
 
@@ -160,11 +160,11 @@ def said_of(metadata: DcpMetadata, files: list[SourceFile]) -> list[object]:
     """What the checks of extents and tiling refuse."""
     said: list[object] = []
     try:
-        check.check_extents(metadata, files)
+        check_extents(metadata, files)
     except SourceError as error:
         said.append((error.message, error.problems))
     try:
-        check.check_tiling(metadata)
+        check_tiling(metadata)
     except SourceError as error:
         said.append((error.message, error.problems))
     return said
@@ -186,8 +186,8 @@ def test_problems_are_told_as_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) ->
         files = [SourceFile(name=f"f{n}", path="", size=1000) for n in range(2)]
         answers = []
         for least in (1, NEVER):
-            monkeypatch.setattr(check, "MIN_COLUMNS", least)
-            monkeypatch.setattr(check, "MIN_TOTAL", least)
+            monkeypatch.setattr(directory, "MIN_COLUMNS", least)
+            monkeypatch.setattr(directory, "MIN_TOTAL", least)
             answers.append(said_of(metadata, files))
         assert answers[0] == answers[1]
         assert bool(answers[0]) <= bool(trial)

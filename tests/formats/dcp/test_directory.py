@@ -26,8 +26,8 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import flat_offset
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.checkpoints.bytecheckpoint import is_bytecheckpoint_metadata
-from shardkit.formats.dcp.directory import is_dcp, open_dcp
-from tests.formats.dcp.samples import alter, raw, read_tensor, save
+from shardkit.formats.dcp.directory import is_dcp
+from tests.formats.dcp.samples import alter, open_dcp, raw, read_tensor, save
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "fixtures"
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.dcp.directory import open_dcp, open_dcp_lazily
-from tests.formats.dcp.samples import assert_holds, read_tensor, save
+from shardkit.formats.dcp.directory import open_directory
+from tests.formats.dcp.samples import assert_holds, open_dcp, read_tensor, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -53,7 +53,7 @@ def test_only_what_is_named_is_opened(directory: str) -> None:
 
 
 def test_the_opened_catalog_stays_as_it_was(directory: str) -> None:
-    opened = open_dcp_lazily(directory)
+    opened = open_directory(directory)
     before = (list(opened.catalog.chunks.start), list(opened.catalog.files), opened.catalog.encoding)
     assert_holds(opened.select(tuple(STATE)), STATE)
     assert (list(opened.catalog.chunks.start), list(opened.catalog.files), opened.catalog.encoding) == before
@@ -70,7 +70,7 @@ def test_files_are_held_to_the_state_they_were_read_in(directory: str) -> None:
 
 @pytest.mark.parametrize("name", ["a", "t", "b"])
 def test_a_flipped_bit_is_found(directory: str, name: str) -> None:
-    opened = open_dcp_lazily(directory)
+    opened = open_directory(directory)
     assert list(opened.check(tuple(STATE))) == []
     catalog = opened.select(("a", "b"))
     at = catalog.chunks.start[0] if name == "a" else catalog.chunks.start[1]
@@ -93,7 +93,7 @@ def test_records_without_a_crc_are_counted(tmp_path: Path) -> None:
         directory = save(STATE, tmp_path / "c")
     finally:
         set_crc32_options(before)
-    opened = open_dcp_lazily(directory)
+    opened = open_directory(directory)
     assert list(opened.check(tuple(STATE))) == []
     catalog = opened.select(tuple(STATE))
     assert catalog.notes == ("3 of 4 records have no CRC-32 to check them by",)
@@ -104,11 +104,11 @@ def test_a_damaged_description_ends_the_check(directory: str) -> None:
     start, _ = places(directory)["a"]
     spoil(directory, start)
     with pytest.raises(SourceError, match=r"a: __0_0\.distcp"):
-        list(open_dcp_lazily(directory).check(("b", "a")))
+        list(open_directory(directory).check(("b", "a")))
 
 
 def test_a_link_put_in_place_of_a_file_is_refused(directory: str) -> None:
-    opened = open_dcp_lazily(directory)
+    opened = open_directory(directory)
     path = os.path.join(directory, "__0_0.distcp")
     os.rename(path, path + ".real")
     os.symlink("__0_0.distcp.real", path)

@@ -14,9 +14,8 @@ import torch
 from shardkit.errors import ShardkitError
 from shardkit.files.digest import crc32
 from shardkit.formats.dcp import records
-from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.torchsave import scan
-from tests.formats.dcp.samples import alter, assert_holds, save, save_rank_local, shard
+from tests.formats.dcp.samples import alter, assert_holds, open_dcp, save, save_rank_local, shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

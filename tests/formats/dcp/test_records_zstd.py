@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardkit.errors import SourceError
 from shardkit.formats.dcp import records
-from shardkit.formats.dcp.directory import DcpDirectory, open_dcp, open_dcp_lazily
-from tests.formats.dcp.samples import alter, assert_holds, read_tensor
+from shardkit.formats.dcp.directory import DcpDirectory, open_directory
+from tests.formats.dcp.samples import alter, assert_holds, open_dcp, read_tensor
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -53,7 +53,7 @@ def replace_record(directory: str, fqn: str, content: bytes) -> None:
 
 
 def test_every_tensor_is_decompressed(directory: str) -> None:
-    opened = open_dcp_lazily(directory)
+    opened = open_directory(directory)
     catalog = opened.select(tuple(STATE))
     assert all(catalog.files[file].decode for file in catalog.chunks.file)
     assert_holds(catalog, STATE)
@@ -107,7 +107,7 @@ def test_a_flipped_bit_of_the_tensor_is_found(directory: str) -> None:
     record = bytearray(zstandard.ZstdDecompressor().decompressobj().decompress(content))
     record[record.index(STATE["w"].numpy().tobytes()) + 9] ^= 4
     replace_record(directory, "w", zstandard.ZstdCompressor().compress(bytes(record)))
-    opened = open_dcp_lazily(directory)
+    opened = open_directory(directory)
     (line,) = opened.check(tuple(STATE))
     assert line.startswith("w: __9_0.distcp, record at byte 0: entry data/0 is damaged")
     with pytest.raises(SourceError, match=r"^w: "):
@@ -119,7 +119,7 @@ def test_without_a_module_it_says_what_to_install(directory: str, monkeypatch: p
         raise ImportError(name)
 
     monkeypatch.setattr(records, "import_module", missing)
-    opened: DcpDirectory = open_dcp_lazily(directory)
+    opened: DcpDirectory = open_directory(directory)
     with pytest.raises(SourceError, match=r"stream\.zstd") as caught:
         opened.select(("w", "t"))
     assert caught.value.hint == "pip install 'shardkit[zstd]'"

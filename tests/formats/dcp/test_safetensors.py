@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.errors import SourceError
-from shardkit.formats.dcp.directory import open_dcp, open_dcp_lazily
-from tests.formats.dcp.samples import alter, assert_holds, save_rank_local, shard
+from shardkit.formats.dcp.directory import open_directory
+from tests.formats.dcp.samples import alter, assert_holds, open_dcp, save_rank_local, shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -43,7 +43,7 @@ def directory(tmp_path: Path) -> str:
 
 
 def test_tensors_are_found_through_the_header(directory: str) -> None:
-    opened = open_dcp_lazily(directory)
+    opened = open_directory(directory)
     assert not opened.has_records
     assert_holds(opened.catalog, STATE)
     assert_holds(opened.select(("model.mask",)), {"model.mask": STATE["model.mask"]})

@@ -14,10 +14,10 @@ import torch
 from shardkit.core.catalog import subset
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.checkpoint import Checkpoint
-from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.deepspeed.checkpoint import open_deepspeed
 from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.operations.reshard import reshard
+from tests.formats.dcp.samples import open_dcp
 from tests.formats.deepspeed.test_checkpoint import (
     GROUPS,
     Tensors,

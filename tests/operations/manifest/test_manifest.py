@@ -27,12 +27,12 @@ from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageErr
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
 from shardkit.files.file_bytes import FileBytes
-from shardkit.formats.dcp.directory import open_dcp
 from shardkit.operations.manifest.digests import Digests
 from shardkit.operations.manifest.manifest import write_manifest
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify.result import Report, VerifyResult
 from shardkit.operations.verify.verify import verify
+from tests.formats.dcp.samples import open_dcp
 from tests.operations.verify.test_verify import flip, flipped, state, tensors
 
 # torch's own: a save without a process group.

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.formats.dcp import chunk_list
-from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.hub.directory import open_model
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.preshard import preshard
@@ -28,6 +27,7 @@ from shardkit.operations.reshard import reshard
 from shardkit.operations.verify.result import VerifyResult
 from shardkit.operations.verify.spelling import Difference
 from shardkit.operations.verify.verify import verify
+from tests.formats.dcp.samples import open_dcp
 
 # torch's own: a save without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.errors import SourceError
-from shardkit.formats.dcp.directory import is_dcp, open_dcp, open_dcp_lazily
-from tests.formats.dcp.samples import alter, assert_holds, replicate, save, save_rank_local, shard
+from shardkit.formats.dcp.directory import is_dcp, open_directory
+from tests.formats.dcp.samples import alter, assert_holds, open_dcp, replicate, save, save_rank_local, shard
 
 FULL = {
     "model.w": torch.arange(28.0).reshape(7, 4),
@@ -45,7 +45,7 @@ def directory(tmp_path: Path) -> str:
 def test_all_ranks_make_one_checkpoint(tmp_path: Path, world: int) -> None:
     directory = save_rank_local(make, world, tmp_path / "c")
     assert is_dcp(directory)
-    opened = open_dcp_lazily(directory)
+    opened = open_directory(directory)
     assert_holds(opened.select(tuple(opened.catalog.tensors)), FULL)
     assert opened.catalog.objects == ("step",)
     assert opened.catalog.paths is not None
