@@ -8,20 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardkit.cli.output import (
-    Output,
-    check_facts,
-    check_source_option,
-    count,
-    facts,
-    json_option,
-    limited,
-    links_option,
-    on_or_off,
-    size_runs,
-    source_manifest_option,
-)
-from shardkit.cli.progress import make_progress
+from shardkit.cli import options as opt
+from shardkit.cli.output import Output, count, ending, facts, headline, limited, make_progress, size_runs
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
@@ -45,33 +33,13 @@ Examples:
     help="Hub directory or repo id that it was trained from: config, tokenizer, names and shapes.",
 )
 @click.option("--base-revision", metavar="REV", help="Branch, tag or commit of a repo id.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["keep", "base", "bf16", "fp16", "fp32"]),
-    default="keep",
-    show_default=True,
-    help="Convert floating tensors; base: as the base stores each.",
-)
+@opt.dtype("--dtype", "base", help="Convert floating tensors; base: as the base stores each.")
 @click.option(
     "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Most tensor bytes in a file."
 )
 @click.option("--single-file", is_flag=True, help="One model.safetensors, whatever its size.")
-@click.option(
-    "--weights",
-    default="model",
-    show_default=True,
-    metavar="PART",
-    help="model, ema, or another part of the checkpoint by its name.",
-)
-@click.option("--root", metavar="PATH", help="Where the model begins, dotted; nothing is guessed.")
-@click.option("--strip-prefix", multiple=True, metavar="PREFIX", help="Take this off names; repeatable.")
-@click.option("--add-prefix", default="", metavar="PREFIX", help="Put this before every name.")
-@click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Rename, in order; repeatable.")
-@click.option("--include", multiple=True, metavar="GLOB", help="Only these tensors; repeatable.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; repeatable.")
-@click.option("--allow-missing", is_flag=True, help="Tensors of the base may be missing.")
-@click.option("--allow-unexpected", is_flag=True, help="Tensors may be there that the base does not have.")
-@on_or_off(
+@opt.naming
+@opt.on_or_off(
     "--ask-class",
     help="Ask the config's class whether from_pretrained would find all weights; off saves seconds.",
 )
@@ -80,49 +48,15 @@ Examples:
     "--adapter-config", metavar="FILE", help="An adapter's settings, where base and checkpoint have none."
 )
 @click.option("--check", is_flag=True, help="First compare the checkpoint with the checksums in it.")
-@check_source_option
-@source_manifest_option
-@click.option("--manifest", is_flag=True, help="Put shardkit.json, with sizes and digests, into the output.")
-@click.option("--manifest-file", metavar="FILE", help="Write the same there, outside the output.")
-@click.option("--push-to-hub", metavar="REPO", help="Upload the finished directory to this repo.")
-@click.option("--private", is_flag=True, help="A repo that has to be made is private.")
-@click.option("--branch", metavar="NAME", help="Branch of that repo, made where it is absent.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing Hub model, whole and in one step.")
-@click.option("--strict", is_flag=True, help="Refuse a run whose newest checkpoint cannot be taken.")
-@click.option(
-    "--dry-run", "-n", is_flag=True, help="Check everything, say what would be done, write nothing."
-)
-@click.option(
-    "--resume/--no-resume",
-    default=True,
-    show_default=True,
-    help="Go on with an interrupted run of the same job.",
-)
-@click.option(
-    "--resume-from",
-    metavar="DIR",
-    help="Go on with this .OUTPUT.shardkit-... directory, left by another host.",
-)
-@click.option(
-    "--digest",
-    type=click.Choice(["crc32", "none"]),
-    default="crc32",
-    show_default=True,
-    help="Checksum of what is written, for resuming and for the manifest.",
-)
-@click.option("--sha256", is_flag=True, help="Take the sha256 of every file too, for the manifest.")
-@click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
-@click.option(
-    "--max-memory",
-    default="256MiB",
-    show_default=True,
-    metavar="SIZE",
-    help="For all buffers, e.g. 512MiB, 1GB.",
-)
-@links_option
-@json_option
-@click.option("--no-progress", is_flag=True, help="Show no progress bars.")
-def command(*, checkpoint: str, output: str | None, as_json: bool, no_progress: bool, **options: Any) -> None:
+@opt.recording
+@opt.publishing
+@opt.overwrite("Hub model, whole and in one step")
+@opt.strict
+@opt.writing
+@opt.moving
+@opt.follow_links
+@opt.reporting
+def command(*, out: Output, checkpoint: str, output: str | None, **options: Any) -> None:
     """Write CHECKPOINT, sharded by any trainer, as a Hub model: safetensors, config, tokenizer.
 
     CHECKPOINT is what a trainer saved, or a run's directory, whose newest complete checkpoint is taken.
@@ -130,32 +64,22 @@ def command(*, checkpoint: str, output: str | None, as_json: bool, no_progress: 
     Optimizer and trainer state are neither read nor written. An interrupted run goes on where it
     stopped when the same command runs again.
     """
-    out, show_bars = Output(as_json=as_json), not (as_json or no_progress)
-    if not show_bars:
-        _silence_hub(options)
+    if not out.shows_bars and (options["base"] or options["push_to_hub"]):
+        opt.silence_hub()
     from shardkit.operations.consolidate import consolidate
 
-    progress = make_progress(enabled=show_bars)
+    progress = make_progress(enabled=out.shows_bars)
     result = consolidate(checkpoint, output, progress=progress, on_warning=out.warn, **options)
     out.result(result, render)
 
 
-def _silence_hub(options: dict[str, Any]) -> None:
-    """Switch off huggingface_hub's bars, if it is going to be used at all."""
-    if options["base"] or options["push_to_hub"]:
-        from huggingface_hub.utils.tqdm import disable_progress_bars
-
-        disable_progress_bars()
-
-
 def render(result: ConsolidateResult) -> list[str]:
     """Return a result as lines for people."""
-    path = escape(result.output)
+    head = headline(result)
     if result.unloadable:
-        path += f", which from_pretrained would not load whole: {result.unloadable[0]}"
-    if result.dry_run:
-        return [f"dry run: nothing was written to {path}", *facts(_facts(result))]
-    return [f"wrote {path}", *facts(_facts(result)), "", *_how_to_load(result)]
+        head += f", which from_pretrained would not load whole: {result.unloadable[0]}"
+    lines = [head, *facts(_facts(result))]
+    return lines if result.dry_run else [*lines, "", *_how_to_load(result)]
 
 
 def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
@@ -177,17 +101,10 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
         yield "dtypes", f"{dtype.dtype}: {dtype.num_tensors}, {format_size(dtype.tensor_bytes)}"
     if result.dry_run:
         yield from limited("files", [f"{numbers}: {size}" for numbers, size in size_runs(result.file_bytes)])
-        yield "memory", f"at most {format_size(result.peak_memory_bytes)} of buffers"
-        yield "free disk", format_size(result.free_bytes)
-        return
-    if result.held_against == "class" and not result.unloadable:
+    elif result.held_against == "class" and not result.unloadable:
         yield "names", f"{result.model_class or 'the class'} finds all of its weights"
-    if result.resumed_files:
-        yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
-    yield from check_facts(result)
-    if result.pushed_to is not None:
-        yield "pushed", escape(result.pushed_to)
-    yield "time", _time(result)
+    pushed = [] if result.pushed_to is None else [("pushed", escape(result.pushed_to))]
+    yield from ending(result, *pushed)
 
 
 def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
@@ -223,12 +140,6 @@ def _skipped(part: SkippedPart) -> str:
 def _written(result: ConsolidateResult) -> str:
     size = f"{count(result.num_files, 'weight file')}, {format_size(result.written_bytes)}"
     return f"{size}, {result.num_parameters:,} parameters"
-
-
-def _time(result: ConsolidateResult) -> str:
-    rate = result.written_bytes / max(result.elapsed_s, 1e-3) / 1e9
-    seconds = f"{result.elapsed_s:.2f} s"
-    return seconds if result.resumed_files else f"{seconds}, {rate:.2f} GB/s"
 
 
 def _how_to_load(result: ConsolidateResult) -> list[str]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from shardkit.cli.inspect import short_dtype
-from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, links_option, more, table
-from shardkit.cli.progress import make_progress
+from shardkit.cli import options as opt
+from shardkit.cli.output import MAX_LINES, Output, count, facts, make_progress, more, short_dtype, table
 from shardkit.core.text import escape, format_size
 from shardkit.operations.diff import SORTS, diff
 from shardkit.operations.diff.result import DiffResult, TensorDiff, TensorStats
@@ -30,12 +29,11 @@ Examples:
 @click.option("--rtol", type=float, metavar="X", help="Equal where |a - b| <= atol + rtol * |b|.")
 @click.option("--atol", type=float, metavar="X", help="The same; each is 0 where only the other is given.")
 @click.option("--stats", is_flag=True, help="Say how much: largest differences, ulps, cosine.")
-@click.option("--include", multiple=True, metavar="GLOB", help="Only these tensors; repeatable.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; repeatable.")
+@opt.globs
 @click.option(
     "--all", "all_tensors", is_flag=True, help="The optimizer's and all others too, under their stored names."
 )
-@click.option("--strict", is_flag=True, help="Refuse a run whose newest checkpoint cannot be taken.")
+@opt.strict
 @click.option(
     "--sort",
     type=click.Choice(SORTS),
@@ -43,25 +41,23 @@ Examples:
     show_default=True,
     help="difference: what differs most first; it takes --stats.",
 )
-@click.option("--max-memory", default="256MiB", show_default=True, metavar="SIZE", help="For all buffers.")
+@opt.max_memory
 @click.option("--quiet", "-q", is_flag=True, help="Print no result; the exit code tells.")
-@links_option
-@json_option
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
-def command(*, a: str, b: str, quiet: bool, as_json: bool, no_progress: bool, **options: Any) -> None:
+@opt.follow_links
+@opt.reporting
+def command(*, out: Output, a: str, b: str, quiet: bool, **options: Any) -> None:
     """Compare the weights of A and B: Hub models or sharded checkpoints, in any two formats.
 
     Tensors are paired by what the Hub calls them: = equal, ~ equal after rounding, - only in A, + only in B,
     * differs. Bits are compared, unless a tolerance is given. Exit code 0 means equal, be it after rounding to
     bf16 or fp16; 1 that something differs.
     """
-    if quiet and as_json:
+    if quiet and out.as_json:
         raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
-    out, show_bar = Output(as_json=as_json), not (as_json or no_progress or quiet)
-    result = diff(a, b, progress=make_progress(enabled=show_bar), **options)
+    result = diff(a, b, progress=make_progress(enabled=out.shows_bars and not quiet), **options)
     for warning in result.warnings:
         out.warn(warning)
-    if as_json:
+    if out.as_json:
         out.document(result.to_json())
     elif not quiet:
         out.lines(render(result))

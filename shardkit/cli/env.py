@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from shardkit.cli.output import Output, facts, json_option
+from shardkit.cli import options as opt
+from shardkit.cli.output import Output, facts
 from shardkit.core.text import escape, format_size
 from shardkit.operations.environment import Environment, environment
 
@@ -16,7 +17,7 @@ Examples:
   shardkit env
   shardkit env --json > environment.json""",
 )
-@json_option
+@opt.as_json
 def command(*, as_json: bool) -> None:
     """Show versions and settings, to paste into a bug report.
 

@@ -7,23 +7,12 @@ from typing import Any
 
 import click
 
-from shardkit.cli.output import (
-    MAX_LINES,
-    Output,
-    count,
-    facts,
-    json_option,
-    limited,
-    links_option,
-    more,
-    size_runs,
-    table,
-)
+from shardkit.cli import options as opt
+from shardkit.cli.output import MAX_LINES, Output, count, facts, limited, more, short_dtype, size_runs, table
 from shardkit.core.text import escape, format_size
 from shardkit.operations.inspect import inspect
 from shardkit.operations.inspect.result import InspectedFile, InspectResult
 
-_SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _MAX_FILES = 20
 
 
@@ -36,8 +25,8 @@ Examples:
 )
 @click.argument("path")
 @click.option("--tensors", is_flag=True, help="List every tensor; otherwise layers and experts are folded.")
-@links_option
-@json_option
+@opt.follow_links
+@opt.as_json
 def command(*, path: str, as_json: bool, **options: Any) -> None:
     """Show what PATH holds: a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint.
 
@@ -109,11 +98,6 @@ def _files(result: InspectResult) -> str:
     noun = "weight file" if result.kind == "hub" else "shard file"
     text = f"{count(len(sizes), noun)}, {format_size(sum(sizes))}"
     return text if result.imbalance is None else f"{text}; largest over mean {result.imbalance:.4f}"
-
-
-def short_dtype(name: str) -> str:
-    """Return the name that `--dtype` uses, or torch's."""
-    return _SHORT_DTYPES.get(name, name)
 
 
 def _tensor_lines(result: InspectResult) -> list[str]:

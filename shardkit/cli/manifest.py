@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, links_option
-from shardkit.cli.progress import make_progress
+from shardkit.cli import options as opt
+from shardkit.cli.output import MAX_LINES, Output, count, facts, make_progress
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
@@ -27,26 +27,21 @@ Examples:
     "--output", "-o", metavar="FILE", help="The manifest to make; default PATH.shardkit.json, beside PATH."
 )
 @click.option("--inside", is_flag=True, help="Put it into PATH, as shardkit.json.")
-@click.option("--sha256", is_flag=True, help="Take the sha256 of every file too, as the Hub does.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing manifest.")
-@click.option(
-    "--dry-run", "-n", is_flag=True, help="Check the structure, say what would be read, write nothing."
-)
-@click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
-@links_option
-@json_option
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
-def command(*, path: str, output: str | None, as_json: bool, no_progress: bool, **options: Any) -> None:
+@opt.sha256
+@opt.overwrite("manifest")
+@opt.dry_run
+@opt.jobs
+@opt.follow_links
+@opt.reporting
+def command(*, out: Output, path: str, output: str | None, **options: Any) -> None:
     """Write down the size and the checksum of every file and tensor of PATH, for `shardkit verify`.
 
     PATH is any checkpoint, whoever made it: a Hub model, a trainer's sharded checkpoint, a pre-sharded directory.
     All of it is read, and held against the checksums in it: what is damaged already gets no manifest.
     """
-    out = Output(as_json=as_json)
     from shardkit.operations.manifest.manifest import write_manifest
 
-    progress = make_progress(enabled=not (as_json or no_progress))
-    result = write_manifest(path, output, progress=progress, **options)
+    result = write_manifest(path, output, progress=make_progress(enabled=out.shows_bars), **options)
     out.result(result, render, max_warnings=MAX_LINES)
 
 

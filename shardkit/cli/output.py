@@ -1,10 +1,12 @@
-"""One sink for all that a command says: its result on stdout, everything else on stderr."""
+"""One sink for all that a command says: its result on stdout, everything else, bars too, on stderr."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
@@ -12,79 +14,22 @@ import click
 
 from shardkit.core.text import count as count
 from shardkit.core.text import escape, format_size
+from shardkit.core.threads import NoProgress, Progress
 
 if TYPE_CHECKING:
-    from shardkit.transfer.checks import Unchecked
+    from tqdm import tqdm
+
+    from shardkit.operations.write import WriteResult
 
 MAX_LINES = 20
 """Most lines of one list for people; --json has all."""
 
 _GAP = "  "
+_SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_REDRAW_S = 0.1
 
 
-def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--json`, which every command has."""
-    return click.option(
-        "--json", "as_json", is_flag=True, help="Print the result as one JSON document; sizes in bytes."
-    )(command)
-
-
-def links_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--follow-links`, for commands that read checkpoints."""
-    return click.option(
-        "--follow-links",
-        is_flag=True,
-        help="Read links that lead out of the checkpoint's directory as the files that they lead to.",
-    )(command)
-
-
-def on_or_off(name: str, *, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return an option that is on unless it is said to be off; the command gets a bool."""
-    return click.option(
-        name,
-        type=click.Choice(["on", "off"]),
-        default="on",
-        show_default=True,
-        callback=lambda _context, _option, value: value == "on",
-        help=help,
-    )
-
-
-def check_source_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--check-source`, which whatever moves a source's bytes has."""
-    help = "Compare what is read with the checksums in the source; off lets damage through."
-    return on_or_off("--check-source", help=help)(command)
-
-
-def source_manifest_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--source-manifest`, which whatever moves a source's bytes has."""
-    return click.option(
-        "--source-manifest",
-        metavar="FILE",
-        help="Compare with this manifest of the source too; one in it or beside it is found.",
-    )(command)
-
-
-class Checked(Protocol):
-    """A result that says how much of its source was compared with the checksums in it."""
-
-    @property
-    def checked_bytes(self) -> int:
-        """Compared."""
-        ...
-
-    @property
-    def unchecked(self) -> Sequence[Unchecked]:
-        """What could not be."""
-        ...
-
-    @property
-    def source_manifests(self) -> Sequence[str]:
-        """Manifests that it was compared with, beside what the files record."""
-        ...
-
-
-def check_facts(result: Checked) -> Iterator[tuple[str, str]]:
+def check_facts(result: WriteResult) -> Iterator[tuple[str, str]]:
     """Yield what was compared, and what could not be and why."""
     if result.checked_bytes:
         yield (
@@ -100,6 +45,31 @@ def check_facts(result: Checked) -> Iterator[tuple[str, str]]:
             for part in result.unchecked
         ],
     )
+
+
+def headline(result: WriteResult) -> str:
+    """Return the first line of what a verb wrote."""
+    return f"{'dry run: nothing was written to' if result.dry_run else 'wrote'} {escape(result.output)}"
+
+
+def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the last facts of a verb that writes: what it would take, or how it went.
+
+    Args:
+        result: of the verb.
+        more: facts that stand before the time that it took.
+        shows_rate: say how many bytes were written in a second, too.
+    """
+    if result.dry_run:
+        yield "memory", f"at most {format_size(result.peak_memory_bytes)} of buffers"
+        yield "free disk", format_size(result.free_bytes)
+        return
+    if result.resumed_files:
+        yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
+    yield from check_facts(result)
+    yield from more
+    rate = f", {result.written_bytes / max(result.elapsed_s, 1e-3) / 1e9:.2f} GB/s"
+    yield "time", f"{result.elapsed_s:.2f} s{rate if shows_rate and not result.resumed_files else ''}"
 
 
 class Result(Protocol):
@@ -128,10 +98,11 @@ class Output:
 
     Args:
         as_json: the result is one JSON document, and nothing else goes to stdout.
+        shows_bars: a person wants to see progress.
     """
 
-    def __init__(self, *, as_json: bool = False) -> None:
-        self.as_json = as_json
+    def __init__(self, *, as_json: bool = False, shows_bars: bool = False) -> None:
+        self.as_json, self.shows_bars = as_json, shows_bars
         self._warned = set[str]()
 
     def warn(self, text: str) -> None:
@@ -242,6 +213,11 @@ def more(num_items: int) -> str:
     return f"... {num_items - MAX_LINES} more, see --json"
 
 
+def short_dtype(name: str) -> str:
+    """Return the name that `--dtype` uses, or torch's."""
+    return _SHORT_DTYPES.get(name, name)
+
+
 def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:
     """Return (range of indexes, size) for runs of files that have the same size as people read it.
 
@@ -261,3 +237,60 @@ def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:
         (str(first), size) if first == last else (f"{first}-{last}", f"{size} each")
         for first, last, size in runs
     ]
+
+
+def make_progress(*, enabled: bool) -> Progress:
+    """Return a bar, or what shows nothing where it is not wanted or stderr is no terminal."""
+    return ByteBar() if enabled and sys.stderr.isatty() else NoProgress()
+
+
+class ByteBar:
+    """A tqdm bar that counts bytes.
+
+    The engine calls `advance` for every MiB from several threads: it only adds up, and draws ten times a
+    second.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bar: tqdm | None = None
+        self._pending_bytes, self._drawn_at = 0, 0.0
+
+    def start(self, total_bytes: int, label: str) -> None:
+        """Begin a bar of `total_bytes`."""
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())  # tqdm's own is one between processes: it costs a semaphore
+        self._bar = tqdm(
+            total=total_bytes,
+            desc=label,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            file=sys.stderr,
+            dynamic_ncols=True,
+            miniters=1,
+            mininterval=0,
+        )
+
+    def advance(self, num_bytes: int) -> None:
+        """Count bytes, and draw if it is time."""
+        with self._lock:
+            self._pending_bytes += num_bytes
+            now = time.monotonic()
+            if now - self._drawn_at >= _REDRAW_S:
+                self._drawn_at = now
+                self._draw()
+
+    def finish(self) -> None:
+        """Draw the last state and leave it on the screen."""
+        with self._lock:
+            self._draw()
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+
+    def _draw(self) -> None:
+        if self._bar is not None:
+            self._bar.update(self._pending_bytes)
+            self._pending_bytes = 0

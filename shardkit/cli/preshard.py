@@ -9,19 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit._version import torch_note
-from shardkit.cli.output import (
-    Output,
-    check_facts,
-    check_source_option,
-    count,
-    facts,
-    json_option,
-    limited,
-    links_option,
-    size_runs,
-    source_manifest_option,
-)
-from shardkit.cli.progress import make_progress
+from shardkit.cli import options as opt
+from shardkit.cli.output import Output, count, ending, facts, headline, limited, make_progress, size_runs
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
@@ -37,10 +26,7 @@ Examples:
 )
 @click.argument("source")
 @click.argument("output", required=False)
-@click.option("--world-size", type=int, metavar="N", help="Number of ranks.")
-@click.option(
-    "--mesh", metavar="AXES", help="Device mesh, e.g. dp_replicate=2,dp_shard=16; default dp_shard=N."
-)
+@opt.mesh
 @click.option(
     "--wrap",
     default="auto",
@@ -48,68 +34,30 @@ Examples:
     metavar="POLICY",
     help="What fully_shard wraps: auto, none, class names, dotted paths, or module:function.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["keep", "bf16", "fp16", "fp32"]),
-    default="keep",
-    show_default=True,
-    help="Convert floating tensors.",
-)
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of a repo id.")
+@opt.dtype("--dtype", help="Convert floating tensors.")
+@opt.revision
 @click.option("--variant", metavar="NAME", help="Use model.NAME.safetensors and the like.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint, whole and in one step.")
-@click.option(
-    "--dry-run", "-n", is_flag=True, help="Check everything, say what would be done, write nothing."
-)
-@click.option(
-    "--resume/--no-resume",
-    default=True,
-    show_default=True,
-    help="Go on with an interrupted run of the same job.",
-)
-@click.option(
-    "--resume-from",
-    metavar="DIR",
-    help="Go on with this .OUTPUT.shardkit-... directory, left by another host.",
-)
-@click.option(
-    "--digest",
-    type=click.Choice(["crc32", "none"]),
-    default="crc32",
-    show_default=True,
-    help="Checksum of every tensor and file.",
-)
-@click.option("--sha256", is_flag=True, help="Take the sha256 of every file too.")
-@check_source_option
-@source_manifest_option
-@click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
-@click.option(
-    "--max-memory",
-    default="256MiB",
-    show_default=True,
-    metavar="SIZE",
-    help="For all buffers, e.g. 512MiB, 1GB.",
-)
+@opt.overwrite("checkpoint, whole and in one step")
+@opt.writing
+@opt.moving
 @click.option(
     "--trust-remote-code", is_flag=True, help="Let the model's own code run while its layout is traced."
 )
-@links_option
-@json_option
-@click.option("--no-progress", is_flag=True, help="Show no progress bars.")
-def command(*, source: str, output: str | None, as_json: bool, no_progress: bool, **options: Any) -> None:
+@opt.follow_links
+@opt.reporting
+def command(*, out: Output, source: str, output: str | None, **options: Any) -> None:
     """Write SOURCE as one file for each rank of a device mesh, ready for torch.distributed.checkpoint.
 
     SOURCE is the directory or a file of a Hub model, or a repo id such as Qwen/Qwen3-8B. OUTPUT is the
     directory to make; by default its name says model and mesh. An interrupted run goes on where it stopped
     when the same command runs again.
     """
-    out, show_bars = Output(as_json=as_json), not (as_json or no_progress)
     warn_of_torch(out)
-    if not show_bars:
-        _silence_hub(source)
+    if not out.shows_bars and _is_on_the_hub(source):
+        opt.silence_hub()
     from shardkit.operations.preshard import preshard
 
-    result = preshard(source, output, progress=make_progress(enabled=show_bars), **options)
+    result = preshard(source, output, progress=make_progress(enabled=out.shows_bars), **options)
     out.result(result, render)
 
 
@@ -122,22 +70,16 @@ def warn_of_torch(out: Output) -> None:
         out.say("warning", note)
 
 
-def _silence_hub(source: str) -> None:
-    """Switch off huggingface_hub's bars, if it is going to be used at all."""
+def _is_on_the_hub(source: str) -> bool:
     from shardkit.formats.hub.repo import looks_like_repo_id
 
-    if not os.path.lexists(source) and looks_like_repo_id(source):
-        from huggingface_hub.utils.tqdm import disable_progress_bars
-
-        disable_progress_bars()
+    return not os.path.lexists(source) and looks_like_repo_id(source)
 
 
 def render(result: PreshardResult) -> list[str]:
     """Return a result as lines for people."""
-    path = escape(result.output)
-    if result.dry_run:
-        return [f"dry run: nothing was written to {path}", *facts(_facts(result))]
-    return [f"wrote {path}", *facts(_facts(result)), "", *_how_to_load(result)]
+    lines = [headline(result), *facts(_facts(result))]
+    return lines if result.dry_run else [*lines, "", *_how_to_load(result)]
 
 
 def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
@@ -159,14 +101,7 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     yield from limited("skipped", [f"{escape(name)}: {escape(reason)}" for name, reason in result.skipped])
     if result.shares_extents:
         yield "disk", "blocks are shared with the source, most bytes are not copied"
-    if result.dry_run:
-        yield "memory", f"at most {format_size(result.peak_memory_bytes)} of buffers"
-        yield "free disk", format_size(result.free_bytes)
-    else:
-        if result.resumed_files:
-            yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
-        yield from check_facts(result)
-        yield "time", _time(result)
+    yield from ending(result)
 
 
 def _layout(result: PreshardResult) -> str:
@@ -179,12 +114,6 @@ def _per_rank(result: PreshardResult) -> Iterator[tuple[str, str]]:
     yield from limited(
         "per rank", [f"shard {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
     )
-
-
-def _time(result: PreshardResult) -> str:
-    rate = result.written_bytes / max(result.elapsed_s, 1e-3) / 1e9
-    seconds = f"{result.elapsed_s:.2f} s"
-    return seconds if result.resumed_files else f"{seconds}, {rate:.2f} GB/s"
 
 
 def _how_to_load(result: PreshardResult) -> list[str]:

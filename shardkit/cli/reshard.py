@@ -7,25 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardkit.cli.output import (
-    Output,
-    check_facts,
-    check_source_option,
-    count,
-    facts,
-    json_option,
-    limited,
-    links_option,
-    size_runs,
-    source_manifest_option,
-)
-from shardkit.cli.progress import make_progress
+from shardkit.cli import options as opt
+from shardkit.cli.output import Output, count, ending, facts, headline, limited, make_progress, size_runs
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
     from shardkit.operations.reshard import ReshardResult
-
-_CASTS = click.Choice(["keep", "bf16", "fp16", "fp32"])
 
 
 @click.command(
@@ -37,62 +24,16 @@ Examples:
 )
 @click.argument("checkpoint")
 @click.argument("output")
-@click.option("--world-size", type=int, metavar="M", help="Number of ranks.")
-@click.option(
-    "--mesh", metavar="AXES", help="Device mesh, e.g. dp_replicate=2,dp_shard=16; default dp_shard=M."
-)
-@click.option(
-    "--dtype",
-    type=_CASTS,
-    default="keep",
-    show_default=True,
-    help="Convert floating tensors outside the optimizer; scalars stay.",
-)
-@click.option(
-    "--optimizer-dtype",
-    type=_CASTS,
-    default="keep",
-    show_default=True,
-    help="Convert the optimizer's floating tensors; scalars such as step stay.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace an existing checkpoint, whole and in one step.")
-@click.option("--strict", is_flag=True, help="Refuse a run whose newest checkpoint cannot be taken.")
-@click.option(
-    "--dry-run", "-n", is_flag=True, help="Check everything, say what would be done, write nothing."
-)
-@click.option(
-    "--resume/--no-resume",
-    default=True,
-    show_default=True,
-    help="Go on with an interrupted run of the same job.",
-)
-@click.option(
-    "--resume-from",
-    metavar="DIR",
-    help="Go on with this .OUTPUT.shardkit-... directory, left by another host.",
-)
-@click.option(
-    "--digest",
-    type=click.Choice(["crc32", "none"]),
-    default="crc32",
-    show_default=True,
-    help="Checksum of every tensor and file.",
-)
-@click.option("--sha256", is_flag=True, help="Take the sha256 of every file too.")
-@check_source_option
-@source_manifest_option
-@click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
-@click.option(
-    "--max-memory",
-    default="256MiB",
-    show_default=True,
-    metavar="SIZE",
-    help="For all buffers, e.g. 512MiB, 1GB.",
-)
-@links_option
-@json_option
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
-def command(*, checkpoint: str, output: str, as_json: bool, no_progress: bool, **options: Any) -> None:
+@opt.mesh
+@opt.dtype("--dtype", help="Convert floating tensors outside the optimizer; scalars stay.")
+@opt.dtype("--optimizer-dtype", help="Convert the optimizer's floating tensors; scalars such as step stay.")
+@opt.overwrite("checkpoint, whole and in one step")
+@opt.strict
+@opt.writing
+@opt.moving
+@opt.follow_links
+@opt.reporting
+def command(*, out: Output, checkpoint: str, output: str, **options: Any) -> None:
     """Write CHECKPOINT anew as OUTPUT, for another number of ranks: model, optimizer and everything else.
 
     CHECKPOINT is a sharded checkpoint of any trainer, or a run directory, whose newest complete checkpoint is
@@ -100,17 +41,14 @@ def command(*, checkpoint: str, output: str, as_json: bool, no_progress: bool, *
     """
     from shardkit.operations.reshard import reshard
 
-    out = Output(as_json=as_json)
-    progress = make_progress(enabled=not (as_json or no_progress))
+    progress = make_progress(enabled=out.shows_bars)
     result = reshard(checkpoint, output, progress=progress, on_warning=out.warn, **options)
     out.result(result, render)
 
 
 def render(result: ReshardResult) -> list[str]:
     """Return a result as lines for people."""
-    path = escape(result.output)
-    head = f"dry run: nothing was written to {path}" if result.dry_run else f"wrote {path}"
-    return [head, *facts(_facts(result))]
+    return [headline(result), *facts(_facts(result))]
 
 
 def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
@@ -130,11 +68,4 @@ def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
             "per file", [f"file {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
         )
     yield from limited("copied", [escape(name) for name in result.copied])
-    if result.dry_run:
-        yield "memory", f"at most {format_size(result.peak_memory_bytes)} of buffers"
-        yield "free disk", format_size(result.free_bytes)
-        return
-    if result.resumed_files:
-        yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
-    yield from check_facts(result)
-    yield "time", f"{result.elapsed_s:.2f} s"
+    yield from ending(result, shows_rate=False)

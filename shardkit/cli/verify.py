@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from shardkit.cli.output import MAX_LINES, Output, count, facts, json_option, links_option, more
-from shardkit.cli.progress import make_progress
+from shardkit.cli import options as opt
+from shardkit.cli.output import MAX_LINES, Output, count, facts, make_progress, more
 from shardkit.core.text import escape, format_size
 from shardkit.errors import ResourceError
 from shardkit.operations.verify.result import VerifyProblem, VerifyResult
@@ -35,22 +35,13 @@ Examples:
 @click.option(
     "--rounded", is_flag=True, help="They may be rounded to bf16 or fp16 even where dtypes are the same."
 )
-@click.option(
-    "--strict", is_flag=True, help="Refuse a run to compare with whose newest checkpoint cannot be taken."
-)
+@opt.strict
 @click.option("--hub", metavar="REPO", help="Compare its files with a repo on the Hub, without a download.")
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of that repo.")
-@click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
-@links_option
-@json_option
-@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
-def command(
-    *,
-    path: str,
-    as_json: bool,
-    no_progress: bool,
-    **options: Any,
-) -> None:
+@opt.revision
+@opt.jobs
+@opt.follow_links
+@opt.reporting
+def command(*, out: Output, path: str, **options: Any) -> None:
     """Check that PATH is whole, and holds the bytes that were written.
 
     PATH is a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint. By default metadata, headers,
@@ -58,9 +49,7 @@ def command(
     looked for in PATH, then beside it (PATH.shardkit.json). Exit code 0: nothing is wrong; 1: something is;
     3: not a checkpoint; 5: nothing is wrong but that some files cannot be read.
     """
-    out = Output(as_json=as_json)
-    progress = make_progress(enabled=not (as_json or no_progress))
-    result = verify(path, progress=progress, **options)
+    result = verify(path, progress=make_progress(enabled=out.shows_bars), **options)
     out.result(result, render, max_warnings=MAX_LINES)
     if not result.ok:
         click.get_current_context().exit(ResourceError.exit_code if result.is_only_unreadable else _PROBLEMS)

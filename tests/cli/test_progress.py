@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardkit.cli.output import painted
-from shardkit.cli.progress import ByteBar, make_progress
+from shardkit.cli.output import ByteBar, make_progress, painted
 from shardkit.core.threads import NoProgress
 
 MIB = 1 << 20

@@ -1,0 +1,168 @@
+"""The options that several commands have, each written once, in groups of what a person decides together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+from shardkit.cli.output import Output
+
+Command = Callable[..., Any]
+Option = Callable[[Command], Command]
+
+
+def group(*options: Option) -> Option:
+    """Return options as one decorator; help lists them in this order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def on_or_off(name: str, *, help: str) -> Option:
+    """Return an option that is on unless it is said to be off; the command gets a bool."""
+    return click.option(
+        name,
+        type=click.Choice(["on", "off"]),
+        default="on",
+        show_default=True,
+        callback=lambda _context, _option, value: value == "on",
+        help=help,
+    )
+
+
+def dtype(name: str, *choices: str, help: str) -> Option:
+    """Return an option for what floating tensors are converted to: "keep", `choices`, or a dtype."""
+    values = click.Choice(["keep", *choices, "bf16", "fp16", "fp32"])
+    return click.option(name, type=values, default="keep", show_default=True, help=help)
+
+
+def overwrite(what: str) -> Option:
+    """Return `--overwrite`, for a command that writes such a thing."""
+    return click.option("--overwrite", is_flag=True, help=f"Replace an existing {what}.")
+
+
+as_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print the result as one JSON document; sizes in bytes."
+)
+
+
+def reporting(function: Command) -> Command:
+    """Add `--json` and `--no-progress`; the command gets an `Output` as `out` in their place."""
+
+    @as_json
+    @click.option("--no-progress", is_flag=True, help="Show no progress bars.")
+    @wraps(function)
+    def command(*, as_json: bool, no_progress: bool, **options: Any) -> None:
+        function(out=Output(as_json=as_json, shows_bars=not (as_json or no_progress)), **options)
+
+    return command
+
+
+def silence_hub() -> None:
+    """Switch off huggingface_hub's bars; only for a command that is going to use it, as this imports it."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+
+
+follow_links = click.option(
+    "--follow-links",
+    is_flag=True,
+    help="Read links that lead out of the checkpoint's directory as the files that they lead to.",
+)
+strict = click.option(
+    "--strict", is_flag=True, help="Refuse a run directory whose newest checkpoint cannot be taken."
+)
+dry_run = click.option(
+    "--dry-run", "-n", is_flag=True, help="Check everything, say what would be done, write nothing."
+)
+sha256 = click.option("--sha256", is_flag=True, help="Take the sha256 of every file too, for the manifest.")
+jobs = click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
+max_memory = click.option(
+    "--max-memory",
+    default="256MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="For all buffers, e.g. 512MiB, 1GB.",
+)
+revision = click.option("--revision", metavar="REV", help="Branch, tag or commit of the repo.")
+
+mesh = group(
+    click.option("--world-size", type=int, metavar="N", help="Number of ranks."),
+    click.option(
+        "--mesh", metavar="AXES", help="Device mesh, e.g. dp_replicate=2,dp_shard=16; default dp_shard=N."
+    ),
+)
+globs = group(
+    click.option("--include", multiple=True, metavar="GLOB", help="Only these tensors; repeatable."),
+    click.option("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; repeatable."),
+)
+naming = group(
+    click.option(
+        "--weights",
+        default="model",
+        show_default=True,
+        metavar="PART",
+        help="model, ema, or another part of the checkpoint by its name.",
+    ),
+    click.option("--root", metavar="PATH", help="Where the model begins, dotted; nothing is guessed."),
+    click.option("--strip-prefix", multiple=True, metavar="PREFIX", help="Take this off names; repeatable."),
+    click.option("--add-prefix", default="", metavar="PREFIX", help="Put this before every name."),
+    click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Rename, in order; repeatable."),
+    globs,
+    click.option("--allow-missing", is_flag=True, help="Tensors of the base may be missing."),
+    click.option("--allow-unexpected", is_flag=True, help="Allow tensors that the base does not have."),
+)
+publishing = group(
+    click.option("--push-to-hub", metavar="REPO", help="Upload the finished directory to this repo."),
+    click.option("--private", is_flag=True, help="Make the repo private if it has to be made."),
+    click.option("--branch", metavar="NAME", help="Branch of that repo, made if it is missing."),
+)
+recording = group(
+    click.option(
+        "--manifest", is_flag=True, help="Put shardkit.json, with sizes and digests, into the output."
+    ),
+    click.option("--manifest-file", metavar="FILE", help="Write the same there, outside the output."),
+)
+writing = group(
+    dry_run,
+    click.option(
+        "--resume/--no-resume",
+        default=True,
+        show_default=True,
+        help="Go on with an interrupted run of the same job.",
+    ),
+    click.option(
+        "--resume-from",
+        metavar="DIR",
+        help="Go on with this .OUTPUT.shardkit-... directory, left by another host.",
+    ),
+)
+moving = group(
+    click.option(
+        "--digest",
+        type=click.Choice(["crc32", "none"]),
+        default="crc32",
+        show_default=True,
+        help="Checksum of every tensor and file that is written.",
+    ),
+    sha256,
+    on_or_off(
+        "--check-source",
+        help="Compare what is read with the checksums in the source; off lets damage through.",
+    ),
+    click.option(
+        "--source-manifest",
+        metavar="FILE",
+        help="Compare with this manifest of the source too; one in it or beside it is found.",
+    ),
+    jobs,
+    max_memory,
+)
