@@ -1,7 +1,7 @@
-"""Which files of a Hub model lie beside its weights: config, tokenizer, processor, chat template, code, card.
+"""The files of a Hub model beside its weights: config, tokenizer, processor, chat template, code, card.
 
-Named one by one: a directory of a trainer holds much else, from optimizer state to the arguments of the run. The
-modules of a sentence-transformers model lie in directories that its `modules.json` names, with weights of their own.
+They are listed one by one, because a trainer's directory holds much else, from optimizer state to the arguments of the
+run. `modules.json` of a sentence-transformers model names directories of modules, with weights of their own.
 """
 
 from __future__ import annotations
@@ -21,51 +21,18 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
 # transformers 5.23: CONFIG_NAME, GENERATION_CONFIG_NAME, the tokenizers' `vocab_files_names`, the processors'
 # `*_NAME`, CHAT_TEMPLATE_DIR; sentence_transformers 5: modules.json and what it names.
-_PATTERNS = (
-    CONFIG,
-    GENERATION_CONFIG,
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "vocab-*",
-    "merges.txt",
-    "bpe.codes",
-    "spm.model",
-    "spiece.model",
-    "source.spm",
-    "target.spm",
-    "sentencepiece*",
-    "*.tiktoken",
-    "tekken.json",
-    "byte_maps.json",
-    "dict.txt",
-    "emoji.json",
-    "entity_vocab.json",
-    "normalizer.json",
-    "prophetnet.tokenizer",
-    "spm_char.model",
-    "target_vocab.json",
-    "word_pronunciation.json",
-    "word_shape.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "image_processor_config.json",
-    "video_preprocessor_config.json",
-    "video_processor_config.json",
-    "audio_tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-    "[0-9]_*/config.json",
-    "*.py",
-    "README.md",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
+_PATTERNS = tuple(
+    """
+    config.json generation_config.json tokenizer* special_tokens_map.json added_tokens.json vocab.*
+    vocab-* merges.txt bpe.codes spm.model spiece.model source.spm target.spm sentencepiece* *.tiktoken
+    tekken.json byte_maps.json dict.txt emoji.json entity_vocab.json normalizer.json
+    prophetnet.tokenizer spm_char.model target_vocab.json word_pronunciation.json word_shape.json
+    preprocessor_config.json processor_config.json image_processor_config.json
+    video_preprocessor_config.json video_processor_config.json audio_tokenizer_config.json
+    chat_template.jinja chat_template.json additional_chat_templates/*.jinja modules.json
+    sentence_bert_config.json config_sentence_transformers.json [0-9]_*/config.json *.py README.md
+    LICENSE* NOTICE* USE_POLICY*
+    """.split()
 )
 _FOLDERS = ("additional_chat_templates", "[0-9]_*")
 
@@ -80,8 +47,8 @@ _WEIGHTS = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data"),
     *("*.h5", "*.msgpack", "*.npz", "*.npy", "*.ot", "*.tflite", "*.nemo", "*.pkl", "*.pickle", "*.distcp"),
 )
-# Names that surely hold no weights. What is neither one of these nor carried along is named: a list of all forms that
-# weights have would never be complete.
+# Names that surely hold no weights. A list of everything that may hold some would never be complete, so every other
+# file that is not carried along is named.
 _NO_WEIGHTS = tuple(
     """
     *.json *.jsonl *.txt *.md *.rst *.yaml *.yml *.toml *.cfg *.ini *.conf *.py *.pyc *.pyi *.sh *.js
@@ -92,7 +59,7 @@ _NO_WEIGHTS = tuple(
     """.split()
 )
 _NOT_WALKED = (".git", os.path.join(".cache", "huggingface"))  # of git and of `hf download`
-# (a pattern of names, what is said of them). The first that matches speaks.
+# (pattern of names, what they are). The first that matches counts.
 _BESIDE = (
     ("adapter*", "an adapter, which is not merged into the weights"),
     ("optim*", "state of the optimizer"),
@@ -114,19 +81,19 @@ _NOT_NAMED = "not among the model's weight files"
 
 
 def is_asset(name: str) -> bool:
-    """True for the name of such a file, relative to the model's directory."""
+    """True for the name of an asset, relative to the model's directory."""
     return not name.endswith((".safetensors", ".bin", ".pt")) and any(
         name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in _PATTERNS
     )
 
 
 def is_asset_folder(name: str) -> bool:
-    """True for the name of a directory that such files may lie in."""
+    """True for the name of a directory that may hold assets."""
     return any(fnmatchcase(name, pattern) for pattern in _FOLDERS)
 
 
 def asset_patterns() -> tuple[str, ...]:
-    """Return what to ask the Hub for."""
+    """Return the patterns of assets, to ask the Hub for."""
     return _PATTERNS
 
 
@@ -146,7 +113,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def modules(directory: str) -> dict[str, str]:
-    """Return where a model's `modules.json` says that its modules lie: folder -> name in memory; "." is the model's own.
+    """Return where `modules.json` puts the modules of a model: folder -> name in memory; "." is the model's own.
 
     Raises:
         SourceError: one of them lies outside of the model's directory.
@@ -170,7 +137,7 @@ def modules(directory: str) -> dict[str, str]:
 
 
 def module_folders(directory: str) -> list[str]:
-    """Return the directories that hold modules of their own, relative to the model's; errors as `modules`."""
+    """Return the directories of modules, relative to the model's; raises what `modules` raises."""
     return [folder for folder in modules(directory) if folder != os.curdir]
 
 
@@ -188,9 +155,9 @@ def _json(directory: str, name: str, kind: type) -> Any:
 def weights_beside(
     names: Iterable[str], taken: Collection[str], folders: Collection[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, what it is) of the files that hold weights, or may, and are not the model's own. Pure.
+    """Yield (name, what it is) of other files that hold weights, or may. Pure.
 
-    Those in one directory are one entry, unless a module lies there.
+    The files of a directory are one entry, unless a module lies there.
 
     Args:
         names: of files, relative to the model's directory.
@@ -218,12 +185,12 @@ def _what(name: str) -> str:
 
 
 def list_weights(directory: str) -> list[str]:
-    """Return the names of all files in a directory and those below it that hold weights, or may."""
+    """Return the names of all files in and below a directory that hold weights, or may."""
     return [name for name in _walk(directory, "", hidden=True) if may_hold_weights(name)]
 
 
 def list_around(directory: str) -> list[tuple[str, str]]:
-    """Return (name, what it is) of weights in the directory above, of which this one is a module.
+    """Return (name, what it is) of weights in the directory above, where that one has this as a module.
 
     Raises:
         SourceError: as for `modules`, of the directory above.
@@ -259,7 +226,7 @@ def _walk(directory: str, folder: str, *, hidden: bool = False) -> Iterator[str]
 
 
 def list_assets(directory: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the files of this kind that a directory holds, those of its modules with their weights.
+    """Return the assets in a directory, and all files of its modules, weights too.
 
     Returns:
         Name -> path, in the order of names; and the names of links that leave the directory.

@@ -1,12 +1,12 @@
-"""Which of a Hub model's files are its weights, from the file names alone. Pure: no I/O.
+"""The weights of a Hub model, told from file names alone. Pure: no I/O.
 
     1. model.safetensors, or model.safetensors.index.json and the files that it lists
     2. the only other *.safetensors.index.json
     3. pytorch_model.bin, or pytorch_model.bin.index.json and the files that it lists
     4. the only variant: model.<variant>.safetensors, its index, or either of pytorch_model
 
-A variant that is asked for replaces all four. Nothing else is ever taken for the model's weights:
-adapters, optimizers and originals (`consolidated*`) often lie beside it.
+A variant, where one is asked for, replaces all four. Nothing else counts as the model's weights: adapters, optimizers
+and originals (`consolidated*`) often lie beside it.
 
 Source: transformers 5.23, modeling_utils._get_resolved_checkpoint_files and _add_variant.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -25,46 +25,32 @@ from shardkit.errors import SourceError
 Kind = Literal["safetensors", "torch-bin"]
 
 _SHARD = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.(safetensors|bin)$")
-_FORMS: tuple[tuple[Kind, str], ...] = (
-    ("safetensors", "model{}.safetensors"),
-    ("safetensors", "model{}.safetensors.index.json"),
-    ("safetensors", "model.safetensors.index{}.json"),  # how transformers spells it
-    ("torch-bin", "pytorch_model{}.bin"),
-    ("torch-bin", "pytorch_model{}.bin.index.json"),
-    ("torch-bin", "pytorch_model.bin.index{}.json"),
-)
+# Weight file, index, and the index as transformers spells it; "" or ".<variant>" goes in.
+_FORMS: dict[Kind, tuple[str, str, str]] = {
+    "safetensors": (
+        "model{}.safetensors",
+        "model{}.safetensors.index.json",
+        "model.safetensors.index{}.json",
+    ),
+    "torch-bin": ("pytorch_model{}.bin", "pytorch_model{}.bin.index.json", "pytorch_model.bin.index{}.json"),
+}
 PIPELINE = "model_index.json"
 _NOT_THE_MODEL = ("adapter*", "consolidated*", "optimizer*")
 
-# (what, a pattern that some name must match, what to do). In the order in which they are tried.
+_CONSOLIDATE = "it is a sharded checkpoint: consolidate it first"
+_OF_A_PIPELINE = (
+    "give the directory of one of its models; those with diffusion_pytorch_model files cannot be opened"
+)
+_MERGE = "merge it into its base model (merge_and_unload, save_pretrained) and give that, or give the base"
+# (what, a pattern that some name must match, what to do), in the order in which they are tried.
 _LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
-    ("a Lightning checkpoint (meta.pt)", "meta.pt", "it is a sharded checkpoint: consolidate it first"),
-    (
-        "a sharded checkpoint (.metadata of torch.distributed.checkpoint)",
-        ".metadata",
-        "it is a sharded checkpoint: consolidate it first",
-    ),
-    (
-        "a verl checkpoint (one .pt file for each rank)",
-        "model_world_size_*_rank_*.pt",
-        "it is a sharded checkpoint: consolidate it first",
-    ),
-    (
-        "an accelerate checkpoint (pytorch_model_fsdp_0)",
-        "pytorch_model_fsdp_0*",
-        "it is a sharded checkpoint: consolidate it first",
-    ),
+    ("a Lightning checkpoint (meta.pt)", "meta.pt", _CONSOLIDATE),
+    ("a sharded checkpoint (.metadata of torch.distributed.checkpoint)", ".metadata", _CONSOLIDATE),
+    ("a verl checkpoint (one .pt file for each rank)", "model_world_size_*_rank_*.pt", _CONSOLIDATE),
+    ("an accelerate checkpoint (pytorch_model_fsdp_0)", "pytorch_model_fsdp_0*", _CONSOLIDATE),
     ("a DeepSpeed checkpoint", "global_step*", "gather it with its own zero_to_fp32.py first"),
-    (
-        "sharded files of torch's Hugging Face writer",
-        "shard-*-model-*.safetensors",
-        "it is a sharded checkpoint: consolidate it first",
-    ),
-    (
-        "a PEFT adapter",
-        "adapter_model.*",
-        "merge it into its base model (merge_and_unload, save_pretrained) and give that, or give the base",
-    ),
+    ("sharded files of torch's Hugging Face writer", "shard-*-model-*.safetensors", _CONSOLIDATE),
+    ("a PEFT adapter", "adapter_model.*", _MERGE),
     (
         "a model in GGUF format only",
         "*.gguf",
@@ -78,17 +64,15 @@ _LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
     (
         "a diffusers pipeline (model_index.json), whose models lie in directories of their own",
         PIPELINE,
-        "give the directory of one of its models; those with diffusion_pytorch_model files cannot be opened",
+        _OF_A_PIPELINE,
     ),
-    (
-        "shards whose index is missing",
-        "model-?????-of-?????.safetensors",
-        "download model.safetensors.index.json too",
-    ),
-    (
-        "shards whose index is missing",
-        "pytorch_model-?????-of-?????.bin",
-        "download pytorch_model.bin.index.json too",
+    *(
+        (
+            "shards whose index is missing",
+            f"{stem}-?????-of-?????.{ending}",
+            f"download {stem}.{ending}.index.json too",
+        )
+        for stem, ending in (("model", "safetensors"), ("pytorch_model", "bin"))
     ),
     (
         "the top of a Hub cache entry",
@@ -159,18 +143,8 @@ def _refuse_sharded(names: Collection[str], label: str) -> None:
 
 
 def _default(names: Collection[str], kind: Kind) -> Weights | None:
-    single, index = (
-        ("model.safetensors", "model.safetensors.index.json")
-        if kind == "safetensors"
-        else ("pytorch_model.bin", "pytorch_model.bin.index.json")
-    )
-    if single not in names and index not in names:
-        return None
-    return Weights(
-        kind=kind,
-        index=index if index in names else None,
-        single=single if single in names else None,
-    )
+    single, index = (name if name in names else None for name in map(str.format, _FORMS[kind][:2], ("", "")))
+    return None if single is None and index is None else Weights(kind=kind, index=index, single=single)
 
 
 def _other_index(names: Collection[str], label: str) -> Weights | None:
@@ -195,29 +169,24 @@ def _only_variant(names: Collection[str], label: str) -> Weights:
     if found is None:
         raise _nothing_found(names, label)
     note = f"no default weights in {escape(label)}: took its only variant, {escape(known[0])}"
-    return Weights(kind=found.kind, index=found.index, single=found.single, notes=(note,))
+    return replace(found, notes=(note,))
 
 
 def _with_variant(names: Collection[str], variant: str) -> Weights | None:
     """Return the files of a variant, safetensors before legacy ones; None where there are none."""
-    for kind in ("safetensors", "torch-bin"):
-        forms = [form.format(f".{variant}") for k, form in _FORMS if k == kind]
-        found = [name for name in forms if name in names]
+    for kind, forms in _FORMS.items():
+        found = [name for form in forms if (name := form.format(f".{variant}")) in names]
         if len(found) > 1:
             raise _ambiguous(f"variant {variant}", found)
         if found:
-            is_index = found[0].endswith(".json")
-            return Weights(
-                kind="safetensors" if kind == "safetensors" else "torch-bin",
-                index=found[0] if is_index else None,
-                single=None if is_index else found[0],
-            )
+            single, index = (None, found[0]) if found[0].endswith(".json") else (found[0], None)
+            return Weights(kind=kind, index=index, single=single)
     return None
 
 
 def _variants(names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
     """Yield (variant, file name, kind) of every file that is named as a variant's."""
-    for kind, form in _FORMS:
+    for kind, form in ((kind, form) for kind, forms in _FORMS.items() for form in forms):
         before, after = (re.escape(part) for part in form.split("{}"))
         pattern = re.compile(rf"{before}\.(?P<variant>[\w-]+(\.[\w-]+)*){after}", re.ASCII)
         for name in names:

@@ -73,10 +73,7 @@ def fetch_model(
         folder = _download(repo_id, revision, _SMALL_FILES)
         commit = os.path.basename(folder)
         weights, there = _choose(repo_id, commit, folder, variant)
-        if weights.index:
-            _download(repo_id, commit, _literal([weights.index]))
-        names, _ = weight_files(folder, weights)
-        absent = _absent(folder, names)
+        names, absent = _weight_files(repo_id, commit, folder, weights)
         elsewhere: Elsewhere = {}
         if headers_only and weights.kind == "safetensors":
             elsewhere = _read_headers(repo_id, commit, absent)
@@ -89,9 +86,14 @@ def fetch_model(
     return replace(model, label=repo_id.rpartition("/")[2], identity=identity)
 
 
-def _absent(folder: str, names: Iterable[str]) -> list[str]:
-    """Return the names of the files that are not in the cache."""
-    return [name for name in names if not os.path.exists(os.path.join(folder, name))]
+def _weight_files(
+    repo_id: str, commit: str, folder: str, weights: Weights
+) -> tuple[tuple[str, ...], list[str]]:
+    """Bring the index here; return the names of the weight files, and of those that are not in the cache."""
+    if weights.index:
+        _download(repo_id, commit, _literal([weights.index]))
+    names, _ = weight_files(folder, weights)
+    return names, [name for name in names if not os.path.exists(os.path.join(folder, name))]
 
 
 def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> Elsewhere:
@@ -145,9 +147,7 @@ def open_headers(repo_id: str, commit: str) -> HubModel | None:
             return None
         if weights.kind != "safetensors":
             return None
-        if weights.index:
-            _download(repo_id, commit, _literal([weights.index]))
-        elsewhere = _read_headers(repo_id, commit, _absent(folder, weight_files(folder, weights)[0]))
+        elsewhere = _read_headers(repo_id, commit, _weight_files(repo_id, commit, folder, weights)[1])
     return with_beside(open_weights(folder, weights, elsewhere=elsewhere), there)
 
 
