@@ -20,7 +20,6 @@ from shardkit.errors import UsageError
 from shardkit.files.links import may_follow_links
 from shardkit.operations.diff.result import DiffResult, Status, TensorDiff
 from shardkit.operations.diff.sides import Pair, Side, find_ties, open_sides, pairs
-from shardkit.operations.diff.values import tensor_bands
 from shardkit.operations.resolve import Taken, take
 from shardkit.transfer.sources import Reader, SourceFiles
 
@@ -31,9 +30,9 @@ SORTS = ("name", "difference")
 _MIN_MEMORY, _MEMORY = 2 * MIB, 256 * MIB
 _BAND_BYTES = MIB  # of one side: the processor's cache keeps both while they are compared
 _BUFFERS = 8  # of a band's size: two for each side while it is gathered, and the masks
-_MAX_VALUES = (
-    16 * KIB
-)  # measured at once: their float64s stay in the processor's cache, and malloc keeps them
+# Values measured at once: their float64s stay in the processor's cache, and malloc keeps them.
+_MAX_VALUES = 16 * KIB
+_BYTES_PER_VALUE = 160  # that measuring takes at most: float64s of both sides, differences, masks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +48,9 @@ class DiffOptions:
     max_memory_bytes: int = _MEMORY
 
     def max_elements(self, itemsize: int, *, measured: bool) -> int:
-        """Return the elements of a band, for the longer itemsize of both sides; more memory goes into measuring."""
-        from shardkit.operations.diff.values import BYTES_PER_VALUE
-
+        """Return how many elements a band has, for the longer itemsize of both sides; measuring takes more memory."""
         if measured:
-            each = BYTES_PER_VALUE + _BUFFERS * itemsize
+            each = _BYTES_PER_VALUE + _BUFFERS * itemsize
             return max(min(_MAX_VALUES, self.max_memory_bytes // each), 1)
         return max(min(_BAND_BYTES, self.max_memory_bytes // _BUFFERS) // itemsize, 1)
 
@@ -77,21 +74,21 @@ def diff(
 ) -> DiffResult:
     """Compare two checkpoints, bit by bit or within a tolerance.
 
-    Tensors are paired by the names that their model has on the Hub, whatever their trainers called them and however
-    they are chunked. Of tied weights one copy on one side and two on the other is no difference.
+    Tensors are paired by the names that their model has on the Hub, whatever the trainers called them and however they
+    are chunked. Tied weights may be stored once on one side and twice on the other.
 
     Args:
         a: a checkpoint of any format, or a run directory, whose newest complete one is taken.
         b: another.
-        rtol: elements are equal where |a - b| <= atol + rtol * |b|, NaN where both are; None compares bits, unless
-            `atol` is given.
-        atol: the same; each is 0 where only the other is given.
+        rtol: elements are equal where |a - b| <= atol + rtol * |b|, or both are NaN. None compares bits, unless `atol`
+            is given.
+        atol: the same; where only one of the two is given, the other is 0.
         stats: take figures of how much tensors differ.
         include: globs; only these tensors.
         exclude: globs; not these tensors.
-        all_tensors: the optimizer's and all others too, under their stored names.
-        strict: refuse a run directory in which a newer checkpoint had to be passed over.
-        sort: "name", or "difference": what differs most first, for which figures are taken.
+        all_tensors: compare the optimizer's and all other tensors too, under their stored names.
+        strict: refuse a run directory in which a newer checkpoint was passed over.
+        sort: "name", or "difference": what differs most comes first; this takes figures.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
             Weight files of a Hub model are read in any case.
@@ -189,7 +186,7 @@ def _options(
 def _compare_all(
     a: Side, b: Side, options: DiffOptions, progress: Progress
 ) -> tuple[list[TensorDiff], RoundedSide | None, int]:
-    """Return what was found of each name, the side that is rounded, and the bytes that were read for it."""
+    """Return what was found of each name, the side that is rounded, and the number of bytes read."""
     every = pairs(a, b)
     total = sum(a.entry(pair.name).nbytes for pair in every if _is_read(a, b, pair))
     with ExitStack() as stack:
@@ -210,14 +207,14 @@ def _compare_all(
 def _rounded_one_way(
     found: list[TensorDiff], roundings: Mapping[str, Roundings]
 ) -> tuple[list[TensorDiff], RoundedSide | None]:
-    """Name the tensors "rounded" that are so in one direction: that of most of them, or else of the stored dtypes.
+    """Mark tensors "rounded" in one direction: that of most of them, or else that of the stored dtypes.
 
     Args:
         found: of every name.
         roundings: by name, of those that are equal after rounding.
 
     Returns:
-        The same tensors in the same order, and the side whose values are rounded; None where no tensor's are.
+        The same tensors in the same order, and the side whose values are rounded; None where none are.
     """
     from shardkit.operations.diff.values import ROUNDED_TO
 
@@ -259,7 +256,7 @@ class _Comparing:
         self._options, self._progress = options, progress
         self.read_bytes = 0
         self.roundings: dict[str, Roundings] = {}
-        """Of tensors that are equal after rounding, in the one direction or the other or both."""
+        """By name, of tensors that are equal after rounding in either direction, or both."""
 
     def pair(self, pair: Pair, ties: tuple[dict[str, str], dict[str, str]]) -> TensorDiff:
         """Compare what both sides have under a name."""
@@ -292,7 +289,7 @@ class _Comparing:
         return "close" if self._options.tolerance is not None and not measure.num_outside else "values"
 
     def _is_rounded(self, name: str, measure: Measure) -> bool:
-        """Tell whether one side is the other rounded; the equal elements that came first are looked at only now."""
+        """True where one side is the other rounded; elements skipped so far, in equal bands, are read again now."""
         left_over = measure.num_unchecked or 0
         if left_over and measure.may_be_rounded:
             for left, right in self._bands(name, measured=self._is_measured(name)):
@@ -303,7 +300,7 @@ class _Comparing:
         return measure.may_be_rounded
 
     def _measure(self, name: str) -> Measure:
-        """Compare two tensors of one shape; figures are taken in a second pass, of those that differ."""
+        """Compare two tensors of one shape; those that differ are read again where figures are wanted."""
         from shardkit.operations.diff.values import Measure
 
         one, two, options = self._a.entry(name).dtype, self._b.entry(name).dtype, self._options
@@ -335,8 +332,7 @@ class _Comparing:
         """Yield both sides' bytes in step."""
         one, two = self._a.entry(name), self._b.entry(name)
         limit = self._options.max_elements(max(one.dtype.itemsize, two.dtype.itemsize), measured=measured)
-        lefts = tensor_bands(self._a.catalog, one.fqn, self._left, limit)
-        rights = tensor_bands(self._b.catalog, two.fqn, self._right, limit)
+        lefts, rights = self._a.bands(name, self._left, limit), self._b.bands(name, self._right, limit)
         for left, right in zip(lefts, rights, strict=True):
             self.read_bytes += len(left) + len(right)
             yield left, right

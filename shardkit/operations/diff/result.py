@@ -1,8 +1,9 @@
-"""What diff answers: the result object and its parts."""
+"""The answer of diff: the result and its parts."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any, Literal
 
 from shardkit.core.regions import Shape
@@ -26,7 +27,7 @@ SYMBOLS: dict[Status, str] = {
 class TensorStats:
     """How much two tensors differ, over the elements that are finite numbers on both sides.
 
-    Of complex tensors real and imaginary parts count as values of their own.
+    The real and imaginary parts of complex tensors count as values of their own.
     """
 
     max_abs: float
@@ -34,13 +35,13 @@ class TensorStats:
     max_rel: float
     """Largest |a - b| / max(|a|, |b|); at most 2."""
     max_ulp: int | None
-    """Most representable values from one to the other; None where the dtypes differ or have no ulp."""
+    """Largest number of representable values between a and b; None where the dtypes differ or have no ulp."""
     cosine: float | None
-    """Of the angle between the tensors as vectors; None where one of them is zero."""
+    """Cosine of the angle between the tensors as vectors; None where one of them is zero."""
     relative_error: float | None
     """|a - b| / max(|a|, |b|) of the tensors as vectors (Euclidean norms); None where both are zero."""
     num_nonfinite: int
-    """Values that differ and of which one at least is infinite or NaN; in no figure above."""
+    """Values that differ where at least one is infinite or NaN; no figure above includes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +62,12 @@ class TensorDiff:
     """In elements."""
     shape_b: Shape | None
     num_changed: int | None = None
-    """Elements whose bits differ; of two dtypes those whose values differ. None where nothing was compared."""
+    """Elements whose bits differ, or, with two dtypes, whose values differ. None where nothing was compared."""
     num_outside: int | None = None
     """Elements beyond the tolerance; None where none was given."""
     num_off_rounding: int | None = None
-    """Where one floating dtype is shorter: elements that are not the other side's, rounded to it; a finite number
-    that becomes infinite is none. Else None."""
+    """Elements of the shorter floating dtype that are not the other side's after rounding; a finite number that becomes
+    infinite counts as one. None where neither dtype is shorter."""
     rounded_to: str | None = None
     """For "rounded": "bfloat16" or "float16", whatever dtype the values are stored as."""
     num_flushed: int | None = None
@@ -76,7 +77,7 @@ class TensorDiff:
     tied_to: str | None = None
     """For "tied": the name that both sides have."""
     stats: TensorStats | None = None
-    """Where they were asked for and elements differ, of dtypes whose bits stand for numbers."""
+    """Figures, where they were asked for, elements differ, and the bits of the dtypes stand for numbers."""
 
     @property
     def symbol(self) -> str:
@@ -90,18 +91,15 @@ class TensorDiff:
 
     @property
     def is_said_by_dtypes(self) -> bool:
-        """True for "rounded" where the stored dtypes tell of it: they differ, and nothing else was lost."""
+        """True for "rounded" where the stored dtypes explain it: they differ, and nothing else was lost."""
         return self.dtype_a != self.dtype_b and (
             not self.num_changed or self.rounded_to in (self.dtype_a, self.dtype_b)
         )
 
     @property
     def num_elements(self) -> int:
-        """Elements of the tensor, of A's where A has it."""
-        total = 1
-        for size in (self.shape_a if self.shape_a is not None else self.shape_b) or ():
-            total *= size
-        return total
+        """Elements of the tensor: of A's where A has it, else of B's."""
+        return prod((self.shape_a if self.shape_a is not None else self.shape_b) or ())
 
     @property
     def share_changed(self) -> float | None:
@@ -112,7 +110,7 @@ class TensorDiff:
 
     @property
     def magnitude(self) -> tuple[float, float]:
-        """How much it differs, to sort by: what cannot be compared first, then by error and share."""
+        """How much it differs, to sort by: tensors that cannot be compared come first, then by error and share."""
         if not self.is_difference:
             return (0.0, 0.0)
         if self.num_changed is None:
@@ -148,13 +146,13 @@ class DiffResult:
     """The tolerance; None where bits are compared."""
     atol: float | None
     tensors: tuple[TensorDiff, ...]
-    """All that were compared, the equal ones too."""
+    """All tensors that were compared, equal ones too."""
     read_bytes: int
     """Of both sides."""
     elapsed_s: float
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-    """What was passed over in a run directory though it is newer, or may be."""
+    """What was passed over in a run directory although it is newer, or may be."""
 
     def count(self, *statuses: Status) -> int:
         """Return how many tensors have one of these statuses."""

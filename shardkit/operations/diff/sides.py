@@ -1,4 +1,4 @@
-"""What diff compares: two checkpoints, opened, their tensors under the names of one model, and the pairs."""
+"""The two sides of diff: checkpoints, opened, their tensors under the names of one model, and the pairs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.regions import blocks, full_region
 from shardkit.core.text import count
 from shardkit.errors import SourceError, UsageError
 from shardkit.files.links import link_notes
@@ -19,7 +20,8 @@ from shardkit.keys.names import natural
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
-from shardkit.transfer.sources import same_bytes
+from shardkit.transfer.plan import flat_source
+from shardkit.transfer.sources import Reader, bands, same_bytes
 
 Names = Mapping[str, str]
 """Name in the model -> stored name."""
@@ -40,6 +42,43 @@ class Side:
     def entry(self, name: str) -> TensorEntry:
         """Return a tensor by its name in the model."""
         return self.catalog.tensors[self.names[name]]
+
+    def bands(self, name: str, reader: Reader, max_elements: int) -> Iterator[memoryview]:
+        """Yield a tensor's bytes row-major, however it is chunked; each view is valid until the next.
+
+        The cuts depend on shape and `max_elements` alone: two tensors of one shape are cut alike.
+
+        Args:
+            name: in the model.
+            reader: of the catalog's files.
+            max_elements: of a band; a tensor that has to be gathered takes as much memory again.
+
+        Raises:
+            IntegrityError, ResourceError: a file cannot be read as described.
+        """
+        entry, table = self.entry(name), self.catalog.chunks
+        if not entry.num_elements:
+            return
+        if not entry.shape:  # a scalar: one chunk, stored or decoded
+            view, row = memoryview(bytearray(entry.nbytes)), entry.first_chunk
+            reader.read_into(table.file[row], view, table.start[row], entry.fqn)
+            yield view
+            return
+        flat, itemsize = flat_source(entry, self.catalog), entry.dtype.itemsize
+        if flat is None:
+            whole = full_region(entry.shape)
+            yield from bands(self.catalog, entry.fqn, whole, reader, max_elements * itemsize)
+            return
+        start, buffer = 0, bytearray()
+        for block in blocks(entry.shape, max_elements):
+            stop = start + block.num_elements
+            buffer = buffer or bytearray((stop - start) * itemsize)  # the first is the largest
+            view, at = memoryview(buffer)[: (stop - start) * itemsize], 0
+            for move in flat.moves(start, stop):
+                reader.read_into(move.file, view[at : at + move.nbytes], move.start, entry.fqn)
+                at += move.nbytes
+            yield view
+            start = stop
 
 
 class Pair(NamedTuple):
@@ -108,14 +147,14 @@ def pairs(a: Side, b: Side) -> list[Pair]:
 
 
 def find_ties(side: Side, other: Side) -> dict[str, str]:
-    """Return the tensors that only one side has and that are copies there of one that both have.
+    """Return the tensors that only one side has, as copies of a tensor that both have.
 
-    Tied weights lie in one checkpoint once and in another under each name. Copies are tensors that share their
-    bytes in the file, or modules that models tie and whose bytes are equal.
+    One checkpoint stores tied weights once, another under each name. Copies are tensors that share their bytes in the
+    file, or that models tie and whose bytes are equal.
 
     Args:
-        side: has them.
-        other: has them not.
+        side: the one that has them.
+        other: the one that lacks them.
 
     Returns:
         Name that only `side` has -> name of its equal, which both have.
@@ -165,7 +204,7 @@ def _name_all(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Names
 
 
 def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Names], list[str]]:
-    """Name the weights of both sides alike: what one is called helps to find the other's model."""
+    """Give the weights of both sides the same names: those of one side help to find the other's model."""
     first, second = (1, 0) if opened[1].hub is not None and opened[0].hub is None else (0, 1)
     found: dict[int, Names | str] = {}
     for side, other in ((first, second), (second, first), (first, second)):
@@ -189,7 +228,7 @@ def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Names, Nam
 
 
 def _select(checkpoint: Checkpoint, base: Names | None) -> Names | str:
-    """Return the names of a checkpoint's model, or why it has none that can be told."""
+    """Return the names of a checkpoint's model, or the reason why they cannot be told."""
     catalog = checkpoint.catalog
     if not catalog.tensors:
         return {}
@@ -203,7 +242,7 @@ def _select(checkpoint: Checkpoint, base: Names | None) -> Names | str:
 
 
 def _as_on_hub(checkpoint: Checkpoint, names: Names | str, other: Names | str) -> Names | str:
-    """Return a side's names as its manifest knows them from the Hub, where more of them are the other side's then."""
+    """Return a side's names as its manifest knows them from the Hub, where that matches more names of the other side."""
     own = hub_key_rules(checkpoint)
     rules = own or saved_key_rules(checkpoint)
     if not rules or isinstance(other, str):

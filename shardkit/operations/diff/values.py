@@ -1,30 +1,23 @@
-"""Bytes of two tensors side by side: which elements differ, by how much, and whether that is within a tolerance.
+"""The values of two tensors side by side: which differ, by how much, and whether a tolerance allows it.
 
-Bits are compared as integers of the elements' size, so NaN payloads and signs of zeros count. Values are compared
-as float64, which holds every shorter float exactly. Rounding starts there too, so nothing is rounded twice, but for
-what torch's cast of float64 does: it rounds through float32.
+Bits are compared as integers of the element's size, so NaN payloads and signs of zeros count. Values are compared as
+float64, which holds every shorter float exactly. Rounding starts from float64 too, so nothing is rounded twice; torch's
+own cast of float64 is the exception: it rounds through float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from math import sqrt
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, DType
-from shardkit.core.regions import blocks, full_region
 from shardkit.operations.diff.result import TensorStats
-from shardkit.transfer.plan import FlatSource, flat_source
-from shardkit.transfer.sources import Reader, bands
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-BYTES_PER_VALUE = 160
-"""Memory that measuring takes for each element at most: float64s of both sides, differences, masks."""
 _NUMPY_FLOATS = {"float64": "<f8", "float32": "<f4", "float16": "<f2"}
 _PACKED = BY_NAME["float4_e2m1fn_x2"]
 _UNSIGNED_FLOAT = BY_NAME["float8_e8m0fnu"]
@@ -75,7 +68,7 @@ _FORMS = {
     BY_NAME["float32"]: _Form(23, -126, 127),
 }
 ROUNDED_TO = (BY_NAME["bfloat16"], BY_NAME["float16"])
-"""What "equal after rounding" is about, in the order of preference."""
+"""The dtypes that "equal after rounding" considers, in the order of preference."""
 
 
 def rounded(values: Array, dtype: DType) -> Array:
@@ -93,7 +86,7 @@ def rounded(values: Array, dtype: DType) -> Array:
     result = np.asarray(((words + below_half + odd) >> cut << cut).view(np.float64))
     with np.errstate(all="ignore"):
         size = np.abs(values)
-        # Below the normal numbers the spacing is fixed: float64's own at this number, whose addition rounds.
+        # Subnormal numbers have a fixed spacing. It is float64's own at this number, so adding the number rounds.
         anchor = 2.0 ** (_MANTISSA_BITS + form.min_exponent - form.mantissa_bits)
         small = size < 2.0**form.min_exponent
         if small.any():
@@ -105,9 +98,9 @@ def rounded(values: Array, dtype: DType) -> Array:
 
 
 def _off_rounding(source: Array, other: Array, dtype: DType, *, is_twice: bool) -> tuple[Array, int]:
-    """Tell which values of one side are not the source's rounded, and count those that rounding made 0.
+    """Tell which values are not the source's after rounding, and count those that rounding made 0.
 
-    A finite number that becomes infinite is not taken for rounded.
+    A finite number that becomes infinite does not count as rounded.
 
     Args:
         is_twice: to float32 first, as `tensor.to` does with float64. Source: torch 2.6 to 2.15,
@@ -124,10 +117,10 @@ class Measure:
     """Adds up how two tensors differ, band by band.
 
     Args:
-        a: dtype of the one side.
+        a: dtype of one side.
         b: dtype of the other.
         tolerance: count what is beyond it.
-        stats: take figures; every band is to be given then, the equal ones too.
+        stats: take figures. Every band must then be given, equal ones too.
     """
 
     def __init__(self, a: DType, b: DType, *, tolerance: Tolerance | None, stats: bool) -> None:
@@ -150,19 +143,19 @@ class Measure:
             for is_twice in ((False, True) if source.name == "float64" else (False,))
         ]
         self._flushed: dict[_Way, int] = dict.fromkeys(ways, 0)
-        """How many values other than 0 became 0, of those ways that hold for all elements that were looked at."""
+        """How many values other than 0 became 0, for each way that holds for all elements so far."""
         shorter: RoundedSide = "a" if is_shorter(a, b) else "b"
         self._off: dict[_Way, int] = {
             (shorter, {"a": a, "b": b}[shorter], is_twice): 0
             for is_twice in ((False, True) if "float64" in (a.name, b.name) else (False,))
         }
         self.num_unchecked: int | None = None if a is b else 0
-        """Elements at the beginning, in equal bands, that `check_rounding` still has to see; None where all are equal."""
-        self._has_other_value = a is not b  # beside NaNs whose bits differ
+        """Elements at the beginning, in equal bands, that `check_rounding` has yet to see; None where all are equal."""
+        self._has_other_value = a is not b  # other than NaNs whose bits differ
         self._start = 0
 
     def add(self, left: memoryview, right: memoryview) -> None:
-        """Compare as many elements of both sides."""
+        """Compare a band of both sides, with the same number of elements."""
         num_elements = len(left) // self._a.itemsize
         is_same = self._a is self._b and have_same_bytes(left, right)
         if not is_same:
@@ -176,7 +169,7 @@ class Measure:
         self._start += num_elements
 
     def check_rounding(self, left: memoryview, right: memoryview) -> None:
-        """Drop each of `roundings` that does not hold for these elements, and count what is off in those that do."""
+        """Drop each of `roundings` that does not hold for these elements; count the elements that are not rounded."""
         counted = self._off if self._counts_off else {}
         for start in range(0, len(left) // self._a.itemsize, _ROUNDED_AT_ONCE):
             wanted = dict.fromkeys((*self._flushed, *counted))
@@ -200,7 +193,7 @@ class Measure:
 
     @property
     def roundings(self) -> Roundings:
-        """Those that hold for all elements that were looked at: the one way or, throughout, the other."""
+        """The roundings that hold for all elements so far."""
         found: Roundings = {}
         for (side, dtype, _), num_flushed in self._flushed.items():
             found.setdefault((side, dtype), num_flushed)
@@ -208,12 +201,12 @@ class Measure:
 
     @property
     def num_off_rounding(self) -> int | None:
-        """Elements that are not the longer side's rounded; None where neither side is longer."""
+        """Elements that are not the longer side's after rounding; None where neither side is longer."""
         return min(self._off.values()) if self._counts_off else None
 
     @property
     def may_be_rounded(self) -> bool:
-        """True where one side holds the other's values rounded, as far as `check_rounding` has seen them."""
+        """True where one side holds the other's values rounded, as far as `check_rounding` has looked."""
         return bool(self.roundings) and self.num_unchecked is not None and self._has_other_value
 
     def stats(self) -> TensorStats | None:
@@ -238,7 +231,7 @@ class Measure:
 
 
 def have_same_bytes(left: memoryview, right: memoryview) -> bool:
-    """Compare as many bytes of both sides, eight at a time."""
+    """True where both sides have the same bytes; compares eight at a time."""
     whole = len(left) & ~7
     return (
         len(left) == len(right)
@@ -331,7 +324,7 @@ class _Figures:
         self._aa = self._bb = self._ab = self._dd = 0.0
 
     def add(self, left: memoryview, right: memoryview) -> None:
-        """Take as many elements of both sides into account."""
+        """Add a band of both sides, with the same number of elements."""
         a, b = _as_reals(_values(left, self._a), _values(right, self._b))
         is_same, distance = a == b, _distance(a, b)
         a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
@@ -359,7 +352,7 @@ class _Figures:
             self._dd += _dot(distance, distance)
 
     def result(self) -> TensorStats:
-        """Return them; what overflows float64 is its largest number, or None."""
+        """Return the figures; one that overflows float64 is its largest number, or None."""
         norms, larger = sqrt(self._aa) * sqrt(self._bb), sqrt(max(self._aa, self._bb))
         return TensorStats(
             max_abs=min(self._max_abs, _MAX_FLOAT),
@@ -372,7 +365,7 @@ class _Figures:
 
 
 def _dot(a: Array, b: Array) -> float:
-    """Return the sum of products in this thread: BLAS would start others for so little work, and wait for them."""
+    """Return the sum of products, in this thread: BLAS would start more threads for so little work, and wait."""
     return float(np.einsum("i,i->", a, b))
 
 
@@ -381,14 +374,14 @@ def _finite(number: float) -> float | None:
 
 
 def _as_reals(a: Array, b: Array) -> tuple[Array, Array]:
-    """Take complex values for their real and imaginary parts, on both sides alike."""
+    """Return both sides as real numbers; complex ones become their real and imaginary parts."""
     if "c" not in (a.dtype.kind, b.dtype.kind):
         return a, b
     return a.astype(np.complex128).view(np.float64), b.astype(np.complex128).view(np.float64)
 
 
 def _distance(a: Array, b: Array) -> Array:
-    """Return |a - b| as float64, exact for 64-bit integers too as far as float64 holds the result."""
+    """Return |a - b| as float64; for 64-bit integers too it is as exact as float64 can be."""
     if a.dtype == b.dtype and a.dtype.kind in "iu":
         return np.where(a > b, a - b, b - a).view(np.uint64).astype(np.float64)  # wraps to the right number
     with np.errstate(all="ignore"):
@@ -396,7 +389,7 @@ def _distance(a: Array, b: Array) -> Array:
 
 
 def _most_ulp(left: memoryview, right: memoryview, dtype: DType, finite: Array | None) -> int:
-    """Return the most representable values between two elements; `finite` chooses elements, None takes all."""
+    """Return the largest number of representable values between two elements; `finite` None takes all elements."""
     a, b = (_ordered(side, dtype) for side in (left, right))
     if finite is not None:
         a, b = a[finite], b[finite]
@@ -408,7 +401,7 @@ def _most_ulp(left: memoryview, right: memoryview, dtype: DType, finite: Array |
 
 
 def _ordered(view: memoryview, dtype: DType) -> Array:
-    """Return floats as integers that count representable values from zero on; both zeros are 0."""
+    """Return floats as integers that count representable values from zero; both zeros are 0."""
     if dtype is _UNSIGNED_FLOAT:
         return _words(view, 1).astype(np.int32)
     wide = np.int32 if dtype.itemsize <= 2 else np.int64
@@ -416,53 +409,3 @@ def _ordered(view: memoryview, dtype: DType) -> Array:
     sign = words >> wide(8 * words.itemsize - 1)  # 0 or -1; arithmetic, as a branch for each sign is slow
     magnitude = words & wide((1 << (8 * dtype.itemsize - 1)) - 1)
     return np.asarray((magnitude ^ sign) - sign)
-
-
-def tensor_bands(catalog: Catalog, stored: str, reader: Reader, max_elements: int) -> Iterator[memoryview]:
-    """Yield a tensor's bytes row-major; each view is valid until the next.
-
-    The cuts depend on shape and `max_elements` alone, so that two tensors of one shape are cut alike.
-
-    Args:
-        catalog: raw extents.
-        stored: the tensor's name in it.
-        reader: of the catalog's files.
-        max_elements: of a band; a tensor that has to be gathered takes as much memory again.
-
-    Raises:
-        IntegrityError, ResourceError: a file cannot be read as described.
-    """
-    entry = catalog.tensors[stored]
-    if not entry.num_elements:
-        return
-    if not entry.shape:  # a scalar: one chunk, stored or decoded
-        yield _scalar(catalog, stored, reader)
-        return
-    flat = flat_source(entry, catalog)
-    if flat is None:
-        whole = full_region(entry.shape)
-        yield from bands(catalog, stored, whole, reader, max_elements * entry.dtype.itemsize)
-        return
-    start, buffer = 0, bytearray()
-    for block in blocks(entry.shape, max_elements):
-        num_elements = block.num_elements
-        buffer = buffer or bytearray(num_elements * entry.dtype.itemsize)  # the first is the largest
-        view = memoryview(buffer)[: num_elements * entry.dtype.itemsize]
-        _fill(view, flat, start, reader, stored)
-        yield view
-        start += num_elements
-
-
-def _scalar(catalog: Catalog, stored: str, reader: Reader) -> memoryview:
-    entry, table = catalog.tensors[stored], catalog.chunks
-    row = entry.first_chunk
-    view = memoryview(bytearray(entry.nbytes))
-    reader.read_into(table.file[row], view, table.start[row], stored)
-    return view
-
-
-def _fill(view: memoryview, flat: FlatSource, start: int, reader: Reader, stored: str) -> None:
-    at = 0
-    for move in flat.moves(start, start + len(view) // flat.dtype.itemsize):
-        reader.read_into(move.file, view[at : at + move.nbytes], move.start, stored)
-        at += move.nbytes
