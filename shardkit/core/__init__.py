@@ -1,4 +1,4 @@
-"""Region arithmetic, dtypes, sizes, meshes, catalogs: pure, no torch, no I/O.
+"""Regions, meshes, dtypes, catalogs, text and threads. No torch, no I/O.
 
 Internal: import from `shardkit`.
 """

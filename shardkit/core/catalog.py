@@ -2,14 +2,14 @@
 
 Here too: a catalog of some of the tensors (`subset`), and several catalogs as one (`combine_catalogs`).
 
-Chunks are kept in columns (one `array` for each property) and not as objects: a checkpoint of 1,024
-ranks has 600,000 of them.
+Chunks are kept in columns, one `array` for each property, and not as objects: a checkpoint of 1,024 ranks has
+600,000 chunks.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -22,12 +22,12 @@ from shardkit.core.regions import Region, Shape
 if TYPE_CHECKING:
     import os
 
-# `Region(offsets, sizes)` from a pair, without a Python function being called for each of 600,000 chunks.
+# `Region(offsets, sizes)` from a pair, without a call of a Python function for each of 600,000 chunks.
 _new_region: Callable[[tuple[Shape, Shape]], Region] = partial(tuple.__new__, Region)
 
 
 class FileStamp(NamedTuple):
-    """Which file it was when its description was read, and in what state."""
+    """Which file it was, and in what state, when its description was read."""
 
     size: int
     modified_ns: int
@@ -41,7 +41,7 @@ class FileStamp(NamedTuple):
 
 
 class Checksums:
-    """Stretches of a file that something gives a CRC-32 for, as a zip's directory does: columns, by first byte.
+    """Stretches of a file with a recorded CRC-32, as in a zip's directory; in columns, sorted by first byte.
 
     They do not overlap. A CRC-32 of 0 means that none was recorded.
     """
@@ -53,9 +53,9 @@ class Checksums:
 
     @classmethod
     def of(cls, stretches: Iterable[tuple[int, int, int | None]]) -> Checksums:
-        """Return those of some stretches, in any order: (first byte, bytes, CRC-32 or None).
+        """Return the checksums of stretches in any order: (first byte, bytes, CRC-32 or None).
 
-        Equal ones are taken once; empty ones are left out.
+        Equal stretches are taken once, empty ones are left out.
         """
         rows = sorted({(start, nbytes, crc or 0) for start, nbytes, crc in stretches if nbytes})
         return cls(
@@ -68,7 +68,7 @@ class Checksums:
         return len(self.starts)
 
     def __or__(self, other: Checksums) -> Checksums:
-        """Return those of both, which are about one file."""
+        """Return the checksums of both, which are about one file."""
         if self is other:
             return self
         return Checksums.of((*self._rows(), *other._rows()))
@@ -79,11 +79,11 @@ class Checksums:
 
 
 OnRead = Callable[[str, int, memoryview], None]
-"""Told what was read for decoding: path of the file, first byte, the bytes as they lie there."""
+"""Told what was read for decoding: the path of the file, the first byte, and the bytes as they lie there."""
 
 
 def ignore_read(path: str, start: int, data: memoryview) -> None:
-    """Take note of nothing; an `OnRead`."""
+    """Note nothing; an `OnRead`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,27 +91,28 @@ class SourceFile:
     """A file that chunks point into."""
 
     name: str
-    """Relative to the checkpoint, for messages and manifests."""
+    """Name relative to the checkpoint, for messages and manifests."""
     path: str
-    """Where to open it; where `decode` is given, the file that the bytes are decoded from."""
+    """Where to open it. Where `decode` is given, the file that the bytes are decoded from."""
     size: int
     """Bytes."""
     decode: Callable[[OnRead], memoryview] | None = None
-    """For bytes that exist only after decoding (legacy `.bin`): gives them, row-major and contiguous.
-    Such a file holds a single tensor."""
+    """Gives bytes that exist only after decoding (legacy `.bin`), row-major and contiguous. Such a file holds
+    a single tensor."""
     decoded_from: tuple[int, int] | None = None
-    """(first byte, end) of what decoding reads of the file at `path`, where that is one range."""
+    """(first byte, end) of the range that decoding reads of the file at `path`, where it is one range."""
     checksums: Checksums | None = None
-    """What the bytes of the file at `path` can be compared with; None where nothing is recorded."""
+    """Checksums to compare the bytes at `path` with; None where nothing is recorded."""
     is_proved: bool = False
-    """Decoding compares a checksum, or the bytes come from what was compared when the file was opened."""
+    """Decoding compares a checksum, or the bytes come from something that was compared when the file was
+    opened."""
     stamp: FileStamp | None = None
-    """Taken from the descriptor that the description was read from; None where nobody has looked."""
+    """Stamp of the descriptor that the description was read from; None where nobody has looked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a catalog; its chunks are `first_chunk .. first_chunk + num_chunks` of the table."""
+    """One tensor of a catalog. Its chunks are rows `first_chunk .. first_chunk + num_chunks` of the table."""
 
     fqn: str
     dtype: DType
@@ -126,7 +127,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor, stored once."""
+        """Bytes of the whole tensor, counted once."""
         return self.num_elements * self.dtype.itemsize
 
     @property
@@ -136,10 +137,10 @@ class TensorEntry:
 
 
 class ChunkTable:
-    """Chunks in columns: the file, the first byte, the number of bytes, and the region of each.
+    """Chunks in columns: file, first byte, number of bytes and region of each.
 
-    A chunk's bytes are row-major and contiguous over its region, unless the catalog's `encoding` says
-    that each extent is a record which has to be opened first.
+    A chunk's bytes are row-major and contiguous over its region, unless the catalog's `encoding` says that
+    each extent is a record that has to be opened first.
     """
 
     __slots__ = ("_box_at", "_boxes", "file", "nbytes", "start")
@@ -162,7 +163,7 @@ class ChunkTable:
         return len(self.file) - 1
 
     def extend(self, files: list[int], starts: list[int], nbytes: list[int], regions: list[Region]) -> None:
-        """Add chunks of one tensor, column by column; far faster than one by one."""
+        """Add chunks of one tensor, column by column. This is far faster than one by one."""
         width = 2 * len(regions[0].offsets) if regions else 0
         first = len(self._boxes)
         self.file.extend(files)
@@ -176,11 +177,11 @@ class ChunkTable:
     def extend_columns(
         self, files: array[int], starts: array[int], nbytes: array[int], boxes: array[int]
     ) -> None:
-        """Add chunks of one tensor whose columns are arrays already.
+        """Add chunks of one tensor whose columns are already arrays.
 
         Args:
             files, starts, nbytes: one value for each chunk.
-            boxes: for each chunk its offsets, then its sizes.
+            boxes: offsets and then sizes of each chunk.
         """
         first, num_chunks = len(self._boxes), len(files)
         width = len(boxes) // num_chunks if num_chunks else 0
@@ -192,7 +193,7 @@ class ChunkTable:
         self._boxes.extend(boxes)
 
     def boxes(self, chunks: range) -> array[int]:
-        """Return for each of consecutive chunks of one tensor its offsets, then its sizes."""
+        """Return the offsets and then the sizes of each of consecutive chunks of one tensor."""
         if not chunks:
             return array("q")
         stop = self._box_at[chunks.stop] if chunks.stop < len(self._box_at) else len(self._boxes)
@@ -214,7 +215,7 @@ class ChunkTable:
         return self._boxes[start : start + num_dims].tolist()
 
     def regions(self, chunks: range) -> list[Region]:
-        """Return the regions of consecutive chunks of one tensor; far faster than one by one."""
+        """Return the regions of consecutive chunks of one tensor. This is far faster than one by one."""
         if not chunks:
             return []
         start = self._box_at[chunks.start]
@@ -228,12 +229,12 @@ class ChunkTable:
 
 @dataclass(slots=True, kw_only=True)
 class Catalog:
-    """A checkpoint, opened: everything but the tensors' bytes."""
+    """An open checkpoint: everything but the tensors' bytes."""
 
     format: str
     """"safetensors", "torch-bin" or "dcp"."""
     directory: str
-    """Where it lies; relative names count from here."""
+    """Where it lies. Relative names start here."""
     encoding: str = "raw"
     """"raw": extents are the chunks' bytes. "torch-record": each extent is one `torch.save` zip."""
     files: list[SourceFile] = field(default_factory=list)
@@ -241,11 +242,11 @@ class Catalog:
     """By name, in the order of the source."""
     chunks: ChunkTable = field(default_factory=ChunkTable)
     objects: tuple[str, ...] = ()
-    """Names of entries that are not tensors; never decoded."""
+    """Names of entries that are not tensors. They are never decoded."""
     paths: dict[str, tuple[str | int, ...]] | None = None
-    """DCP's planner_data: the path of each name in the state dict that was saved."""
+    """Path of each name in the state dict that was saved, as in DCP's planner_data."""
     notes: tuple[str, ...] = ()
-    """What a person should be told about this source."""
+    """What a person should know about this source."""
 
     @property
     def nbytes(self) -> int:
@@ -280,11 +281,27 @@ class Catalog:
             fqn=fqn, dtype=dtype, shape=shape, first_chunk=first, num_chunks=len(regions)
         )
 
+    def copy_tensor(self, other: Catalog, fqn: str, name: str, files: Sequence[int] | None = None) -> None:
+        """Add a tensor of another catalog.
+
+        Args:
+            other: the other catalog.
+            fqn: the tensor's name there.
+            name: its name here.
+            files: number here of each of the other's files; None where they are equal.
+        """
+        entry, table, first = other.tensors[fqn], other.chunks, len(self.chunks)
+        rows = slice(entry.chunk_ids.start, entry.chunk_ids.stop)
+        numbers = table.file[rows] if files is None else array("i", [files[n] for n in table.file[rows]])
+        boxes = table.boxes(entry.chunk_ids)
+        self.chunks.extend_columns(numbers, table.start[rows], table.nbytes[rows], boxes)
+        self.tensors[name] = replace(entry, fqn=name, first_chunk=first)
+
 
 def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
     """Return a catalog of some of the tensors, in the order given; `catalog` itself stays as it is.
 
-    Files keep their numbers. Notes and objects are about the whole and stay behind.
+    Files keep their numbers. Notes and objects are about the whole checkpoint and are left out.
     """
     paths = catalog.paths
     chosen = Catalog(
@@ -294,46 +311,30 @@ def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
         files=list(catalog.files),
         paths=None if paths is None else {name: paths[name] for name in names if name in paths},
     )
-    table = catalog.chunks
     for name in names:
-        entry = catalog.tensors[name]
-        rows = slice(entry.chunk_ids.start, entry.chunk_ids.stop)
-        first = len(chosen.chunks)
-        chosen.chunks.extend_columns(
-            table.file[rows], table.start[rows], table.nbytes[rows], table.boxes(entry.chunk_ids)
-        )
-        chosen.tensors[name] = replace(entry, first_chunk=first)
+        chosen.copy_tensor(catalog, name, name)
     return chosen
 
 
 def combine_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
-    """Return one catalog of raw extents, with the key of each part in front of its names and paths.
+    """Return several catalogs of raw bytes as one: the parts of a nested state dict, each below its own key.
 
-    Files that several parts point into are there once.
+    The key of each part goes in front of its names and paths. A file that several parts point into comes
+    once.
     """
-    whole = Catalog(format="dcp", directory="", paths={})
+    paths: dict[str, tuple[str | int, ...]] = {}
+    whole = Catalog(format="dcp", directory="", paths=paths)
     known: dict[object, int] = {}
     for key, catalog in catalogs.items():
-        table, numbers = catalog.chunks, [_number(whole, known, file) for file in catalog.files]
-        paths = catalog.paths or {}
-        for fqn, entry in catalog.tensors.items():
-            rows, name = slice(entry.chunk_ids.start, entry.chunk_ids.stop), f"{key}.{fqn}"
-            whole.add_tensor_columns(
-                name,
-                entry.dtype,
-                entry.shape,
-                [numbers[file] for file in table.file[rows]],
-                table.start[rows].tolist(),
-                table.nbytes[rows].tolist(),
-                table.regions(entry.chunk_ids),
-            )
-            assert whole.paths is not None
-            whole.paths[name] = (key, *paths.get(fqn, (fqn,)))
+        numbers = [_number(whole, known, file) for file in catalog.files]
+        for fqn in catalog.tensors:
+            whole.copy_tensor(catalog, fqn, f"{key}.{fqn}", numbers)
+            paths[f"{key}.{fqn}"] = (key, *(catalog.paths or {}).get(fqn, (fqn,)))
     return whole
 
 
 def _number(whole: Catalog, known: dict[object, int], file: SourceFile) -> int:
-    """Return the file's number in the whole; files that are decoded are each their own."""
+    """Return the file's number in the whole. Each file that is decoded is a file of its own."""
     key = (file.path, file.stamp) if file.decode is None else id(file)
     if key not in known:
         whole.files.append(file)

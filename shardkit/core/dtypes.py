@@ -1,4 +1,4 @@
-"""Element types: torch's names, sizes in bytes, and the tags that safetensors uses for them."""
+"""Element types: torch's names, sizes in bytes, and safetensors' tags."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ Kind = Literal["float", "int", "bool", "complex"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """One element type. Each exists once (`BY_NAME`), so identity is equality and hashing is cheap."""
+    """One element type. Each exists once (in `BY_NAME`), so identity is equality and hashing is cheap."""
 
     name: str
     """torch's name, e.g. "bfloat16"; `getattr(torch, name)` is the dtype."""
     itemsize: int
-    """Bytes of one element as torch counts elements (float4_e2m1fn_x2 holds two values in one)."""
+    """Bytes of one element, as torch counts elements: one of float4_e2m1fn_x2 holds two values."""
     kind: Kind
     safetensors: str | None
-    """The tag in a safetensors header, or None where that format has no such type."""
+    """The tag in a safetensors header; None where that format lacks the type."""
 
     @property
     def is_floating(self) -> bool:
-        """True for the real floating types, the ones that `--dtype` may convert."""
+        """True for real floating types."""
         return self.kind == "float"
 
     @property
     def is_convertible(self) -> bool:
-        """True where a value has a meaning of its own; fp8 and fp4 need scales that stand elsewhere."""
+        """True where a value has a meaning of its own: fp8 and fp4 need scales that are stored elsewhere."""
         return self.kind == "float" and self.itemsize >= 2
 
 
@@ -67,11 +67,11 @@ CASTS: dict[str, DType] = {
     "fp16": BY_NAME["float16"],
     "fp32": BY_NAME["float32"],
 }
-"""What `--dtype` may ask for, besides `keep`."""
+"""What `--dtype` may ask for, apart from `keep`."""
 
 
 def wide_among_half(dtypes: Mapping[str, DType]) -> frozenset[str] | None:
-    """Return the names of what is wider in a model that is mostly half precision; None where it is not."""
+    """Return the names of the wider tensors in a model of mostly half precision; None for any other model."""
     counted = Counter(dtype for dtype in dtypes.values() if dtype.is_convertible)
     if not counted or counted.most_common(1)[0][0].itemsize > 2:
         return None
@@ -79,7 +79,7 @@ def wide_among_half(dtypes: Mapping[str, DType]) -> frozenset[str] | None:
 
 
 def narrower(dtypes: Mapping[str, DType], others: Mapping[str, DType]) -> list[str]:
-    """Return the names of floating tensors that are narrower than their namesakes among others."""
+    """Return the names of floating tensors that are narrower than the other tensor of the same name."""
     return [
         name
         for name, dtype in dtypes.items()

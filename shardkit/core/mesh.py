@@ -1,8 +1,8 @@
 """The device mesh: named axes, the role of each, and how placements cut a tensor over them.
 
-A mesh is described by axis names and sizes, outermost first, as `init_device_mesh` takes them. Ranks
-that differ only on replicate axes hold the same bytes; so files belong to a *shard coordinate*, the
-position on the shard axes alone, numbered row-major.
+A mesh is described by axis names and sizes, outermost first, as `init_device_mesh` takes them. Ranks that
+differ only on replicate axes hold the same bytes. So files belong to a *shard coordinate*: the position on
+the shard axes alone, numbered row-major.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shardkit.errors import LayoutError, MeshError
 
 Role = Literal["replicate", "shard"]
 
-# The names of torchtitan's and transformers' meshes. tp, ep and pp are known so that they can be
-# refused by name; they are not carried out yet.
+# Names from torchtitan's and transformers' meshes. tp, ep and pp are known so that they can be refused by
+# name: they are not supported yet.
 ROLES: dict[str, Role] = {"dp_replicate": "replicate", "dp_shard": "shard"}
 LATER_AXES = ("tp", "ep", "pp")
 
-_MAX_RANKS = 1 << 17  # every rank is a file; a typing error should not plan for hours
+_MAX_RANKS = 1 << 17  # every rank is a file, and a typing error should not plan for hours
 
 _AXIS = re.compile(r"([A-Za-z_]\w{0,63})(?::(replicate|shard))?=(\d{1,9})", re.ASCII)
 
@@ -40,7 +40,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one axis does to a tensor: `shard_dim` is the dim that it cuts, None where it replicates."""
+    """What one axis does to a tensor: it cuts `shard_dim`, or replicates where that is None."""
 
     shard_dim: int | None = None
 
@@ -103,7 +103,7 @@ class Mesh:
         return tuple(reversed(position))
 
     def shard_of_rank(self, rank: int) -> int:
-        """Return the shard coordinate that `rank` reads: its file is `__<coordinate>_0.distcp`."""
+        """Return the shard coordinate of `rank`. It reads the file `__<coordinate>_0.distcp`."""
         shard = 0
         for axis, index in zip(self.axes, self.coord(rank), strict=True):
             if axis.role == "shard":
@@ -119,7 +119,7 @@ class Mesh:
             shard: shard coordinate, 0 <= shard < num_shards.
 
         Returns:
-            Region in elements; an empty one starts at the end of its dim.
+            Region in elements. An empty one starts at the end of its dim.
 
         Source: torch 2.13, torch.distributed.tensor._utils.compute_local_shape_and_global_offset.
         """
@@ -133,10 +133,10 @@ class Mesh:
         return Region(tuple(offsets), tuple(sizes))
 
     def owners(self, shape: Shape, placements: Placements) -> Iterator[tuple[int, Region]]:
-        """Yield (shard coordinate, region) for every distinct region, at the first coordinate that has it.
+        """Yield (shard coordinate, region) for every distinct region, at the first coordinate that holds it.
 
-        A tensor that no axis cuts comes once, at coordinate 0. Trailing empty regions are one region
-        (they share their offsets), so they too come once, as `dcp.save` writes them.
+        A tensor that no axis cuts comes once, at coordinate 0. Trailing empty regions share their offsets, so
+        they are one region and also come once, as `dcp.save` writes them.
         """
         dims = [p.shard_dim for a, p in zip(self.axes, placements, strict=True) if a.role == "shard"]
         if all(dim is None for dim in dims):
@@ -153,7 +153,7 @@ class Mesh:
                 yield shard, region
 
     def _owners_along(self, shape: Shape, dim: int) -> Iterator[tuple[int, Region]]:
-        """The regions of one shard axis, without a call for each: a thousand ranks have 600,000."""
+        """Yield the regions of one shard axis without a call for each: a thousand ranks have 600,000."""
         size, before, after = shape[dim], shape[:dim], shape[dim + 1 :]
         zeros_before, zeros_after = (0,) * len(before), (0,) * len(after)
         step = -(-size // self.num_shards)
@@ -167,7 +167,7 @@ class Mesh:
             yield shard, Region((*zeros_before, start, *zeros_after), sizes)
 
     def _shard_position(self, shard: int) -> tuple[int, ...]:
-        """Position on each axis of a shard coordinate's first replica."""
+        """Return the position on each axis of a shard coordinate's first replica."""
         position = []
         for axis in reversed(self.axes):
             if axis.role == "shard":
@@ -182,13 +182,13 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
     """Return the mesh that `--mesh` and `--world-size` describe together.
 
     Args:
-        text: "dp_replicate=2,dp_shard=16"; names other than the known ones say their role,
+        text: such as "dp_replicate=2,dp_shard=16". Unknown names state their role, as in
             "replica:replicate=2,fsdp:shard=8". None for one axis `dp_shard` of `world_size`.
-        world_size: number of ranks, or None to take the mesh's.
+        world_size: number of ranks; None takes the mesh's.
 
     Raises:
-        MeshError: neither given, does not parse, the two disagree, an axis is repeated or unknown,
-            or a replicate axis follows a shard axis.
+        MeshError: neither is given, the text cannot be read, the two disagree, an axis is repeated or
+            unknown, or a replicate axis follows a shard axis.
     """
     if text is None:
         if world_size is None:
@@ -210,7 +210,7 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
 
 def _check_size(num_ranks: int) -> None:
     if num_ranks > _MAX_RANKS:
-        raise MeshError(f"{num_ranks} ranks are more than shardkit plans for, which is {_MAX_RANKS}")
+        raise MeshError(f"{num_ranks} ranks are more than shardkit plans for: the limit is {_MAX_RANKS}")
 
 
 def _parse_axis(part: str) -> Axis:

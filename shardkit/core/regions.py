@@ -31,7 +31,7 @@ class Region(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Contiguous elements that a region and its chunk have in common."""
+    """Contiguous elements that a region and a chunk have in common."""
 
     source: int
     """First element within the row-major chunk."""
@@ -58,10 +58,10 @@ def relative_to(region: Region, origin: Shape) -> Region:
 
 
 def split_dim(size: int, num_parts: int, index: int) -> tuple[int, int]:
-    """Return (offset, size) of part `index` of a dim cut like `torch.chunk`.
+    """Return (offset, size) of part `index` of a dim that is cut like `torch.chunk`.
 
-    Every part has ceil(size / num_parts) elements but the trailing ones, which may be short or empty;
-    an empty part starts at the end of the dim.
+    Every part has ceil(size / num_parts) elements, but the trailing ones may be short or empty. An empty part
+    starts at the end of the dim.
 
     Source: torch 2.13, torch.distributed.tensor.placement_types.Shard.local_shard_size_and_offset.
     """
@@ -73,7 +73,7 @@ def split_dim(size: int, num_parts: int, index: int) -> tuple[int, int]:
 def contiguous_suffix(sizes: Sequence[int], shape: Sequence[int]) -> int:
     """Return the first dim from which a box of `sizes` spans `shape` whole.
 
-    From that dim on the box is one run; it is `len(shape)` where not even the last dim is spanned.
+    From that dim on the box is one run. It is `len(shape)` where the box does not even span the last dim.
     """
     dim = len(shape)
     while dim > 0 and sizes[dim - 1] == shape[dim - 1]:
@@ -96,7 +96,7 @@ def flat_offset(offsets: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def flat_offsets(corners: Sequence[Shape], shape: Shape) -> list[int]:
-    """Return `flat_offset` of each corner within a tensor of `shape`; far faster than one by one."""
+    """Return `flat_offset` of each corner within a tensor of `shape`. This is far faster than one by one."""
     if len(shape) == 1:
         return [corner[0] for corner in corners]
     if len(shape) == 2:
@@ -109,7 +109,7 @@ def runs(region: Region, shape: Shape) -> Iterator[Run]:
     """Yield the contiguous runs of `region` within a row-major chunk of `shape`, in the region's order.
 
     Args:
-        region: offsets counted from the chunk's own corner.
+        region: its offsets count from the chunk's own corner.
         shape: the chunk's sizes.
     """
     if region.num_elements == 0:
@@ -129,13 +129,13 @@ def runs(region: Region, shape: Shape) -> Iterator[Run]:
 def blocks(sizes: Shape, limit: int) -> Iterator[Region]:
     """Cut a box into contiguous sub-boxes of at most `limit` elements, in row-major order.
 
-    Every block fixes the leading dims to single indexes, takes a range of one dim and spans the rest
-    whole; so it is one run of the box, and its part of any other box spans that box's trailing dims
-    as far as the two overlap.
+    Every block fixes the leading dims to single indexes, takes a range of one dim and spans the rest whole.
+    So it is one run of the box, and its part of any other box spans that box's trailing dims as far as the
+    two overlap.
 
     Args:
-        sizes: the box; a scalar or a box with no element gives one block or none.
-        limit: elements, at least 1.
+        sizes: the box. A scalar gives one block, a box without elements none.
+        limit: most elements of a block, at least 1.
     """
     if prod(sizes) == 0:
         return
@@ -156,15 +156,15 @@ def blocks(sizes: Shape, limit: int) -> Iterator[Region]:
 
 
 def flat_range_boxes(shape: Shape, start: int, stop: int) -> list[Region]:
-    """Cut a range of a row-major tensor's elements into boxes, each of which is contiguous, in order.
+    """Cut a range of a row-major tensor's elements into contiguous boxes, in order.
 
-    At most 2 * ndim - 1 boxes: rows that the range only begins or ends in, at every level, around the
-    rows that it holds whole.
+    There are at most 2 * ndim - 1 boxes: at every level the rows where the range begins or ends, around the
+    rows that lie whole in the range.
 
     Args:
         shape: the tensor's sizes.
         start: first element of the range, counted row-major.
-        stop: element after the last, at most the tensor's number of elements.
+        stop: end of the range, at most the tensor's number of elements.
     """
     if start >= stop:
         return []
@@ -187,15 +187,15 @@ def flat_range_boxes(shape: Shape, start: int, stop: int) -> list[Region]:
 
 
 def _in_row(row: int, boxes: list[Region]) -> list[Region]:
-    """Boxes of a tensor's row, as boxes of the tensor."""
+    """Return boxes of a tensor's row as boxes of the tensor."""
     return [Region((row, *box.offsets), (1, *box.sizes)) for box in boxes]
 
 
 def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
     """Return why `regions` do not tile a tensor of `shape` exactly once, or None when they do.
 
-    Empty regions are ignored. O(n log n) for regions that one dim sets apart, whichever it is; a grid of
-    a x b chunks costs min(a, b) times as much.
+    Empty regions are ignored. The cost is O(n log n) for regions that one dim, whichever it is, separates. A
+    grid of a x b chunks costs min(a, b) times as much.
     """
     whole = full_region(shape)
     if len(regions) == 1 and regions[0] == whole and min(shape, default=0) >= 0:
@@ -249,7 +249,7 @@ def is_grid(shape: Shape, regions: list[Region]) -> bool:
 
 
 def _find_overlap(regions: list[Region]) -> tuple[Region, Region] | None:
-    """Sweep along the dim that is cut the most: only regions whose ranges meet there can overlap."""
+    """Sweep along the dim with the most cuts: only regions whose ranges meet there can overlap."""
     if not regions or not regions[0].offsets:
         return (regions[0], regions[1]) if len(regions) > 1 else None
     num_dims = len(regions[0].offsets)

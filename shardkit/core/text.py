@@ -1,4 +1,5 @@
-"""Text for people: names made safe to print, suggestions, plurals, sizes in bytes, and many names written as one."""
+"""Text for people: names made safe to print, suggestions, plurals, sizes in bytes, and many names written as
+one."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import difflib
 import re
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Generic, TypeVar
 
 from shardkit.errors import UsageError
@@ -16,10 +18,10 @@ _MAX_LISTED = 3
 
 
 def escape(name: str) -> str:
-    """Return `name` with everything that a terminal might act on written as an escape.
+    """Return `name` with an escape for everything that a terminal might act on.
 
     Control characters, line and paragraph separators, bidirectional marks, lone surrogates and other
-    unprintable characters become `\\xNN` or `\\uNNNN`; very long names are cut in the middle.
+    unprintable characters become `\\xNN` or `\\uNNNN`. Very long names are cut in the middle.
     """
     if len(name) > _MAX_SHOWN:
         name = f"{name[: _MAX_SHOWN // 2]}...{name[-_MAX_SHOWN // 2 :]}"
@@ -51,7 +53,7 @@ def listed(names: Collection[str]) -> str:
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """Return "1 file", "2 files"; a plural that is not made with an s is given."""
+    """Return "1 file" or "2 files". Give the plural where it is not made with an s."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
@@ -64,10 +66,10 @@ _PATTERN = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)", re.ASCII)
 
 
 def parse_size(text: str | int) -> int:
-    """Return a number of bytes from text such as "5GB", "512MiB" or "1024"; case does not matter.
+    """Return a number of bytes from text: "5GB" is 5 * 10^9, "5GiB" 5 * 2^30. Case does not matter.
 
     Raises:
-        UsageError: not a size.
+        UsageError: the text is not a size.
     """
     if isinstance(text, int):
         return text
@@ -84,7 +86,7 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """Return bytes for people, in binary units, always with the unit: "131.4 GiB"."""
+    """Return bytes as text in binary units, always with the unit: "131.4 GiB"."""
     if num_bytes < 0:
         return "-" + format_size(-num_bytes)
     if num_bytes < KIB:
@@ -106,7 +108,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Fold(Generic[Key]):
-    """Names that are written as one pattern."""
+    """Names that are written as one pattern.
+
+    A pattern stands for exactly the names that went into it: where layers and experts are both folded, every
+    listed layer has every listed expert.
+    """
 
     pattern: str
     count: int
@@ -116,10 +122,15 @@ class Fold(Generic[Key]):
 
 
 def fold(items: Iterable[tuple[str, Key]]) -> list[Fold[Key]]:
-    """Return patterns for names with equal keys, in the order of each pattern's first name.
+    """Write names that differ only in their numbers as one: `layers.{0..35}.mlp.up_proj.weight`.
+
+    Only whole parts between dots count as numbers.
 
     Args:
-        items: (name, key); names are distinct.
+        items: (name, key). Names are distinct, and only names with equal keys are folded together.
+
+    Returns:
+        Patterns in the order of each pattern's first name.
     """
     groups: dict[tuple[tuple[str | None, ...], Key], list[tuple[int, ...]]] = {}
     for name, key in items:
@@ -128,14 +139,14 @@ def fold(items: Iterable[tuple[str, Key]]) -> list[Fold[Key]]:
         numbers = tuple(int(part) for part, fixed in zip(parts, shape, strict=True) if fixed is None)
         groups.setdefault((shape, key), []).append(numbers)
     return [
-        Fold(_pattern(shape, box), _count(box), key)
+        Fold(_pattern(shape, box), prod(map(len, box)), key)
         for (shape, key), rows in groups.items()
         for box in _boxes(rows)
     ]
 
 
 def _boxes(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
-    """Cut rows of numbers into boxes: one tuple of values for each place, every combination present."""
+    """Cut rows of numbers into boxes: one tuple of values for each place, with every combination present."""
     if not rows[0]:
         return [()]
     tails: dict[int, list[tuple[int, ...]]] = {}
@@ -145,13 +156,6 @@ def _boxes(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]
     for first, tail in tails.items():
         firsts.setdefault(tuple(sorted(tail)), []).append(first)
     return [(tuple(sorted(values)), *box) for tail, values in firsts.items() for box in _boxes(tail)]
-
-
-def _count(box: Sequence[Sequence[int]]) -> int:
-    total = 1
-    for values in box:
-        total *= len(values)
-    return total
 
 
 def _pattern(shape: Sequence[str | None], box: Sequence[Sequence[int]]) -> str:

@@ -13,16 +13,16 @@ _UNHEARD_S = 0.5
 def run_all(
     jobs: Sequence[Callable[[], None]], num_threads: int, stop: threading.Event, *, name: str
 ) -> None:
-    """Run jobs in their order, some at a time; the first error, or Ctrl-C, stops the others.
+    """Run jobs in their order, several at a time. The first error, or Ctrl-C, stops the others.
 
     Args:
-        jobs: what each does ends soon once `stop` is set, with CancelledError if need be.
-        num_threads: that run jobs at the same time, at most.
-        stop: set where a job fails.
-        name: of the threads.
+        jobs: each ends soon once `stop` is set, with CancelledError if need be.
+        num_threads: most threads that run jobs at the same time.
+        stop: set when a job fails.
+        name: name of the threads.
 
     Raises:
-        BaseException: what a job raised, or Ctrl-C, once none of them runs any more.
+        BaseException: what a job raised, or Ctrl-C, once no job runs any more.
     """
     if not jobs:
         return
@@ -55,8 +55,8 @@ def run_all(
 def until_done(futures: Collection[Future[Any]]) -> None:
     """Wait until all are done, or one has failed.
 
-    A signal that comes when the main thread is just about to wait does not wake it (CPython looks for signals before it,
-    and after it). So it never waits for long.
+    A signal that arrives just before the main thread waits does not wake it: CPython looks for signals before
+    and after the wait. So no wait is long.
     """
     others = set(futures)
     while others:
@@ -66,19 +66,16 @@ def until_done(futures: Collection[Future[Any]]) -> None:
 
 
 class Progress(Protocol):
-    """Counts bytes. Methods may be called from any thread."""
+    """Shows how many bytes are done. Its methods may be called from any thread."""
 
     def start(self, total_bytes: int, label: str) -> None:
-        """A phase begins that moves `total_bytes`."""
-        ...
+        """Begin a phase that moves `total_bytes`."""
 
     def advance(self, num_bytes: int) -> None:
-        """`num_bytes` more are where they belong."""
-        ...
+        """Count `num_bytes` more that are where they belong."""
 
     def finish(self) -> None:
-        """The phase is over."""
-        ...
+        """End the phase."""
 
 
 class NoProgress:
