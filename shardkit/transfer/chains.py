@@ -1,11 +1,11 @@
 """What makes up an entry: stretches of files with a recorded CRC-32, and the runs of bytes that prove one.
 
-An entry is a stretch of a file whose CRC-32 something records, such as one storage in a zip of `torch.save`. Threads,
-bands, ranks and an interrupted run read an entry in whatever parts they need, and some of its bytes several times. A
-chain of runs proves them: each run begins where the one before it ends, the first begins with the entry, the last ends
-with it, and the CRC-32 of them all is the recorded one. Had any run of the chain seen a wrong byte, the CRC-32 would
-differ. A chain proves its own runs and no others: bytes that are right in one reading may be damaged in another, such
-as a rank's own copy, or an hour later.
+An entry is a stretch of a file whose CRC-32 something records, such as one storage in a zip of `torch.save`.
+Threads, bands, ranks and an interrupted run read an entry in whatever parts they need, and some of its bytes
+several times. A chain of runs proves them: each run begins where the one before it ends, the first begins
+with the entry, the last ends with it, and the CRC-32 of them all is the recorded one. Had any run of the
+chain seen a wrong byte, the CRC-32 would differ. A chain proves its own runs and no others: bytes that are
+right in one reading may be damaged in another, such as a rank's own copy, or an hour later.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Verdict(NamedTuple):
 class Entries:
     """All entries of a catalog's files, numbered.
 
-    Files at the same path share one table of entries. An entry has marks: places where no run goes on, because others
-    begin or end their reading there.
+    Files at the same path share one table of entries. An entry has marks: places where no run goes on,
+    because others begin or end their reading there.
 
     Args:
         catalog: a catalog of raw extents.
@@ -115,7 +115,7 @@ class Entries:
         return self._numbers.get(path, -1)
 
     def find(self, number: int, start: int, stop: int) -> tuple[int, int, bool] | None:
-        """Return the entry that holds a range of a file: its number, where a run has to end, and if it has a CRC-32.
+        """Return the entry that holds a range of a file: (number, where a run has to end, has it a CRC-32).
 
         Args:
             number: number of the file's table.
@@ -193,7 +193,7 @@ class Entries:
         return f"{self.name_of(entry)} {self[entry].start}"
 
     def digest(self) -> int:
-        """Return a number for all entries and what is recorded of them: a manifest may appear between two runs."""
+        """Return a digest of all that is recorded: a manifest may appear between two runs."""
         if self._digest is None:
             digest = 0
             for table in self.tables:
@@ -203,7 +203,7 @@ class Entries:
         return self._digest
 
     def _find_marks(self) -> dict[int, list[int]]:
-        """Mark by entry where overlapping chunks begin and end: each chunk is then read in parts that all share."""
+        """Mark where overlapping chunks begin and end: each is then read in parts that all share."""
         table, files, spans = self._catalog.chunks, self._catalog.files, dict[int, list[Span]]()
         ends = list[tuple[int, int, int]]()
         numbers = [-1 if file.decode else number for file, number in zip(files, self.table_of, strict=True)]
@@ -278,7 +278,8 @@ def gaps(held: Iterable[Span], start: int, stop: int) -> list[Span]:
 def joined(runs: Iterable[Run], marks: Mapping[int, Collection[int]]) -> list[Run]:
     """Return runs in the order of entries and bytes, each joined with its neighbours.
 
-    Where runs of an entry overlap, they all stay as they are, because each has to be proved. Equal ones come once.
+    Where runs of an entry overlap, they all stay as they are, because each has to be proved. Equal ones come
+    once.
 
     Args:
         runs: in any order.

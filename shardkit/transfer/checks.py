@@ -1,10 +1,10 @@
 """Comparing a source with the CRC-32s that its own files record, while its bytes move.
 
-A zip of torch has a CRC-32 for each entry, and an entry is a storage: several tensors may view it, and threads, bands
-and ranks each read a part of it. So every run of bytes that is read gives (entry, first byte, end, CRC-32). A run that
-is a whole entry is compared at once. Every other run has to be on a chain of runs that make up the entry, whatever
-order they came in (`chains`). What such chains lack is read at the end, if it is little. Otherwise the bytes of the run
-count as unchecked, with the reason.
+A zip of torch has a CRC-32 for each entry, and an entry is a storage: several tensors may view it, and
+threads, bands and ranks each read a part of it. So every run of bytes that is read gives (entry, first byte,
+end, CRC-32). A run that is a whole entry is compared at once. Every other run has to be on a chain of runs
+that make up the entry, whatever order they came in (`chains`). What such chains lack is read at the end, if
+it is little. Otherwise the bytes of the run count as unchecked, with the reason.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class SourceCheck:
         self._verdicts.pop(entry, None)
 
     def _has_made_room(self) -> bool:
-        """Forget the runs that are proved by now; False where so few are that trying again and again would cost."""
+        """Forget the runs that are proved by now; False where too few are for another try to pay."""
         if self._max_held < _MAX_KEPT:
             return False
         for entry in list(self._held):
@@ -199,7 +199,7 @@ class SourceCheck:
     # What is missing
 
     def missing(self) -> list[Rest]:
-        """Return the entries to complete: the nearly complete ones first, up to 5 % of the bytes that were read."""
+        """Return the entries to complete: nearly complete ones first, up to 5 % of what was read."""
         budget, chosen = max(_MAX_MORE * self._seen_bytes, _FREE_NBYTES), list[Rest]()
         for nbytes, rest in sorted((rest.nbytes, rest) for rest in self._rests()):
             budget -= nbytes
@@ -209,7 +209,7 @@ class SourceCheck:
         return chosen
 
     def missing_of_each(self) -> list[Rest]:
-        """Return the entries that lack at most 5 % of themselves, or a page: all who read of an entry decide alike."""
+        """Return the entries that lack at most 5 % of themselves, or a page. All their readers decide alike."""
         return [
             rest
             for rest in self._rests()
@@ -361,7 +361,7 @@ class SourceCheck:
         return CheckedSource(checked_bytes=checked, unchecked=counts.listed())
 
     def _count_parts(self, entry: int, counts: _Counts, looks_for_unread: bool) -> int:
-        """Count what is unchecked of an entry that was read in parts, or also in parts; return what is checked."""
+        """Count the unchecked bytes of an entry that was read in parts; return the checked ones."""
         held, dropped = self._held.get(entry, {}), self._dropped.get(entry, 0)
         start, stop, recorded = self.entries[entry]
         verdict = self._verdict(entry) if held else None
@@ -384,7 +384,7 @@ class SourceCheck:
         return self._states[entry] > 0 or (verdict is not None and verdict.has_chain)
 
     def _count_others(self, names: Iterable[str], counts: _Counts, looks_for_unread: bool) -> int:
-        """Count chunks outside all entries, and chunks that nobody read; return the bytes that decoding proves."""
+        """Count chunks outside all entries, and unread ones; return the bytes that decoding proves."""
         table, files, proved = self._catalog.chunks, self._catalog.files, 0
         wanted, known = dict[int, int](), set[tuple[int, int]]()
         for row in (row for name in names for row in self._catalog.tensors[name].chunk_ids):
@@ -430,7 +430,7 @@ class SourceCheck:
         return {"tables": self.entries.digest(), "whole": whole, "parts": parts}
 
     def load(self, told: object) -> bool:
-        """Take what an earlier run told by `dump`; False where it compared nothing, or compared with something else."""
+        """Take an earlier run's `dump`; False where it compared nothing, or with something else."""
         whole, parts = (told.get("whole"), told.get("parts")) if isinstance(told, Mapping) else (None, None)
         if isinstance(told, Mapping) and told.get("tables") != self.entries.digest():
             return False
@@ -451,7 +451,7 @@ class SourceCheck:
         return True
 
     def joined(self, runs: Iterable[Run]) -> list[Run]:
-        """Return runs in the order of entries and bytes, each joined with its neighbours up to the next mark."""
+        """Return runs in the order of entries and bytes, joined with their neighbours up to the next mark."""
         return joined(runs, self.entries.marks)
 
 
@@ -487,7 +487,7 @@ class Runs:
         self._ended: list[Run] = []
 
     def add(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
-        """Report bytes that were read; return their CRC-32, None where there is nothing to compare it with."""
+        """Report bytes that were read; return their CRC-32, None where nothing is recorded."""
         return self._add(self._entries.table_of[file], start, data, fqn)
 
     def read(self, path: str, start: int, data: memoryview, fqn: str) -> None:
@@ -495,7 +495,7 @@ class Runs:
         self._add(self._entries.table_at(path), start, data, fqn)
 
     def can_sum(self, file: int, start: int, stop: int) -> bool:
-        """True where one run can hold these bytes and their entry has a CRC-32: their reader may take the CRC-32."""
+        """True where one run can hold these bytes and their entry has a CRC-32: the reader may take theirs."""
         found = self._entries.find(self._entries.table_of[file], start, stop)
         return found is not None and found[2]
 

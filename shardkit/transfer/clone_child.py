@@ -1,9 +1,10 @@
-"""Share extents, as the program of a process of its own: it is run as a file and imports nothing of ours.
+"""The process that shares extents. It runs as a file and imports nothing of shardkit.
 
-It reads batches from the socket on its standard input: the number of ranges, then for each range the
-source (an index into the descriptors that came along, of which the first is the target), the source's
-first byte, the bytes and the target's first byte. It answers each batch with one error number for each
-range, 0 where the range is shared now. It ends with the socket: when the process that started it does.
+It reads batches from the socket on its standard input. A batch is the number of ranges and then, for each
+range, the source, the source's first byte, the number of bytes and the target's first byte. The source is an
+index into the descriptors that came along; the first of them is the target. The answer to a batch is one
+error number for each range, 0 where the range is now shared. The process ends when the other end of the
+socket closes.
 """
 
 import array
@@ -17,7 +18,7 @@ MAX_DESCRIPTORS = 250  # the kernel sends at most 253 at a time
 
 
 def _receive(connection: socket.socket, num_bytes: int, descriptors: "array.array[int]") -> bytes:
-    """Return exactly `num_bytes`, or nothing at the end; descriptors that come along are kept."""
+    """Return exactly `num_bytes`, or nothing at the end. Descriptors that come along are appended."""
     parts = bytearray()
     while len(parts) < num_bytes:
         space = socket.CMSG_SPACE(MAX_DESCRIPTORS * descriptors.itemsize)
@@ -56,5 +57,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except OSError:  # the other side is gone, or gave up what was under way
+    except OSError:  # the other side is gone, or abandoned the batch
         pass

@@ -1,7 +1,7 @@
 """Sharing extents in a process of its own, beside the threads that write what cannot be shared.
 
-A file system takes its clones one after the other, each some 20 microseconds, and a thread that calls for
-one every few microseconds fights the others for the interpreter's lock; a process does not.
+A file system makes its clones one after the other, about 20 microseconds each. A thread that asks for one
+every few microseconds fights the other threads for the interpreter's lock. A process does not.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shardkit.files import storage
 from shardkit.transfer import clone_child
 from shardkit.transfer.sources import MAX_BORROWED
 
-# Of one batch: fewer than a reader keeps open, so that all are still lent when they are sent.
+# Most sources of one batch: fewer than a reader keeps open, so that all are still lent when they are sent.
 _MAX_SOURCES = MAX_BORROWED - 4
-_MAX_PENDING = 32  # batches without an answer, each of which takes room in the socket, and descriptors
+_MAX_PENDING = 32  # batches without an answer; each takes room in the socket, and descriptors
 
 
 class CloneRange(NamedTuple):
-    """Whole blocks of a source file that a place in an image is to share. In bytes."""
+    """Whole blocks of a source file for a place in an image to share, in bytes."""
 
     file: int
     """Index into the source catalog's files."""
@@ -34,11 +34,11 @@ class CloneRange(NamedTuple):
     nbytes: int
     target_start: int
     fqn: str
-    """Whose bytes they are, for messages."""
+    """The tensor that the bytes belong to, for messages."""
 
 
 class Cloner:
-    """Shares ranges, in batches. A context manager; leaving it gives up what is under way."""
+    """Shares ranges in batches. A context manager; leaving it abandons unfinished batches."""
 
     def __init__(self) -> None:
         self._sending, self._receiving = threading.Lock(), threading.Lock()
@@ -53,7 +53,7 @@ class Cloner:
 
     def __exit__(self, *_: object) -> None:
         if self._connection is not None:
-            # Not only closed: a process that another thread forked meanwhile has it open too.
+            # Closing is not enough: a process that another thread forked in the meantime has it open too.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
@@ -64,7 +64,7 @@ class Cloner:
         """Begin to share ranges with a file and return a ticket for `wait`.
 
         Args:
-            target: descriptor of the image, open for writing; may be closed once this returns.
+            target: descriptor of the image, open for writing. It may be closed once this returns.
             ranges: what to share.
             descriptor: gives an open descriptor of a source file.
         """
@@ -73,7 +73,8 @@ class Cloner:
             self._num_submitted += 1
             if ticket == 0:
                 self._start()
-            # Back to front: a clone locks its source, and the threads read the same files front to back.
+            # Back to front, because a clone locks its source and the threads read the same files front to
+            # back.
             ranges = ranges[::-1]
             self._drain(_MAX_PENDING - 1)
             if self._send(target, ranges, descriptor):
@@ -83,7 +84,7 @@ class Cloner:
             return ticket
 
     def _send(self, target: int, ranges: Sequence[CloneRange], descriptor: Callable[[int], int]) -> bool:
-        """Hand a batch to the process; False where it did not get it and will not answer."""
+        """Send a batch to the process; False where the process did not get it and will not answer."""
         sources = sorted({piece.file for piece in ranges})
         if self._connection is None or len(sources) > _MAX_SOURCES:
             return False
@@ -92,9 +93,13 @@ class Cloner:
         data = struct.pack("=I", len(ranges)) + b"".join(struct.pack("=QQQQ", *c) for c in columns)
         try:
             sent = socket.send_fds(self._connection, [data], [target, *map(descriptor, sources)])
-        except OSError:  # the process is gone; or ETOOMANYREFS, more descriptors under way than may be open
+        except (
+            OSError
+        ):  # the process is gone; or ETOOMANYREFS: more descriptors are in flight than may be open
             return False
-        with contextlib.suppress(OSError):  # it is gone; `wait` finds the same and says that all failed
+        with contextlib.suppress(
+            OSError
+        ):  # the process is gone; `wait` notices too and reports that all ranges failed
             self._connection.sendall(data[sent:])
         return True
 
@@ -113,14 +118,14 @@ class Cloner:
         self._failed[number] = [r for r, error in zip(ranges, errors, strict=True) if error]
 
     def wait(self, ticket: int) -> list[CloneRange]:
-        """Return the ranges of a batch that could not be shared, once all others are."""
+        """Wait for a batch; return its ranges that could not be shared."""
         with self._receiving:
             while ticket not in self._failed:
                 self._receive_next()
             return self._failed.pop(ticket)
 
     def _start(self) -> None:
-        """Start the process; where that is not possible, ranges are shared in the calling thread."""
+        """Start the process. Where that is not possible, the calling thread shares ranges."""
         if not sys.executable:
             return
         ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Converting dtypes on bounded pieces, with torch's own rounding."""
+"""Converting dtypes piece by piece, with torch's own rounding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardkit.core.dtypes import DType
 class Converter:
     """Converts elements of one floating dtype to another, from buffer to buffer.
 
-    torch is imported when the first converter is made, and never for a same-dtype copy.
+    Making the first converter imports torch; copies without conversion never do.
     """
 
     def __init__(self, source: DType, target: DType) -> None:
@@ -21,16 +21,16 @@ class Converter:
         self._source, self._target = getattr(torch, source.name), getattr(torch, target.name)
 
     def __call__(self, source: memoryview, target: memoryview) -> None:
-        """Fill `target` with the converted elements of `source`; equal numbers, both buffers writable."""
+        """Fill `target` with the converted elements of `source`. Both are writable and hold equally many."""
         values = self._frombuffer(source, dtype=self._source)
         self._frombuffer(target, dtype=self._target).copy_(values)
 
 
 @contextlib.contextmanager
 def one_thread_each(is_needed: bool) -> Iterator[None]:
-    """Let torch convert in the calling thread alone: ours are as many as there is work for.
+    """Let torch convert in the calling thread alone, because shardkit runs enough threads itself.
 
-    Does nothing, and imports nothing, where no dtype is converted.
+    It does nothing, and imports nothing, where no dtype is converted.
     """
     if not is_needed:
         yield

@@ -1,7 +1,8 @@
 """Moving the bytes of a plan, with a few threads and bounded memory.
 
 Scattered tensors are dealt out first. Then every image is written front to back, in stretches. A file is
-handed over as finished once all of it is on disk; what stops in between leaves files that were not.
+handed over as finished once all of it is on disk. A run that stops before leaves files that were not handed
+over.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from shardkit.transfer.fill import Filler, Scatter, Stretch, copy_range, image_c
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan
 from shardkit.transfer.sources import SourceFiles
+from shardkit.transfer.stream import Controls
 
-_BUFFER_BYTES = MIB  # the processor's cache keeps it; 8 MiB is slower on every file system tried
+_BUFFER_BYTES = MIB  # fits the processor's cache; 8 MiB is slower on every file system that was tried
 _BAND_BYTES = 16 * MIB
-# What a few thousand tensors have between one shard's records and the next one's; more tensors read some twice.
+# A few thousand tensors lie between one shard's records and the next one's; with more tensors some are read
+# twice.
 _RECENT_BYTES = 16 * MIB
-# Threads that wait for the disk. Syncs that wait together share one commit of the file system's log, and
-# the threads that move bytes go on meanwhile.
 SYNC_THREADS = 8
+"""Threads that wait for the disk, while others move bytes. Syncs that wait together share one commit of the
+file system's log."""
 _DAMAGED = "use another copy of the checkpoint; --check-source off takes the damaged bytes as they are"
 
 
@@ -54,12 +57,12 @@ class ExecuteOptions:
 
     @property
     def buffer_bytes(self) -> int:
-        """A thread holds one output buffer and, when converting, one for its source."""
+        """Size of a thread's output buffer, and of its source buffer where it converts."""
         return max(min(_BUFFER_BYTES, self.max_memory_bytes // (4 * self.jobs)), 64 * KIB)
 
     @property
     def band_bytes(self) -> int:
-        """Source bytes held while a tensor is scattered; a thread holds up to four times that."""
+        """Source bytes held while a tensor is scattered; a thread holds up to four times as many."""
         return max(min(_BAND_BYTES, self.max_memory_bytes // (8 * self.jobs)), 64 * KIB)
 
     @property
@@ -69,12 +72,12 @@ class ExecuteOptions:
 
     @property
     def recent_bytes(self) -> int:
-        """Source bytes that all threads together keep of small reads, for the records next to them."""
+        """Source bytes that all threads together keep from small reads, for neighbouring records."""
         return min(_RECENT_BYTES, self.max_memory_bytes // 16)
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes of buffers at a time."""
+        """Most bytes of all buffers together."""
         return self.jobs * max(4 * self.band_bytes, 2 * self.buffer_bytes) + self.recent_bytes
 
 
@@ -92,7 +95,7 @@ class FileDigest:
 
 @dataclass(slots=True)
 class _ImageState:
-    """What is known of an image under way."""
+    """What is known of an unfinished image."""
 
     tasks_left: int = 0
     stretches: dict[int, Stretch] = field(default_factory=dict)
@@ -105,10 +108,12 @@ class Execution:
     Args:
         plan: what to move.
         directory: where the images go; it exists.
-        finished: files that an earlier run finished, by name; they are not touched.
-        on_finished: told of each file once it is on disk, from any thread, and of what was read for it.
+        finished: files that an earlier run finished, by name. They are not touched.
+        on_finished: told of each file once it is on disk, and of what was read for it; called from any
+            thread.
         progress: told of the bytes.
-        check: compares what is read with what the source records; it knows what was read for the finished files.
+        check: compares what is read with what the source records. It knows what was read for the finished
+            files.
     """
 
     def __init__(
@@ -125,7 +130,8 @@ class Execution:
         self._plan, self._directory, self._options = plan, directory, options
         self._digests = dict(finished)
         self._skipped = frozenset(finished)
-        self._on_finished, self._progress, self._source_check = on_finished, progress, check
+        self._on_finished, self._source_check = on_finished, check
+        self._controls = Controls(digests=options.digests, check=self._check, advance=progress.advance)
         self._stop, self._is_over, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._states: dict[int, _ImageState] = {}
         self._thread = threading.local()
@@ -142,7 +148,7 @@ class Execution:
             The digest of every file by its name, and of every scattered tensor by its source name.
 
         Raises:
-            IntegrityError: a source is not what it was, or not what it records.
+            IntegrityError: a source changed, or is not what it records.
             ResourceError: the system cannot read or write.
             KeyboardInterrupt: once no thread writes any more.
         """
@@ -171,7 +177,7 @@ class Execution:
         return self._digests, self._tensor_crcs
 
     def _create_files(self, sources: SourceFiles) -> None:
-        """Make every unfinished file at its full size: gaps are zeros, and a missing write shows."""
+        """Create every unfinished file at its full size: gaps are zeros, and a missing write shows."""
         for image in self._plan.images:
             if image.name in self._skipped:
                 continue
@@ -188,9 +194,8 @@ class Execution:
             self._plan.catalog,
             sources,
             lambda image: self._target(images[image]),
+            self._controls,
             band_bytes=options.band_bytes,
-            check=self._check,
-            advance=self._progress.advance,
         )
 
         def job(fqn: str) -> None:
@@ -198,7 +203,7 @@ class Execution:
                 (n, hole) for n, hole in self._plan.scattered[fqn] if images[n].name not in self._skipped
             ]
             dtype = self._plan.scattered[fqn][0][1].dtype
-            crc, runs = scatter.run(fqn, dtype, holes, with_digest=options.digests)
+            crc, runs = scatter.run(fqn, dtype, holes)
             with self._lock:
                 self._tensor_crcs[fqn] = crc
                 for name in {images[n].name for n, _ in holes}:
@@ -219,13 +224,11 @@ class Execution:
             filler = self._thread.filler = Filler(
                 self._plan,
                 sources,
+                self._controls,
                 buffer_bytes=self._options.buffer_bytes,
                 window_bytes=self._options.window_bytes,
-                band_bytes=self._options.band_bytes // 4,  # the cache keeps it
-                digests=self._options.digests,
+                band_bytes=self._options.band_bytes // 4,  # fits the cache
                 cloner=self._cloner,
-                check=self._check,
-                advance=self._progress.advance,
             )
         with self._opened(image) as fd:
             stretch = filler.write(task, image, fd)
@@ -242,7 +245,7 @@ class Execution:
             self._syncs.append(self._sync_pool.submit(self._finish, image, state, sources))
 
     def _finish(self, image: Image, state: _ImageState, sources: SourceFiles) -> None:
-        """Bring a whole file to the disk and hand it over."""
+        """Sync a whole file to disk and hand it over."""
         stretches = [state.stretches[start] for start in sorted(state.stretches)]
         with self._opened(image) as fd, sources.reader() as reader:
             for stretch in stretches:
@@ -270,7 +273,7 @@ class Execution:
 
     @contextlib.contextmanager
     def _opened(self, image: Image, flags: int = 0) -> Iterator[int]:
-        """Open an image for reading and writing; what the system refuses names the file."""
+        """Open an image for reading and writing; errors name the file."""
         path = os.path.join(self._directory, image.name)
         try:
             fd = storage.open_fd(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)

@@ -1,4 +1,11 @@
-"""Writing one stretch of one image: literal bytes, data, literal bytes with the data's digest."""
+"""Filling holes: streamed and gathered ones while an image is written, scattered ones before.
+
+`plan` decides which hole is filled in which way. `Filler` writes a stretch of one image front to back:
+literal bytes, data, literal bytes with the data's digest. `Scatter` deals out a tensor that is cut along a
+later dim than the first, or that has to be decoded. It reads the source once, in contiguous blocks, and each
+hole takes its part of every block. A part is one write where the source chunk spans the hole's trailing dims,
+else one write for each run.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, blocks, flat_offset, intersect, relative_to, runs
 from shardkit.core.text import MIB
@@ -18,60 +25,57 @@ from shardkit.transfer.convert import Converter
 from shardkit.transfer.images import Hole, Image, Piece
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
 from shardkit.transfer.sources import Reader, SourceFiles, bands
-from shardkit.transfer.stream import Stream, read_back, write_all
-from shardkit.transfer.windows import Window, segments_of
+from shardkit.transfer.stream import Controls, Segment, Stream, read_back, segments_of, write_all
+from shardkit.transfer.windows import Window
 
 _MIN_CLONED = 16 * BLOCK  # below this a copy is cheaper than a system call
+
+OpenTarget = Callable[[int], AbstractContextManager[tuple[int, str]]]
+"""Opens an image, given its number, and gives (descriptor, name)."""
 
 
 @dataclass(slots=True)
 class Stretch:
     """What a task wrote."""
 
-    segments: list[tuple[int, int, int]] = field(default_factory=list)
-    """(first byte, bytes, CRC-32) of everything but the gaps, in file order."""
+    segments: list[Segment] = field(default_factory=list)
+    """Everything but the gaps, in file order."""
     data_crcs: list[int] = field(default_factory=list)
     """CRC-32 of each hole's bytes, in file order."""
     clones: int | None = None
     """The cloner's ticket for what was left to it."""
     runs: list[Run] = field(default_factory=list)
-    """What was read for it and is to be compared with its source's checksums."""
+    """What was read for it, to be compared with the source's checksums."""
 
 
 class Filler:
-    """Writes tasks; one for each thread.
+    """Writes tasks; each thread has its own.
 
     Args:
         plan: what goes where.
         sources: how to read.
+        controls: what all threads follow.
         buffer_bytes: size of the output buffer, and of the conversion buffer where one is needed.
-        window_bytes: output bytes put together at a time where chunks are many and small.
-        band_bytes: bytes of a gathered tensor held at a time; a thread holds twice that.
-        digests: take CRC-32s; without, records say "not recorded".
-        cloner: takes the whole blocks of large ranges that are copied as they lie; None where extents
-            cannot be shared.
-        check: called between reads; raises to stop.
-        advance: told the bytes that filled holes.
+        window_bytes: output bytes that are put together at a time where chunks are many and small.
+        band_bytes: bytes of a gathered tensor that are held at a time; a thread holds twice as many.
+        cloner: takes the whole blocks of large ranges that are copied as they are; None where extents cannot
+            be shared.
     """
 
     def __init__(
         self,
         plan: TransferPlan,
         sources: SourceFiles,
+        controls: Controls,
         *,
         buffer_bytes: int,
         window_bytes: int,
         band_bytes: int,
-        digests: bool,
         cloner: Cloner | None,
-        check: Callable[[], None],
-        advance: Callable[[int], None],
     ) -> None:
-        self._plan = plan
-        self._reader = sources.reader()
-        self._digests, self._cloner = digests, cloner
-        self._check, self._advance, self._band_bytes = check, advance, band_bytes
-        self._buffer, self._raw = bytearray(buffer_bytes), bytearray()
+        self._plan, self._reader, self._controls, self._cloner = plan, sources.reader(), controls, cloner
+        self._digests, self._check, self._advance = controls.digests, controls.check, controls.advance
+        self._buffer, self._raw, self._band_bytes = bytearray(buffer_bytes), bytearray(), band_bytes
         self._window_bytes, self._window = window_bytes, bytearray()
         self._converters: dict[tuple[DType, DType], Converter] = {}
         self._fd, self._clones = -1, list[CloneRange]()
@@ -103,17 +107,8 @@ class Filler:
         return stretch
 
     def _new_window(self, image: Image) -> Window:
-        if not self._window:
-            self._window = bytearray(self._window_bytes)
-        return Window(
-            self._fd,
-            image.name,
-            self._reader,
-            self._window,
-            digests=self._digests,
-            check=self._check,
-            advance=self._advance,
-        )
+        self._window = self._window or bytearray(self._window_bytes)
+        return Window(self._fd, image.name, self._reader, self._window, self._controls)
 
     def _end_window(self, window: Window, stretch: Stretch) -> None:
         window.flush()
@@ -129,7 +124,7 @@ class Filler:
             crc = self._stream(stream, source, first, nbytes, dtype)
         elif fqn in self._plan.gathered:
             crc = self._gather(stream, image.hole(index), self._plan.catalog.tensors[fqn].dtype)
-        else:  # scattered: dealt out before; its bytes passed by in another order
+        else:  # scattered before, and in another order, so the digest has to be read back
             place = stream.position
             stream.step_over(nbytes)
             crc = read_back(self._fd, place, nbytes, self._buffer) if self._digests else 0
@@ -173,8 +168,7 @@ class Filler:
         return crc
 
     def _convert(self, stream: Stream, move: Move, source: DType, target: DType, crc: int) -> int:
-        if not self._raw:
-            self._raw = bytearray(len(self._buffer))
+        self._raw = self._raw or bytearray(len(self._buffer))
         done, most = 0, len(self._raw) // source.itemsize * source.itemsize
         while done < move.nbytes:
             self._check()
@@ -193,7 +187,7 @@ class Filler:
         return crc
 
     def _put(self, stream: Stream, data: memoryview, source: DType, target: DType, crc: int) -> int:
-        """Append source elements as what the hole holds; go on with its CRC-32."""
+        """Append source elements in the hole's dtype; go on with its CRC-32."""
         converter = None if source is target else self._converter(source, target)
         wide, narrow = source.itemsize, target.itemsize
         done, most = 0, len(self._buffer) // max(wide, narrow)
@@ -215,7 +209,7 @@ class Filler:
         return converter
 
     def _clone(self, stream: Stream, move: Move, crc: int) -> int:
-        """Leave the whole blocks of a range to be shared and copy its two ragged ends."""
+        """Leave the whole blocks of a range to the cloner, and copy its two ragged ends."""
         file, start, nbytes = move
         head, body = shared_part(start, nbytes)
         tail = head + body
@@ -233,55 +227,26 @@ class Filler:
         while done < nbytes:
             self._check()
             part = view[: nbytes - done]
-            found = self._reader.read_into(file, part, start + done, fqn)
-            crc = _go_on(crc, part, found)
+            crc = _go_on(crc, part, self._reader.read_into(file, part, start + done, fqn))
             done += len(part)
         return crc
 
 
 def _go_on(crc: int, part: memoryview, found: int | None) -> int:
-    """Go on with a CRC-32, given that of the next part where reading took it already."""
+    """Go on with a CRC-32 over a part, given the part's own CRC-32 where reading took it."""
     return crc32(part, crc) if found is None else crc32_combine(crc, found, len(part))
 
 
-def copy_range(reader: Reader, fd: int, name: str, piece: CloneRange, check: Callable[[], None]) -> None:
-    """Copy a range that could not be shared after all: quota, limits on sharing, ..."""
-    if clone(fd, piece, reader.descriptor(piece.file)):  # it was the process that failed, not the range
-        return
-    done, buffer = 0, memoryview(bytearray(min(piece.nbytes, MIB)))
-    while done < piece.nbytes:
-        check()
-        part = buffer[: piece.nbytes - done]
-        reader.read_into(piece.file, part, piece.start + done, piece.fqn)
-        write_all(fd, part, piece.target_start + done, name, piece.fqn)
-        done += len(part)
-
-
-def image_crc(size: int, segments: list[tuple[int, int, int]]) -> int:
-    """Return the CRC-32 of a whole file from its segments; what lies between them is zeros."""
-    pieces: list[tuple[int, int]] = []
-    at = 0
-    for start, nbytes, crc in sorted(segments):
-        assert start >= at, f"two pieces of one file overlap at byte {start}"
-        pieces += [(zeros(start - at), start - at), (crc, nbytes)]
-        at = start + nbytes
-    return combine([*pieces, (zeros(size - at), size - at)])
-
-
-OpenTarget = Callable[[int], AbstractContextManager[tuple[int, str]]]
-"""Opens an image, by its index, for writing; gives (descriptor, name) until the end of the `with`."""
-
-
 class Scatter:
-    """Walks one tensor at a time.
+    """Deals out tensors to their holes. All threads share it.
 
     Args:
         catalog: where the tensors lie.
         sources: how to read them.
-        open_target: opens an image for writing.
-        band_bytes: most bytes of source that are held at a time.
-        check: called between blocks; raises to stop.
-        advance: told the bytes written.
+        open_target: opens an image.
+        controls: what all threads follow.
+        band_bytes: bytes that are read at a time; with conversion and copies a thread holds up to four times
+            as many.
     """
 
     def __init__(
@@ -289,62 +254,45 @@ class Scatter:
         catalog: Catalog,
         sources: SourceFiles,
         open_target: OpenTarget,
+        controls: Controls,
         *,
         band_bytes: int,
-        check: Callable[[], None],
-        advance: Callable[[int], None],
     ) -> None:
         self._catalog, self._sources, self._open = catalog, sources, open_target
-        self._band_bytes, self._check, self._advance = band_bytes, check, advance
+        self._controls, self._band_bytes = controls, band_bytes
 
-    def run(
-        self, fqn: str, target: DType, holes: Sequence[tuple[int, Hole]], *, with_digest: bool
-    ) -> tuple[int, list[Run]]:
-        """Fill the given holes of a tensor; return the CRC-32 of the whole tensor as `target`, and what was read to be compared.
+    def run(self, fqn: str, target: DType, holes: Sequence[tuple[int, Hole]]) -> tuple[int, list[Run]]:
+        """Fill the given holes of a tensor.
 
-        The digest is that of the logical bytes where the source holds the tensor as one chunk, and 0
-        without `with_digest`. With no hole left to fill (a resumed run) the tensor is only read, for the digest and
-        to compare it with what its source records.
+        Where no hole is left to fill (a resumed run), the tensor is only read, for the digest and to compare
+        it with what its source records.
+
+        Returns:
+            CRC-32 of the whole tensor in the dtype `target`, and what was read to be compared. The CRC-32 is
+            that of the logical bytes where the source holds the tensor as one chunk, and 0 without digests.
         """
-        if not (holes or with_digest or self._sources.check):
+        digests, crc = self._controls.digests, 0
+        if not (holes or digests or self._sources.check):
             return 0, []
-        with self._sources.reader() as reader:
-            return self._run(reader, fqn, target, holes, with_digest=with_digest), reader.take_runs()
-
-    def _run(
-        self,
-        reader: Reader,
-        fqn: str,
-        target: DType,
-        holes: Sequence[tuple[int, Hole]],
-        *,
-        with_digest: bool,
-    ) -> int:
-        entry = self._catalog.tensors[fqn]
+        entry, table = self._catalog.tensors[fqn], self._catalog.chunks
+        itemsize = entry.dtype.itemsize
         converter = Converter(entry.dtype, target) if target is not entry.dtype else None
-        crc = 0
-        for chunk in entry.chunk_ids:
-            region = self._catalog.chunks.region(chunk)
-            for block in blocks(region.sizes, max(self._band_bytes // entry.dtype.itemsize, 1)):
-                self._check()
-                band = self._read(reader, entry, chunk, region, block)
-                if converter is not None:
-                    converted = bytearray(block.num_elements * target.itemsize)
-                    converter(memoryview(band), memoryview(converted))
-                    band = converted
-                crc = crc32(band, crc) if with_digest else 0
-                corner = tuple(a + b for a, b in zip(region.offsets, block.offsets, strict=True))
-                self._deal_out(band, Region(corner, block.sizes), holes)
-        return crc
-
-    def _read(
-        self, reader: Reader, entry: TensorEntry, chunk: int, region: Region, block: Region
-    ) -> bytearray:
-        itemsize, table = entry.dtype.itemsize, self._catalog.chunks
-        band = bytearray(block.num_elements * itemsize)
-        start = table.start[chunk] + flat_offset(block.offsets, region.sizes) * itemsize
-        reader.read_into(table.file[chunk], memoryview(band), start, entry.fqn)
-        return band
+        with self._sources.reader() as reader:
+            for chunk in entry.chunk_ids:
+                region = table.region(chunk)
+                for block in blocks(region.sizes, max(self._band_bytes // itemsize, 1)):
+                    self._controls.check()
+                    band = bytearray(block.num_elements * itemsize)
+                    start = table.start[chunk] + flat_offset(block.offsets, region.sizes) * itemsize
+                    reader.read_into(table.file[chunk], memoryview(band), start, fqn)
+                    if converter is not None:
+                        converted = bytearray(block.num_elements * target.itemsize)
+                        converter(memoryview(band), memoryview(converted))
+                        band = converted
+                    crc = crc32(band, crc) if digests else 0
+                    corner = tuple(a + b for a, b in zip(region.offsets, block.offsets, strict=True))
+                    self._deal_out(band, Region(corner, block.sizes), holes)
+            return crc, reader.take_runs()
 
     def _deal_out(self, band: bytearray, block: Region, holes: Sequence[tuple[int, Hole]]) -> None:
         import numpy  # a tenth of a second that most runs do not need
@@ -358,7 +306,7 @@ class Scatter:
             window = elements[tuple(slice(o, o + s) for o, s in zip(*inside, strict=True))]
             data = numpy.ascontiguousarray(window).view(numpy.uint8).reshape(-1).data
             self._write(image, hole, relative_to(part, hole.region.offsets), data)
-            self._advance(len(data))
+            self._controls.advance(len(data))
 
     def _write(self, image: int, hole: Hole, target: Region, data: memoryview) -> None:
         itemsize, done = hole.dtype.itemsize, 0
@@ -367,3 +315,27 @@ class Scatter:
                 length = run.length * itemsize
                 write_all(fd, data[done : done + length], hole.start + run.source * itemsize, name, hole.fqn)
                 done += length
+
+
+def copy_range(reader: Reader, fd: int, name: str, piece: CloneRange, check: Callable[[], None]) -> None:
+    """Copy a range that could not be shared after all, because of a quota or a limit on sharing."""
+    if clone(fd, piece, reader.descriptor(piece.file)):  # it was the process that failed, not the range
+        return
+    done, buffer = 0, memoryview(bytearray(min(piece.nbytes, MIB)))
+    while done < piece.nbytes:
+        check()
+        part = buffer[: piece.nbytes - done]
+        reader.read_into(piece.file, part, piece.start + done, piece.fqn)
+        write_all(fd, part, piece.target_start + done, name, piece.fqn)
+        done += len(part)
+
+
+def image_crc(size: int, segments: list[Segment]) -> int:
+    """Return the CRC-32 of a whole file from its segments; what lies between them is zeros."""
+    pieces: list[tuple[int, int]] = []
+    at = 0
+    for start, nbytes, crc in sorted(segments):
+        assert start >= at, f"two pieces of one file overlap at byte {start}"
+        pieces += [(zeros(start - at), start - at), (crc, nbytes)]
+        at = start + nbytes
+    return combine([*pieces, (zeros(size - at), size - at)])

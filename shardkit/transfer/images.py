@@ -1,9 +1,9 @@
 """Files to be written: their size, their literal bytes and their holes.
 
-An image is a run of pieces in file order. A piece is literal bytes, a hole that waits for a region of a
-tensor, and more literal bytes that may depend on the CRC-32 of what filled the hole. Between pieces
-there may be gaps of zero bytes. Pieces are made when they are asked for: the literal bytes of a
-1,024-rank checkpoint would take a gigabyte.
+An image is a run of pieces in file order. A piece is literal bytes, a hole for a region of a tensor, and more
+literal bytes that may depend on the CRC-32 of what filled the hole. Between pieces there may be gaps of zero
+bytes. Pieces are made when they are asked for: the literal bytes of a 1,024-rank checkpoint would take a
+gigabyte.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from shardkit.core.regions import Region, Shape
 
 
 class Hole(NamedTuple):
-    """A place for a region of a tensor, row-major and contiguous, on its own."""
+    """A place for a region of a tensor, row-major and contiguous."""
 
     fqn: str
     """The tensor's name in the source catalog."""
     region: Region
     """In elements of the whole tensor."""
     dtype: DType
-    """What the bytes are to be, after conversion."""
+    """The dtype of its bytes, after conversion."""
     start: int
     """First byte in the image."""
     nbytes: int
@@ -34,27 +34,24 @@ class Frame(Protocol):
 
     @property
     def prefix(self) -> bytes:
-        """Those before it."""
-        ...
+        """The bytes before it."""
 
     @property
     def prefix_crc(self) -> int:
         """CRC-32 of `prefix`."""
-        ...
 
     def suffix(self, data_crc: int, /) -> bytes:
-        """Return those after it, given the CRC-32 of the hole's bytes (0 where digests are off)."""
-        ...
+        """Return the bytes after it, given the CRC-32 of the hole's bytes (0 where digests are off)."""
 
 
 class Piece(NamedTuple):
-    """A hole and the literal bytes around it: what it takes to fill one whose region is a run of its tensor.
+    """A hole and the literal bytes around it: enough to fill a hole whose region is a run of its tensor.
 
-    A checkpoint has as many as it has chunks, so a piece is one flat tuple; `Image.hole` gives the region.
+    A checkpoint has as many pieces as chunks, so a piece is one flat tuple. `Image.hole` gives the region.
     """
 
     start: int
-    """First byte of the frame's prefix in the image; the hole follows the prefix."""
+    """First byte of the frame's prefix in the image. The hole follows the prefix."""
     frame: Frame
     fqn: str
     """The tensor's name in the source catalog."""
@@ -63,37 +60,31 @@ class Piece(NamedTuple):
     nbytes: int
     """Bytes of the hole."""
     dtype: DType
-    """What they are to be, after conversion."""
+    """Their dtype, after conversion."""
 
 
 class Image(Protocol):
-    """A file to be written."""
+    """A file to write."""
 
     @property
     def name(self) -> str:
         """Bare file name."""
-        ...
 
     @property
     def size(self) -> int:
         """Bytes of the finished file."""
-        ...
 
     def __len__(self) -> int:
         """Number of pieces."""
-        ...
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Yield the first byte and the end of every piece, cheaper than the pieces themselves."""
-        ...
+        """Yield the first byte and the end of every piece; cheaper than the pieces themselves."""
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Yield pieces `start .. stop` in file order."""
-        ...
 
     def hole(self, index: int, /) -> Hole:
         """Return the hole of a piece, given its number."""
-        ...
 
 
 class TensorHoles(NamedTuple):
@@ -106,7 +97,7 @@ class TensorHoles(NamedTuple):
     sizes: tuple[Shape, ...]
     """The distinct sizes of its regions, in elements."""
     dtype: DType
-    """What its bytes are to be, after conversion."""
+    """The dtype of its bytes, after conversion."""
     nbytes: int
     """Bytes of all its holes."""
 
@@ -116,20 +107,15 @@ class ImageSet(Protocol):
 
     def __len__(self) -> int:
         """Number of images."""
-        ...
 
     def __iter__(self) -> Iterator[Image]:
         """Yield the images."""
-        ...
 
     def __getitem__(self, index: int, /) -> Image:
         """Return an image."""
-        ...
 
     def tensors(self) -> Iterator[TensorHoles]:
         """Yield every stored tensor."""
-        ...
 
     def holes(self, fqn: str, /) -> Iterator[tuple[int, Hole]]:
         """Yield (image index, hole) of every hole of a stored tensor."""
-        ...

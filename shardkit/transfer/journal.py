@@ -1,4 +1,4 @@
-"""What an interrupted run had finished: one line for each file, written after the file is on disk."""
+"""The journal of an unfinished run: one line for each file, written once the file is on disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import NamedTuple
 
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
@@ -19,29 +20,31 @@ _CHECK_BUFFER = 1 << 20
 
 
 class Journal:
-    """Appends finished files to a journal; every line is on disk before the next file is begun.
+    """Appends finished files to a journal. Every line is on disk before the next file is begun.
 
     Args:
-        path: of the journal; a new one is begun unless it already has `plan_hash`.
-        plan_hash: stands for inputs, options and version; only an equal plan may resume.
-        directory: where the files are. Another one than at the journal's beginning has none of its files:
-            once directories have been exchanged, what lies there is the old output.
+        path: path of the journal. A new one is begun unless it already has `plan_hash`.
+        plan_hash: stands for inputs, options and version. Only an equal plan may resume.
+        directory: where the files are. If it is not the directory in which the journal began, it holds none
+            of the journal's files: once directories have been exchanged, the old output lies there.
     """
 
     def __init__(self, path: str, plan_hash: str, directory: str) -> None:
-        number = os.stat(directory).st_ino
-        is_new = read_plan_hash(path) != plan_hash or _directory_number(path) != number
+        begun, header = _read_header(path), _Header(plan_hash, os.stat(directory).st_ino)
         self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = storage.open_fd(path, flags | (os.O_TRUNC if is_new else 0), 0o666)
-        # A run that was killed in the middle of a line left half of it; that line is ignored.
-        self._write({"format": _FORMAT, "plan": plan_hash, "directory": number} if is_new else {})
+        self._fd = storage.open_fd(path, flags | (os.O_TRUNC if begun != header else 0), 0o666)
+        if begun != header:
+            self._write({"format": _FORMAT, "plan": header.plan, "directory": header.directory})
+        else:
+            # A run that was killed in the middle of a line left half of it; that line is ignored.
+            self._write({})
 
     def add(self, digest: FileDigest, source: Mapping[str, object] | None) -> None:
-        """Record a finished file; may be called from any thread.
+        """Record a finished file. May be called from any thread.
 
         Args:
-            digest: what it is.
+            digest: the file.
             source: what was read for it, from `SourceCheck.dump`; None where nothing was compared.
         """
         line = {"file": asdict(digest), "source": source}
@@ -57,35 +60,39 @@ class Journal:
         storage.close_fd(self._fd)
 
 
-def read_plan_hash(path: str) -> str | None:
-    """Return the plan hash of a journal, or None where there is no readable one."""
-    plan = _header(path).get("plan")
-    return plan if isinstance(plan, str) else None
+class _Header(NamedTuple):
+    """The first line of a journal."""
+
+    plan: str | None
+    directory: int | None
+    """Inode number."""
 
 
-def _directory_number(path: str) -> int | None:
-    number = _header(path).get("directory")
-    return number if isinstance(number, int) else None
-
-
-def _header(path: str) -> Mapping[str, object]:
+def _read_header(path: str) -> _Header:
     lines = _lines(path)
-    return lines[0] if lines and lines[0].get("format") == _FORMAT else {}
+    first = lines[0] if lines and lines[0].get("format") == _FORMAT else {}
+    plan, directory = first.get("plan"), first.get("directory")
+    return _Header(plan if isinstance(plan, str) else None, directory if isinstance(directory, int) else None)
+
+
+def read_plan_hash(path: str) -> str | None:
+    """Return the plan hash of a journal; None where there is no readable journal."""
+    return _read_header(path).plan
 
 
 def read_finished(
     path: str, directory: str, sizes: Mapping[str, int], check: SourceCheck | None = None
 ) -> dict[str, FileDigest]:
-    """Return the files that a journal lists and that are still what it says.
+    """Return the files that a journal lists and that are still as it says.
 
     Args:
-        path: of the journal.
+        path: path of the journal.
         directory: where the files are.
         sizes: bytes of each file in the present plan, by name.
-        check: gets what was read for them; a file of a run that compared nothing is then not finished.
+        check: gets what was read for them. A file of a run that compared nothing then counts as unfinished.
     """
     finished: dict[str, FileDigest] = {}
-    if _directory_number(path) != os.stat(directory).st_ino:
+    if _read_header(path).directory != os.stat(directory).st_ino:
         return finished
     for line in _lines(path):
         entry = line.get("file")

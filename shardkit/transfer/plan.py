@@ -1,11 +1,15 @@
 """Planning: which source bytes fill which hole. Pure: nothing is opened, no bytes are read.
 
-A hole is *streamed* where its bytes, in order, are contiguous runs of source chunks: row-sharded tensors,
-in either direction. Otherwise it is *gathered* where it is a run of the tensor but the chunks are not
-(a tensor that was cut along a later dim is put together): band by band, every chunk's part is read and put
-in its place. Else it is *scattered* (a tensor is being cut along a later dim, or its bytes have to be
-decoded): its source is walked once, block by block, and every block's part is put into each hole that
-wants it.
+A hole is filled in one of three ways:
+
+- *streamed* where its bytes, in order, are contiguous runs of source chunks: row-sharded tensors, in either
+direction;
+- *gathered* where it is a run of the tensor but the chunks are not, because a tensor that was cut along a
+later dim is
+  put together: band by band, every chunk's part is read and put in its place;
+- *scattered* where a tensor is being cut along a later dim, or its bytes have to be decoded: the source is
+read once,
+  block by block, and every block's part is put into each hole that wants it.
 """
 
 from __future__ import annotations
@@ -22,11 +26,10 @@ from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_offset, is_contiguous
 from shardkit.transfer.images import Hole, Image, ImageSet, TensorHoles
 
-_MIN_COLUMNS, _MIN_TOTAL = (
-    64,
-    4096,
-)  # chunks of a tensor, and of all, from which on numpy is quicker than Python
-# Chunks of a tensor, their bytes on average, and all chunks of such tensors together, from which on windows pay.
+# Chunks of a tensor, and chunks of all tensors, from which on numpy is faster than Python.
+_MIN_COLUMNS, _MIN_TOTAL = 64, 4096
+# Windows pay for tensors of at least so many chunks, of at most so many bytes on average, where there are so
+# many such chunks in all.
 _MIN_CHUNKS, _MAX_CHUNK_BYTES, _MIN_WINDOWED = 16, 64 << 10, 16384
 _TASK_NBYTES = 128 << 20  # a thread's share of one image: small enough to balance, large enough to matter
 
@@ -39,7 +42,7 @@ class Move(NamedTuple):
     start: int
     """First byte in that file."""
     nbytes: int
-    """Source bytes; the hole takes as many elements."""
+    """Source bytes. The hole takes as many elements."""
 
 
 class Task(NamedTuple):
@@ -54,7 +57,7 @@ class Task(NamedTuple):
 
 
 class FlatSource(NamedTuple):
-    """A tensor whose chunks are all contiguous ranges of it: columns, in the tensor's own order."""
+    """A tensor whose chunks are all contiguous ranges of it, in columns and in the tensor's own order."""
 
     dtype: DType
     starts: array[int]
@@ -65,7 +68,7 @@ class FlatSource(NamedTuple):
     """First byte of each chunk in its file."""
 
     def moves(self, start: int, stop: int) -> list[Move]:
-        """Return what fills the elements `start .. stop`, in order; neighbours in a file are one move."""
+        """Return the moves that fill elements `start .. stop`; neighbours in a file are one move."""
         itemsize = self.dtype.itemsize
         if len(self.starts) == 1 and start < stop:  # every tensor of a Hub model
             return [Move(self.files[0], self.places[0] + start * itemsize, (stop - start) * itemsize)]
@@ -85,33 +88,33 @@ class FlatSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """What is to be moved."""
+    """What to move."""
 
     images: ImageSet
     catalog: Catalog
     tasks: tuple[Task, ...]
     streamed: dict[str, FlatSource]
-    """By the source's tensor name, those whose holes are streamed."""
+    """Tensors whose holes are streamed, by the source's name."""
     windowed: frozenset[str]
-    """Those of them whose chunks are many and small: they are filled by windows of the output."""
+    """The streamed tensors whose chunks are many and small: windows of the output fill them."""
     gathered: frozenset[str]
-    """The source's names of tensors whose holes are gathered."""
+    """Tensors whose holes are gathered, by the source's name."""
     scattered: dict[str, tuple[tuple[int, Hole], ...]]
-    """(image index, hole) of every hole that is scattered, by the source's tensor name."""
+    """(image index, hole) of every hole that is scattered, by the source's name."""
     converts: bool
-    """Some dtype is converted, which takes torch."""
+    """Some dtype is converted, which needs torch."""
     read_bytes: int
-    """Source bytes; a scattered tensor's are read once."""
+    """Source bytes. Those of a scattered tensor are read once."""
     written_bytes: int
     """Size of all images."""
     hole_bytes: int
-    """Bytes that fill holes, which is what the progress counts."""
+    """Bytes that fill holes. Progress counts these."""
 
 
 def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
-    """Return what it takes to fill every hole of `images` from `catalog`.
+    """Return the plan that fills every hole of `images` from `catalog`.
 
-    Every hole names a tensor of the catalog and lies inside it; whoever made the images saw to that.
+    Every hole names a tensor of the catalog and lies inside it: the maker of the images has checked that.
     """
     by_source: dict[str, list[TensorHoles]] = {}
     for holes in images.tensors():
@@ -145,7 +148,7 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
 
 
 def _windowed(streamed: dict[str, FlatSource]) -> frozenset[str]:
-    """Return the tensors of many small chunks; none where all of them together are not many."""
+    """Return the tensors of many small chunks; none where there are few such chunks in all."""
     names, total = set[str](), 0
     for name, source in streamed.items():
         count = len(source.starts)
@@ -156,7 +159,7 @@ def _windowed(streamed: dict[str, FlatSource]) -> frozenset[str]:
 
 
 def _are_runs(sizes: Iterable[Shape], shape: Shape) -> bool:
-    """True where regions of these sizes are contiguous in a tensor, which is the same wherever they lie."""
+    """True where regions of these sizes are contiguous in a tensor, wherever they lie."""
     return all(is_contiguous(Region((0,) * len(each), each), shape) for each in sizes)
 
 
@@ -165,7 +168,7 @@ def _is_decoded(entry: TensorEntry, catalog: Catalog) -> bool:
 
 
 def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
-    """Return a tensor's chunks as ranges of it, or None where one is not, or has to be decoded."""
+    """Return a tensor's chunks as ranges of it; None where one is not a range, or has to be decoded."""
     if entry.num_chunks >= _MIN_COLUMNS and len(catalog.chunks) >= _MIN_TOTAL:
         flat = _flat_rows(entry, catalog)
         if flat is not None:
@@ -191,7 +194,7 @@ def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
 
 
 def _flat_rows(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
-    """The same in columns, for very many chunks; None unless they are rows of the tensor, in its own order."""
+    """Do the same in columns, for very many chunks; None unless they are rows in the tensor's own order."""
     import numpy as np
 
     table, rows, num_dims = catalog.chunks, entry.chunk_ids, len(entry.shape)

@@ -1,4 +1,5 @@
-"""Reading source files: shared by threads, few open at a time, changes noticed; and tensors that lie in many chunks."""
+"""Reading source files: shared by threads, few open at a time, changes noticed; and tensors that lie in many
+chunks."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 MAX_BORROWED = 64
 """Most descriptors that one reader borrows."""
 _MIN_OPEN, _MAX_OPEN = 32, 4096
-# Bytes read at a time where a CRC-32 is taken. Together with the file's pages they fit the cache of one core (2 MiB).
-# Out of the cache the CRC-32 costs a tenth of reading, out of memory half of it. For `finalize` a quarter of this does
-# as well, and twice as much is worse.
+# Bytes read at a time where a CRC-32 is taken. Together with the file's pages they fit the cache of one core
+# (2 MiB). Out of the cache the CRC-32 costs a tenth of reading, out of memory half of it. For `finalize` a
+# quarter of this does as well, and twice as much is worse.
 _COMPARED_NBYTES = 1 << 20
 _GAP_NBYTES = 1 << 20  # read at a time to complete an entry
 _SAME_NBYTES = 1 << 20  # of each of two tensors, compared at a time
@@ -35,8 +36,8 @@ _SAME_NBYTES = 1 << 20  # of each of two tensors, compared at a time
 class _RecentBlocks:
     """Blocks of source files that were read lately, by file and number; shared by threads.
 
-    There are two generations: when the young one is full, the old one is forgotten. Two threads that interfere can only
-    lose blocks, which are then read again.
+    There are two generations: when the young one is full, the old one is forgotten. Two threads that
+    interfere can only lose blocks, which are then read again.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -140,8 +141,8 @@ class SourceFiles:
     def _make_room(self) -> None:
         """Close an idle file where too many are open: the one that was opened last.
 
-        Each tensor is read from the files of all ranks in turn. The file that was used longest ago is needed next, so
-        the files that were opened first stay open.
+        Each tensor is read from the files of all ranks in turn. The file that was used longest ago is needed
+        next, so the files that were opened first stay open.
         """
         if len(self._open) >= self._max_open:
             idle = next((file for file in reversed(self._open) if not self._users.get(file)), None)
@@ -161,7 +162,7 @@ class SourceFiles:
         return fd
 
     def decoded(self, file: int, fqn: str) -> tuple[memoryview, list[Run]]:
-        """Return the bytes of a file that has to be decoded for tensor `fqn`, and the runs that were read for them."""
+        """Return the bytes of a file that has to be decoded for a tensor, and the runs read for them."""
         with self._lock:
             found = self._decoded.get(file)
             if found is None:
@@ -298,8 +299,8 @@ class Reader:
     def read_small(self, file: int, start: int, nbytes: int, fqn: str) -> bytes:
         """Return at most BLOCK bytes of a file on disk, for tensor `fqn`.
 
-        They are read with the whole blocks around them, which are kept for a while: one block may hold the end of one
-        shard's record and the start of the next, or many shards of a small tensor.
+        They are read with the whole blocks around them, which are kept for a while: one block may hold the
+        end of one shard's record and the start of the next, or many shards of a small tensor.
 
         Raises:
             IntegrityError, ResourceError: as `read_into`.
@@ -394,9 +395,9 @@ def _changed(names: Sequence[str]) -> IntegrityError:
 def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes: int) -> Iterator[memoryview]:
     """Yield the bytes of a region in order, in the stored dtype; each view is valid until the next one.
 
-    This serves tensors whose chunks are not runs of them, such as the columns of a weight that tensor parallelism cut.
-    Of every chunk, the part that lies in the band is read and put in its place in memory. For any grid of chunks that
-    part is one run of the chunk.
+    This serves tensors whose chunks are not runs of them, such as the columns of a weight that tensor
+    parallelism cut. Of every chunk, the part that lies in the band is read and put in its place in memory.
+    For any grid of chunks that part is one run of the chunk.
 
     Args:
         catalog: where the tensor lies.
@@ -441,7 +442,7 @@ def _as_array(view: memoryview, sizes: Shape, itemsize: int) -> numpy.ndarray:
 
 
 def same_bytes(catalog: Catalog, a: str, b: str) -> bool:
-    """Tell whether two tensors of a catalog of raw bytes are equal, reading no further than the first difference.
+    """Tell whether two tensors of a catalog of raw bytes are equal. Reading stops at the first difference.
 
     Tensors of different dtypes or shapes are not the same.
 

@@ -1,27 +1,47 @@
 """Writing a stretch of a file front to back through one buffer.
 
-Small records come out as one large write and large data passes straight from the source file into the
-buffer and out again; so a rank's file is written sequentially whatever it is made of.
+Small records come out as one large write, and large data passes straight from the source file into the buffer
+and out again. So a rank's file is written sequentially, whatever it is made of.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
+from shardkit.transfer.images import Frame
 
-_WRITTEN_GAP = 4096
+WRITTEN_GAP = 4096
+"""Most zeros between pieces that are written, which is cheaper than another system call."""
+
+Segment = tuple[int, int, int]
+"""(first byte, bytes, CRC-32) of a part of a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Controls:
+    """What all threads that fill holes follow."""
+
+    digests: bool
+    """Take CRC-32s; without, records say "not recorded"."""
+    check: Callable[[], None]
+    """Called between reads; raises to stop."""
+    advance: Callable[[int], None]
+    """Told the bytes that filled holes."""
 
 
 class Stream:
-    """Buffered sequential writer with gaps.
+    """A buffered sequential writer with gaps.
 
     Args:
-        fd: open for writing.
-        name: of the file, for messages.
-        start: first byte to be written.
-        buffer: reused between streams of one thread.
+        fd: descriptor, open for writing.
+        name: name of the file, for messages.
+        start: first byte to write.
+        buffer: buffer that the streams of one thread share.
     """
 
     def __init__(self, fd: int, name: str, start: int, buffer: bytearray) -> None:
@@ -36,9 +56,9 @@ class Stream:
         return self._at + self._used
 
     def room(self, wanted: int) -> memoryview:
-        """Return a part of the buffer to be filled by the caller: 1 to `wanted` bytes.
+        """Return a part of the buffer, 1 to `wanted` bytes, for the caller to fill.
 
-        What is returned counts as written; it is flushed with the rest.
+        It counts as written and is flushed with the rest.
         """
         if self._used == self._size:
             self.flush()
@@ -47,7 +67,7 @@ class Stream:
         return taken
 
     def whole_room(self, nbytes: int) -> memoryview:
-        """Return exactly `nbytes` of the buffer, at most its size, to be filled by the caller."""
+        """Return exactly `nbytes` of the buffer, at most its size, for the caller to fill."""
         if self._size - self._used < nbytes:
             self.flush()
         taken = self._view[self._used : self._used + nbytes]
@@ -71,17 +91,17 @@ class Stream:
     def put_at(self, position: int, data: bytes) -> None:
         """Append literal bytes at a position at or after the present one, with zeros up to it.
 
-        A fresh file is all zeros, yet short gaps are written: that is cheaper than another system call.
+        A fresh file is all zeros, but short gaps are written all the same.
         """
         gap = position - self._at - self._used
-        if 0 < gap <= _WRITTEN_GAP:
+        if 0 < gap <= WRITTEN_GAP:
             data = bytes(gap) + data
         elif gap:
             self.step_over(gap)
         self.put(data)
 
     def step_over(self, nbytes: int) -> None:
-        """Leave the next `nbytes` untouched: they are filled by other means, or a fresh file's zeros."""
+        """Leave the next `nbytes` untouched: something else fills them, or they are a fresh file's zeros."""
         self.flush()
         self._at += nbytes
 
@@ -97,7 +117,7 @@ def write_all(fd: int, data: memoryview, start: int, name: str, fqn: str) -> Non
     """Write `data` at byte `start`, however many calls it takes.
 
     Raises:
-        ResourceError: naming file and offset; a full disk says so.
+        ResourceError: names the file and the offset.
     """
     done = 0
     while done < len(data):
@@ -128,3 +148,13 @@ def read_back(fd: int, start: int, nbytes: int, buffer: bytearray) -> int:
         crc = crc32(part[:count], crc)
         done += count
     return crc
+
+
+def segments_of(start: int, frame: Frame, nbytes: int, crc: int, suffix: bytes) -> tuple[Segment, ...]:
+    """Return the three parts of a piece at byte `start`: the prefix, the hole and the suffix."""
+    data = start + len(frame.prefix)
+    return (
+        (start, len(frame.prefix), frame.prefix_crc),
+        (data, nbytes, crc),
+        (data + nbytes, len(suffix), crc32(suffix)),
+    )

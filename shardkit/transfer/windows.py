@@ -1,36 +1,33 @@
-"""Filling pieces from very many small chunks: by windows of the output, and not chunk by chunk.
+"""Filling pieces from very many small chunks: window by window of the output, not chunk by chunk.
 
-A tensor of a thousand ranks is a thousand reads of a few KB from as many files, and so is the next one. But what
-one file has of neighbouring tensors lies close together in it. So a window of the output is taken, as many
-tensors wide as memory allows; each file gives all that goes into it by one call, which drops what lies between
-(`preadv`); and the window is written by one call too.
+A tensor of a thousand ranks is a thousand reads of a few KB from as many files, and so is the next tensor.
+But one file holds its parts of neighbouring tensors close together. So a window of the output spans as many
+tensors as memory allows. One call (`preadv`) reads everything that a file has for the window and drops what
+lies between, and one call writes the window.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.transfer.images import Frame, Piece
+from shardkit.transfer.images import Piece
 from shardkit.transfer.plan import FlatSource
 from shardkit.transfer.sources import Reader
-from shardkit.transfer.stream import write_all
+from shardkit.transfer.stream import WRITTEN_GAP, Controls, Segment, segments_of, write_all
 
 if TYPE_CHECKING:
     import numpy as np
 
     Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-Segment = tuple[int, int, int]
-"""(first byte, bytes, CRC-32) of a part of a file."""
-
-_MAX_GAP = 16 << 10  # bytes that are read and dropped: as dear as another call
-_MOST_AT_ONCE = 500  # parts read by one call: with gaps between them twice as many buffers, Linux takes 1,024
-_WRITTEN_GAP = 4096  # zeros between pieces that are written: cheaper than another call
+_MAX_GAP = 16 << 10  # bytes that are read and dropped; as expensive as another call
+_MOST_AT_ONCE = (
+    500  # parts that one call reads; with gaps between them twice as many buffers, of which Linux takes 1,024
+)
 
 
 class _Part(NamedTuple):
@@ -44,53 +41,40 @@ class _Part(NamedTuple):
     """First byte in the window."""
     nbytes: int
     suffix_nbytes: int
-    """Bytes kept free behind it for the end of the piece; -1 where the piece goes on."""
+    """Bytes kept free after it for the piece's suffix; -1 where the piece goes on in the next window."""
 
 
 class Window:
-    """A stretch of one file under way; `put` pieces in the order of the file, then `flush`.
+    """A stretch of one file that is being put together: `put` pieces in the order of the file, then `flush`.
 
     Args:
         fd: the file, open for writing.
         name: its name, for messages.
         reader: reads the sources.
         buffer: holds the window.
-        digests: take CRC-32s.
-        check: called between reads; raises to stop.
-        advance: told the bytes that filled holes.
+        controls: what all threads follow.
     """
 
-    def __init__(
-        self,
-        fd: int,
-        name: str,
-        reader: Reader,
-        buffer: bytearray,
-        *,
-        digests: bool,
-        check: Callable[[], None],
-        advance: Callable[[int], None],
-    ) -> None:
-        self._fd, self._name, self._reader, self._digests = fd, name, reader, digests
-        self._check, self._advance = check, advance
+    def __init__(self, fd: int, name: str, reader: Reader, buffer: bytearray, controls: Controls) -> None:
+        self._fd, self._name, self._reader, self._controls = fd, name, reader, controls
         self._view, self._size = memoryview(buffer), len(buffer)
         self._junk = memoryview(bytearray(_MAX_GAP))
         self._start, self._used, self._crc = 0, 0, 0
         self._parts: list[_Part] = []
         self.segments: list[Segment] = []
-        """Of the pieces that were flushed."""
+        """Segments of the pieces that were flushed."""
         self.data_crcs: list[int] = []
-        """CRC-32 of their holes."""
+        """CRC-32s of their holes."""
 
     @property
     def stop(self) -> int:
-        """The byte of the file behind the last piece."""
+        """The byte of the file after the last piece."""
         return self._start + self._used
 
     def put(self, piece: Piece, source: FlatSource) -> None:
-        """Take a piece, all of whose bytes are those of `source` as they are."""
+        """Take a piece that is filled with bytes of `source` as they are."""
         gap = piece.start - self.stop
-        if 0 < gap <= _WRITTEN_GAP and self._used:
+        if 0 < gap <= WRITTEN_GAP and self._used:
             self._put_bytes(bytes(gap))
         elif gap:
             self.flush()
@@ -117,11 +101,11 @@ class Window:
             self._read()
         for part in self._parts:
             data = self._view[part.at : part.at + part.nbytes]
-            if self._digests:
+            if self._controls.digests:
                 self._crc = crc32(data, self._crc)
             if part.suffix_nbytes >= 0:
                 self._end(part)
-            self._advance(part.nbytes)
+            self._controls.advance(part.nbytes)
         if self._used:
             fqn = self._parts[-1].piece.fqn if self._parts else ""
             write_all(self._fd, self._view[: self._used], self._start, self._name, fqn)
@@ -129,7 +113,7 @@ class Window:
         self._parts.clear()
 
     def _put_bytes(self, data: bytes) -> None:
-        """Append bytes that are known."""
+        """Append literal bytes."""
         rest = memoryview(data)
         while rest:
             if self._used == self._size:
@@ -139,12 +123,12 @@ class Window:
             self._used, rest = self._used + len(now), rest[len(now) :]
 
     def _end(self, part: _Part) -> None:
-        """Put the end of a piece behind its last part; its CRC-32 is known now."""
+        """Put the suffix of a piece after its last part, now that its CRC-32 is known."""
         piece, crc = part.piece, self._crc
         suffix, at = piece.frame.suffix(crc), part.at + part.nbytes
         assert len(suffix) == part.suffix_nbytes, "a frame whose length depends on a CRC-32"
         self._view[at : at + len(suffix)] = suffix
-        if self._digests:
+        if self._controls.digests:
             self.segments += segments_of(piece.start, piece.frame, piece.nbytes, crc, suffix)
             self.data_crcs.append(crc)
         self._crc = 0
@@ -162,7 +146,7 @@ class Window:
         parts = [view[a:b] for a, b in zip(at.tolist(), (at + nbytes).tolist(), strict=True)]
         for first, last in pairwise(firsts):
             for begin in range(first, last, _MOST_AT_ONCE):
-                self._check()
+                self._controls.check()
                 end = min(begin + _MOST_AT_ONCE, last)
                 buffers = [parts[begin]]
                 for index in range(begin + 1, end):
@@ -179,14 +163,14 @@ class Window:
                         self._reader.read_into(files[index], parts[index], places[index], fqn)
 
     def _read_at_once(self, file: int, buffers: list[memoryview], start: int, wanted: int) -> bool:
-        """Fill buffers from one stretch of a file; False where that fails or falls short."""
+        """Fill buffers from one stretch of a file; False where that fails or reads too little."""
         try:
             return storage.preadv(self._reader.descriptor(file), buffers, start) == wanted
         except OSError:
             return False
 
     def _places(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Return of all that is to be read its file, first byte, bytes, place in the window and part."""
+        """Return columns of everything to read: file, first byte, bytes, place in the window, part."""
         import numpy as np
 
         columns: list[tuple[Any, Any, Any, Any, Any]] = []
@@ -201,28 +185,11 @@ class Window:
             end = np.minimum(np.frombuffer(source.stops, dtype=np.int64)[rows], stop)
             places = np.frombuffer(source.places, dtype=np.int64)[rows] + (begin - starts) * itemsize
             files = np.frombuffer(source.files, dtype=np.int32)[rows]
-            columns.append(
-                (
-                    files,
-                    places,
-                    (end - begin) * itemsize,
-                    at + (begin - first) * itemsize,
-                    starts * 0 + number,
-                )
-            )
+            targets = at + (begin - first) * itemsize
+            columns.append((files, places, (end - begin) * itemsize, targets, starts * 0 + number))
         if not columns:
             none = np.zeros(0, dtype=np.int64)
             return none, none, none, none, none
         file, place, size, target, owner = (np.concatenate(column) for column in zip(*columns, strict=True))
         order = np.lexsort((place, file))
         return file[order], place[order], size[order], target[order], owner[order]
-
-
-def segments_of(start: int, frame: Frame, nbytes: int, crc: int, suffix: bytes) -> tuple[Segment, ...]:
-    """Return the three parts of a piece at byte `start`: what stands before its hole, the hole, what follows."""
-    data = start + len(frame.prefix)
-    return (
-        (start, len(frame.prefix), frame.prefix_crc),
-        (data, nbytes, crc),
-        (data + nbytes, len(suffix), crc32(suffix)),
-    )
