@@ -24,9 +24,9 @@ from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
-from shardkit.files.digest import crc32
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
 from shardkit.formats.checkpoint import Place
+from shardkit.formats.torchsave.archive import crc_of_range
 from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather, read_entries, strided_file
 from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template
 
@@ -101,7 +101,7 @@ def check_records(catalog: Catalog, transforms: Transforms, names: Collection[st
         for row, record in scan.records_of_file(fd, source, rows):
             if record.crc32 is None:
                 continue
-            crc = _crc_of(fd, record, source.name)
+            crc = crc_of_range(fd, record.data_start, record.data_nbytes, source.name)
             if crc != record.crc32:
                 yield (
                     f"{escape(scan.tensor_of[row].fqn)}: {escape(source.name)}: bytes {record.data_start} to "
@@ -131,13 +131,6 @@ def difference(entry: TensorEntry, sizes: Shape, record: TensorRecord) -> str | 
     if record.shape != sizes:
         return f"stored with shape {list(record.shape)}, .metadata says {list(sizes)}"
     return None
-
-
-def _crc_of(fd: int, record: TensorRecord, name: str) -> int:
-    crc, stop = 0, record.data_start + record.data_nbytes
-    for start in range(record.data_start, stop, _READ_BYTES):
-        crc = crc32(read_exactly(fd, start, min(_READ_BYTES, stop - start), name), crc)
-    return crc
 
 
 def _point(catalog: Catalog, entry: TensorEntry, row: int, record: TensorRecord) -> None:

@@ -1,7 +1,7 @@
 """Find the entries of a zip that `torch.save` wrote, and read the small ones.
 
-All entries are stored, so their bytes lie in the file as they are; everything else is refused. Only the
-directory and the headers are read: two `pread` calls for a zip of a single tensor.
+All entries are stored, so their bytes lie in the file as they are; anything else is refused. Only the directory
+and the headers are read: two `pread` calls for a zip of a single tensor.
 
 Source: torch 2.2 and 2.13, caffe2/serialize/inline_container.cc; APPNOTE.TXT 6.3.9.
 """
@@ -15,18 +15,23 @@ from typing import NamedTuple, NoReturn
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files.digest import crc32
+from shardkit.files.strict_json import read_exactly
 
 _WINDOW = 4096  # bytes read at each end: the directory and the small entries of a usual record
-_MAX_DIRECTORY = 1 << 26  # bytes; 130 for an entry, if its name is not a long one
-_MAX_SMALL = 1 << 16  # bytes of any entry of a record but the data
+_MAX_DIRECTORY = 1 << 26  # bytes; an entry takes 130, unless its name is long
+_MAX_SMALL = 1 << 16  # bytes of any entry of a record except the data
 _READ_BYTES = 1 << 20
 _END, _END64, _LOCATOR = struct.Struct("<IHHHHIIH"), struct.Struct("<IQHHIIQQQQ"), struct.Struct("<IIQI")
 _CENTRAL, _LOCAL = struct.Struct("<IHHHHHHIIIHHHHHII"), struct.Struct("<IHHHHHIIIHH")
 _CRC_AT = 16  # of the CRC in _CENTRAL
 _MAX32 = 0xFFFFFFFF
-_IS_DIRECTORY = 0x10  # in the external attributes; torch then reads nothing, and gives whatever was in memory
+_IS_DIRECTORY = (
+    0x10  # in the external attributes; torch then reads nothing, and returns whatever was in memory
+)
 _VERSIONS = range(1, 11)  # of the file format: torch 2.13, caffe2/serialize/versions.h
-_FLAGS = 0x0808  # UTF-8 names, sizes in a descriptor behind the data; all others change what the bytes are
+_FLAGS = (
+    0x0808  # UTF-8 names, sizes in a descriptor behind the data; every other flag changes what the bytes are
+)
 
 Pread = Callable[[int, int], bytes]
 """(first byte, most bytes) -> bytes, fewer only at the end."""
@@ -39,11 +44,14 @@ class Entry(NamedTuple):
     nbytes: int
     crc: int
     crc_at: int
-    """Where the directory has the CRC-32."""
+    """Where the directory holds the CRC-32."""
 
 
 class ZipReader:
-    """Bytes of one zip, both ends of which are read at once."""
+    """Bytes of one zip; both ends are read at once."""
+
+    prefix = ""
+    """First part of every entry's name, once the directory was read."""
 
     def __init__(self, pread: Pread, offset: int, length: int, where: str) -> None:
         self._source, self.offset, self.length, self.where = pread, offset, length, where
@@ -59,7 +67,7 @@ class ZipReader:
         raise SourceError(f"{self.where}: {reason}")
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """Return bytes of the record; refuse a range that leaves it."""
+        """Return bytes of the zip; refuse a range that leaves it."""
         if start < 0 or nbytes < 0 or start + nbytes > self.length:
             self.refuse(f"it points at bytes {start} to {start + nbytes} of {self.length}")
         if start + nbytes <= len(self._head):
@@ -69,7 +77,7 @@ class ZipReader:
         return self._pread(start, nbytes)
 
     def content(self, name: str, entry: Entry, limit: int = _MAX_SMALL) -> bytes:
-        """Return the bytes of an entry of at most `limit`; their CRC-32 is right."""
+        """Return the bytes of an entry, at most `limit`, after checking their CRC-32."""
         if entry.nbytes > limit:
             self.refuse(f"its entry {name} has {entry.nbytes} bytes, more than any that torch writes")
         data = self.read(entry.start, entry.nbytes)
@@ -78,7 +86,7 @@ class ZipReader:
         return data
 
     def check_version(self, data: bytes) -> None:
-        """Refuse a file format that torch does not know; `data` is what the entry `version` says."""
+        """Refuse a file format that torch does not know; `data` is the entry `version`."""
         text = data.strip()
         if not (len(text) <= 4 and text.isdigit() and int(text) in _VERSIONS):
             self.refuse(f"its format has version {escape(repr(data[:20]))}, which is not one of torch's")
@@ -114,9 +122,10 @@ class ZipReader:
 def read_directory(
     reader: ZipReader, is_known: Callable[[str], bool], *, max_entries: int
 ) -> dict[str, Entry]:
-    """Return the entries by their name without the common first part; all of them checked.
+    """Return the entries by their names without the common first part. All of them are checked.
 
     Args:
+        reader: of the zip; its `prefix` is set.
         is_known: whether an entry may have that name.
         max_entries: more are refused.
 
@@ -137,7 +146,7 @@ def read_directory(
         short = rest.decode("ascii", "replace")
         if not is_known(short) or short in entries or (prefix is not None and top != prefix):
             reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is unknown or given twice")
-        prefix = top
+        prefix, reader.prefix = top, top.decode("utf-8", "replace")
         if header_at < free:
             reader.refuse(f"entry {escape(short)} overlaps the one before")
         entry = _locate(reader, name, header_at, entry._replace(crc_at=at + entry.crc_at))
@@ -196,7 +205,7 @@ def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, 
 
 
 def _wide(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
-    """Replace values that did not fit into 32 bits by those in the zip64 extra field."""
+    """Replace values that do not fit into 32 bits by those in the zip64 extra field."""
     wide = b""
     while len(extra) >= 4:
         kind, size = struct.unpack_from("<HH", extra)
@@ -214,7 +223,7 @@ def _wide(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
 
 
 def _locate(reader: ZipReader, name: bytes, header_at: int, entry: Entry) -> Entry:
-    """Return the entry with its place, taken from its own header, which must agree."""
+    """Return the entry with its place. Its own header gives the place, and must agree with the directory."""
     fields = _LOCAL.unpack(reader.read(header_at, _LOCAL.size))
     found = reader.read(header_at + _LOCAL.size, fields[9]) if fields[9] == len(name) else b""
     if fields[0] != 0x04034B50 or fields[3] or fields[2] & ~_FLAGS or found != name:
@@ -223,3 +232,16 @@ def _locate(reader: ZipReader, name: bytes, header_at: int, entry: Entry) -> Ent
     if start + entry.nbytes > reader.length:
         reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} reaches past its end")
     return entry._replace(start=start)
+
+
+def crc_of_range(fd: int, start: int, nbytes: int, name: str) -> int:
+    """Return the CRC-32 of a byte range of an open file, read piece by piece.
+
+    Raises:
+        SourceError: the file `name` is shorter.
+        ResourceError: the device fails.
+    """
+    crc, stop = 0, start + nbytes
+    for at in range(start, stop, _READ_BYTES):
+        crc = crc32(read_exactly(fd, at, min(_READ_BYTES, stop - at), name), crc)
+    return crc

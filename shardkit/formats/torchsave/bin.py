@@ -1,9 +1,8 @@
 """Legacy weights, `pytorch_model.bin`: a pickled state dict, read through torch's restricted unpickler.
 
-torch maps a zip file rather than loading it, and where a contiguous tensor lies in the mapping is where its
-bytes lie in the file: those are read from there. Other tensors (transposed ones, lazy views, files of
-before torch 1.6) come with a function that gives their bytes. Nothing but tensors and plain containers is
-ever unpickled.
+torch maps a zip file instead of loading it. The place of a contiguous tensor in the mapping gives the place of
+its bytes in the file, and they are read from there. Other tensors (transposed ones, lazy views, files from before
+torch 1.6) come with a function that returns their bytes. Only tensors and plain containers are ever unpickled.
 """
 
 from __future__ import annotations
@@ -12,12 +11,10 @@ import json
 import os
 import re
 import warnings
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
-from zlib import crc32
 
 from shardkit.core.catalog import Checksums, FileStamp, OnRead
 from shardkit.core.dtypes import BY_NAME, DType
@@ -25,15 +22,15 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
+from shardkit.files.digest import crc32
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, open_regular, read_exactly, stamp_of
-from shardkit.formats.torchsave.archive import ZipReader, read_directory
+from shardkit.formats.torchsave.archive import ZipReader, crc_of_range, read_directory
 from shardkit.formats.torchsave.screen import screen
 
 if TYPE_CHECKING:
     import torch
 
 _ZIP_MAGIC = b"PK\x03\x04"
-_PIECE_BYTES = 1 << 20
 _MAX_ENTRIES = 1 << 20
 _MAX_PICKLE = 1 << 25
 _Mappings = list[tuple[int, int, int]]
@@ -88,12 +85,11 @@ def read_bin(path: str, name: str) -> BinFile:
     """
     with open_regular(path, name) as (fd, size):
         is_zip = read_exactly(fd, 0, min(size, 4), name) == _ZIP_MAGIC
-        checksum = 0 if is_zip else _crc_of_file(fd, size, name)
+        checksum = 0 if is_zip else crc_of_range(fd, 0, size, name)
         stamp = stamp_of(fd)
     checksums = None
     if is_zip:
-        checksum = _crc_of_records(path, name)
-        checksums = _screen(path, name)
+        checksum, checksums = _screen(path, name)
     entries = _load(path, name, is_zip)
     tensors, objects = _split(entries, name, path, _mappings(stamp) if is_zip else [])
     note = f"{escape(name)} has the format of before torch 1.6: it is held in memory as a whole"
@@ -108,38 +104,27 @@ def read_bin(path: str, name: str) -> BinFile:
     )
 
 
-def _crc_of_file(fd: int, size: int, name: str) -> int:
-    checksum = 0
-    for start in range(0, size, _PIECE_BYTES):
-        checksum = crc32(read_exactly(fd, start, min(_PIECE_BYTES, size - start), name), checksum)
-    return checksum
+def _screen(path: str, name: str) -> tuple[int, Checksums]:
+    """Refuse a pickle that would make torch hash without end or fill memory. torch itself refuses unknown names.
 
-
-def _crc_of_records(path: str, name: str) -> int:
-    """Return a checksum that changes with any record: the zip's directory holds the CRC of each."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            rows = [(info.filename, info.file_size, info.CRC) for info in archive.infolist()]
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise SourceError(f"{escape(name)}: {escape(str(error))}", hint=DOWNLOAD_AGAIN) from None
-    return crc32(json.dumps(rows).encode())
-
-
-def _screen(path: str, name: str) -> Checksums:
-    """Refuse a pickle that would have torch hash without end or fill memory; what it names torch itself refuses.
-
-    Return what the zip's directory says of the storages.
+    Returns:
+        A checksum that changes with any entry, and what the zip's directory says of the storages.
     """
     where = escape(name)
     with open_regular(path, name) as (fd, size):
-        reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), 0, size, where)
-        entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
-        if "data.pkl" not in entries:
-            reader.refuse("a zip without data.pkl, none of torch.save")
-        data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
+        try:
+            reader = ZipReader(lambda start, nbytes: storage.pread(fd, nbytes, start), 0, size, where)
+            entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
+            if "data.pkl" not in entries:
+                reader.refuse("a zip without data.pkl, not one that torch.save wrote")
+            data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
+        except SourceError as error:
+            raise type(error)(error.message, hint=error.hint or DOWNLOAD_AGAIN) from None
     storages = {key[5:]: entry for key, entry in entries.items() if key.startswith("data/")}
     screen(data, storages, where)
-    return Checksums.of((entry.start, entry.nbytes, entry.crc) for entry in storages.values())
+    rows = [(f"{reader.prefix}/{key}", entry.nbytes, entry.crc) for key, entry in entries.items()]
+    stretches = Checksums.of((entry.start, entry.nbytes, entry.crc) for entry in storages.values())
+    return crc32(json.dumps(rows).encode()), stretches
 
 
 def _load(path: str, name: str, is_zip: bool) -> Mapping[object, object]:

@@ -17,9 +17,8 @@ from shardkit.core.catalog import Checksums, FileStamp, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
-from shardkit.files.digest import crc32
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
-from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
+from shardkit.formats.torchsave.archive import Entry, ZipReader, crc_of_range, read_directory
 from shardkit.formats.torchsave.values import DistributedRef, Part, TensorNames, TensorRef, UnreadableTensor
 from shardkit.pickles.inert import InertPickle
 from shardkit.pickles.nodes import Opaque
@@ -39,7 +38,6 @@ __all__ = [
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _MAX_ENTRIES = 1 << 18
 _MAX_PICKLE = 1 << 25
-_READ_BYTES = 1 << 20
 _SAVE_AGAIN = "load it with torch where you trust it, and save it again with torch 1.6 or later"
 _ANOTHER_COPY = "the file is cut short or damaged: use another copy"
 
@@ -171,11 +169,8 @@ def differing_storages(file: TorchFile, keys: Iterable[str]) -> Iterator[str]:
     """
     with open_regular(file.path, file.name) as (fd, _):
         for key in dict.fromkeys(keys):
-            entry, crc = file.storages[key], 0
+            entry = file.storages[key]
             if not entry.crc or not entry.nbytes:
                 continue
-            stop = entry.start + entry.nbytes
-            for start in range(entry.start, stop, _READ_BYTES):
-                crc = crc32(read_exactly(fd, start, min(_READ_BYTES, stop - start), file.name), crc)
-            if crc != entry.crc:
+            if crc_of_range(fd, entry.start, entry.nbytes, file.name) != entry.crc:
                 yield key
