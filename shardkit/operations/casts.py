@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardkit.core.catalog import Catalog
@@ -18,14 +18,23 @@ CHOICES = (KEEP, BASE, *CASTS)
 _FP32 = BY_NAME["float32"]
 
 
+def check_cast(option: str, dtype: str, choices: Iterable[str] = (KEEP, *CASTS)) -> None:
+    """Refuse what an option for a dtype cannot be.
+
+    Raises:
+        UsageError: it is not one of `choices`.
+    """
+    if dtype not in choices:
+        raise UsageError(f"{option} {escape(dtype)!r} is not one of {', '.join(choices)}")
+
+
 def check_choice(dtype: str, base: Base | None) -> None:
     """Refuse what `--dtype` cannot be.
 
     Raises:
         UsageError: not one of its values, or "base" without a base whose dtypes are known.
     """
-    if dtype not in CHOICES:
-        raise UsageError(f"--dtype {escape(dtype)!r} is not one of {', '.join(CHOICES)}")
+    check_cast("--dtype", dtype, CHOICES)
     if dtype == BASE and (base is None or base.tensors is None):
         raise UsageError(
             "--dtype base needs a base whose weights say their dtypes",

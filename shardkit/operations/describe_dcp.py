@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from shardkit._version import __version__
+from shardkit.core.catalog import TensorEntry
+from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, is_contiguous
 from shardkit.core.text import KIB
 from shardkit.core.threads import until_done
@@ -21,6 +24,8 @@ from shardkit.files.file_bytes import sha256_of
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.images import DcpImage, DcpImages, RecordKind
 from shardkit.formats.dcp.writer import write_metadata
+from shardkit.keys import KeyRule
+from shardkit.layout.layout import Layout
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
 from shardkit.transfer.stream import read_back
 
@@ -31,42 +36,68 @@ METADATA = ".metadata"
 _PART = METADATA + ".part"
 
 
-class DcpOutput(Protocol):
-    """One DCP directory to be written, images and all that is said about them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpOutput:
+    """One DCP directory to be written: its images, and all that is said about them."""
 
-    @property
-    def output(self) -> DcpImages:
-        """Its images."""
-        ...
-
-    @property
-    def aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """For a stored tensor, the other names that point at its records."""
-        ...
-
-    @property
-    def sources(self) -> Mapping[str, str]:
-        """The source's name of each stored tensor."""
-        ...
-
-    @property
-    def paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
-        """The path of each name in a nested state; None where names are flat."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Either "crc32" or "none"."""
-        ...
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """What the source is, for the manifest."""
-        ...
+    output: DcpImages
+    layout: Layout
+    entries: Mapping[str, TensorEntry]
+    """What the source has for each stored tensor."""
+    dtypes: Mapping[str, DType]
+    """What each stored tensor becomes."""
+    sources: Mapping[str, str]
+    """The name of each stored tensor in the plan's catalog."""
+    aliases: Mapping[str, tuple[str, ...]]
+    """For a stored tensor, the other names that point at its records."""
+    identity: Mapping[str, Any]
+    """What the source is."""
+    cast: str
+    """As asked for: "keep", "bf16", "fp16" or "fp32"."""
+    digest: str
+    """"crc32" or "none"."""
+    paths: Mapping[str, tuple[str | int, ...]] | None = None
+    """The path of each name in a nested state; None where names are flat."""
+    key_rules: tuple[KeyRule, ...] = ()
+    """What makes the Hub's names of the model's."""
+    optimizer_cast: str | None = None
+    """`cast` for the state of an optimizer; None where the checkpoint holds a model alone, and no byte entries."""
+    objects: tuple[str, ...] = ()
+    """Names of the byte entries."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the part of the manifest that is known before a byte moves."""
-        ...
+        """Return the part of the manifest that is known before a byte moves; docs/format.md explains it."""
+        layout, mesh, is_whole = self.layout, self.layout.mesh, self.optimizer_cast is not None
+        placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
+        return {
+            "mesh": {
+                "axes": [{"name": a.name, "size": a.size, "role": a.role} for a in mesh.axes],
+                "world_size": mesh.size,
+                "num_shards": mesh.num_shards,
+            },
+            "layout": {"origin": layout.origin, "policy": layout.policy},
+            "units": [{"path": unit.path, "class": unit.class_name} for unit in layout.units],
+            "ties": [[name, *others] for name, others in self.aliases.items()],
+            "key_rules": [[rule.old, rule.new] for rule in self.key_rules],
+            "derived": [],
+            "dtype": self.cast,
+            **({"optimizer_dtype": self.optimizer_cast} if is_whole else {}),
+            "digest": self.digest,
+            "omitted": [{"name": name, "reason": reason} for name, reason in layout.omitted],
+            **({"objects": list(self.objects)} if is_whole else {}),
+            "tensors": {
+                fqn: {
+                    "dtype": self.dtypes[fqn].name,
+                    "shape": list(tensor.shape),
+                    "placements": [str(placement) for placement in tensor.placements],
+                    "unit": tensor.unit,
+                    "buffer": tensor.is_buffer,
+                    "source": {"name": self.entries[fqn].fqn, "dtype": self.entries[fqn].dtype.name},
+                }
+                for fqn, tensor in placed.items()
+                if fqn not in self.output.objects
+            },
+        }
 
 
 class Descriptions:

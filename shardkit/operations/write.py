@@ -9,6 +9,8 @@ passed, and the output appears under its name in one rename: whole, or not at al
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import signal
 import time
@@ -17,7 +19,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from shardkit.core.catalog import Catalog
+from shardkit._version import __version__
+from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.text import KIB, MIB, escape, parse_size
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import Interrupted, ResourceError, UsageError
@@ -181,6 +184,32 @@ class Job(Protocol):
     def plan_hash(self) -> str:
         """Stands for inputs, options and version: only a run with an equal one may be resumed."""
         ...
+
+
+def hash_plan(job: Job, **described: object) -> str:
+    """Return what stands for a job's inputs, options and the version of shardkit.
+
+    Args:
+        job: its source files and images count.
+        described: whatever else decides what is written, as plain data.
+    """
+    described |= {
+        "version": __version__,
+        "sources": [(file.name, file.size, _stamp(file)) for file in job.plan.catalog.files],
+        "images": [(image.name, image.size) for image in job.output],
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _stamp(file: SourceFile) -> tuple[int, ...] | None:
+    """Return what tells a source file from another of its name and size."""
+    if file.stamp is not None:
+        return file.stamp
+    try:
+        status = os.stat(file.path)
+    except OSError:  # the run will say so
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
 Describe = Callable[[str], AbstractContextManager[Describer]]

@@ -7,17 +7,13 @@ Building a job reads descriptions, and of tied tensors the bytes; it writes noth
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from shardkit._version import __version__
-from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape, listed
 from shardkit.errors import SourceError, UsageError
@@ -42,6 +38,7 @@ from shardkit.operations.consolidate.assets import (
 )
 from shardkit.operations.consolidate.fit import Fit, ask_class, check_fit, may_ask, name_by_class, name_merged
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
+from shardkit.operations.write import hash_plan
 from shardkit.transfer.plan import TransferPlan, build_plan
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
@@ -103,13 +100,7 @@ class ConsolidateJob:
     @property
     def plan_hash(self) -> str:
         """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
-        described = {
-            "version": __version__,
-            "sources": [(file.name, file.size, _stamp(file)) for file in self.catalog.files],
-            "description": self.describe(),
-            "images": [(image.name, image.size) for image in self.output],
-        }
-        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+        return hash_plan(self, description=self.describe())
 
     def describe(self) -> dict[str, Any]:
         """Return the part of the manifest that is known before a byte moves."""
@@ -135,17 +126,6 @@ class ConsolidateJob:
                 for tensor in self.tensors
             },
         }
-
-
-def _stamp(file: SourceFile) -> tuple[int, ...] | None:
-    """Return what tells a source file from another of its name and size."""
-    if file.stamp is not None:
-        return file.stamp
-    try:
-        status = os.stat(file.path)
-    except OSError:  # the run will say so
-        return None
-    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
 def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> ConsolidateJob:

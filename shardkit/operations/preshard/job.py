@@ -7,102 +7,36 @@ Building a job reads headers and traces a layout; it writes nothing.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from shardkit._version import __version__
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import UsageError
 from shardkit.formats.checkpoint import HubModel
 from shardkit.formats.dcp.images import DcpImages, Phase
 from shardkit.layout.choose import make_layout
 from shardkit.layout.layout import Layout
-from shardkit.operations.casts import rounded_wide
+from shardkit.operations.casts import check_cast, rounded_wide
+from shardkit.operations.describe_dcp import DcpOutput
+from shardkit.operations.write import hash_plan
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.sources import same_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreshardJob:
+class PreshardJob(DcpOutput):
     """A decided preshard."""
 
     model: HubModel
-    layout: Layout
-    dtypes: Mapping[str, DType]
-    """What each stored tensor becomes."""
-    sources: Mapping[str, str]
-    """The source's name of each stored tensor; they differ only for ties."""
-    aliases: Mapping[str, tuple[str, ...]]
-    """For a stored tensor, the other names that point at its records."""
-    cast: str
-    """As asked for: "keep", "bf16", "fp16" or "fp32"."""
-    digest: str
-    """"crc32" or "none"."""
-    output: DcpImages
     plan: TransferPlan
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
     @property
-    def identity(self) -> Mapping[str, Any]:
-        """What the source is, for the manifest."""
-        return self.model.identity
-
-    @property
-    def paths(self) -> None:
-        """A model's state dict is flat."""
-        return None
-
-    @property
     def plan_hash(self) -> str:
         """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
-        described = {
-            "version": __version__,
-            "sources": [(f.name, f.size, f.stamp) for f in self.model.catalog.files],
-            "identity": self.model.identity,
-            "description": self.describe(),
-            "images": [(image.name, image.size) for image in self.output],
-        }
-        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-    def describe(self) -> dict[str, Any]:
-        """Return the part of the manifest that is known before a byte moves; docs/format.md explains it."""
-        layout, mesh, catalog = self.layout, self.layout.mesh, self.model.catalog
-        placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
-        return {
-            "mesh": {
-                "axes": [{"name": a.name, "size": a.size, "role": a.role} for a in mesh.axes],
-                "world_size": mesh.size,
-                "num_shards": mesh.num_shards,
-            },
-            "layout": {"origin": layout.origin, "policy": layout.policy},
-            "units": [{"path": unit.path, "class": unit.class_name} for unit in layout.units],
-            "ties": [[name, *others] for name, others in self.aliases.items()],
-            "key_rules": [],
-            "derived": [],
-            "dtype": self.cast,
-            "digest": self.digest,
-            "omitted": [{"name": name, "reason": reason} for name, reason in layout.omitted],
-            "tensors": {
-                fqn: {
-                    "dtype": self.dtypes[fqn].name,
-                    "shape": list(tensor.shape),
-                    "placements": [str(placement) for placement in tensor.placements],
-                    "unit": tensor.unit,
-                    "buffer": tensor.is_buffer,
-                    "source": {
-                        "name": self.sources[fqn],
-                        "dtype": catalog.tensors[self.sources[fqn]].dtype.name,
-                    },
-                }
-                for fqn, tensor in placed.items()
-            },
-        }
+        return hash_plan(self, identity=self.identity, description=self.describe())
 
 
 def build_job(
@@ -122,28 +56,27 @@ def build_job(
         UsageError: an option has no such value; a policy matches nothing.
         LayoutError: model and source do not fit each other.
     """
-    if dtype not in ("keep", *CASTS):
-        raise UsageError(f"--dtype {escape(dtype)!r} is not one of keep, {', '.join(CASTS)}")
-    if digest not in ("crc32", "none"):
-        raise UsageError(f"--digest {escape(digest)!r} is not one of crc32, none")
+    check_cast("--dtype", dtype)
     layout = make_layout(model, mesh, wrap, dtype=CASTS.get(dtype), trust_remote_code=trust_remote_code)
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
     dtypes, notes = _choose_dtypes(model, layout, sources, dtype)
-    held = {fqn: model.catalog.tensors[source].dtype for fqn, source in sources.items()}
+    entries = {fqn: model.catalog.tensors[source] for fqn, source in sources.items()}
     output = DcpImages(layout, dtypes, sources, _phase(model, dtypes, sources))
     return PreshardJob(
         model=model,
         layout=layout,
+        entries=entries,
         dtypes=dtypes,
         sources=sources,
         aliases=aliases,
+        identity=model.identity,
         cast=dtype,
         digest=digest,
         output=output,
         plan=build_plan(output, model.catalog),
         notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),
-        warnings=(*warnings, *rounded_wide(held, dtypes)),
+        warnings=(*warnings, *rounded_wide({fqn: entry.dtype for fqn, entry in entries.items()}, dtypes)),
     )
 
 

@@ -240,7 +240,7 @@ def _result(
     is_other = resolved.path.rstrip("/") != source.rstrip("/")
     taken = [f"{escape(resolved.path)}: {resolved.reason}"] if is_other else []
     optimizer = sum(len(part.optimizer) for part in job.folders.values())
-    objects = sum(len(part.part.objects) for part in job.folders.values())
+    objects = sum(len(part.objects) for part in job.folders.values())
     return ReshardResult(
         **facts,
         source=source,

@@ -8,13 +8,9 @@ its rows wherever they lie.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from shardkit._version import __version__
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import REPLICATE, Mesh, Placement
@@ -23,74 +19,22 @@ from shardkit.errors import SourceError, UsageError
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, join_catalogs, join_name
 from shardkit.keys.tree import Kind, object_kind, optimizer_names
 from shardkit.layout.layout import Layout, TensorLayout, Unit
+from shardkit.operations.casts import check_cast
+from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.reshard.parts import Part, Parts
+from shardkit.operations.write import hash_plan
 from shardkit.transfer.plan import TransferPlan, build_plan
 
-DIGESTS = ("crc32", "none")
 _HEAD = 3  # segments that trainers put above a state dict: app.optimizers, policy.optimizer.optim
 _SMALL = 4096  # elements: nobody but a model has more under such a name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartJob:
-    """One DCP directory of the output; a `DcpOutput`."""
+class PartJob(DcpOutput):
+    """One DCP directory of the output."""
 
-    part: Part
-    layout: Layout
-    dtypes: Mapping[str, DType]
-    sources: Mapping[str, str]
-    aliases: Mapping[str, tuple[str, ...]]
     optimizer: frozenset[str]
     """Names of the optimizer's state."""
-    cast: str
-    """As asked for: "keep", "bf16", "fp16" or "fp32"."""
-    optimizer_cast: str
-    digest: str
-    output: DcpImages
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """What the source is, for the manifest."""
-        return {"files": [{"name": file.name, "size_bytes": file.size} for file in self.part.catalog.files]}
-
-    @property
-    def paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
-        """The path of each name in a nested state; None where names are flat."""
-        return self.part.paths
-
-    def describe(self) -> dict[str, Any]:
-        """Return the part of the manifest that is known before a byte moves; docs/format.md explains it."""
-        layout, mesh, held = self.layout, self.layout.mesh, self.part.catalog.tensors
-        placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
-        return {
-            "mesh": {
-                "axes": [{"name": a.name, "size": a.size, "role": a.role} for a in mesh.axes],
-                "world_size": mesh.size,
-                "num_shards": mesh.num_shards,
-            },
-            "layout": {"origin": layout.origin, "policy": layout.policy},
-            "units": [{"path": "", "class": None}],
-            "ties": [[name, *others] for name, others in self.aliases.items()],
-            "key_rules": [[rule.old, rule.new] for rule in self.part.key_rules],
-            "derived": [],
-            "dtype": self.cast,
-            "optimizer_dtype": self.optimizer_cast,
-            "digest": self.digest,
-            "omitted": [],
-            "objects": list(self.part.objects),
-            "tensors": {
-                fqn: {
-                    "dtype": self.dtypes[fqn].name,
-                    "shape": list(tensor.shape),
-                    "placements": [str(placement) for placement in tensor.placements],
-                    "unit": 0,
-                    "buffer": False,
-                    "source": {"name": fqn, "dtype": held[fqn].dtype.name},
-                }
-                for fqn, tensor in placed.items()
-                if fqn not in self.output.objects
-            },
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +52,8 @@ class ReshardJob:
     @property
     def plan_hash(self) -> str:
         """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
-        described = {
-            "version": __version__,
-            "sources": [(f.name, f.size, f.stamp) for f in self.plan.catalog.files],
-            "folders": {folder: job.describe() for folder, job in self.folders.items()},
-            "siblings": self.parts.siblings,
-            "images": [(image.name, image.size) for image in self.output],
-        }
-        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+        folders = {folder: job.describe() for folder, job in self.folders.items()}
+        return hash_plan(self, folders=folders, siblings=self.parts.siblings)
 
 
 def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, digest: str) -> ReshardJob:
@@ -132,11 +70,8 @@ def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, dig
         UsageError: an option has no such value, or is about tensors that are copied as they are.
         SourceError: there is nothing to reshard.
     """
-    for option, value in (("--dtype", dtype), ("--optimizer-dtype", optimizer_dtype)):
-        if value not in ("keep", *CASTS):
-            raise UsageError(f"{option} {escape(value)!r} is not one of keep, {', '.join(CASTS)}")
-    if digest not in DIGESTS:
-        raise UsageError(f"--digest {escape(digest)!r} is not one of {', '.join(DIGESTS)}")
+    check_cast("--dtype", dtype)
+    check_cast("--optimizer-dtype", optimizer_dtype)
     if not any(part.catalog.tensors for part in parts.parts):
         raise SourceError("the checkpoint holds no tensors")
     if parts.weights_beside is not None and dtype != "keep":
@@ -176,15 +111,19 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
     }
     sources = {name: join_name(part.folder, name) for name in kept}
     return PartJob(
-        part=part,
         layout=layout,
+        entries=entries,
         dtypes=dtypes,
         sources=sources,
         aliases=aliases,
-        optimizer=optimizer,
+        identity={"files": [{"name": file.name, "size_bytes": file.size} for file in part.catalog.files]},
         cast=cast,
-        optimizer_cast=optimizer_cast,
         digest=digest,
+        paths=part.paths,
+        key_rules=part.key_rules,
+        optimizer_cast=optimizer_cast,
+        objects=part.objects,
+        optimizer=optimizer,
         output=DcpImages(layout, dtypes, sources, _no_phase, objects=objects),
     )
 
