@@ -1,12 +1,11 @@
-"""The third phase: memory for this rank's shards, their values, and the proof that all is well."""
+"""The third phase: memory for this rank's shards, their values, and the proof that the model is as promised."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,16 +16,17 @@ from shardkit.core.regions import Region, intersect, relative_to
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.files.links import may_follow_links
+from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
-from shardkit.training.fill.broadcast import SourceRank, fill_broadcast
+from shardkit.training.fill.broadcast import fill_broadcast
 from shardkit.training.fill.compare import say_checked
 from shardkit.training.fill.direct import fill_direct
-from shardkit.training.fill.reading import Filled, match, window
+from shardkit.training.fill.reading import Filled, ReadOptions, SourceRank, Strategy, match, window
 from shardkit.training.model.buffers import (
     compute_buffers,
     equalise_buffers,
+    memory_for_buffers,
     meta_attributes,
-    named_buffers,
     restore_buffers,
     retie,
     unlike_computed,
@@ -34,101 +34,23 @@ from shardkit.training.model.buffers import (
 from shardkit.training.model.fit import check_fit, check_ties, check_untied
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.optimizer import rebind_optimizer
-from shardkit.training.ranks.agree import agree, agreed, gather_json, world
+from shardkit.training.ranks.agree import agree, agreed, current_device, gather_json, world
 from shardkit.training.ranks.context import (
     ExpectedTensor,
     ModelInitializationContext,
+    Supply,
     Weights,
-    clean_name,
+    buffer_places,
+    describe,
     remember,
 )
 from shardkit.training.ranks.local import LocalShard, local_shards, materialise, refuse_fsdp1, reshard
 from shardkit.training.source.from_rank import RankSource, check_sources
 from shardkit.training.source.weights import open_weights
 
-_SLACK_NBYTES = 4096  # an allocator's rounding
-
-
-def prove_filled(shards: Sequence[LocalShard], elements: Counter[str]) -> Iterator[str]:
-    """Yield a problem for every parameter and persistent buffer of which an element was not filled exactly once.
-
-    Args:
-        shards: everything that this rank holds.
-        elements: how many of each were filled, counted where bytes were moved.
-    """
-    for shard in shards:
-        held, filled = shard.region.num_elements, elements[shard.fqn]
-        if shard.persistent and filled != held:
-            yield f"{escape(shard.fqn)}: {filled} of {held} elements were filled"
-
-
-def prove_model(
-    model: nn.Module, shards: Sequence[LocalShard], expected: Mapping[str, ExpectedTensor] | None
-) -> Iterator[str]:
-    """Yield what is wrong with a filled model on this rank; nothing where all is well.
-
-    Args:
-        model: filled.
-        shards: everything that this rank holds of it.
-        expected: of the plain model, by FQN; None where nobody has looked at that.
-    """
-    yield from _on_meta(model)
-    if expected is not None:
-        yield from _as_expected(shards, expected)
-        yield from _too_large(model, shards)
-
-
-def _on_meta(model: nn.Module) -> Iterator[str]:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            yield f"{escape(clean_name(name))}: parameter or buffer still on meta"
-    for attribute in meta_attributes(model):
-        yield f"{escape(attribute.fqn)}: tensor attribute still on meta"
-
-
-def _as_expected(shards: Sequence[LocalShard], expected: Mapping[str, ExpectedTensor]) -> Iterator[str]:
-    held = {name: shard for shard in shards for name in shard.names}
-    for fqn, plan in expected.items():
-        shard = held.get(fqn)
-        if shard is None:
-            yield f"{escape(fqn)}: was prepared and is not in the wrapped model"
-            continue
-        # `wrap` gives a buffer that is in no checkpoint the dtype that is computed in.
-        if shard.dtype != plan.dtype and (plan.persistent or plan.kind == "parameter"):
-            yield f"{escape(fqn)}: is {shard.dtype}, planned was {plan.dtype}"
-        if shard.shape != plan.shape:
-            yield f"{escape(fqn)}: has {list(shard.shape)}, planned was {list(plan.shape)}"
-        if shard.persistent != plan.persistent:
-            yield f"{escape(fqn)}: is {_in_state(shard.persistent)}, planned was {_in_state(plan.persistent)}"
-    for shard in shards:
-        if not any(name in expected for name in shard.names):
-            yield f"{escape(shard.fqn)}: is in the wrapped model and was not prepared"
-
-
-def _in_state(persistent: bool) -> str:
-    return "in the state dict" if persistent else "not in the state dict"
-
-
-def _too_large(model: nn.Module, shards: Sequence[LocalShard]) -> Iterator[str]:
-    """Memory that holds more than this rank's part: a view of a whole tensor keeps all of it."""
-    padded = {
-        id(shard.param): torch.Size(shard.padded_sizes).numel() * shard.param.itemsize
-        for shard in fsdp_shards(model)
-    }
-    for shard in shards:
-        local = shard.tensor
-        if not isinstance(shard.whole, DTensor) or local.is_meta or type(local) is not torch.Tensor:
-            continue
-        allowed = padded.get(id(shard.whole), local.nbytes) + _SLACK_NBYTES
-        if local.untyped_storage().nbytes() > allowed:
-            yield (
-                f"{escape(shard.fqn)}: {local.untyped_storage().nbytes()} bytes are kept for a part of {local.nbytes}"
-            )
-
-
-Strategy = Literal["auto", "direct", "broadcast"]
-
 _log = logging.getLogger("shardkit")
+
+_SLACK_NBYTES = 4096  # an allocator's rounding
 
 
 def finalize(
@@ -151,10 +73,10 @@ def finalize(
         source_rank: who reads for whom with broadcast: "global", one for all; "node", one for the ranks of its host;
             "replica", one for each replica of an HSDP mesh.
         device: for parameters and buffers; None is the device type of the mesh.
-        optimizer: one that was made before the model was wrapped, or several: pointed at the parameters that the model
-            has now, as by `rebind_optimizer`. It steps each of them once afterwards, or is refused.
-        check_source: compare what all ranks read with the CRC-32s that the source's files record; `ctx.checked` says how
-            much that was. False lets damage through, with a warning.
+        optimizer: one or several that were made before the model was wrapped. They are pointed at the parameters that
+            the model has now, as by `rebind_optimizer`. Afterwards each steps every parameter once, or is refused.
+        check_source: compare what all ranks read with the CRC-32s that the source's files record; `ctx.checked` says
+            how much was compared. False lets damage through, with a warning.
 
     Returns:
         The model: every parameter filled once, nothing on meta, ties one object, buffers equal on all ranks.
@@ -164,11 +86,11 @@ def finalize(
             times or another model's, and no names that would tell which ones are meant.
         LayoutError, IntegrityError: the wrapped model is not what was prepared, the source does not fit it, or its
             bytes are not what its checksums say.
-        SourceError, ResourceError: the source cannot be read. All on all ranks, and naming those where it happened.
+        SourceError, ResourceError: the source cannot be read. All are raised on all ranks and name those that failed.
     """
     with agreed("looking at the wrapped model"):
         refuse_fsdp1(model)
-        check_options(strategy, source_rank)
+        options = ReadOptions(strategy=strategy, source_rank=source_rank, check_source=check_source)
         reshard(model)
         place = _device(model, device)
         restore_buffers(model, ctx.buffers, place)
@@ -179,16 +101,7 @@ def finalize(
         shards = local_shards(model)
     filled = Filled()
     if ctx.source is not None:
-        filled = fill(
-            shards,
-            ctx.weights,
-            ctx.unavailable,
-            strategy,
-            source_rank,
-            initialised=ctx.initialised,
-            grown=ctx.grown,
-            check_source=check_source,
-        )
+        filled = fill(shards, supply_of(ctx), options)
         ctx.checked = filled.checked
         say_checked(filled.checked, check_source=check_source)
     with agreed("initialising parameters"):
@@ -213,14 +126,14 @@ def load_into(
 
     Args:
         model: on meta, or with values, which are overwritten in place. Buffers that are in no checkpoint are computed
-            where they are on meta, and must have their values elsewhere: `to_empty()` takes those away. A warning names
-            those of a transformers model that are not what its class computes.
+            if they are on meta. Otherwise they must have their values already: `to_empty()` takes those away. A warning
+            names those of a transformers model that differ from what its class computes.
         source: Hub directory or id, pre-sharded directory, or any sharded checkpoint; or `from_rank(...)`.
         strategy: as for `finalize`.
         source_rank: as for `finalize`.
         device: for parameters that are on meta; None is the device type of the mesh.
-        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
-            Weight files of a Hub model are read in any case.
+        follow_links: read links that lead out of a checkpoint's directory as the files to which they lead. Weight
+            files of a Hub model are read in any case.
         check_source: as for `finalize`.
 
     Returns:
@@ -231,32 +144,26 @@ def load_into(
     """
     with agreed("looking at the model"):
         refuse_fsdp1(model)
-        check_options(strategy, source_rank)
+        options = ReadOptions(strategy=strategy, source_rank=source_rank, check_source=check_source)
         reshard(model)
         place = _device(model, device)
         _say_unlike_computed(unlike_computed(model))
-        _give_buffers(model, place)
+        if any(buffer.tensor.is_meta for buffer in buffer_places(model)):
+            compute_buffers(model, None)
+        restore_buffers(model, memory_for_buffers(model, place), place)
         materialise(model, place)
         shards = local_shards(model)
-    weights, unavailable = _open(model, shards, source)
-    filled = fill(shards, weights, unavailable, strategy, source_rank, check_source=check_source)
+    supply = _open(model, source)
+    filled = fill(shards, supply, options)
     say_checked(filled.checked, check_source=check_source)
     _prove(model, shards, filled, None)
-    remember(model, weights)
+    remember(model, supply.weights)
     return model
 
 
-def _open(
-    model: nn.Module, shards: Sequence[LocalShard], source: str | os.PathLike[str] | RankSource
-) -> tuple[Weights | None, str | None]:
-    """Open a source for a live model and hold it against that; where only some ranks cannot, the reason is returned."""
-    expected = {
-        shard.fqn: ExpectedTensor(
-            fqn=shard.fqn, shape=shard.shape, dtype=shard.dtype, kind=shard.kind, persistent=shard.persistent
-        )
-        for shard in shards
-    }
-    ties = [shard.names for shard in shards if len(shard.names) > 1]
+def _open(model: nn.Module, source: str | os.PathLike[str] | RankSource) -> Supply:
+    """Open a source for a live model and compare the two; if only some ranks cannot open it, these say why."""
+    expected, ties = describe(model)
     weights: Weights | None = None
     error: BaseException | None = None
     check_sources(source)
@@ -279,43 +186,25 @@ def _open(
             check_fit(expected, ties, weights, initialises=False)
             if world()[0] == able.index(True):  # it reads names of one parameter that are stored apart
                 check_ties(ties, weights)
-    return weights, None if error is None else str(error)
+    return Supply(weights=weights, unavailable=None if error is None else str(error))
 
 
-def check_options(strategy: str, source_rank: str) -> None:
-    for name, value, known in (
-        ("strategy", strategy, get_args(Strategy)),
-        ("source_rank", source_rank, get_args(SourceRank)),
-    ):
-        if value not in known:
-            raise UsageError(f"{name} must be one of {', '.join(known)}, not {escape(str(value))!r}")
+def supply_of(ctx: ModelInitializationContext) -> Supply:
+    """Return what fills a prepared model."""
+    return Supply(
+        weights=ctx.weights, unavailable=ctx.unavailable, initialised=ctx.initialised, grown=ctx.grown
+    )
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Return where buffers go: where the mesh's devices are, or else where parameters are already."""
+    """Return where buffers go: to the mesh's devices, or else to where parameters are already."""
     if device is not None:
         return torch.device(device)
     parameters = list(model.parameters())
     kind = next((p.device_mesh.device_type for p in parameters if isinstance(p, DTensor)), None)
     if kind is None:
         return next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
-    return (
-        torch.device(kind)
-        if kind == "cpu"
-        else torch.device(kind, torch.get_device_module(kind).current_device())
-    )
-
-
-def _give_buffers(model: nn.Module, device: torch.device) -> None:
-    """Give buffers on meta their values, where they can be computed, or memory, where the source has them."""
-    if any(value.is_meta for _, _, _, value in named_buffers(model)):
-        compute_buffers(model, None)
-    memory = {
-        fqn: torch.empty_like(value, device=device)
-        for fqn, _, _, value in named_buffers(model)
-        if value.is_meta
-    }
-    restore_buffers(model, memory, device)
+    return current_device(kind)
 
 
 def _say_unlike_computed(buffers: Sequence[str]) -> None:
@@ -329,67 +218,39 @@ def _say_unlike_computed(buffers: Sequence[str]) -> None:
 
 
 def fill(
-    shards: Sequence[LocalShard],
-    weights: Weights | None,
-    unavailable: str | None,
-    strategy: Strategy,
-    source_rank: SourceRank,
-    *,
-    initialised: Collection[str] = (),
-    grown: Mapping[str, int] | None = None,
-    check_source: bool = True,
-    direct: bool | None = None,
+    shards: Sequence[LocalShard], supply: Supply, options: ReadOptions, *, direct: bool | None = None
 ) -> Filled:
     """Fill shards from a source, one way or the other; every rank calls it.
 
     Args:
         shards: of this rank, materialised.
-        weights: opened by this rank, or None; `unavailable` says why.
-        unavailable: the reason.
-        strategy: as for `finalize`.
-        source_rank: as for `finalize`.
-        initialised: FQNs that are not read.
-        grown: FQN -> rows that the source has of a longer tensor.
-        check_source: as for `finalize`.
+        supply: what fills them.
+        options: how they are filled.
         direct: what `is_direct` said before; None asks it.
     """
     if direct is None:
-        direct = is_direct(weights, unavailable, strategy, source_rank, check_source)
-    if direct:
-        assert weights is not None
-        with agreed("holding the source against the model"):
-            wanted = match(shards, weights, initialised=initialised, grown=grown)
-        return fill_direct(wanted, weights, check_source=check_source)
-    return fill_broadcast(
-        shards,
-        weights,
-        unavailable,
-        source_rank,
-        initialised=initialised,
-        grown=grown,
-        check_source=check_source,
-    )
+        direct = is_direct(supply, options)
+    if not direct:
+        return fill_broadcast(shards, supply, options)
+    assert supply.weights is not None
+    with agreed("holding the source against the model"):
+        wanted = match(shards, supply)
+    return fill_direct(wanted, supply.weights, check_source=options.check_source)
 
 
-def is_direct(
-    weights: Weights | None,
-    unavailable: str | None,
-    strategy: Strategy,
-    source_rank: SourceRank,
-    check_source: bool = True,
-) -> bool:
-    """Decide on all ranks alike, and say once what and why."""
-    identity = None if weights is None else weights.identity
-    mine = [identity, unavailable, [strategy, source_rank, f"check_source={check_source}"]]
-    told = gather_json(mine, phase="comparing the ranks' sources")
-    if any(options != told[0][2] for _, _, options in told):
+def is_direct(supply: Supply, options: ReadOptions) -> bool:
+    """Decide whether ranks read for themselves, on all ranks alike, and log once what was decided and why."""
+    identity = None if supply.weights is None else supply.weights.identity
+    mine = [options.strategy, options.source_rank, f"check_source={options.check_source}"]
+    told = gather_json([identity, supply.unavailable, mine], phase="comparing the ranks' sources")
+    if any(given != told[0][2] for _, _, given in told):
         raise UsageError(
             "the ranks do not have the same strategy, source_rank and check_source",
-            problems=[f"rank {rank}: {', '.join(options)}" for rank, (_, _, options) in enumerate(told)],
+            problems=[f"rank {rank}: {', '.join(given)}" for rank, (_, _, given) in enumerate(told)],
         )
     blind = {rank: reason for rank, (identity, reason, _) in enumerate(told) if identity is None}
     others = [rank for rank, (identity, *_) in enumerate(told) if identity not in (None, told[0][0])]
-    if strategy == "broadcast":
+    if options.strategy == "broadcast":
         return False
     if not blind and not others:
         _say(f"direct: all {len(told)} ranks see the same weights")
@@ -397,7 +258,7 @@ def is_direct(
     problems = [f"rank {rank}: {_first_line(reason)}" for rank, reason in blind.items()]
     if others and not blind:
         problems += [f"rank {rank}: other weights than rank 0" for rank in others]
-    if strategy == "direct" or len(blind) == len(told):
+    if options.strategy == "direct" or len(blind) == len(told):
         raise SourceError(
             f"{len(problems)} of {len(told)} ranks cannot read the source by themselves",
             problems=problems,
@@ -419,11 +280,11 @@ def _say(text: str, level: int = logging.INFO) -> None:
 
 
 def fill_initialised(shards: Sequence[LocalShard], ctx: ModelInitializationContext, filled: Filled) -> None:
-    """Fill what is not read, from tensors that are the same on every rank."""
+    """Fill what is not read, with tensors that are the same on every rank."""
     by_name = {name: shard for shard in shards for name in shard.names}
     if ctx.initialised:
         for fqn, whole in initialise(ctx, ctx.initialised):
-            if fqn in by_name:  # else the proof says so
+            if fqn in by_name:  # otherwise the proof says so
                 _put(by_name[fqn], whole, 0, filled)
     for fqn, rows in ctx.grown.items():
         if fqn not in ctx.initialised and fqn in by_name:
@@ -449,16 +310,77 @@ def _prove(
     filled: Filled,
     ctx: ModelInitializationContext | None,
 ) -> None:
+    """Compare the filled model with what was promised of it."""
     differing = equalise_buffers(model)
     with agreed("proving the filled model"):
-        problems = [
-            *prove_filled(shards, filled.elements),
-            *prove_model(model, shards, None if ctx is None else ctx.expected),
-            *(f"{escape(fqn)}: the buffer differs between ranks" for fqn in differing),
-        ]
+        problems = [*prove_filled(shards, filled.elements), *_on_meta(model)]
+        if ctx is not None:
+            problems += [*_unlike_expected(shards, ctx.expected), *_too_large(model, shards)]
+        problems += [f"{escape(fqn)}: the buffer differs between ranks" for fqn in differing]
         if problems:
             raise IntegrityError(
                 f"the filled model is not as it should be in {count(len(problems), 'place')}",
                 problems=problems,
                 hint="a wrapper has changed it between prepare and finalize" if ctx is not None else None,
+            )
+
+
+def prove_filled(shards: Sequence[LocalShard], elements: Counter[str]) -> Iterator[str]:
+    """Yield a problem for every parameter and persistent buffer of which an element was not filled exactly once.
+
+    Args:
+        shards: everything that this rank holds.
+        elements: how many elements of each were filled, counted where bytes were moved.
+    """
+    for shard in shards:
+        held, filled = shard.region.num_elements, elements[shard.fqn]
+        if shard.persistent and filled != held:
+            yield f"{escape(shard.fqn)}: {filled} of {held} elements were filled"
+
+
+def _on_meta(model: nn.Module) -> Iterator[str]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            yield f"{escape(clean_name(name))}: parameter or buffer still on meta"
+    for attribute in meta_attributes(model):
+        yield f"{escape(attribute.fqn)}: tensor attribute still on meta"
+
+
+def _unlike_expected(shards: Sequence[LocalShard], expected: Mapping[str, ExpectedTensor]) -> Iterator[str]:
+    held = {name: shard for shard in shards for name in shard.names}
+    for fqn, plan in expected.items():
+        shard = held.get(fqn)
+        if shard is None:
+            yield f"{escape(fqn)}: was prepared and is not in the wrapped model"
+            continue
+        # `wrap` gives a buffer that is in no checkpoint the dtype of computing.
+        if shard.dtype != plan.dtype and (plan.persistent or plan.kind == "parameter"):
+            yield f"{escape(fqn)}: is {shard.dtype}, planned was {plan.dtype}"
+        if shard.shape != plan.shape:
+            yield f"{escape(fqn)}: has {list(shard.shape)}, planned was {list(plan.shape)}"
+        if shard.persistent != plan.persistent:
+            yield f"{escape(fqn)}: is {_in_state(shard.persistent)}, planned was {_in_state(plan.persistent)}"
+    for shard in shards:
+        if not any(name in expected for name in shard.names):
+            yield f"{escape(shard.fqn)}: is in the wrapped model and was not prepared"
+
+
+def _in_state(persistent: bool) -> str:
+    return "in the state dict" if persistent else "not in the state dict"
+
+
+def _too_large(model: nn.Module, shards: Sequence[LocalShard]) -> Iterator[str]:
+    """Yield parts whose memory holds more than the part: a view of a whole tensor keeps all of it."""
+    padded = {
+        id(shard.param): torch.Size(shard.padded_sizes).numel() * shard.param.itemsize
+        for shard in fsdp_shards(model)
+    }
+    for shard in shards:
+        local = shard.tensor
+        if not isinstance(shard.whole, DTensor) or local.is_meta or type(local) is not torch.Tensor:
+            continue
+        allowed = padded.get(id(shard.whole), local.nbytes) + _SLACK_NBYTES
+        if local.untyped_storage().nbytes() > allowed:
+            yield (
+                f"{escape(shard.fqn)}: {local.untyped_storage().nbytes()} bytes are kept for a part of {local.nbytes}"
             )

@@ -1,7 +1,7 @@
 """FSDP1 (FullyShardedDataParallel): its units get their values one by one as they are wrapped.
 
 FSDP1 cuts whole tensors, and calls `param_init_fn` for each unit whose parameters are on meta, inner units first. So
-every rank holds its shards and the whole of one unit at a time.
+every rank holds its shards and one whole unit at a time.
 """
 
 from __future__ import annotations
@@ -21,57 +21,15 @@ from shardkit._torch import non_persistent_buffers
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
-from shardkit.training.fill.reading import Filled
-from shardkit.training.finalize import (
-    Strategy,
-    check_options,
-    fill,
-    fill_initialised,
-    is_direct,
-    prove_filled,
-)
-from shardkit.training.model.buffers import equalise_buffers, named_buffers, restore_buffers, retie
+from shardkit.training.fill.reading import Filled, ReadOptions, Strategy
+from shardkit.training.finalize import fill, fill_initialised, is_direct, prove_filled, supply_of
+from shardkit.training.model.buffers import equalise_buffers, memory_for_buffers, restore_buffers, retie
 from shardkit.training.ranks.agree import agreed, device_for
-from shardkit.training.ranks.context import ModelInitializationContext, clean_name, remember
-from shardkit.training.ranks.local import LocalShard, Replicas, give_memory
+from shardkit.training.ranks.context import ModelInitializationContext, full_name, remember
+from shardkit.training.ranks.local import LocalShard, Replicas, allocate
 
-# transformers 5.23, distributed/fsdp.py: is_fsdp_enabled; accelerate 1.15, utils/dataclasses.py.
-_VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-
-
-@contextlib.contextmanager
-def hf_ram_efficient_loading(enabled: bool) -> Iterator[None]:
-    """Turn the RAM efficient loading of transformers on or off for a while; put back what was there, whatever happens.
-
-    shardkit needs none of it: this is for code that calls `from_pretrained` beside it, which must not be half on. What
-    the variables do was found out by running each version on two ranks:
-
-    - transformers 5.23: nothing. Every rank reads every value.
-    - transformers 5.12, 5.17, 5.20 and 5.22: ranks whose LOCAL_RANK is 0 read; the others have zeros.
-      5.0: random values in their place. In all of them the others take the memory of the whole model all the same,
-      and have right non-persistent buffers. Without LOCAL_RANK in the environment no rank reads, rank 0 neither.
-    - Any transformers, where torch.distributed is not initialised: nothing.
-    - accelerate 1.10 and 1.15: FSDP_CPU_RAM_EFFICIENT_LOADING is what `FullyShardedDataParallelPlugin` takes for
-      `cpu_ram_efficient_loading`. A plugin that is told so itself sets the variable, and leaves it so.
-
-    Args:
-        enabled: what both variables say inside.
-    """
-    before = {name: os.environ.get(name) for name in _VARIABLES}
-    try:
-        for name in _VARIABLES:
-            os.environ[name] = "true" if enabled else "false"
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-# accelerate 1.15, utils/dataclasses.py: with either on, it puts a function of its own in the place of param_init_fn,
-# which leaves memory as it is, and rank 0 sends that to all.
+# accelerate 1.15, utils/dataclasses.py: if either is on, accelerate replaces param_init_fn by a function that leaves
+# memory as it is, and rank 0 sends that to all.
 _SETTINGS = ("sync_module_states", "cpu_ram_efficient_loading")
 
 
@@ -82,17 +40,17 @@ def param_init_fn(
     read: Strategy = "auto",
     device: torch.device | str | None = None,
 ) -> UnitFiller:
-    """Return what FSDP1 takes as `param_init_fn`: it fills each unit from the context's source; every rank calls it.
+    """Return a `param_init_fn` for FSDP1 that fills each unit from the context's source; every rank calls it.
 
-    It does for FSDP1 what `finalize` does for `fully_shard`: reads or receives, initialises, ties, restores buffers,
+    It does for FSDP1 what `finalize` does for `fully_shard`: it reads or receives, initialises, ties, restores buffers,
     and proves. The first forward checks that all of the model was filled.
 
     Args:
         ctx: from `prepare`; FSDP1 has to wrap `ctx.model`, or a module that holds it.
         strategy: accelerate's FSDP plugin, Lightning's FSDPStrategy, or FSDP1's arguments as a mapping, whose settings
-            are looked at; None looks at accelerate's environment variables.
+            are checked; None checks accelerate's environment variables.
         read: "direct", "broadcast" or "auto", as `finalize`'s strategy.
-        device: where a unit is filled; None is where the process group can send, the CPU if it can.
+        device: where a unit is filled; None is where the process group can send from, preferably the CPU.
 
     Returns:
         A function of a module that returns the module.
@@ -102,8 +60,8 @@ def param_init_fn(
     """
     with agreed("setting up param_init_fn"):
         _refuse_replaced(strategy)
-        check_options(read, "global")
-    return UnitFiller(ctx, read, device)
+        options = ReadOptions(strategy=read)
+    return UnitFiller(ctx, options, device)
 
 
 def _refuse_replaced(strategy: object) -> None:
@@ -134,12 +92,12 @@ class UnitFiller:
     """Fills the units of FSDP1; made by `param_init_fn`."""
 
     def __init__(
-        self, ctx: ModelInitializationContext, read: Strategy, device: torch.device | str | None
+        self, ctx: ModelInitializationContext, options: ReadOptions, device: torch.device | str | None
     ) -> None:
-        self._ctx, self._read, self._direct = ctx, read, False
+        self._ctx, self._options, self._direct = ctx, options, False
         default = device_for() if dist.is_initialized() else torch.device("cpu")
         self._device = default if device is None else torch.device(device)
-        self._weights = ctx.weights
+        self._supply = supply_of(ctx)
         self._has_begun = False
         self._left = {fqn for fqn, tensor in ctx.expected.items() if tensor.persistent}
         self._groups = {name: tuple(group) for group in ctx.ties for name in group}
@@ -149,16 +107,16 @@ class UnitFiller:
         self._hook = ctx.model.register_forward_pre_hook(self._check_complete, prepend=True)
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """Fill what is on meta of a module, and of those in it that FSDP1 has not wrapped; return it.
+        """Fill what is on meta in a module, and in those inside it that FSDP1 has not wrapped; return the module.
 
-        FSDP1 calls it for the modules of a unit one after the other, the outermost first, which fills all of them.
+        FSDP1 calls it for the modules of a unit one after the other, the outermost first. The first call fills them all.
         """
         if not any(parameter.is_meta for part in _unit(module) for parameter in part.parameters(False)):
             return module
         with agreed("looking at an FSDP1 unit"):
             self._begin()
             shards = self._shards(list(_unit(module)))
-            _materialise(shards, self._device)
+            allocate((shard.fqn, shard.whole, self._device, None) for shard in shards)
         if not self._has_begun:
             self._locate()
             self._has_begun = True
@@ -170,20 +128,17 @@ class UnitFiller:
 
     def _begin(self) -> None:
         if not self._has_begun:
-            unread = {
-                fqn: torch.empty_like(value, device=self._device)
-                for fqn, _, _, value in named_buffers(self._ctx.model)
-                if value.is_meta
-            }
+            unread = memory_for_buffers(self._ctx.model, self._device)
             restore_buffers(self._ctx.model, {**unread, **self._ctx.buffers}, self._device)
             retie(self._ctx.model, self._ctx.ties)
 
     def _locate(self) -> None:
         """Decide once who reads."""
         if self._ctx.source is not None:
-            self._direct = is_direct(self._weights, self._ctx.unavailable, self._read, "global")
+            self._direct = is_direct(self._supply, self._options)
         with agreed("opening the source"):
-            self._weights = self._weights.located() if self._weights is not None else None
+            if self._supply.weights is not None:
+                self._supply = replace(self._supply, weights=self._supply.weights.located())
 
     def _shards(self, modules: Sequence[nn.Module]) -> list[LocalShard]:
         """Return the parameters of a unit, and its persistent buffers, as whole tensors that every rank holds."""
@@ -192,37 +147,27 @@ class UnitFiller:
         strangers: list[str] = []
         for module in modules:
             hidden = non_persistent_buffers(module)
-            for name, tensor in (
-                *module.named_parameters(recurse=False),
-                *module.named_buffers(recurse=False),
-            ):
-                fqns = [
-                    clean_name(f"{path}.{name}" if path else name) for path in self._paths.get(id(module), ())
-                ]
-                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            for name, tensor in named:
+                fqns = [full_name(path, name) for path in self._paths.get(id(module), ())]
                 if not fqns:
                     strangers += [f"{type(module).__name__}: {escape(name)}"] if tensor.is_meta else []
                     continue
                 inside.update(fqns)
-                group = self._groups.get(fqns[0], (fqns[0],))
-                if kind == "buffer" and name in hidden:
-                    continue
-                found[id(tensor)] = LocalShard(
-                    fqn=group[0],
-                    names=group,
-                    shape=tuple(tensor.shape),
-                    dtype=tensor.dtype,
-                    kind=kind,
-                    persistent=True,
-                    region=full_region(tuple(tensor.shape)),
-                    replicas=Replicas(mesh=None),
-                    whole=tensor,
-                )
+                if name not in hidden:
+                    found[id(tensor)] = LocalShard(
+                        names=self._groups.get(fqns[0], (fqns[0],)),
+                        kind="parameter" if isinstance(tensor, nn.Parameter) else "buffer",
+                        persistent=True,
+                        region=full_region(tuple(tensor.shape)),
+                        replicas=Replicas(mesh=None),
+                        whole=tensor,
+                    )
         if strangers:
             raise LayoutError(
-                "FSDP1 wraps parameters on meta that are not of the prepared model",
+                "FSDP1 wraps parameters on meta that are not in the prepared model",
                 problems=strangers,
-                hint="prepare the model that they are part of, or give them values",
+                hint="prepare the model that they belong to, or give them values",
             )
         split = [
             listed(group)
@@ -233,7 +178,7 @@ class UnitFiller:
             raise LayoutError(
                 "names of one parameter lie in different FSDP1 units: they would be trained apart",
                 problems=split,
-                hint="let the wrap policy leave both modules to one unit, as the root (wrap the blocks alone)",
+                hint="let the wrap policy leave both modules to one unit, such as the root (wrap the blocks alone)",
             )
         return list(found.values())
 
@@ -241,16 +186,7 @@ class UnitFiller:
         ctx, filled = self._ctx, Filled()
         fqns = {shard.fqn for shard in shards}
         if ctx.source is not None:
-            filled = fill(
-                shards,
-                self._weights,
-                ctx.unavailable,
-                self._read,
-                "global",
-                initialised=ctx.initialised,
-                grown=ctx.grown,
-                direct=self._direct,
-            )
+            filled = fill(shards, self._supply, self._options, direct=self._direct)
         with agreed("initialising parameters"):
             part = replace(
                 ctx,
@@ -267,37 +203,61 @@ class UnitFiller:
         with agreed("proving the filled model"):
             if differing:
                 raise IntegrityError("buffers differ between ranks", problems=map(escape, differing))
-        remember(self._ctx.model, self._weights)
+        remember(self._ctx.model, self._supply.weights)
 
     def _check_complete(self, module: nn.Module, args: Any) -> None:
-        """Refuse to run on memory that nobody filled; what a forward pre-hook of the model does, once."""
+        """Refuse to run on memory that nobody filled; the model's forward pre-hook, until it has passed once."""
         if self._left:
             left = sorted(self._left)
             raise UsageError(
                 f"{count(len(left), 'tensor')} of the model were never filled: {listed(left)}",
-                hint="FSDP1 must get this param_init_fn when it wraps the model; accelerate replaces it where"
-                " sync_module_states or cpu_ram_efficient_loading is on, so set both to False. Where FSDP1 ignores"
-                " all of what the root holds, call it with the model once more after wrapping",
+                hint="FSDP1 must get this param_init_fn when it wraps the model; accelerate replaces it if"
+                " sync_module_states or cpu_ram_efficient_loading is on, so set both to False. If FSDP1 ignores"
+                " everything that the root holds, call it with the model once more after wrapping",
             )
         self._hook.remove()
 
 
 def _unit(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those in it that lie in no unit inside."""
+    """Yield a module and those inside it that lie in no inner unit."""
     yield module
     for child in module.children():
         if not isinstance(child, FullyShardedDataParallel):
             yield from _unit(child)
 
 
-def _materialise(shards: Sequence[LocalShard], device: torch.device) -> None:
-    problems = []
-    with torch.no_grad():
-        for shard in shards:
-            if shard.whole.is_meta and isinstance(shard.whole, nn.Parameter):
-                try:
-                    give_memory(shard.whole, torch.empty_like(shard.whole.detach(), device=device))
-                except RuntimeError as error:
-                    problems.append(f"{escape(shard.fqn)}: {str(error).splitlines()[0]}")
-    if problems:
-        raise LayoutError(f"{len(problems)} parameters cannot be given memory", problems=problems)
+# transformers 5.23, distributed/fsdp.py: is_fsdp_enabled; accelerate 1.15, utils/dataclasses.py.
+_VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+@contextlib.contextmanager
+def hf_ram_efficient_loading(enabled: bool) -> Iterator[None]:
+    """Turn the RAM efficient loading of transformers on or off for a while; always restore what was there before.
+
+    shardkit does not need it. It is for code that calls `from_pretrained` as well, where it must not be half on. These
+    are the effects of the variables, found by running each version on two ranks:
+
+    - transformers 5.23: none. Every rank reads every value.
+    - transformers 5.12, 5.17, 5.20 and 5.22: ranks whose LOCAL_RANK is 0 read; the others have zeros.
+      5.0: the others have random values instead. In all of these versions the others take the memory of the whole
+      model all the same, and have the right non-persistent buffers. Without LOCAL_RANK in the environment no rank
+      reads, not even rank 0.
+    - Any transformers, if torch.distributed is not initialised: none.
+    - accelerate 1.10 and 1.15: FSDP_CPU_RAM_EFFICIENT_LOADING is the default for the argument
+      `cpu_ram_efficient_loading` of `FullyShardedDataParallelPlugin`. A plugin that gets the argument sets the
+      variable, and leaves it set.
+
+    Args:
+        enabled: the value of both variables inside.
+    """
+    before = {name: os.environ.get(name) for name in _VARIABLES}
+    try:
+        for name in _VARIABLES:
+            os.environ[name] = "true" if enabled else "false"
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

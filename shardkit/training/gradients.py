@@ -1,8 +1,8 @@
 """The gradient norm of a model that is in parts, and clipping by it.
 
-A rank's own parts give a part of the norm. Each parameter's is summed over exactly those axes of its mesh that cut it,
-or over the ranks that share an FSDP1 unit: parameters on different meshes (tensor parallel ones among others),
-replicated and plain ones add up right, whatever holds them.
+A rank's own parts give a part of the norm. Each parameter's norm is summed over exactly those axes of its mesh that cut
+it, or over the ranks that share an FSDP1 unit. So parameters on different meshes (such as tensor parallel ones),
+replicated ones and plain ones add up correctly, whatever holds them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import Fsdp1Unit, foreach_norms, foreach_scale_, fsdp1_unit, is_fsdp1_part
 from shardkit.errors import ShardkitError, UsageError
-from shardkit.training.ranks.local import reshard
+from shardkit.training.ranks.local import local_tensor, reshard
 
 Parameters = nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
@@ -29,7 +29,7 @@ class _Share:
     """Gradients that are cut over the same ranks."""
 
     groups: tuple[dist.ProcessGroup, ...] = ()
-    """What to sum over, one after the other; none for what every rank has whole."""
+    """Groups to sum over, one after the other; none if every rank has the whole."""
     device: torch.device | str = "cpu"
     """Where `groups` communicate: offloaded gradients lie elsewhere."""
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -38,10 +38,10 @@ class _Share:
 
 @torch.no_grad()
 def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of all gradients together, as one process with the whole model would have it.
+    """Return the norm of all gradients together, as one process with the whole model would compute it.
 
-    A collective: every rank calls it with the same parameters. Gradients that are None count for nothing, also where
-    only some ranks have them. Gradients in half precision are accumulated in fp32.
+    It is a collective: every rank calls it with the same parameters. Gradients that are None count as zero, even if
+    only some ranks lack them. Gradients in half precision are accumulated in fp32.
 
     Args:
         parameters: a model, which may hold roots of FSDP2, FSDP1 and DDP at any depth; or parameters: DTensors on any
@@ -68,7 +68,7 @@ def clip_grad_norm_(
         parameters: as `grad_norm` takes them.
         max_norm: of the whole model, not of a rank's part.
         norm_type: as `grad_norm` takes it.
-        error_if_nonfinite: raise where the norm is infinite or not a number; else gradients become so too.
+        error_if_nonfinite: raise if the norm is infinite or not a number; otherwise gradients become so too.
 
     Raises:
         UsageError: as for `grad_norm`.
@@ -79,14 +79,14 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise ShardkitError(
             f"the gradient norm of order {norm_type} is {norm.item()}",
-            hint="no gradient was changed; skip this step, or look for the batch that did it",
+            hint="no gradient was changed; skip this step, or look for the batch that caused it",
         )
-    # torch.nn.utils.clip_grad_norm_: the same arithmetic, and no branch, which a GPU would have to wait for.
+    # The arithmetic of torch.nn.utils.clip_grad_norm_, without a branch: a GPU would have to wait for it.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     parts: dict[torch.device, list[torch.Tensor]] = {}
     for parameter in found:
         if parameter.grad is not None:
-            local = _local(parameter.grad)
+            local = local_tensor(parameter.grad)
             parts.setdefault(local.device, []).append(local)
     for device, tensors in parts.items():
         foreach_scale_(tensors, factor.to(device))
@@ -94,7 +94,7 @@ def clip_grad_norm_(
 
 
 def _parameters(parameters: Parameters) -> tuple[list[torch.Tensor], Mapping[int, Fsdp1Unit]]:
-    """Return every parameter once, as a tied one must not count twice; and the FSDP1 unit of each that has one, by id."""
+    """Return every parameter once, since a tied one must not count twice, and by id the FSDP1 units of those in one."""
     units: dict[int, Fsdp1Unit] = {}
     if isinstance(parameters, nn.Module):
         reshard(parameters)  # gathered copies have no gradients
@@ -110,7 +110,7 @@ def _parameters(parameters: Parameters) -> tuple[list[torch.Tensor], Mapping[int
 
 
 def _refuse_fsdp1(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]) -> None:
-    """Refuse what cannot be summed right; on every rank, before any of them communicates."""
+    """Refuse what cannot be summed correctly, on every rank, before any of them communicates."""
     if any(is_fsdp1_part(parameter) and id(parameter) not in units for parameter in parameters):
         raise UsageError(
             "parameters of FSDP1 do not say which ranks hold their other parts",
@@ -123,8 +123,8 @@ def _refuse_fsdp1(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]
         )
     if any(p.grad is not None and p.grad.shape != p.shape for p in parameters if id(p) in units):
         raise UsageError(
-            "gradients of FSDP1 are not reduced yet: backward ran inside of no_sync()",
-            hint="run the last backward before a step outside of no_sync()",
+            "gradients of FSDP1 are not reduced yet: backward ran inside no_sync()",
+            hint="run the last backward before a step outside no_sync()",
         )
 
 
@@ -144,22 +144,25 @@ def _norm(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit], norm_t
 
 
 def _shares(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]) -> list[_Share]:
-    """Parameters, not gradients, decide which collectives there are: a rank that lacks a gradient must not miss one."""
+    """Sort gradients by the ranks that share them.
+
+    Parameters, not gradients, decide which collectives there are: a rank that lacks a gradient must not miss one.
+    """
     shares: dict[object, _Share] = {}
     for parameter in parameters:
         share = _share_of(parameter, units.get(id(parameter)), shares)
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-            # Tensor parallelism may leave sums that have not been made yet.
+            # Tensor parallelism may leave sums that are still to be made.
             if gradient.placements != parameter.placements:
                 gradient = gradient.redistribute(placements=parameter.placements)
-        if gradient is not None and (local := _local(gradient)).numel():
+        if gradient is not None and (local := local_tensor(gradient)).numel():
             share.tensors.append(local)
     return list(shares.values())
 
 
 def _share_of(parameter: torch.Tensor, unit: Fsdp1Unit | None, shares: dict[object, _Share]) -> _Share:
-    """Return the share that a parameter belongs to; a new one is added."""
+    """Return the share to which a parameter belongs, adding it if it is new."""
     if unit is not None and unit.group is not None:
         return shares.setdefault(unit.group, _Share(groups=(unit.group,), device=unit.device))
     if isinstance(parameter, DTensor):
@@ -173,12 +176,8 @@ def _share_of(parameter: torch.Tensor, unit: Fsdp1Unit | None, shares: dict[obje
     return shares.setdefault(None, _Share())
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _reduced(share: _Share, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of |x|^norm_type over the whole of some gradients, or their largest |x|."""
+    """Return the sum of |x|^norm_type over some whole gradients, or their largest |x|."""
     is_max = math.isinf(norm_type)
     total = torch.zeros((), dtype=dtype)
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

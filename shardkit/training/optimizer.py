@@ -1,8 +1,8 @@
 """An optimizer that was made before the model was wrapped.
 
-`fully_shard` puts new parameters in the place of the old ones, and an optimizer keeps stepping the old ones: the loss
-stays where it is, and nothing says so. accelerate finds the new ones by the address of the old ones' memory. That is
-0 for everything on meta, so its optimizer has one parameter in every place.
+`fully_shard` replaces parameters by new ones, and an optimizer keeps stepping the old ones: the loss does not move, and
+no message says why. accelerate finds the new ones by the address of the old ones' memory. That address is 0 for
+everything on meta, so its optimizer ends up with one parameter in every place.
 
     names = parameter_names(model, optimizer)      # before
     wrap(model, mesh)
@@ -21,7 +21,7 @@ from torch import nn
 
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import UsageError
-from shardkit.training.ranks.context import clean_name
+from shardkit.keys.names import clean_name
 from shardkit.training.ranks.local import reshard
 
 Names = Sequence[Sequence[str]]
@@ -29,14 +29,14 @@ Names = Sequence[Sequence[str]]
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names:
-    """Return what the model calls an optimizer's parameters; called before the model is wrapped.
+    """Return the model's names for an optimizer's parameters; call it before the model is wrapped.
 
     Args:
         model: not wrapped yet.
         optimizer: made from its parameters.
 
     Raises:
-        UsageError: the optimizer steps tensors that are no parameters of the model.
+        UsageError: the optimizer steps tensors that are not parameters of the model.
     """
     names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     strangers = [
@@ -57,21 +57,21 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names
 def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: Names | None = None) -> None:
     """Point an optimizer that was made before wrapping at the parameters that the model has now.
 
-    Groups, their order and their options stay as they are; learning rate schedules go on working. One that steps the
-    model's parameters, each once, is left alone.
+    Groups, their order and their options stay as they are, and learning rate schedules keep working. An optimizer that
+    steps each of the model's parameters once is left alone.
 
     Args:
         model: wrapped, by `wrap`, `fully_shard` or `accelerator.prepare`.
-        optimizer: has not stepped yet; accelerate's too.
-        names: what `parameter_names` returned before wrapping; None takes the names that torch recorded, where the
-            optimizer was made from `model.named_parameters()` (torch 2.6). Neither is needed for one group of all
-            parameters: they are put in the model's order.
+        optimizer: has not stepped yet; accelerate's will do too.
+        names: what `parameter_names` returned before wrapping; None takes the names that torch recorded, if the
+            optimizer was made from `model.named_parameters()` (torch 2.6). One group of all parameters needs neither:
+            it gets them in the model's order.
 
     Raises:
-        UsageError: the optimizer has state or keeps parameters elsewhere; names are not known, not in the model,
-            not of the same shape, or stand for one parameter twice.
+        UsageError: the optimizer has state or keeps parameters elsewhere; or names are not known, are not in the
+            model, belong to another shape, or mean one parameter twice.
     """
-    reshard(model)  # gathered copies are stepped by nobody
+    reshard(model)  # nobody steps gathered copies
     optimizer = _inner(optimizer)
     current = dict(model.named_parameters(remove_duplicate=False))
     by_name = {clean_name(name): parameter for name, parameter in current.items()}
@@ -110,7 +110,7 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def _is_bound(
     optimizer: torch.optim.Optimizer, names: Names | None, by_name: Mapping[str, nn.Parameter]
 ) -> bool:
-    """True where every parameter is the model's, stands there once, and is the one that `names` say."""
+    """True if every parameter is the model's, occurs once, and is the one that `names` give."""
     stepped = [id(parameter) for parameter in stepped_by(optimizer)]
     if len(set(stepped)) < len(stepped) or not {id(p) for p in by_name.values()}.issuperset(stepped):
         return False
@@ -124,7 +124,7 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
     if optimizer.state:
         raise UsageError(
             f"the optimizer has state of {count(len(optimizer.state), 'parameter')}, which is not in parts",
-            hint="wrap before the first step; to go on from a checkpoint load its optimizer state after wrapping",
+            hint="wrap before the first step; to go on from a checkpoint, load its optimizer state after wrapping",
         )
     kept = [
         name
@@ -139,7 +139,7 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _recorded(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
-    """Return the names that torch recorded, or those of all parameters where one group can have no others."""
+    """Return the names that torch recorded, or those of all parameters if the one group can have no others."""
     if all("param_names" in group for group in optimizer.param_groups):
         return [group["param_names"] for group in optimizer.param_groups]
     stepped, own = stepped_by(optimizer), [clean_name(name) for name, _ in model.named_parameters()]
@@ -147,7 +147,7 @@ def _recorded(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
     if (
         len(optimizer.param_groups) == 1
         and len(stepped) == len(own)
-        and present.issuperset(map(id, stepped))  # else they may be another model's
+        and present.issuperset(map(id, stepped))  # otherwise they may be another model's
     ):
         return [own]
     copies = len(stepped) - len(set(map(id, stepped)))
@@ -169,9 +169,8 @@ def _mismatches(
             new = by_name.get(clean_name(name))
             if new is None:
                 yield f"{escape(name)}: the model has none of that name{suggestion(name, by_name)}"
-            elif (
-                new.shape != old.shape and places[id(old)] == 1
-            ):  # what stands in several places says nothing
+            # A shape that occurs in several places says nothing.
+            elif new.shape != old.shape and places[id(old)] == 1:
                 yield f"{escape(name)}: {tuple(old.shape)} in the optimizer, {tuple(new.shape)} in the model"
             elif id(new) in taken:
                 yield f"{escape(name)}: the same parameter as {escape(taken[id(new)])}"

@@ -1,11 +1,16 @@
-"""A storage reader for stock `dcp.load` that runs nothing a checkpoint says.
+"""A storage reader for stock `dcp.load` that executes nothing from a checkpoint.
 
 torch's own reader unpickles `.metadata`, and its planner every byte entry, without restriction: a checkpoint can run
-code. Here `.metadata` and records go through our parsers, are held against the files and against each other, and tensors
-are read straight into their memory; byte entries reach the planner as torch saves them anew (`safe_object`).
+code. Here `.metadata` and records go through our parsers and are compared with the files and with each other, and
+tensors are read straight into their memory.
+
+Byte entries (a step, a learning rate, an RNG state) never reach the planner as they are in the file. Our interpreter
+looks through the pickle first. It refuses every name but those of plain data and plain tensors, and everything that
+would cost much. What passes is put into a new zip and loaded with torch's weights-only loader. The resulting value is
+saved anew, and the planner sees only that.
 
 Source: torch 2.13, torch/distributed/checkpoint/storage.py (`StorageReader`), filesystem.py (`FileSystemReader`),
-state_dict_loader.py.
+state_dict_loader.py, default_planner.py (`load_bytes`), torch/_weights_only_unpickler.py.
 """
 
 from __future__ import annotations
@@ -48,84 +53,20 @@ from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.sources import SourceFiles
 
 MAX_OBJECT_NBYTES = 1 << 30
-"""Most bytes of one entry; a step or a scheduler's state has hundreds."""
+"""Most bytes of one byte entry; a step or a scheduler's state has hundreds."""
 
 _MAX_PICKLE = 1 << 25
 _MAX_ENTRIES = 1 << 16
-_NAMES = frozenset({"data.pkl", "byteorder", "version", ".data/serialization_id"}) | {
+# What torch.save puts into its zip, beside the storages.
+_NAMES = (
+    "data.pkl",
+    "byteorder",
+    "version",
+    ".data/serialization_id",
     ".format_version",
     ".storage_alignment",
-}
+)
 _STORAGE = re.compile(r"data/[0-9]{1,9}")
-
-
-def vetted(data: memoryview, where: str) -> io.BytesIO:
-    """Return a byte entry's value, saved anew by torch; no name that the file gives is looked up before it is vetted.
-
-    Args:
-        data: what `torch.save` wrote.
-        where: the entry, escaped, for messages.
-
-    Classes of the program's own that it gave to `torch.serialization.add_safe_globals` are admitted too.
-
-    Raises:
-        SourceError: damaged, hostile, or holding more than plain data and plain tensors; names the classes.
-        IntegrityError: a CRC-32 is not that of the bytes.
-    """
-    reader = ZipReader(lambda start, nbytes: bytes(data[start : start + nbytes]), 0, len(data), where)
-    entries = read_directory(reader, _is_known, max_entries=_MAX_ENTRIES)
-    if "data.pkl" not in entries:
-        reader.refuse("it has no entry data.pkl: not a file of torch.save")
-    if "byteorder" in entries and reader.content("byteorder", entries["byteorder"]) != b"little":
-        reader.refuse("its byte order is not little")
-    pickle = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
-    storages = {name[5:]: entry for name, entry in entries.items() if name.startswith("data/")}
-    trusted = _trusted_names()
-    unknown = [name for name in screen(pickle, storages, where) if name not in trusted]
-    if unknown:
-        raise SourceError(
-            f"{where} holds more than plain data, and is not loaded: nothing of it was executed",
-            problems=[escape(name) for name in unknown],
-            hint="leave it out of the state dict that is loaded; or, for classes of your own in a checkpoint that "
-            "you trust, torch.serialization.add_safe_globals",
-        )
-    try:
-        value = torch.load(_clean_copy(reader, entries, pickle), map_location="cpu", weights_only=True)
-    except Exception as error:  # what torch refuses ends in any exception there is
-        found = re.search(r"WeightsUnpickler error: (.*)", str(error))
-        reason = escape(found[1] if found else (str(error).splitlines() or [type(error).__name__])[0])
-        raise SourceError(f"{where}: torch's weights-only loader refuses it: {reason}") from None
-    out = io.BytesIO()
-    torch.save(value, out)
-    out.seek(0)
-    return out
-
-
-def _is_known(name: str) -> bool:
-    return name in _NAMES or _STORAGE.fullmatch(name) is not None
-
-
-def _trusted_names() -> frozenset[str]:
-    """Return what the program has declared safe. torch declares some too, such as DTensor: no plain data."""
-    items: list[Any] = torch.serialization.get_safe_globals()
-    names = (i[1] if isinstance(i, tuple) else f"{i.__module__}.{i.__qualname__}" for i in items)
-    return frozenset(name for name in names if not name.startswith("torch."))
-
-
-def _clean_copy(reader: ZipReader, entries: dict[str, Entry], pickle: bytes) -> io.BytesIO:
-    """Put what was checked into a new zip: another reader cannot find other entries in it than ours did."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle)
-        archive.writestr("archive/version", b"3\n")  # torch 2.13, caffe2/serialize/versions.h
-        archive.writestr("archive/byteorder", b"little")
-        for name, entry in entries.items():
-            if _STORAGE.fullmatch(name):
-                archive.writestr(f"archive/{name}", reader.content(name, entry, MAX_OBJECT_NBYTES))
-    out.seek(0)
-    return out
-
-
 _ANOTHER_COPY = "the checkpoint is damaged or was put together by hand: use another copy"
 _MAX_LIST_GAPS = 1 << 16
 _MAX_UNPACKED_NBYTES = 1 << 26  # of a compressed byte entry: a few bytes of it may claim anything
@@ -136,19 +77,20 @@ class SafeReader(StorageReader):
 
         dcp.load(state, storage_reader=shardkit.SafeReader("run/last"))
 
-    In the place of torch's `FileSystemReader`, with any planner; nothing else has to be changed. What is read is
+    It replaces torch's `FileSystemReader`, with any planner; nothing else has to change. Everything that is read is
     checked: every place in its file, every tensor tiled exactly once, every record's dtype and shape. A byte entry
     that is more than plain data and plain tensors is refused by name, unless its class was given to
-    `torch.serialization.add_safe_globals`. Rank-local metadata is read where there is no `.metadata`, that of all
-    ranks together, and never instead of a damaged one. What torch's ZStandard extension compressed is decompressed.
+    `torch.serialization.add_safe_globals`. If there is no `.metadata`, the rank-local metadata of all ranks is read
+    together, but never instead of a damaged `.metadata`. Data that torch's ZStandard extension compressed is
+    decompressed.
 
     Args:
         path: the directory with `.metadata`.
         check_crc: compare every record that is read with the CRC-32 in it first, which costs a second read of it.
-        check_source: compare the same as the bytes move, where this rank reads the whole of a record or nearly.
+        check_source: compare with the CRC-32 as the bytes move, if this rank reads a whole record or nearly.
 
     Raises:
-        SourceError, IntegrityError, ResourceError: from `read_metadata` and `read_data`; names file and tensor.
+        SourceError, IntegrityError, ResourceError: from `read_metadata` and `read_data`; they name file and tensor.
             `dcp.load` puts them into its own `CheckpointException`.
     """
 
@@ -170,14 +112,14 @@ class SafeReader(StorageReader):
         return os.path.isdir(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, with another directory where one is given."""
+        """Start again, with another directory if one is given."""
         self._opened = None
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
 
     # Without **kwargs: with them, torch calls it again for rank-local metadata when `.metadata` cannot be read.
     def read_metadata(self) -> Metadata:
-        """Parse and check `.metadata`; return it as torch's planners take it, but for the places, which stay here.
+        """Parse and check `.metadata`; return it as torch's planners take it, without the places, which stay here.
 
         Raises:
             SourceError: missing, damaged, hostile or contradictory.
@@ -197,7 +139,7 @@ class SafeReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing is left to be set up: places are not taken from `metadata`."""
+        """Do nothing: places are not taken from `metadata`."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan as it is."""
@@ -211,7 +153,7 @@ class SafeReader(StorageReader):
         """Read what a plan asks for into the planner's tensors.
 
         Raises:
-            SourceError, IntegrityError: records that are damaged, or not what `.metadata` says; all of a kind at once.
+            SourceError, IntegrityError: records are damaged, or not what `.metadata` says; all of a kind at once.
             LayoutError: the planner gave a tensor of another shape than it planned.
             ResourceError: a file may not be read.
         """
@@ -221,12 +163,37 @@ class SafeReader(StorageReader):
         objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
         _read_objects(self._opened, objects, planner)
-        _read_tensors(
-            self._opened, tensors, planner, check_crc=self.check_crc, check_source=self.check_source
-        )
+        self._read_tensors(self._opened, tensors, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_tensors(self, opened: DcpDirectory, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
+        """Open only the records that items need; then fill the targets, file by file."""
+        chunks = [(item, item.storage_index.fqn, _row(opened.catalog, item.storage_index)) for item in items]
+        needed: dict[str, dict[int, int]] = defaultdict(dict)  # by name, row -> its place among those needed
+        for _, fqn, row in chunks:
+            needed[fqn].setdefault(row, len(needed[fqn]))
+        part = _part(opened, needed)
+        names = tuple(needed)
+        if self.check_crc and part.has_records:
+            problems = list(part.check(names))
+            if problems:
+                raise IntegrityError(
+                    f"{len(problems)} records do not have the CRC-32 that was recorded",
+                    problems=problems,
+                    hint="the checkpoint is damaged: use another copy",
+                )
+        raw = part.select(names)
+        by_file: dict[int, list[tuple[ReadItem, int]]] = defaultdict(list)
+        for item, fqn, row in chunks:
+            new = raw.tensors[fqn].first_chunk + needed[fqn][row]
+            by_file[raw.chunks.file[new]].append((item, new))
+        check = SourceCheck(raw) if self.check_source else None
+        with SourceFiles(raw.files, check=check) as sources:
+            for group in by_file.values():
+                _fill(raw, group, planner, sources)
+            sources.finish(hint=DAMAGED)
 
 
 def _torch_tensor(catalog: Catalog, entry: TensorEntry) -> TensorStorageMetadata:
@@ -244,7 +211,7 @@ def _check_backed(opened: DcpDirectory) -> None:
     for fqn, entry in catalog.tensors.items():
         rows = entry.chunk_ids
         if any(row in opened.transforms for row in rows):
-            continue  # compressed; the length says nothing
+            continue  # compressed: the length says nothing
         stored = sum(lengths[rows.start : rows.stop])
         if stored < entry.nbytes:
             problems.append(f"{escape(fqn)}: {entry.nbytes} bytes of data in records of {stored} bytes")
@@ -257,7 +224,7 @@ def _check_backed(opened: DcpDirectory) -> None:
 
 
 def _check_lists(catalog: Catalog) -> None:
-    """Refuse planner paths that would have torch make long lists of nothing: it extends a list up to an index."""
+    """Refuse planner paths that would make torch create long empty lists: it extends a list up to an index."""
     lengths: dict[tuple[str | int, ...], int] = {}
     num_steps = 0
     for path in (catalog.paths or {}).values():
@@ -273,43 +240,8 @@ def _check_lists(catalog: Catalog) -> None:
         )
 
 
-def _read_tensors(
-    opened: DcpDirectory,
-    items: Iterable[ReadItem],
-    planner: LoadPlanner,
-    *,
-    check_crc: bool,
-    check_source: bool,
-) -> None:
-    """Open the records that items need, and no others; then fill the targets, file by file."""
-    chunks = [(item, item.storage_index.fqn, _row(opened.catalog, item.storage_index)) for item in items]
-    needed: dict[str, dict[int, int]] = defaultdict(dict)  # by name, row -> its place among those needed
-    for _, fqn, row in chunks:
-        needed[fqn].setdefault(row, len(needed[fqn]))
-    part = _part(opened, needed)
-    names = tuple(needed)
-    if check_crc and part.has_records:
-        problems = list(part.check(names))
-        if problems:
-            raise IntegrityError(
-                f"{len(problems)} records do not have the CRC-32 that was recorded",
-                problems=problems,
-                hint="the checkpoint is damaged: use another copy",
-            )
-    raw = part.select(names)
-    by_file: dict[int, list[tuple[ReadItem, int]]] = defaultdict(list)
-    for item, fqn, row in chunks:
-        new = raw.tensors[fqn].first_chunk + needed[fqn][row]
-        by_file[raw.chunks.file[new]].append((item, new))
-    check = SourceCheck(raw) if check_source else None
-    with SourceFiles(raw.files, check=check) as sources:
-        for group in by_file.values():
-            _fill(raw, group, planner, sources)
-        sources.finish(hint=DAMAGED)
-
-
 def _row(catalog: Catalog, index: MetadataIndex) -> int:
-    """Return the chunk that a plan means: torch's hint says which, its offsets whether it is the one."""
+    """Return the chunk that a plan means. torch's hint suggests one; its offsets decide."""
     entry, table = catalog.tensors[index.fqn], catalog.chunks
     offsets, hint = list(index.offset or ()), index.index
     if hint is not None and 0 <= hint < entry.num_chunks:
@@ -323,7 +255,7 @@ def _row(catalog: Catalog, index: MetadataIndex) -> int:
 
 
 def _part(opened: DcpDirectory, needed: Mapping[str, Mapping[int, int]]) -> DcpDirectory:
-    """Return a directory of some of the chunks; its tensors are not whole."""
+    """Return a directory with some of the chunks; its tensors are not whole."""
     whole = opened.catalog
     table = whole.chunks
     part = Catalog(
@@ -364,7 +296,7 @@ def _reads(raw: Catalog, targets: Iterable[tuple[ReadItem, int, torch.Tensor]]) 
 
 
 def _read_objects(opened: DcpDirectory, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
-    """Vet byte entries one by one and give them to the planner; then say which were refused."""
+    """Vet byte entries one by one and give them to the planner; then raise for those that were refused."""
     refused: list[SourceError] = []
     for item in items:
         fqn = item.storage_index.fqn
@@ -392,3 +324,70 @@ def _object_bytes(opened: DcpDirectory, fqn: str) -> memoryview:
         )
     with open_regular(source.path, source.name, follow=False) as (fd, _):
         return memoryview(read_exactly(fd, place.start, place.nbytes, source.name))
+
+
+def vetted(data: memoryview, where: str) -> io.BytesIO:
+    """Return a byte entry's value, saved anew by torch; no name from the file is looked up before it is vetted.
+
+    The program's own classes, if it gave them to `torch.serialization.add_safe_globals`, are admitted too.
+
+    Args:
+        data: what `torch.save` wrote.
+        where: the entry, escaped, for messages.
+
+    Raises:
+        SourceError: the entry is damaged, hostile, or more than plain data and plain tensors; names the classes.
+        IntegrityError: the bytes do not have the recorded CRC-32.
+    """
+    reader = ZipReader(lambda start, nbytes: bytes(data[start : start + nbytes]), 0, len(data), where)
+    entries = read_directory(reader, _is_known, max_entries=_MAX_ENTRIES)
+    if "data.pkl" not in entries:
+        reader.refuse("it has no entry data.pkl: not a file of torch.save")
+    if "byteorder" in entries and reader.content("byteorder", entries["byteorder"]) != b"little":
+        reader.refuse("its byte order is not little")
+    pickle = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
+    storages = {name[5:]: entry for name, entry in entries.items() if name.startswith("data/")}
+    trusted = _trusted_names()
+    unknown = [name for name in screen(pickle, storages, where) if name not in trusted]
+    if unknown:
+        raise SourceError(
+            f"{where} holds more than plain data, and is not loaded: nothing of it was executed",
+            problems=[escape(name) for name in unknown],
+            hint="leave it out of the state dict that is loaded; or, for classes of your own in a checkpoint that "
+            "you trust, torch.serialization.add_safe_globals",
+        )
+    try:
+        value = torch.load(_clean_copy(reader, entries, pickle), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch may refuse with any kind of exception
+        found = re.search(r"WeightsUnpickler error: (.*)", str(error))
+        reason = escape(found[1] if found else (str(error).splitlines() or [type(error).__name__])[0])
+        raise SourceError(f"{where}: torch's weights-only loader refuses it: {reason}") from None
+    out = io.BytesIO()
+    torch.save(value, out)
+    out.seek(0)
+    return out
+
+
+def _is_known(name: str) -> bool:
+    return name in _NAMES or _STORAGE.fullmatch(name) is not None
+
+
+def _trusted_names() -> frozenset[str]:
+    """Return what the program has declared safe. What torch declares itself, such as DTensor, is not plain data."""
+    items: list[Any] = torch.serialization.get_safe_globals()
+    names = (i[1] if isinstance(i, tuple) else f"{i.__module__}.{i.__qualname__}" for i in items)
+    return frozenset(name for name in names if not name.startswith("torch."))
+
+
+def _clean_copy(reader: ZipReader, entries: dict[str, Entry], pickle: bytes) -> io.BytesIO:
+    """Put what was checked into a new zip, in which another reader cannot find other entries than ours did."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle)
+        archive.writestr("archive/version", b"3\n")  # torch 2.13, caffe2/serialize/versions.h
+        archive.writestr("archive/byteorder", b"little")
+        for name, entry in entries.items():
+            if _STORAGE.fullmatch(name):
+                archive.writestr(f"archive/{name}", reader.content(name, entry, MAX_OBJECT_NBYTES))
+    out.seek(0)
+    return out

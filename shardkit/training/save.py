@@ -1,8 +1,8 @@
-"""Saving a sharded model so that the name always has a whole checkpoint.
+"""Saving a sharded model so that the destination always holds a whole checkpoint.
 
 All ranks write with torch's own distributed checkpoint into a directory beside the destination. When every rank has
-reported, and what was written has been looked at, rank 0 makes it the destination in one rename. A rank that fails, or
-is killed, changes nothing about what was there before.
+reported and the files have been checked, rank 0 makes that directory the destination in one rename. A rank that fails
+or is killed does not change what was there before.
 
     .<name>.shardkit-<owner>/data/    while it is written
     <name>/.metadata, __R_N.distcp    what stock `dcp.load` reads: {"model": ..., "optimizer": ..., "extra": ...}
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,174 +40,17 @@ from shardkit.files import manifest, storage
 from shardkit.files.staging import Staging, remove_abandoned
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp.directory import METADATA
+from shardkit.keys.names import clean_name
 from shardkit.operations.destination import check_destination
 from shardkit.training.diagnostics.diagnose import diagnose
 from shardkit.training.optimizer import stepped_by
-from shardkit.training.ranks.agree import agree, gather_json, lost
-from shardkit.training.ranks.context import KeyRules, clean_name, recall
+from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
+from shardkit.training.ranks.context import KeyRules, recall
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
-_METADATA = ".metadata"
+_PHASE = "saving"
 
 State = dict[str, Any]
-
-
-@contextlib.contextmanager
-def checkpoint_state(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    extra: Mapping[str, Any] | None,
-    aliases: Mapping[str, str],
-) -> Iterator[State]:
-    """Give what is to be saved; nothing of the model or its optimizers is another one afterwards.
-
-    Args:
-        aliases: further names of tensors, which are left out.
-    """
-    weights = get_model_state_dict(model)
-    state: State = {
-        MODEL: {name: value for name, value in weights.items() if aliases.get(name) not in weights}
-    }
-    if extra:
-        # dcp.save would ask for a state dict when other ranks are waiting already.
-        state[EXTRA] = {
-            name: value.state_dict() if isinstance(value, Stateful) else value
-            for name, value in extra.items()
-        }
-    with _complete(optimizers) as new:
-        if optimizers:
-            state[OPTIMIZER] = get_optimizer_state_dict(model, list(optimizers))
-        if new:
-            _take_back_step(model, state[OPTIMIZER]["state"], None if new == list(optimizers) else new)
-        yield state
-
-
-def _take_back_step(model: nn.Module, states: State, new: list[torch.optim.Optimizer] | None) -> None:
-    """Set back what `_complete` counted, in the state of some optimizers' parameters; None for all."""
-    names = list(states)
-    if new is not None:
-        stepped = {id(p) for each in new for group in each.param_groups for p in group["params"]}
-        names = [name for name, tensor in _state_names(model) if id(tensor) in stepped]
-    for name in names:
-        if "step" in (own := states.get(name, {})):
-            own["step"] = own["step"] * 0
-
-
-@contextlib.contextmanager
-def _complete(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
-    """Let torch make the state of optimizers that have none, by a step without gradients; take it away afterwards.
-
-    Kept, that state would count the step as one: Adam's first real step would be its second.
-
-    Source: torch 2.13, torch/distributed/checkpoint/state_dict.py, _init_optim_state, which makes none where there
-    are gradients.
-    """
-    new = [optimizer for optimizer in optimizers if not optimizer.state]
-    parameters = [parameter for each in new for group in each.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
-        yield new
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        for optimizer in new:
-            optimizer.state.clear()
-
-
-def find_aliases(model: nn.Module) -> dict[str, str]:
-    """Return every further name of a parameter or buffer with its first name, as state dicts have them."""
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    for fqn, tensor in _state_names(model):
-        kept = first.setdefault(id(tensor), fqn)
-        if kept != fqn:
-            aliases[fqn] = kept
-    return aliases | _flat_aliases(model)
-
-
-def _state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers under all of their names, as torch's state dicts of models have them."""
-    for path, module in _state_paths(model):
-        hidden = non_persistent_buffers(module)
-        own: list[tuple[str, torch.Tensor]] = [
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False, remove_duplicate=False),
-        ]
-        yield from ((_joined(path, name), tensor) for name, tensor in own if name not in hidden)
-
-
-def _state_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules, under all of their paths, without what wrappers put in; DDP puts in `module`."""
-    inside: dict[str, str] = {}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for path, module in modules.items():
-        holder, _, name = path.rpartition(".")
-        is_wrapped = path and isinstance(modules[holder], DistributedDataParallel)
-        inside[path] = inside[holder] if is_wrapped else _joined(inside.get(holder, ""), name)
-        yield clean_name(inside[path]), module
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
-
-
-def _flat_aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of what lies in FSDP1's flat parameters, which modules may not have as parameters."""
-    aliases: dict[str, str] = {}
-    for path, module in _state_paths(model):
-        unit = fsdp1_unit(module) if isinstance(module, FullyShardedDataParallel) else None
-        for name, kept in unit.shared if unit else ():
-            aliases[clean_name(_joined(path, name))] = clean_name(_joined(path, kept))
-    return aliases
-
-
-class Writer(FileSystemWriter):
-    """torch's writer of a directory, whose `.metadata` has the further names of tensors too.
-
-    Args:
-        path: the directory.
-        aliases: further name -> the name that is stored, both as the model has them.
-    """
-
-    def __init__(self, path: str, aliases: Mapping[str, str]) -> None:
-        super().__init__(path)
-        self.files: dict[str, int] = {}
-        """File -> where its last record ends; known on the rank that wrote `.metadata`."""
-        self._aliases = {f"{MODEL}.{name}": f"{MODEL}.{kept}" for name, kept in aliases.items()}
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write `.metadata`."""
-        for written in (each for rank in results for each in rank):
-            stop = written.storage_data.offset + written.storage_data.length
-            name = written.storage_data.relative_path
-            self.files[name] = max(stop, self.files.get(name, 0))
-        copies = self._copies(metadata, results)
-        describe_as_before(metadata)
-        super().finish(metadata, [*results, copies])
-        # torch 2.13, FileSystemWriter.finish, syncs it while its bytes are still in Python's buffer.
-        storage.sync_file(os.path.join(self.path, _METADATA))
-
-    def _copies(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[WriteResult]:
-        """Describe aliases, and return the records of what they stand for under their names."""
-        by_name: dict[str, list[WriteResult]] = {}
-        for written in (each for rank in results for each in rank):
-            by_name.setdefault(written.index.fqn, []).append(written)
-        copies = []
-        for alias, kept in self._aliases.items():
-            if kept not in metadata.state_dict_metadata or alias in metadata.state_dict_metadata:
-                continue
-            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[kept]
-            metadata.planner_data[alias] = (MODEL, alias.removeprefix(f"{MODEL}."))
-            copies += [
-                replace(each, index=MetadataIndex(alias, each.index.offset, each.index.index))
-                for each in by_name[kept]
-            ]
-        return copies
-
-
-_PHASE = "saving"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +62,7 @@ class SaveResult:
     num_files: int
     """Shard files."""
     file_bytes: int
-    """Of all of them together."""
+    """Sum of their sizes."""
 
 
 def save(
@@ -238,41 +81,47 @@ def save(
 
     Args:
         model: wrapped by FSDP2, FSDP1, tensor parallelism, DDP, or plain; with weights.
-        path: on a file system that all ranks share; what rank 0 says counts. Missing directories above it are made.
+        path: on a file system that all ranks share; the path that rank 0 gives counts. Missing directories above it are
+            made.
         optimizer: its state, or that of several, is saved too, under "optimizer", by names of parameters.
         extra: saved under "extra": numbers, text, tensors, objects with a state dict; each rank gives the same names.
         process_group: the ranks that save; None for all of them.
-        overwrite: a checkpoint that is there is replaced, in one exchange; nothing else ever is.
+        overwrite: replace a checkpoint that is there, in one exchange; nothing but a checkpoint is ever replaced.
 
     Raises:
-        UsageError: the destination exists; on all ranks, as every error.
+        UsageError: the destination exists. Like every error, it is raised on all ranks.
         LayoutError: the model has parameters on meta, or an optimizer steps parameters of another model.
         ResourceError: no space, no permission, a rank that does not see the directory, a rank that died.
-        ShardkitError: anything else that a rank met while it saved; problems name the ranks.
+        ShardkitError: any other failure of a rank while it saved; problems name the ranks.
     """
-    leads = not dist.is_initialized() or dist.get_rank(process_group) == 0
+    group = process_group
+    leads = not dist.is_initialized() or dist.get_rank(group) == 0
     optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
-    _together(lambda: _check_values(model, optimizers), process_group)
-    staging, place = _start(os.fspath(path), overwrite, process_group, leads=leads)
+    with agreed(_PHASE, group):
+        _check_values(model, optimizers)
+    staging, place = _start(os.fspath(path), overwrite, group, leads=leads)
     try:
         aliases = find_aliases(model)
         writer = Writer(place, aliases)
         with contextlib.ExitStack() as stack:
-            saving = checkpoint_state(model, optimizers, extra, aliases)
-            state = _together(lambda: stack.enter_context(saving), process_group)
-            _write(state, writer, process_group)
-        told_rules = gather_json(recall(model), process_group, phase=_PHASE)
+            with agreed(_PHASE, group):
+                state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
+            _write(state, writer, group)
+        told_rules = gather_json(recall(model), group, phase=_PHASE)
         rules = next((each for each in told_rules if each is not None), None)
-        _together(
-            lambda: _describe(model, writer, aliases, rules, process_group) if leads else None, process_group
-        )
-        _together(lambda: _commit(staging, overwrite=overwrite) if staging else None, process_group)
+        with agreed(_PHASE, group):
+            if leads:
+                _describe(model, writer, aliases, rules, group)
+        with agreed(_PHASE, group):
+            if staging is not None:  # what lies at the destination now may be somebody else's
+                check_destination(staging.destination, None, overwrite=overwrite)
+                staging.commit(overwrite=overwrite)
     except BaseException:
         if staging is not None and not staging.is_committed:
             staging.discard()
         raise
     sizes = writer.files.values()
-    told = gather_json([staging.destination, len(sizes), sum(sizes)] if staging else None, process_group)
+    told = gather_json([staging.destination, len(sizes), sum(sizes)] if staging else None, group)
     return SaveResult(path=told[0][0], num_files=told[0][1], file_bytes=told[0][2])
 
 
@@ -301,35 +150,25 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
         )
 
 
-def _together(work: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Do a rank's work; raise on all ranks what any met."""
-    caught, value = None, None
-    try:
-        value = work()
-    except BaseException as error:  # Ctrl-C too: the others must not wait
-        caught = error
-    agree(caught, group, phase=_PHASE)
-    return value
-
-
 def _start(
     path: str, overwrite: bool, group: dist.ProcessGroup | None, *, leads: bool
 ) -> tuple[Staging | None, str]:
-    """Make the staging directory on the first rank, and tell all where it is."""
+    """Make the staging directory on the first rank, and tell all ranks where it is."""
     staging: Staging | None = None
-
-    def make() -> Staging | None:
-        if not leads:
-            return None
-        _make_parents(path)
-        destination = check_destination(path, None, overwrite=overwrite)
-        remove_abandoned(destination)
-        return Staging.create(destination)
-
     try:
-        staging = _together(make, group)
+        with agreed(_PHASE, group):
+            if leads:
+                _make_parents(path)
+                destination = check_destination(path, None, overwrite=overwrite)
+                remove_abandoned(destination)
+                staging = Staging.create(destination)
         place = str(gather_json(staging.data if staging else None, group, phase=_PHASE)[0])
-        _together(lambda: _check_shared(place), group)
+        with agreed(_PHASE, group):
+            if not os.path.isdir(place):
+                raise ResourceError(
+                    f"this rank does not see {escape(place)}, which rank 0 made",
+                    hint="save to a file system that all ranks share",
+                )
     except BaseException:
         if staging is not None:
             staging.discard()
@@ -338,10 +177,9 @@ def _start(
 
 
 def _make_parents(path: str) -> None:
-    """Make the directories above a destination, where they are missing, and bring their names to the disk."""
-    parent = os.path.dirname(os.path.abspath(path))
+    """Make missing directories above a destination, and sync their names to the disk."""
+    parent = above = os.path.dirname(os.path.abspath(path))
     missing = []
-    above = parent
     while not os.path.lexists(above):
         missing.append(above)
         above = os.path.dirname(above)
@@ -355,27 +193,16 @@ def _make_parents(path: str) -> None:
         ) from error
 
 
-def _commit(staging: Staging, *, overwrite: bool) -> None:
-    check_destination(staging.destination, None, overwrite=overwrite)  # what lies there now may be somebody's
-    staging.commit(overwrite=overwrite)
-
-
-def _check_shared(place: str) -> None:
-    if not os.path.isdir(place):
-        raise ResourceError(
-            f"this rank does not see {escape(place)}, which rank 0 made",
-            hint="save to a file system that all ranks share",
-        )
-
-
 def _write(state: State, writer: Writer, group: dist.ProcessGroup | None) -> None:
-    """Let torch save. It tells every rank of every failure; each rank answers for its own."""
+    """Let torch save. It tells every rank of every failure; each rank reports its own."""
     caught: CheckpointException | None = None
     try:
         save_distributed(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         caught = error
-    except RuntimeError as error:  # of a collective: what ranks do themselves comes as the above
+    except (
+        RuntimeError
+    ) as error:  # of a collective; failures of a rank's own work come as CheckpointException
         raise lost(_PHASE, error) from error
     own = None
     if caught is not None:
@@ -394,7 +221,7 @@ def _describe(
     rules: KeyRules | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Look at what all ranks wrote, then write the manifest."""
+    """Check what all ranks wrote, then write the manifest."""
     missing = [
         f"{escape(name)}: {size} bytes were written"
         for name, size in sorted(writer.files.items())
@@ -435,3 +262,158 @@ def _has_bytes(path: str, size: int) -> bool:
         return os.path.getsize(path) >= size
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def checkpoint_state(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    extra: Mapping[str, Any] | None,
+    aliases: Mapping[str, str],
+) -> Iterator[State]:
+    """Yield what is to be saved; afterwards the model and its optimizers are as before.
+
+    Args:
+        aliases: further names of tensors, which are left out.
+    """
+    weights = get_model_state_dict(model)
+    state: State = {
+        MODEL: {name: value for name, value in weights.items() if aliases.get(name) not in weights}
+    }
+    if extra:
+        # dcp.save would ask for a state dict only when other ranks are waiting already.
+        state[EXTRA] = {
+            name: value.state_dict() if isinstance(value, Stateful) else value
+            for name, value in extra.items()
+        }
+    with _complete(optimizers) as new:
+        if optimizers:
+            state[OPTIMIZER] = get_optimizer_state_dict(model, list(optimizers))
+        if new:
+            _take_back_step(model, state[OPTIMIZER]["state"], None if new == list(optimizers) else new)
+        yield state
+
+
+def _take_back_step(model: nn.Module, states: State, new: list[torch.optim.Optimizer] | None) -> None:
+    """Reset the step that `_complete` counted, in the state of some optimizers' parameters; None for all."""
+    names = list(states)
+    if new is not None:
+        stepped = {id(p) for each in new for p in stepped_by(each)}
+        names = [name for name, tensor in _state_names(model) if id(tensor) in stepped]
+    for name in names:
+        if "step" in (own := states.get(name, {})):
+            own["step"] = own["step"] * 0
+
+
+@contextlib.contextmanager
+def _complete(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
+    """Let torch make the state of optimizers that have none, by a step without gradients; remove it afterwards.
+
+    If that state were kept, the step would count: Adam's first real step would be its second.
+
+    Source: torch 2.13, torch/distributed/checkpoint/state_dict.py, _init_optim_state. It makes no state if there are
+    gradients.
+    """
+    new = [optimizer for optimizer in optimizers if not optimizer.state]
+    parameters = [parameter for each in new for parameter in stepped_by(each)]
+    gradients = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield new
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for optimizer in new:
+            optimizer.state.clear()
+
+
+def find_aliases(model: nn.Module) -> dict[str, str]:
+    """Return every further name of a parameter or buffer with its first name, as in state dicts."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for fqn, tensor in _state_names(model):
+        kept = first.setdefault(id(tensor), fqn)
+        if kept != fqn:
+            aliases[fqn] = kept
+    return aliases | _flat_aliases(model)
+
+
+def _state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers under all of their names, as in torch's state dicts of models."""
+    for path, module in _state_paths(model):
+        hidden = non_persistent_buffers(module)
+        own: list[tuple[str, torch.Tensor]] = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        yield from ((_joined(path, name), tensor) for name, tensor in own if name not in hidden)
+
+
+def _state_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules under all of their paths, without what wrappers put in; DDP puts in `module`."""
+    inside: dict[str, str] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        holder, _, name = path.rpartition(".")
+        is_wrapped = path and isinstance(modules[holder], DistributedDataParallel)
+        inside[path] = inside[holder] if is_wrapped else _joined(inside.get(holder, ""), name)
+        yield clean_name(inside[path]), module
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _flat_aliases(model: nn.Module) -> dict[str, str]:
+    """Return further names of what lies in FSDP1's flat parameters; modules may not have these as parameters."""
+    aliases: dict[str, str] = {}
+    for path, module in _state_paths(model):
+        unit = fsdp1_unit(module) if isinstance(module, FullyShardedDataParallel) else None
+        for name, kept in unit.shared if unit else ():
+            aliases[clean_name(_joined(path, name))] = clean_name(_joined(path, kept))
+    return aliases
+
+
+class Writer(FileSystemWriter):
+    """torch's writer of a directory, whose `.metadata` has the further names of tensors too.
+
+    Args:
+        path: the directory.
+        aliases: further name -> the name that is stored, both as the model has them.
+    """
+
+    def __init__(self, path: str, aliases: Mapping[str, str]) -> None:
+        super().__init__(path)
+        self.files: dict[str, int] = {}
+        """File -> where its last record ends; known on the rank that writes `.metadata`."""
+        self._aliases = {f"{MODEL}.{name}": f"{MODEL}.{kept}" for name, kept in aliases.items()}
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `.metadata`."""
+        for written in (each for rank in results for each in rank):
+            stop = written.storage_data.offset + written.storage_data.length
+            name = written.storage_data.relative_path
+            self.files[name] = max(stop, self.files.get(name, 0))
+        copies = self._copies(metadata, results)
+        describe_as_before(metadata)
+        super().finish(metadata, [*results, copies])
+        # torch 2.13, FileSystemWriter.finish, syncs the file while its bytes are still in Python's buffer.
+        storage.sync_file(os.path.join(self.path, METADATA))
+
+    def _copies(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[WriteResult]:
+        """Describe aliases, and return the records of what they stand for under their names."""
+        by_name: dict[str, list[WriteResult]] = {}
+        for written in (each for rank in results for each in rank):
+            by_name.setdefault(written.index.fqn, []).append(written)
+        copies = []
+        for alias, kept in self._aliases.items():
+            if kept not in metadata.state_dict_metadata or alias in metadata.state_dict_metadata:
+                continue
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[kept]
+            metadata.planner_data[alias] = (MODEL, alias.removeprefix(f"{MODEL}."))
+            copies += [
+                replace(each, index=MetadataIndex(alias, each.index.offset, each.index.index))
+                for each in by_name[kept]
+            ]
+        return copies

@@ -1,7 +1,7 @@
-"""Phase 2: checkpoint wrappers, then `fully_shard` on the units and the root. No weights move, no rank is asked.
+"""The second phase: checkpoint wrappers, then `fully_shard` on the units and the root. No weights move.
 
-The model may be on meta or hold weights; it may have gone through `parallelize_module`. Whoever calls `fully_shard`
-himself needs nothing of this: `finalize` takes any wrapped model.
+The ranks do not communicate. The model may be on meta or hold weights; it may have gone through `parallelize_module`.
+Code that calls `fully_shard` itself needs none of this: `finalize` takes any wrapped model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit._torch import checkpointed, is_checkpointed, non_persistent_buffers
+from shardkit._torch import checkpointed, is_checkpointed
 from shardkit.core.text import count, escape
 from shardkit.errors import MeshError, PolicyError, UsageError
 from shardkit.keys.names import clean_name
@@ -47,6 +47,7 @@ from shardkit.layout.units import (
     without_ties,
 )
 from shardkit.layout.wrap_policy import Wording, list_candidates, parse_policy
+from shardkit.training.ranks.context import buffer_places
 from shardkit.training.ranks.local import local_tensor
 
 Policy = str | type[nn.Module] | Iterable[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
@@ -61,6 +62,333 @@ CHECKPOINTING = Wording(
     "activation_checkpointing", 'activation_checkpointing="{}"', _USAGE, effect="checkpoints nothing"
 )
 
+# Names that torchtitan, transformers, Lightning and torch's own tutorials give the axes of their meshes.
+_REPLICATE_AXES = ("dp_replicate", "replicate", "ddp")
+_SHARD_AXES = ("dp_shard", "fsdp", "shard", "dp", "data_parallel", "dp_shard_cp")
+_TENSOR_AXES = ("tp", "tensor_parallel")
+_OTHER_AXES = ("pp", "cp", "ep", "efsdp", "sp")
+
+# Parameters outside of FSDP whose gradients are averaged.
+_AVERAGED = WeakIdKeyDictionary()
+
+
+@overload
+def bf16_mixed_precision(strategy: None = None) -> MixedPrecisionPolicy: ...
+
+
+@overload
+def bf16_mixed_precision(strategy: object) -> MixedPrecisionPolicy | MixedPrecision: ...
+
+
+def bf16_mixed_precision(strategy: object = None) -> MixedPrecisionPolicy | MixedPrecision:
+    """Return the policy of bf16 training: parameters are gathered as bf16, gradients reduced in fp32.
+
+    Stored parameters, which the optimizer steps, and buffers keep their own dtypes. For FSDP2 the result is the
+    policy of a root: `wrap` gives blocks the same with `cast_forward_inputs=False`. FSDP1's policy casts the inputs of
+    the root alone.
+
+    Args:
+        strategy: what it is for: Lightning's FSDPStrategy or ModelParallelStrategy, accelerate's FSDP plugin,
+            FullyShardedDataParallel, or an instance or name of one of these; None is `fully_shard` (FSDP2).
+
+    Returns:
+        The class that the strategy takes: torch's MixedPrecision for FSDP1, MixedPrecisionPolicy for FSDP2.
+
+    Raises:
+        UsageError: the strategy is none of these.
+    """
+    bf16, fp32 = torch.bfloat16, torch.float32
+    if strategy is not None and _is_fsdp1(strategy):
+        return MixedPrecision(param_dtype=bf16, reduce_dtype=fp32, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)
+
+
+def _is_fsdp1(strategy: object) -> bool:
+    """Tell FSDP1 from FSDP2 without importing Lightning or accelerate."""
+    version = getattr(strategy, "fsdp_version", None)  # accelerate's plugin
+    kind = strategy if isinstance(strategy, type) else type(strategy)
+    names = [strategy] if isinstance(strategy, str) else [base.__name__ for base in kind.__mro__]
+    for name in names:
+        if version == 1 or name in ("FSDPStrategy", "FullyShardedDataParallel", "fsdp", "fsdp1"):
+            return True
+        if version == 2 or name in ("ModelParallelStrategy", "FSDPModule", "fsdp2"):
+            return False
+    raise UsageError(
+        f"bf16_mixed_precision: {escape(names[0])} is not a known FSDP strategy",
+        hint="give Lightning's strategy, accelerate's FSDP plugin, FullyShardedDataParallel, 'fsdp1' or 'fsdp2'",
+    )
+
+
+def wrap(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    policy: Policy = "auto",
+    activation_checkpointing: bool | Policy = False,
+    mixed_precision: str | MixedPrecisionPolicy | None = "bf16",
+    reshard_after_forward: bool | int | None = None,
+    cpu_offload: bool = False,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+) -> nn.Module:
+    """Shard a model in place with `fully_shard`: each unit, inner ones first, and the root last.
+
+    Args:
+        model: parameters on meta, as `prepare` leaves them, or with weights; DTensors of `parallelize_module` are fine.
+        mesh: one axis shards; of two, the first replicates (HSDP). Of a mesh with a tensor parallel axis (`tp`) the
+            other axes are taken.
+        policy: "auto" (the blocks that the model names itself, or else those of its lists of blocks; blocks that would
+            untie a tied parameter are left to the root), "none" (one unit), a class, a class name, an import path
+            ("pkg.mod.Class"), a module path ("model.layers", "model.layers.*"), a set of these, or a function
+            (name, module) -> bool.
+        activation_checkpointing: True checkpoints every unit; a policy checkpoints the modules that it matches.
+        mixed_precision: "bf16" is `bf16_mixed_precision()` on the root. Blocks have the same without
+            `cast_forward_inputs`: values that the model computes in fp32 between them stay fp32. A torch
+            `MixedPrecisionPolicy` is used as it is, on the root and on all units. None computes in the parameters'
+            dtype.
+        reshard_after_forward: of the units; None frees every unit after its forward except those of the last block,
+            which backward needs at once. An int keeps the parts of that many ranks. The root, which backward needs
+            first too, is never freed.
+        cpu_offload: parameters, gradients and optimizer state live on the CPU.
+        shard_placement_fn: which dim of a parameter to shard; None is dim 0.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PolicyError: a policy matches nothing; lists what exists.
+        LayoutError: names of one parameter would lie in different units.
+        MeshError: no axis to shard over, or more than two axes.
+        UsageError: the model is wrapped already, or a value is none of the above.
+    """
+    _check_plain(model)
+    data_mesh = _data_mesh(mesh)
+    paths = choose_units(model, policy)
+    modules = dict(model.named_modules())
+    precision = _precision(mixed_precision)
+    wide = _class_dtypes(model, precision) if mixed_precision == "bf16" else None
+    plan = plan_units(model, paths, wide)
+    settings = {each.path: _unit_precision(each, modules[each.path], precision, wide) for each in plan.units}
+    recomputed = _checkpointed_paths(model, paths, activation_checkpointing)
+
+    units = {path: modules[path] for path in paths}
+    units = _apply_checkpointing(model, units, [modules[path] for path in recomputed])
+    if wide is not None:
+        _cast_buffers(model, wide)
+    last = _last_block(paths)
+
+    def shard(unit: PlannedUnit, module: nn.Module) -> None:
+        reshard = reshard_after_forward if unit.around else False
+        if reshard is None:
+            reshard = unit.around != last and not unit.around.startswith(f"{last}.")
+        fully_shard(
+            module,
+            mesh=data_mesh,
+            mp_policy=settings[unit.path],
+            offload_policy=_offload(data_mesh) if cpu_offload else OffloadPolicy(),
+            shard_placement_fn=shard_placement_fn,
+            reshard_after_forward=reshard,
+        )
+
+    shard_units(plan, {**modules, **units}, shard)
+    for name in plan.outside:
+        path, _, attribute = name.rpartition(".")
+        hook = partial(_average_gradients, data_mesh, modules[path], attribute)
+        # The module that holds a parameter may never be called (a ParameterList); one around it uses the parameter.
+        for around in ("", *accumulate(path.split("."), "{}.{}".format)):
+            if around in modules:
+                modules[around].register_forward_pre_hook(hook)
+    return model
+
+
+def _check_plain(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        kinds = {
+            "sharded by fully_shard": FSDPModule,
+            "wrapped by FSDP1": FullyShardedDataParallel,
+            "wrapped by DistributedDataParallel": DistributedDataParallel,
+        }
+        for text, kind in kinds.items():
+            if isinstance(module, kind):
+                raise UsageError(
+                    f"the model is wrapped already: {escape(path) or 'its root'} is {text}",
+                    hint="wrap a model once; one that was wrapped by other means goes to finalize as it is",
+                )
+
+
+def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axes of a mesh over which data is spread: (shard,) or (replicate, shard)."""
+    names, sizes = mesh.mesh_dim_names, tuple(mesh.shape)
+    if names is None:
+        if mesh.ndim != 1:
+            raise MeshError(
+                f"a mesh of {mesh.ndim} axes needs their names",
+                hint='init_device_mesh(..., mesh_dim_names=("dp_replicate", "dp_shard"))',
+            )
+        return mesh
+    shown = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+    known = (*_REPLICATE_AXES, *_SHARD_AXES)
+    data = [
+        n for n, size in zip(names, sizes, strict=True) if n not in _TENSOR_AXES and (size > 1 or n in known)
+    ]
+    foreign = [name for name in data if name in _OTHER_AXES]
+    if foreign or len(data) > 2:
+        raise MeshError(
+            f"cannot tell which axes of the mesh ({shown}) data is spread over",
+            hint='give the part that shards, such as mesh["dp_shard"] or mesh["dp_replicate", "dp_shard"]',
+        )
+    if not data and mesh.ndim == 1 and names[0] not in _TENSOR_AXES:
+        data = [names[0]]  # a world of one
+    if not data or data[-1] in _REPLICATE_AXES:
+        raise MeshError(
+            f"the mesh ({shown}) has no axis to shard over, or it is not the last",
+            hint="name one dp_shard, after dp_replicate; without sharding, use DistributedDataParallel",
+        )
+    return mesh if tuple(data) == tuple(names) else mesh[data[0] if len(data) == 1 else tuple(data)]
+
+
+def _precision(value: str | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    if value is None:
+        return MixedPrecisionPolicy()
+    if value == "bf16":
+        return bf16_mixed_precision()
+    if isinstance(value, MixedPrecisionPolicy):
+        return value
+    raise UsageError(
+        f"mixed_precision cannot be {value!r}", hint='give "bf16", None or a torch MixedPrecisionPolicy'
+    )
+
+
+def _class_dtypes(model: nn.Module, precision: MixedPrecisionPolicy) -> ClassDtypes:
+    """Return which tensors a model's classes keep in fp32 when it computes in another dtype.
+
+    The classes are not asked if everything is stored in that dtype already.
+    """
+    wanted = precision.param_dtype
+    assert wanted is not None
+    tensors = (*model.parameters(), *model.buffers())
+    is_asked = any(x.is_floating_point() and x.dtype != wanted for x in tensors)
+    return class_dtypes(model, wanted) if is_asked else ClassDtypes(wanted=wanted)
+
+
+def _unit_precision(
+    unit: PlannedUnit, module: nn.Module, precision: MixedPrecisionPolicy, wide: ClassDtypes | None
+) -> MixedPrecisionPolicy:
+    """Return the policy of a unit.
+
+    Unless the caller gave a policy, a block takes its inputs as they come: a cast would round what its neighbour hands
+    on in fp32 (rotary tables, residuals).
+    """
+    if unit.is_wide:
+        return replace(precision, param_dtype=torch.float32, cast_forward_inputs=False)
+    if unit.parameters is not None:  # the unit around it has cast
+        return replace(precision, cast_forward_inputs=False, output_dtype=None)
+    if wide is None or not unit.path:
+        return precision
+    is_block = any(part.isdecimal() for part in unit.path.split("."))
+    has_masters = any(
+        p.is_floating_point()
+        and p.dtype != wide.wanted
+        and wide.of(clean_name(f"{unit.path}.{name}")) is wide.wanted
+        for name, p in module.named_parameters()
+    )
+    # A unit around the blocks (embeddings, a tower) often gets its inputs in the dtype of its weights. As long as it
+    # is not gathered, that is the dtype of the master weights.
+    return replace(precision, cast_forward_inputs=has_masters and not is_block)
+
+
+def _cast_buffers(model: nn.Module, wide: ClassDtypes) -> None:
+    """Give buffers that are in no checkpoint the dtype that they have in a model built in the dtype of computing.
+
+    A buffer in fp32 would turn what is added to it into fp32.
+    """
+    for place in buffer_places(model, once=True):
+        wanted = None if place.persistent else wide.buffers.get(place.fqn)
+        if wanted is not None and place.tensor.dtype is torch.float32:
+            setattr(place.module, place.name, place.tensor.to(wanted))
+
+
+def _average_gradients(mesh: DeviceMesh, holder: nn.Module, name: str, *_: object) -> None:
+    """Make the gradient of a parameter outside FSDP the mean over all ranks, as FSDP does with its own.
+
+    The hook is registered in the forward, because `finalize` replaces the parameter. If gradients add up over several
+    backwards, what was averaged before is equal on all ranks and stays so.
+    """
+    parameter = getattr(holder, name)
+    if not parameter.requires_grad or parameter in _AVERAGED:
+        return
+
+    def average(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = local_tensor(parameter.grad)  # a DTensor under tensor parallelism
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # a sum in fp16 may overflow
+        for axis in range(mesh.ndim):
+            dist.all_reduce(total, group=mesh.get_group(axis))
+        gradient.copy_(total.div_(mesh.size()))
+
+    parameter.register_post_accumulate_grad_hook(average)
+    _AVERAGED[parameter] = None
+
+
+def _offload(mesh: DeviceMesh) -> OffloadPolicy:
+    # Pinned memory is an accelerator's.
+    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+
+
+def _last_block(paths: Iterable[str]) -> str:
+    """Return the last unit that lies in no other unit."""
+    last = ""
+    for path in paths:
+        if not (last and path.startswith(f"{last}.")):
+            last = path
+    return last
+
+
+def _checkpointed_paths(model: nn.Module, units: list[str], wanted: bool | Policy) -> list[str]:
+    if wanted is False:
+        return []
+    if wanted is not True:
+        return match_policy(model, wanted, CHECKPOINTING)
+    if not units:
+        raise PolicyError(
+            "activation_checkpointing=True checkpoints the units, and there are none",
+            hint=f"give it a policy of its own, such as {CHECKPOINTING.of('auto')}, or units: {POLICY.of('auto')}",
+        )
+    # An inner unit would be computed a third time.
+    return [path for path in units if not any(path.startswith(f"{outer}.") for outer in units)]
+
+
+def _apply_checkpointing(
+    model: nn.Module, units: Mapping[str, nn.Module], chosen: Iterable[nn.Module]
+) -> dict[str, nn.Module]:
+    """Let modules be computed again in backward; return the units, with the wrapper in place of a wrapped one."""
+    wrappers: dict[int, nn.Module] = {}
+    for module in chosen:
+        if _is_transformers_layer(module):
+            _enable_own_checkpointing(module)
+        elif not is_checkpointed(module):
+            wrappers[id(module)] = checkpointed(module)
+    named = model.named_modules(remove_duplicate=False)
+    found = {path: wrappers[id(module)] for path, module in named if id(module) in wrappers}
+    for path in sorted(
+        found, key=lambda path: -path.count(".")
+    ):  # inner ones first: no path has a wrapper in it yet
+        model.set_submodule(path, found[path])
+    return {path: wrappers.get(id(module), module) for path, module in units.items()}
+
+
+def _is_transformers_layer(module: nn.Module) -> bool:
+    """True for a layer that transformers can checkpoint itself; it keeps caches out of what is computed twice."""
+    return any(
+        base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
+    )
+
+
+def _enable_own_checkpointing(module: Any) -> None:
+    # As `gradient_checkpointing_enable` does to all layers; source: transformers 5.23, _set_gradient_checkpointing.
+    module.gradient_checkpointing = True
+    module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
 
 def choose_units(model: nn.Module, policy: Policy) -> list[str]:
     """Return the paths of the modules that a policy makes units, the root aside, in module order.
@@ -70,7 +398,7 @@ def choose_units(model: nn.Module, policy: Policy) -> list[str]:
         policy: see `shardkit.wrap`.
 
     Raises:
-        PolicyError: it matches nothing, or is none.
+        PolicyError: it matches nothing, or is not a policy.
         LayoutError: it would put the names of one parameter into different units.
     """
     chosen = match_policy(model, policy, POLICY)
@@ -84,10 +412,10 @@ def match_policy(model: nn.Module, policy: Policy, wording: Wording) -> list[str
     """Return the paths of the modules that a policy matches, the root aside, in module order.
 
     Args:
-        wording: the argument that it was given as.
+        wording: of the argument in which it was given.
 
     Raises:
-        PolicyError: it, or a member of it, matches nothing or what has no forward, or it is none.
+        PolicyError: it is not a policy, or it or a member of it matches nothing, or only what has no forward.
     """
     if isinstance(policy, str):
         chosen = _match_text(model, policy, wording)
@@ -114,7 +442,7 @@ def _match_text(model: nn.Module, policy: str, wording: Wording) -> list[str]:
     if parsed.kind == "function":
         raise PolicyError(
             f"{wording.name}: {escape(policy)} shards the model itself",
-            hint="call it with the model and the mesh in place of wrap; finalize takes a model wrapped by anybody",
+            hint="call it with the model and the mesh instead of wrap; finalize takes a model wrapped by anybody",
         )
     if parsed.kind == "auto":
         return match_auto(model, wording)
@@ -171,18 +499,18 @@ def _check_forward(model: nn.Module, paths: Iterable[str], wording: Wording) -> 
         raise PolicyError(
             f"{wording.name}: {count(len(containers), 'module')} that it matches cannot be units: they have no forward",
             problems=[f"{escape(path)} ({type(modules[path]).__name__})" for path in containers],
-            hint=f"name what is in it, as {escape(containers[0])}.*",
+            hint=f"name what is in it: {escape(containers[0])}.*",
         )
 
 
 def layer_policy(*paths: str) -> set[type[nn.Module]]:
-    """Return the classes of some import paths, as `wrap`, and FSDP1's own policies, take them.
+    """Return the classes at some import paths, for `wrap` and for FSDP1's own policies.
 
     Args:
         paths: such as "transformers.models.llama.modeling_llama.LlamaDecoderLayer".
 
     Raises:
-        PolicyError: paths that lead to no module class, all at once.
+        PolicyError: paths that lead to no module class; lists all of them.
     """
     found: set[type[nn.Module]] = set()
     problems = []
@@ -206,326 +534,3 @@ def layer_policy(*paths: str) -> set[type[nn.Module]]:
             hint="give import paths of module classes, such as transformers.models.llama.modeling_llama.LlamaDecoderLayer",
         )
     return found
-
-
-# Names that torchtitan, transformers, Lightning and torch's own tutorials give the axes of their meshes.
-_REPLICATE_AXES = ("dp_replicate", "replicate", "ddp")
-_SHARD_AXES = ("dp_shard", "fsdp", "shard", "dp", "data_parallel", "dp_shard_cp")
-_TENSOR_AXES = ("tp", "tensor_parallel")
-_OTHER_AXES = ("pp", "cp", "ep", "efsdp", "sp")
-
-# Parameters outside of FSDP whose gradients are averaged.
-_AVERAGED = WeakIdKeyDictionary()
-
-
-@overload
-def bf16_mixed_precision(strategy: None = None) -> MixedPrecisionPolicy: ...
-
-
-@overload
-def bf16_mixed_precision(strategy: object) -> MixedPrecisionPolicy | MixedPrecision: ...
-
-
-def bf16_mixed_precision(strategy: object = None) -> MixedPrecisionPolicy | MixedPrecision:
-    """Return the policy of bf16 training: parameters are gathered as bf16, gradients reduced in fp32.
-
-    What is stored, and what the optimizer steps, keeps its own dtype; buffers keep theirs. For FSDP2 it is a root's:
-    `wrap` gives blocks the same with `cast_forward_inputs=False`. FSDP1's casts the inputs of the root alone.
-
-    Args:
-        strategy: what it is for: Lightning's FSDPStrategy or ModelParallelStrategy, accelerate's FSDP plugin,
-            FullyShardedDataParallel, or an instance or name of one of these; None is `fully_shard` (FSDP2).
-
-    Returns:
-        What that wants: torch's MixedPrecision for FSDP1, MixedPrecisionPolicy for FSDP2.
-
-    Raises:
-        UsageError: it is none of these.
-    """
-    bf16, fp32 = torch.bfloat16, torch.float32
-    if strategy is not None and _is_fsdp1(strategy):
-        return MixedPrecision(param_dtype=bf16, reduce_dtype=fp32, cast_forward_inputs=False)
-    return MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)
-
-
-def _is_fsdp1(strategy: object) -> bool:
-    """Tell FSDP1 from FSDP2, without importing Lightning or accelerate."""
-    version = getattr(strategy, "fsdp_version", None)  # accelerate's plugin
-    kind = strategy if isinstance(strategy, type) else type(strategy)
-    names = [strategy] if isinstance(strategy, str) else [base.__name__ for base in kind.__mro__]
-    for name in names:
-        if version == 1 or name in ("FSDPStrategy", "FullyShardedDataParallel", "fsdp", "fsdp1"):
-            return True
-        if version == 2 or name in ("ModelParallelStrategy", "FSDPModule", "fsdp2"):
-            return False
-    raise UsageError(
-        f"bf16_mixed_precision: {escape(names[0])} is no FSDP strategy that is known",
-        hint="give Lightning's strategy, accelerate's FSDP plugin, FullyShardedDataParallel, 'fsdp1' or 'fsdp2'",
-    )
-
-
-def wrap(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    policy: Policy = "auto",
-    activation_checkpointing: bool | Policy = False,
-    mixed_precision: str | MixedPrecisionPolicy | None = "bf16",
-    reshard_after_forward: bool | int | None = None,
-    cpu_offload: bool = False,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-) -> nn.Module:
-    """Shard a model in place with `fully_shard`: each unit, inner ones first, and the root last.
-
-    Args:
-        model: parameters on meta, as `prepare` leaves them, or with weights; DTensors of `parallelize_module` are fine.
-        mesh: one axis shards; of two, the first replicates (HSDP). Of a mesh with a tensor parallel axis (`tp`) the
-            other axes are taken.
-        policy: "auto" (the blocks that the model names itself, else those of its lists of blocks; blocks that would
-            untie a tied parameter are left to the root), "none" (one unit), a class, a class name, an import path
-            ("pkg.mod.Class"), a module path ("model.layers", "model.layers.*"), a set of these, or a function
-            (name, module) -> bool.
-        activation_checkpointing: True checkpoints every unit, a policy the modules that it matches.
-        mixed_precision: "bf16" is `bf16_mixed_precision()` on the root. Blocks have the same without
-            `cast_forward_inputs`: what a model computes in fp32 between them stays so. A torch `MixedPrecisionPolicy`
-            is used as it is, on the root and on all units. None computes in the parameters' dtype.
-        reshard_after_forward: of the units; None frees every unit after its forward but those of the last block, which
-            backward wants at once. An int keeps the parts of so many ranks. The root, which backward begins with
-            too, is never freed.
-        cpu_offload: parameters, gradients and optimizer state live on the CPU.
-        shard_placement_fn: which dim of a parameter to shard; None is dim 0.
-
-    Returns:
-        The same model.
-
-    Raises:
-        PolicyError: a policy matches nothing; what exists is listed.
-        LayoutError: names of one parameter would lie in different units.
-        MeshError: no axis to shard over, or more than two axes.
-        UsageError: the model is wrapped already, or a value is none of the above.
-    """
-    _check_plain(model)
-    data_mesh = _data_mesh(mesh)
-    paths = choose_units(model, policy)
-    modules = dict(model.named_modules())
-    precision = _precision(mixed_precision)
-    wide = _class_dtypes(model, precision) if mixed_precision == "bf16" else None
-    plan = plan_units(model, paths, wide)
-    settings = {each.path: _unit_precision(each, modules[each.path], precision, wide) for each in plan.units}
-    recomputed = _checkpointed_paths(model, paths, activation_checkpointing)
-
-    units = {path: modules[path] for path in paths}
-    units = _apply_checkpointing(model, units, [modules[path] for path in recomputed])
-    if wide is not None:
-        _cast_buffers(model, wide)
-    last = _last_block(paths)
-
-    def shard(unit: PlannedUnit, module: nn.Module) -> None:
-        reshard = reshard_after_forward if unit.around else False
-        if reshard is None:
-            reshard = unit.around != last and not unit.around.startswith(f"{last}.")
-        fully_shard(
-            module,
-            mesh=data_mesh,
-            mp_policy=settings[unit.path],
-            offload_policy=_offload(data_mesh) if cpu_offload else OffloadPolicy(),
-            shard_placement_fn=shard_placement_fn,
-            reshard_after_forward=reshard,
-        )
-
-    shard_units(plan, {**modules, **units}, shard)
-    for name in plan.outside:
-        path, _, attribute = name.rpartition(".")
-        hook = partial(_average_gradients, data_mesh, modules[path], attribute)
-        # Who holds a parameter may never be called (a ParameterList); whoever uses it lies around it.
-        for around in ("", *accumulate(path.split("."), "{}.{}".format)):
-            if around in modules:
-                modules[around].register_forward_pre_hook(hook)
-    return model
-
-
-def _check_plain(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        kinds = {
-            "sharded by fully_shard": FSDPModule,
-            "wrapped by FSDP1": FullyShardedDataParallel,
-            "wrapped by DistributedDataParallel": DistributedDataParallel,
-        }
-        for text, kind in kinds.items():
-            if isinstance(module, kind):
-                raise UsageError(
-                    f"the model is wrapped already: {escape(path) or 'its root'} is {text}",
-                    hint="wrap a model once; one that was wrapped by other means goes to finalize as it is",
-                )
-
-
-def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a mesh that data is spread over: (shard,) or (replicate, shard)."""
-    names, sizes = mesh.mesh_dim_names, tuple(mesh.shape)
-    if names is None:
-        if mesh.ndim != 1:
-            raise MeshError(
-                f"a mesh of {mesh.ndim} axes needs their names",
-                hint='init_device_mesh(..., mesh_dim_names=("dp_replicate", "dp_shard"))',
-            )
-        return mesh
-    shown = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
-    known = (*_REPLICATE_AXES, *_SHARD_AXES)
-    data = [
-        n for n, size in zip(names, sizes, strict=True) if n not in _TENSOR_AXES and (size > 1 or n in known)
-    ]
-    foreign = [name for name in data if name in _OTHER_AXES]
-    if foreign or len(data) > 2:
-        raise MeshError(
-            f"cannot tell which axes of the mesh ({shown}) data is spread over",
-            hint='give the part that shards, as mesh["dp_shard"], or mesh["dp_replicate", "dp_shard"]',
-        )
-    if not data and mesh.ndim == 1 and names[0] not in _TENSOR_AXES:
-        data = [names[0]]  # a world of one
-    if not data or data[-1] in _REPLICATE_AXES:
-        raise MeshError(
-            f"the mesh ({shown}) has no axis to shard over, or it is not the last",
-            hint="name one dp_shard, after dp_replicate; without sharding, DistributedDataParallel is the tool",
-        )
-    return mesh if tuple(data) == tuple(names) else mesh[data[0] if len(data) == 1 else tuple(data)]
-
-
-def _precision(value: str | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
-    if value is None:
-        return MixedPrecisionPolicy()
-    if value == "bf16":
-        return bf16_mixed_precision()
-    if isinstance(value, MixedPrecisionPolicy):
-        return value
-    raise UsageError(
-        f"mixed_precision cannot be {value!r}", hint='give "bf16", None or a torch MixedPrecisionPolicy'
-    )
-
-
-def _class_dtypes(model: nn.Module, precision: MixedPrecisionPolicy) -> ClassDtypes:
-    """Return what a model's classes have in fp32 in what is computed in; nobody is asked where all is stored so."""
-    wanted = precision.param_dtype
-    assert wanted is not None
-    tensors = (*model.parameters(), *model.buffers())
-    is_asked = any(x.is_floating_point() and x.dtype != wanted for x in tensors)
-    return class_dtypes(model, wanted) if is_asked else ClassDtypes(wanted=wanted)
-
-
-def _unit_precision(
-    unit: PlannedUnit, module: nn.Module, precision: MixedPrecisionPolicy, wide: ClassDtypes | None
-) -> MixedPrecisionPolicy:
-    """Return the policy of a unit. Where nobody said otherwise, a block takes its inputs as they come: a cast would
-    round what its neighbour hands on in fp32 (rotary tables, residuals)."""
-    if unit.is_wide:
-        return replace(precision, param_dtype=torch.float32, cast_forward_inputs=False)
-    if unit.parameters is not None:  # the unit around it has cast
-        return replace(precision, cast_forward_inputs=False, output_dtype=None)
-    if wide is None or not unit.path:
-        return precision
-    is_block = any(part.isdecimal() for part in unit.path.split("."))
-    has_masters = any(
-        p.is_floating_point()
-        and p.dtype != wide.wanted
-        and wide.of(clean_name(f"{unit.path}.{name}")) is wide.wanted
-        for name, p in module.named_parameters()
-    )
-    # What stands around the blocks (embeddings, a tower) often gets its inputs in the dtype of its weights, which is
-    # the masters' as long as it is not gathered.
-    return replace(precision, cast_forward_inputs=has_masters and not is_block)
-
-
-def _cast_buffers(model: nn.Module, wide: ClassDtypes) -> None:
-    """Give buffers that are in no checkpoint the dtype of a model that was built in what is computed in: one in fp32
-    would make fp32 of what is added to it."""
-    for path, module in model.named_modules():
-        for name in non_persistent_buffers(module):
-            buffer = getattr(module, name)
-            wanted = wide.buffers.get(clean_name(f"{path}.{name}" if path else name))
-            if buffer is not None and wanted is not None and buffer.dtype is torch.float32:
-                setattr(module, name, buffer.to(wanted))
-
-
-def _average_gradients(mesh: DeviceMesh, holder: nn.Module, name: str, *_: object) -> None:
-    """Let the gradient of a parameter outside of FSDP be the mean over all ranks, as FSDP's are.
-
-    The hook is put on in the forward, because the parameter is another one after `finalize`. Where gradients add up
-    over several backwards, what was averaged before is equal on all ranks and stays so.
-    """
-    parameter = getattr(holder, name)
-    if not parameter.requires_grad or parameter in _AVERAGED:
-        return
-
-    def average(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        gradient = local_tensor(parameter.grad)  # a DTensor under tensor parallelism
-        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # a sum in fp16 may overflow
-        for axis in range(mesh.ndim):
-            dist.all_reduce(total, group=mesh.get_group(axis))
-        gradient.copy_(total.div_(mesh.size()))
-
-    parameter.register_post_accumulate_grad_hook(average)
-    _AVERAGED[parameter] = None
-
-
-def _offload(mesh: DeviceMesh) -> OffloadPolicy:
-    # Pinned memory is an accelerator's.
-    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-
-
-def _last_block(paths: Iterable[str]) -> str:
-    """The last unit that lies in no other one."""
-    last = ""
-    for path in paths:
-        if not (last and path.startswith(f"{last}.")):
-            last = path
-    return last
-
-
-def _checkpointed_paths(model: nn.Module, units: list[str], wanted: bool | Policy) -> list[str]:
-    if wanted is False:
-        return []
-    if wanted is not True:
-        return match_policy(model, wanted, CHECKPOINTING)
-    if not units:
-        raise PolicyError(
-            "activation_checkpointing=True checkpoints the units, and there are none",
-            hint=f"give it a policy of its own, as {CHECKPOINTING.of('auto')}, or units: {POLICY.of('auto')}",
-        )
-    # An inner unit would be computed a third time.
-    return [path for path in units if not any(path.startswith(f"{outer}.") for outer in units)]
-
-
-def _apply_checkpointing(
-    model: nn.Module, units: Mapping[str, nn.Module], chosen: Iterable[nn.Module]
-) -> dict[str, nn.Module]:
-    """Let modules be computed again in backward; return the units, a wrapped one as its wrapper."""
-    wrappers: dict[int, nn.Module] = {}
-    for module in chosen:
-        if _is_transformers_layer(module):
-            _enable_own_checkpointing(module)
-        elif not is_checkpointed(module):
-            wrappers[id(module)] = checkpointed(module)
-    places = [
-        (path, wrappers[id(m)])
-        for path, m in model.named_modules(remove_duplicate=False)
-        if id(m) in wrappers
-    ]
-    for path, wrapper in sorted(
-        places, key=lambda place: -place[0].count(".")
-    ):  # a path leads through no wrapper yet
-        model.set_submodule(path, wrapper)
-    return {path: wrappers.get(id(module), module) for path, module in units.items()}
-
-
-def _is_transformers_layer(module: nn.Module) -> bool:
-    """True for a layer that transformers can checkpoint itself: it keeps caches out of what is computed twice."""
-    return any(
-        base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
-        for base in type(module).__mro__
-    )
-
-
-def _enable_own_checkpointing(module: Any) -> None:
-    # What `gradient_checkpointing_enable` does to all layers; source: transformers 5.23, _set_gradient_checkpointing.
-    module.gradient_checkpointing = True
-    module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)

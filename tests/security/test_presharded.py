@@ -18,8 +18,7 @@ from shardkit.errors import SourceError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.operations.preshard import preshard
-from shardkit.training.prepare import describe
-from shardkit.training.ranks.context import Weights
+from shardkit.training.ranks.context import Weights, describe
 from shardkit.training.source.weights import open_weights
 
 NAME, LIST, FILE = manifest.NAME, "__0_0.chunks.json", "__0_0.distcp"

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import fully_shard
 
 from shardkit.errors import ShardkitError
 from shardkit.training.model.initialise import initialise, new_rows
-from shardkit.training.prepare import describe, prepare
+from shardkit.training.prepare import prepare
+from shardkit.training.ranks.context import describe
 from shardkit.training.source.weights import open_weights
 from tests.distributed.processes import end_world, fork, wait
 from tests.training import models

@@ -103,5 +103,5 @@ def test_mixed_precision_is_what_the_strategy_wants() -> None:
         second = bf16_mixed_precision(strategy)
         assert isinstance(second, MixedPrecisionPolicy)
         assert (second.param_dtype, second.reduce_dtype) == (torch.bfloat16, torch.float32)
-    with pytest.raises(UsageError, match="DDPStrategy is no FSDP strategy"):
+    with pytest.raises(UsageError, match="DDPStrategy is not a known FSDP strategy"):
         bf16_mixed_precision("DDPStrategy")

@@ -16,8 +16,7 @@ from torch import nn
 import shardkit
 from shardkit.errors import IntegrityError, LayoutError
 from shardkit.files import manifest
-from shardkit.training.prepare import describe
-from shardkit.training.ranks.context import Weights, key_rules, recall, remember
+from shardkit.training.ranks.context import Weights, describe, key_rules, recall, remember
 from shardkit.training.save import save
 from shardkit.training.source.weights import open_weights
 from tests.distributed.processes import ROOT, run_script

@@ -152,7 +152,7 @@ def test_errors_list_what_exists_and_name_what_works(wrap_world: World) -> None:
         "bert.embeddings.word_embeddings.weight (unit bert.embeddings) and cls.predictions.decoder.weight (unit root)"
     ]
     assert found["tied"]["hint"].endswith('policy="BertLayer"')
-    assert found["modulelist"]["hint"] == "name what is in it, as model.layers.*"
+    assert found["modulelist"]["hint"] == "name what is in it: model.layers.*"
 
 
 @pytest.mark.dist

@@ -34,10 +34,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.errors import ShardkitError
+from shardkit.keys.names import clean_name
 from shardkit.training.diagnostics.diagnose import diagnose
 from shardkit.training.gradients import clip_grad_norm_, grad_norm
 from shardkit.training.optimizer import parameter_names, rebind_optimizer
-from shardkit.training.ranks.context import clean_name
 from shardkit.training.save import save
 from shardkit.training.wrap import layer_policy, wrap
 from tests.distributed.processes import end_world, fork, wait

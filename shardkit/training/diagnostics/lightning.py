@@ -1,4 +1,4 @@
-"""A Lightning callback that says what wrapping did, and where memory peaks in the first batches.
+"""A Lightning callback that logs what wrapping did, and where memory peaks in the first batches.
 
 Lightning is imported when a callback is made, not before.
 """
@@ -18,30 +18,37 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from shardkit._torch import wrap_policy_classes
 from shardkit.core.text import MIB, escape
 from shardkit.errors import UsageError
+from shardkit.keys.names import clean_name
 from shardkit.training.diagnostics.diagnose import Diagnosis, diagnose
 from shardkit.training.diagnostics.memory import PhaseMemory, PhaseUsage
-from shardkit.training.ranks.context import clean_name
 from shardkit.training.ranks.local import local_tensor
 
-# The same library under two names, whose classes are not each other's.
+# The same library under two names; each has its own classes.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_FIELDS = ("cpu_after", "cpu_peak", "cuda_after", "cuda_peak", "cuda_reserved")  # of memory, sent to loggers
+_FIELDS = {
+    "cpu_after": "CPU",
+    "cpu_peak": "peak",
+    "cuda_after": "CUDA",
+    "cuda_peak": "peak",
+    "cuda_reserved": "reserved",
+}
+"""Field of `PhaseUsage` that loggers get -> what a line of text calls it."""
 
 
 class FSDPDiagnosticsCallback:
     """Logs `diagnose` of the wrapped model when fit starts, and memory in the first batches, on every rank.
 
-    For FSDPStrategy (FSDP1) and ModelParallelStrategy (FSDP2); with any other one it says that nothing is cut.
-    Rank 0 also logs the settings that the strategy resolved to: the mixed precision of the strategy, that of
-    `Trainer(precision=...)` and which of them the wrapped model has, state_dict_type, offload and policies.
-    Of each batch: what is held at its start, after backward, before the optimizer's step and at its end, with the
+    It is for FSDPStrategy (FSDP1) and ModelParallelStrategy (FSDP2); with any other strategy it says that nothing is
+    cut. Rank 0 also logs the settings to which the strategy resolved: the mixed precision of the strategy, that of
+    `Trainer(precision=...)` and which of them the wrapped model has, state_dict_type, offload and policies. For each
+    batch it logs the memory held at its start, after backward, before the optimizer's step and at its end, with the
     peak since the point before.
 
     Args:
-        num_logged_batches: of each fit, the first so many are watched; 0 for none.
-        log_module_tree_top_k: of the module tree, the so many modules that hold most parameters are logged; 0 for none.
-        log_to_logger: the trainer's loggers get the settings as hyperparameters, and rank 0's shares and memory as
-            metrics in bytes (`shardkit/...`), too.
+        num_logged_batches: how many batches of each fit are watched, from the first; 0 for none.
+        log_module_tree_top_k: how many modules are logged, those that hold most parameters; 0 for none.
+        log_to_logger: the trainer's loggers also get the settings as hyperparameters, and rank 0's shares and memory
+            as metrics in bytes (`shardkit/...`).
 
     Raises:
         UsageError: Lightning is not installed.
@@ -61,11 +68,11 @@ class FSDPDiagnosticsCallback:
         self.log_module_tree_top_k = log_module_tree_top_k
         self.log_to_logger = log_to_logger
         self.settings: dict[str, str] = {}
-        """What the strategy resolved to, by name; empty before fit."""
+        """Settings to which the strategy resolved, by name; empty before fit."""
         self.diagnosis: Diagnosis | None = None
         """Of this rank; None before fit."""
         self.phases: list[PhaseUsage] = []
-        """What was logged of memory; names are "batch 0 after backward" and so on."""
+        """The memory that was logged; names are "batch 0 after backward" and so on."""
         self._memory: PhaseMemory | None = None
         self._batch = 0
 
@@ -108,29 +115,29 @@ class FSDPDiagnosticsCallback:
             logger.log_metrics(named, step=trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin to watch a batch."""
+        """Start watching a batch."""
         if self._batch < self.num_logged_batches:
             self._memory = PhaseMemory().__enter__()
             self._mark(trainer, "start")
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """Peak of forward and backward."""
+        """Log the peak of forward and backward."""
         self._mark(trainer, "after backward")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Peak of what lies between: clipping, logging."""
+        """Log the peak between backward and step: clipping, logging."""
         self._mark(trainer, "before optimizer step")
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Peak of the optimizer's step."""
+        """Log the peak of the optimizer's step."""
         self._mark(trainer, "end")
         self._close()
         self._batch += 1
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the watching of a batch that failed."""
+        """Stop watching a batch that failed."""
         self._close()
 
     def _mark(self, trainer: Any, point: str) -> None:
@@ -138,12 +145,14 @@ class FSDPDiagnosticsCallback:
             return
         usage = self._memory.mark(f"batch {self._batch} {point}")
         self.phases.append(usage)
-        parts = [f"{name} {value / MIB:,.1f}" for name, value in _shown(usage) if value is not None]
+        known = {
+            name: value for name, value in asdict(usage).items() if name in _FIELDS and value is not None
+        }
+        parts = [f"{_FIELDS[name]} {value / MIB:,.1f}" for name, value in known.items()]
         _logger().info("rank %d, %s, MiB: %s", trainer.global_rank, usage.name, ", ".join(parts))
         if self.log_to_logger:
-            fields = asdict(usage)
-            numbers = {f"{point.replace(' ', '_')}/{name}_bytes": fields[name] for name in _FIELDS}
-            self._send(trainer, {name: value for name, value in numbers.items() if value is not None})
+            prefix = point.replace(" ", "_")
+            self._send(trainer, {f"{prefix}/{name}_bytes": value for name, value in known.items()})
 
     def _close(self) -> None:
         if self._memory is not None:
@@ -151,18 +160,8 @@ class FSDPDiagnosticsCallback:
             self._memory = None
 
 
-def _shown(usage: PhaseUsage) -> tuple[tuple[str, int | None], ...]:
-    return (
-        ("CPU", usage.cpu_after),
-        ("peak", usage.cpu_peak),
-        ("CUDA", usage.cuda_after),
-        ("peak", usage.cuda_peak),
-        ("reserved", usage.cuda_reserved),
-    )
-
-
 def _settings(trainer: Any, model: nn.Module, diagnosis: Diagnosis) -> dict[str, str]:
-    """Return what a strategy resolved to, read from it and from the model that it wrapped."""
+    """Return the settings to which a strategy resolved, read from it and from the model that it wrapped."""
     strategy = trainer.strategy
     found = {"strategy": f"{type(strategy).__name__}, {trainer.world_size} processes"}
     given = getattr(strategy, "mixed_precision", None)
@@ -194,7 +193,7 @@ def _settings(trainer: Any, model: nn.Module, diagnosis: Diagnosis) -> dict[str,
 
 
 def _in_effect(model: nn.Module, diagnosis: Diagnosis, given: object, implied: object) -> str:
-    """Say what the outermost unit has, and where that comes from."""
+    """Say which mixed precision the outermost unit has, and where that comes from."""
     first = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
     if first is None:
         kinds = dict.fromkeys(unit.mixed_precision or "none" for unit in diagnosis.units)
@@ -223,7 +222,7 @@ def _precision(value: Any) -> str:
 
 
 def _policy(value: Any) -> str:
-    """Return a policy, or another argument, in a few words: sets of classes by their names."""
+    """Return a policy, or another argument, in a few words; sets of classes by their names."""
     if value is None:
         return "none"
     classes = value if isinstance(value, (set, frozenset, list, tuple)) else wrap_policy_classes(value)
@@ -233,7 +232,7 @@ def _policy(value: Any) -> str:
 
 
 def _largest(model: nn.Module, number: int) -> list[str]:
-    """Return a line for each of the modules that hold most of this rank's parameters, the model itself aside."""
+    """Return a line for each of the modules that hold most of this rank's parameters, without the model itself."""
     held: list[tuple[int, int, str, str]] = []
     for path, module in model.named_modules():
         children = [child for child in module.children() if any(True for _ in child.parameters())]
@@ -252,7 +251,7 @@ def _largest(model: nn.Module, number: int) -> list[str]:
 
 
 def _callback_classes() -> tuple[type, ...]:
-    """Callback of every name that Lightning was imported under, else of the first that can be."""
+    """Return Lightning's Callback under every name by which it was imported, else under the first that works."""
     imported = [name for name in _PACKAGES if name in sys.modules]
     for name in imported or _PACKAGES:
         if not imported:
@@ -267,6 +266,6 @@ def _callback_classes() -> tuple[type, ...]:
 
 
 def _logger() -> logging.Logger:
-    """A child of Lightning's own logger: it is shown where Lightning's messages are."""
+    """Return a child of Lightning's own logger, which shows up where Lightning's messages do."""
     name = next((name for name in _PACKAGES if name in sys.modules), "shardkit")
     return logging.getLogger(f"{name}.shardkit")

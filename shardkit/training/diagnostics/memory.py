@@ -1,8 +1,8 @@
 """Memory of the phases of a program: what this process really holds, and the most that it held.
 
-On the CPU that is anonymous memory: pages of mapped files, which reading a checkpoint fills, belong to the system and
-do not count. A thread samples it, so a peak shorter than the interval may be missed. On CUDA it is what the
-allocator hands out, whose peaks are exact.
+On the CPU that is anonymous memory. Pages of mapped files, which reading a checkpoint fills, belong to the system and
+do not count. A thread samples it, so a peak shorter than the interval may be missed. On CUDA it is what the allocator
+hands out, whose peaks are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTERVAL_S = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseUsage:
-    """One phase. Bytes; None where the system does not tell, or there is no CUDA."""
+    """One phase. Values are bytes; None if the system does not tell, or there is no CUDA."""
 
     name: str
     """Names of nested phases are joined with slashes."""
@@ -34,12 +34,12 @@ class PhaseUsage:
     """Anonymous memory when it began."""
     cpu_after: int | None
     cpu_peak: int | None
-    """The most that was seen in it."""
+    """The most that was seen during the phase."""
     cuda_before: int | None = None
     """Allocated on this process's current device when it began."""
     cuda_after: int | None = None
     cuda_peak: int | None = None
-    """The most that was allocated in it."""
+    """The most that was allocated during the phase."""
     cuda_reserved: int | None = None
     """What the allocator held when it ended."""
 
@@ -62,7 +62,7 @@ class PhaseMemory:
             with memory.phase("load"):
                 with memory.phase("read"):       # recorded as load/read
                     ...
-            memory.mark("after forward")         # what was held since the mark before, without a block
+            memory.mark("after forward")         # what was held since the last mark, without a block
         print(memory)
 
     On CUDA it resets the allocator's peak statistics whenever a phase begins or ends. It can be entered again.
@@ -100,10 +100,10 @@ class PhaseMemory:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record what runs inside; also when it ends with an exception.
+        """Record what runs inside, even if it ends with an exception.
 
         Raises:
-            UsageError: outside of `with`.
+            UsageError: outside `with`.
         """
         self._check()
         inside = self._open[-1].name + "/" if self._open else ""
@@ -119,10 +119,10 @@ class PhaseMemory:
             self.phases.append(_usage(begun, begun.name))
 
     def mark(self, name: str) -> PhaseUsage:
-        """Record what lies between the last mark, or the beginning, and now.
+        """Record the time between the last mark, or the beginning, and now.
 
         Raises:
-            UsageError: outside of `with`.
+            UsageError: outside `with`.
         """
         self._check()
         self._look()
@@ -150,7 +150,7 @@ class PhaseMemory:
     def _check(self) -> None:
         if self._thread is None:
             raise UsageError(
-                "PhaseMemory records inside of `with` alone", hint="with PhaseMemory() as memory: ..."
+                "PhaseMemory records only inside `with`", hint="with PhaseMemory() as memory: ..."
             )
 
     def _begin(self, name: str) -> _Open:
@@ -170,7 +170,7 @@ class PhaseMemory:
                     phase.cpu_peak = held
 
     def _look(self) -> None:
-        """Bring all running phases up to now, and let CUDA's peak begin anew."""
+        """Bring all running phases up to date, and let CUDA's peak start again."""
         self._raise_cpu()
         if _has_cuda():
             peak = torch.cuda.max_memory_allocated()
@@ -196,7 +196,7 @@ def _usage(phase: _Open, name: str) -> PhaseUsage:
 
 
 def anonymous_bytes() -> int | None:
-    """Return this process's anonymous memory in bytes; None where the system does not tell (not Linux)."""
+    """Return this process's anonymous memory in bytes; None if the system does not tell (not Linux)."""
     try:
         with open(_STATUS, "rb", buffering=0) as file:
             text = file.read()
@@ -207,7 +207,7 @@ def anonymous_bytes() -> int | None:
 
 
 def _has_cuda() -> bool:
-    # Asking must not make a context: that takes hundreds of megabytes.
+    # Asking must not create a context, which takes hundreds of megabytes.
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 

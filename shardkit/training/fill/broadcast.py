@@ -1,17 +1,18 @@
-"""Source ranks read, and send every rank only what it holds.
+"""Source ranks read, and send every other rank only what it holds.
 
-Source and receivers derive the same sequence of messages from names, shapes and dtypes (`messages`), so that
-nothing but a status and bytes is sent.
+Source and receivers derive the same sequence of messages from names, shapes and dtypes, so that only a status and
+bytes are sent. Large tensors go band by band, with one message to each rank that holds a part. Small ones are packed
+together behind a status: a source that cannot read on says so there, and nobody waits for what will not come.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from shardkit.errors import LayoutError, SourceError
 from shardkit.training.fill.compare import DAMAGED, together
 from shardkit.training.fill.reading import (
     Filled,
+    ReadOptions,
+    SourceRank,
     Wanted,
     Worker,
     flat_bytes,
@@ -32,8 +35,18 @@ from shardkit.training.fill.reading import (
     torch_dtype,
     window,
 )
-from shardkit.training.ranks.agree import agree, agreed, broadcast_json, device_for, gather_json, lost, world
-from shardkit.training.ranks.context import Weights
+from shardkit.training.ranks.agree import (
+    agree,
+    agreed,
+    broadcast_json,
+    device_for,
+    from_bytes,
+    gather_json,
+    lost,
+    to_bytes,
+    world,
+)
+from shardkit.training.ranks.context import Supply, Weights
 from shardkit.training.ranks.local import LocalShard
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
@@ -41,237 +54,67 @@ from shardkit.transfer.sources import SourceFiles
 
 BAND_NBYTES = 4 * MIB
 """Most bytes of a tensor in one message."""
-_ALIGN = 16  # bytes; of the parts in a packed message, so that they can be viewed as any dtype
 
-
-class Sent(NamedTuple):
-    """How a tensor is sent."""
-
-    entry: TensorEntry
-    dtype: torch.dtype
-    """The narrower of the stored and the wanted one."""
-
-
-class Band(NamedTuple):
-    """A contiguous box of a tensor, of bounded size."""
-
-    number: int
-    """Of the tensor, in the order in which they are sent."""
-    box: Region
-
-
-class Step(NamedTuple):
-    """What is sent together."""
-
-    packed: tuple[Band, ...]
-    """Whole small tensors, behind a status, in one message to each rank."""
-    bands: tuple[Band, ...]
-    """Of one large tensor, after it."""
-
-
-class Part(NamedTuple):
-    """A rank's part of a tensor, in a packed message."""
-
-    number: int
-    box: Region
-    start: int
-    """First byte in the message."""
-    stop: int
-
-
-def build_steps(tensors: Sequence[Sent]) -> Iterator[Step]:
-    """Yield what is sent together, in order; the last step ends with a status."""
-    packed: list[Band] = []
-    nbytes = 0
-    for number, (entry, dtype) in enumerate(tensors):
-        itemsize = max(dtype.itemsize, entry.dtype.itemsize)
-        bands = tuple(Band(number, box) for box in blocks(entry.shape, max(BAND_NBYTES // itemsize, 1)))
-        if len(bands) > 1:
-            yield Step(tuple(packed), bands)
-            packed, nbytes = [], 0
-        elif bands:
-            size = entry.num_elements * itemsize
-            if packed and nbytes + size > BAND_NBYTES:
-                yield Step(tuple(packed), ())
-                packed, nbytes = [], 0
-            packed.extend(bands)
-            nbytes += size
-    yield Step(tuple(packed), ())
-    yield Step((), ())  # how the last one ended
-
-
-def packed_layout(
-    step: Step, tensors: Sequence[Sent], regions: Mapping[int, Region]
-) -> tuple[list[Part], int]:
-    """Return where each part lies in a rank's packed message, and the bytes of the message.
-
-    Args:
-        step: what is sent together.
-        tensors: all that is sent.
-        regions: what the rank holds of each, by number.
-    """
-    parts: list[Part] = []
-    at = _ALIGN  # the status
-    for number, box in step.packed:
-        part = intersect(regions[number], box) if number in regions else None
-        if part is not None:
-            nbytes = part.num_elements * tensors[number].dtype.itemsize
-            parts.append(Part(number, part, at, at + nbytes))
-            at += -(-nbytes // _ALIGN) * _ALIGN
-    return parts, at
-
-
-SourceRank = Literal["global", "node", "replica"]
-
-
-class Told(NamedTuple):
-    """What a rank says of itself."""
-
-    identity: str | None
-    """Of the weights that it sees; None where it cannot open them."""
-    reason: str | None
-    """Why not."""
-    group: str
-    """Ranks with the same one are served by one source."""
-
-
-def choose_sources(
-    shards: Sequence[LocalShard], weights: Weights | None, unavailable: str | None, source_rank: SourceRank
-) -> list[int]:
-    """Return the source rank of every rank; the first of each group that can open the source. Every rank calls it.
-
-    Args:
-        shards: of this rank.
-        weights: opened by this rank, or None.
-        unavailable: why not.
-        source_rank: "global", "node" or "replica".
-
-    Raises:
-        SourceError: on all ranks: a group without a rank that can open the source, or two that see other weights.
-    """
-    group = ""
-    if source_rank != "global":
-        group = _node() if source_rank == "node" else _replica(shards)
-    mine = Told(None if weights is None else weights.identity, unavailable, group)
-    told = [Told(*each) for each in gather_json(mine, phase="choosing source ranks")]
-    found: dict[str, int] = {}
-    for rank, each in enumerate(told):
-        if each.identity is not None:
-            found.setdefault(each.group, rank)
-    problems = [
-        f"rank {rank}: {(each.reason or 'cannot open the source').splitlines()[0]}"
-        for rank, each in enumerate(told)
-        if each.group not in found
-    ]
-    if problems:
-        raise SourceError(
-            f"no rank of some {source_rank} can open the source" if found else "no rank can open the source",
-            problems=problems,
-            hint="source_rank='global' needs one rank that can" if found else None,
-        )
-    first = told[min(found.values())].identity
-    others = [rank for rank in found.values() if told[rank].identity != first]
-    if others:
-        raise SourceError(
-            "source ranks see different weights",
-            problems=[f"rank {rank}: other weights than rank {min(found.values())}" for rank in others],
-            hint="copy the same weights to every node, or use source_rank='global'",
-        )
-    return [found[each.group] for each in told]
-
-
-def _node() -> str:
-    """torchrun numbers the nodes; without it the name of the host tells them apart."""
-    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
-
-
-def _replica(shards: Sequence[LocalShard]) -> str:
-    """Return the place on the axes that replicate every sharded tensor: `dp_replicate` of an HSDP mesh."""
-    widest = max(
-        (shard.replicas.mesh for shard in shards if shard.replicas.mesh is not None),
-        key=lambda mesh: mesh.size(),
-        default=None,
-    )
-    coordinate = widest.get_coordinate() if widest is not None else None
-    if coordinate is None:
-        return ""
-    axes = set(range(len(coordinate)))
-    for shard in shards:
-        if shard.replicas.mesh == widest:
-            axes.intersection_update(shard.replicas.axes)
-    return str([coordinate[axis] for axis in sorted(axes)])
-
-
+_ALIGN = 16  # bytes, of the parts in a packed message: they can be viewed as any dtype
 _IN_FLIGHT = 4  # bands
 _OK, _FAILED = 1, 2
 _PHASE = "sending weights"
 
 
-def fill_broadcast(
-    shards: Sequence[LocalShard],
-    weights: Weights | None,
-    unavailable: str | None,
-    source_rank: SourceRank,
-    *,
-    initialised: Collection[str] = (),
-    grown: Mapping[str, int] | None = None,
-    check_source: bool = True,
-) -> Filled:
+def fill_broadcast(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> Filled:
     """Fill shards from what source ranks read and send; every rank calls it.
 
     Args:
         shards: of this rank, materialised.
-        weights: opened by this rank, or None where it cannot.
-        unavailable: why not.
-        source_rank: who reads for whom.
-        initialised: FQNs that are not read.
-        grown: FQN -> rows that the source has of a longer tensor.
-        check_source: compare what is read with what the source records.
+        supply: what fills them.
+        options: who reads for whom, and whether that is compared with the checksums in the source.
 
     Returns:
         What this rank filled, by FQN; the bytes that it read.
 
     Raises:
-        ShardkitError: on all ranks, when any fails; naming them.
+        ShardkitError: on all ranks, if any fails; names these.
     """
-    sources = choose_sources(shards, weights, unavailable, source_rank)
+    sources = choose_sources(shards, supply, options.source_rank)
     rank, _ = world()
     rows: list[Any] = []
     with agreed("holding the source against the model"):
-        if weights is not None:
-            weights = weights.located() if sources[rank] == rank else weights
-            wanted = match(shards, weights, initialised=initialised, grown=grown)
+        if supply.weights is not None:
+            if sources[rank] == rank:
+                supply = replace(supply, weights=supply.weights.located())
+            wanted = match(shards, supply)
             rows = [_row(item) for item in wanted]
     rows = broadcast_json(rows, min(sources), phase=_PHASE)
     with agreed("holding the source against the model"):
-        if weights is None:
-            wanted = match(shards, _described(rows), initialised=initialised, grown=grown)
+        if supply.weights is None:
+            wanted = match(shards, replace(supply, weights=_described(rows)))
         tensors = _in_rows_order(wanted, rows)
     mine = {number: item for number, item in enumerate(tensors) if item.region.num_elements}
     sent = [Sent(item.entry, _narrower(item)) for item in tensors]
     filled, error = Filled(), None
     with torch.no_grad(), one_thread_each(True):
         if sources[rank] == rank:
-            assert weights is not None
+            assert supply.weights is not None
             receivers = [other for other, source in enumerate(sources) if source == rank and other != rank]
-            check = SourceCheck(weights.catalog) if check_source else None
-            error = _Source(weights, sent, mine, receivers, filled, check).run()
+            catalog = supply.weights.catalog
+            check = SourceCheck(catalog) if options.check_source else None
+            error = _Source(catalog, sent, mine, receivers, filled, check).run()
         else:
             error = _Receiver(sources[rank], sent, mine, filled).run()
     agree(error, phase=_PHASE)
-    if check_source:  # several sources read the same
+    if options.check_source:  # several sources read the same bytes: the first one's count
         filled.checked = together([filled.checked] if rank == min(sources) else [])
     return filled
 
 
 def _row(item: Wanted) -> list[Any]:
-    """Describe a tensor to ranks that cannot open the source."""
+    """Describe a tensor for ranks that cannot open the source."""
     dtype = str(_narrower(item)).removeprefix("torch.")
     return [item.shard.fqn, item.entry.fqn, item.entry.dtype.name, list(item.entry.shape), dtype]
 
 
 def _narrower(item: Wanted) -> torch.dtype:
-    """Return the dtype to send: stored values widen without loss, and narrow in one place only."""
+    """Return the dtype to send: stored values widen without loss, and are narrowed once, by the source."""
     stored = torch_dtype(item.entry.dtype)
     return stored if stored.itemsize <= item.shard.dtype.itemsize else item.shard.dtype
 
@@ -302,9 +145,161 @@ def _in_rows_order(wanted: Sequence[Wanted], rows: Sequence[Any]) -> list[Wanted
     return [by_fqn[row[0]] for row in rows]
 
 
+class Told(NamedTuple):
+    """What a rank says of itself."""
+
+    identity: str | None
+    """Of the weights that it sees; None if it cannot open them."""
+    reason: str | None
+    """Why it cannot."""
+    group: str
+    """Ranks of the same group are served by one source."""
+
+
+def choose_sources(shards: Sequence[LocalShard], supply: Supply, source_rank: SourceRank) -> list[int]:
+    """Return the source rank of every rank: the first of its group that can open the source. Every rank calls it.
+
+    Args:
+        shards: of this rank.
+        supply: whether this rank can open the source.
+        source_rank: "global", "node" or "replica".
+
+    Raises:
+        SourceError: on all ranks: no rank of some group can open the source, or two source ranks see other weights.
+    """
+    group = ""
+    if source_rank != "global":
+        group = _node() if source_rank == "node" else _replica(shards)
+    mine = Told(None if supply.weights is None else supply.weights.identity, supply.unavailable, group)
+    told = [Told(*each) for each in gather_json(mine, phase="choosing source ranks")]
+    found: dict[str, int] = {}
+    for rank, each in enumerate(told):
+        if each.identity is not None:
+            found.setdefault(each.group, rank)
+    problems = [
+        f"rank {rank}: {(each.reason or 'cannot open the source').splitlines()[0]}"
+        for rank, each in enumerate(told)
+        if each.group not in found
+    ]
+    if problems:
+        raise SourceError(
+            f"no rank of some {source_rank} can open the source" if found else "no rank can open the source",
+            problems=problems,
+            hint="source_rank='global' needs only one rank that can" if found else None,
+        )
+    first = told[min(found.values())].identity
+    others = [rank for rank in found.values() if told[rank].identity != first]
+    if others:
+        raise SourceError(
+            "source ranks see different weights",
+            problems=[f"rank {rank}: other weights than rank {min(found.values())}" for rank in others],
+            hint="copy the same weights to every node, or use source_rank='global'",
+        )
+    return [found[each.group] for each in told]
+
+
+def _node() -> str:
+    """Name this rank's node: torchrun numbers the nodes; without it the host's name tells them apart."""
+    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+
+
+def _replica(shards: Sequence[LocalShard]) -> str:
+    """Return the place on the axes that replicate every sharded tensor: `dp_replicate` of an HSDP mesh."""
+    widest = max(
+        (shard.replicas.mesh for shard in shards if shard.replicas.mesh is not None),
+        key=lambda mesh: mesh.size(),
+        default=None,
+    )
+    coordinate = widest.get_coordinate() if widest is not None else None
+    if coordinate is None:
+        return ""
+    axes = set(range(len(coordinate)))
+    for shard in shards:
+        if shard.replicas.mesh == widest:
+            axes.intersection_update(shard.replicas.axes)
+    return str([coordinate[axis] for axis in sorted(axes)])
+
+
+class Sent(NamedTuple):
+    """How a tensor is sent."""
+
+    entry: TensorEntry
+    dtype: torch.dtype
+    """The narrower of the stored and the wanted one."""
+
+
+class Band(NamedTuple):
+    """A contiguous box of a tensor, of bounded size."""
+
+    number: int
+    """Of the tensor, in the order in which they are sent."""
+    box: Region
+
+
+class Step(NamedTuple):
+    """What is sent together."""
+
+    packed: tuple[Band, ...]
+    """Whole small tensors, behind a status, in one message to each rank."""
+    bands: tuple[Band, ...]
+    """Of one large tensor, sent after that message."""
+
+
+class Part(NamedTuple):
+    """A rank's part of a tensor, in a packed message."""
+
+    number: int
+    box: Region
+    start: int
+    """First byte in the message."""
+    stop: int
+
+
+def build_steps(tensors: Sequence[Sent]) -> Iterator[Step]:
+    """Yield what is sent together, in order; the last step is a status alone."""
+    packed: list[Band] = []
+    nbytes = 0
+    for number, (entry, dtype) in enumerate(tensors):
+        itemsize = max(dtype.itemsize, entry.dtype.itemsize)
+        bands = tuple(Band(number, box) for box in blocks(entry.shape, max(BAND_NBYTES // itemsize, 1)))
+        if len(bands) > 1:
+            yield Step(tuple(packed), bands)
+            packed, nbytes = [], 0
+        elif bands:
+            size = entry.num_elements * itemsize
+            if packed and nbytes + size > BAND_NBYTES:
+                yield Step(tuple(packed), ())
+                packed, nbytes = [], 0
+            packed.extend(bands)
+            nbytes += size
+    yield Step(tuple(packed), ())
+    yield Step((), ())  # how the step before ended
+
+
+def packed_layout(
+    step: Step, tensors: Sequence[Sent], regions: Mapping[int, Region]
+) -> tuple[list[Part], int]:
+    """Return where each part lies in a rank's packed message, and the bytes of the message.
+
+    Args:
+        step: what is sent together.
+        tensors: all that is sent.
+        regions: what the rank holds of each, by number.
+    """
+    parts: list[Part] = []
+    at = _ALIGN  # the status
+    for number, box in step.packed:
+        part = intersect(regions[number], box) if number in regions else None
+        if part is not None:
+            nbytes = part.num_elements * tensors[number].dtype.itemsize
+            parts.append(Part(number, part, at, at + nbytes))
+            at += -(-nbytes // _ALIGN) * _ALIGN
+    return parts, at
+
+
 @contextlib.contextmanager
 def _wire() -> Iterator[None]:
-    """Tell an error of the process group from any other."""
+    """Tell errors of the process group from all others."""
     try:
         yield
     except RuntimeError as error:
@@ -330,7 +325,7 @@ class _Receiver:
         self._error: Exception | None = None
 
     def run(self) -> Exception | None:
-        """Receive everything; return what went wrong here, which must not keep the source waiting."""
+        """Receive everything; return what went wrong here instead of raising it, so that the source need not wait."""
         regions = {number: item.region for number, item in self._mine.items()}
         with _wire():
             _send_json([[number, *region] for number, region in regions.items()], self._source, self._device)
@@ -352,7 +347,7 @@ class _Receiver:
         return True
 
     def _receive_bands(self, step: Step) -> None:
-        """Receive a large tensor's bands, a few asked for ahead; they all come."""
+        """Receive a large tensor's bands, asking for a few ahead; all of them come."""
         pending: list[tuple[dist.Work, int, Region, torch.Tensor | None]] = []
         turn = 0
         for band in step.bands:
@@ -390,18 +385,18 @@ class _Receiver:
         item = self._mine[number]
         try:
             _into(item, part).copy_(content.view(self._sent[number].dtype).view(part.sizes))
-        except Exception as error:  # remembered: the source goes on sending
+        except Exception as error:  # kept for the end: the source goes on sending
             self._error = self._error or error
         else:
             self._filled.elements[item.shard.fqn] += part.num_elements
 
 
 class _Source:
-    """Reads every tensor once and sends each receiver its parts; keeps its own."""
+    """Reads every tensor once, sends each receiver its parts, and keeps its own."""
 
     def __init__(
         self,
-        weights: Weights,
+        catalog: Catalog,
         sent: Sequence[Sent],
         mine: Mapping[int, Wanted],
         receivers: Sequence[int],
@@ -409,7 +404,7 @@ class _Source:
         check: SourceCheck | None,
     ) -> None:
         self._check = check
-        self._catalog, self._sent, self._mine, self._filled = weights.catalog, sent, mine, filled
+        self._catalog, self._sent, self._mine, self._filled = catalog, sent, mine, filled
         self._device = _device_for(mine)
         self._receivers, self._regions = receivers, dict[int, dict[int, Region]]()
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _IN_FLIGHT
@@ -418,7 +413,7 @@ class _Source:
         self._error: BaseException | None = None
 
     def run(self) -> BaseException | None:
-        """Send everything, or as much as can be read and then the news; return what went wrong."""
+        """Send everything, or what can be read and then a failed status; return what went wrong."""
         for receiver in self._receivers:
             with _wire():
                 wanted = _receive_json(receiver, self._device)
@@ -440,7 +435,7 @@ class _Source:
             return self._error or self._compared(files)
 
     def _compared(self, files: SourceFiles) -> BaseException | None:
-        """Return what is wrong with the source, now that all of it was read."""
+        """Return what is wrong with the source, now that all of it has been read."""
         try:
             files.finish(hint=DAMAGED)
             if self._check is not None:
@@ -489,8 +484,8 @@ class _Source:
     def _read(self, number: int, box: Region) -> torch.Tensor:
         """Return a box of a tensor, as it is sent, and keep this rank's part of it.
 
-        After a failure what is returned means nothing; it is sent all the same, to those who wait for it, until
-        the next status.
+        After a failure the result means nothing. It is sent all the same, because receivers wait for it until the
+        next status.
         """
         entry, dtype = self._sent[number]
         self._turn = (self._turn + 1) % _IN_FLIGHT
@@ -528,14 +523,14 @@ class _Source:
 
 
 def _device_for(mine: Mapping[int, Wanted]) -> torch.device:
-    """Return where what travels must lie: with the parameters, if the process group can."""
+    """Return where messages must lie: with the parameters, if the process group supports that."""
     if world()[1] == 1:
         return torch.device("cpu")
     return device_for(None, next((item.target.device for item in mine.values()), None))
 
 
 def _send_json(value: Any, receiver: int, device: torch.device) -> None:
-    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    content = to_bytes(value, device)
     dist.send(torch.tensor([len(content)], device=device), receiver)
     dist.send(content, receiver)
 
@@ -545,4 +540,4 @@ def _receive_json(sender: int, device: torch.device) -> Any:
     dist.recv(length, sender)
     content = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.recv(content, sender)
-    return json.loads(content.cpu().numpy().tobytes())
+    return from_bytes(content)

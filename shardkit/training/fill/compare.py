@@ -21,14 +21,14 @@ def compare_together(check: SourceCheck, sources: SourceFiles, names: Iterable[s
 
     Args:
         check: knows what this rank read.
-        sources: open; what is missing of an entry is read, if it is little.
-        names: the catalog's tensors that were wanted, by any rank.
+        sources: open; if little of an entry is missing, that is read.
+        names: the catalog's tensors that any rank wanted.
 
     Returns:
         How much was compared, by all ranks together.
 
     Raises:
-        IntegrityError: on all ranks: the source is not what it records, or changed; with the ranks that read it.
+        IntegrityError: on all ranks: the source differs from its checksums, or changed; names the ranks that read it.
     """
     rank, size = world()
     told = gather_json(check.parts(), phase=_PHASE)
@@ -52,7 +52,7 @@ def compare_together(check: SourceCheck, sources: SourceFiles, names: Iterable[s
 
 
 def together(found: Iterable[CheckedSource]) -> CheckedSource:
-    """Return what all ranks found, each of what it read; every rank calls it."""
+    """Return the sum of what all ranks found, each in what it read; every rank calls it."""
     told = gather_json([asdict(each) for each in found], phase=_PHASE)
     return CheckedSource.of_all(
         CheckedSource(
@@ -65,7 +65,7 @@ def together(found: Iterable[CheckedSource]) -> CheckedSource:
 
 
 def say_checked(found: CheckedSource, *, check_source: bool) -> None:
-    """Log, once for all ranks, how much was compared; or warn that nothing was."""
+    """Log once for all ranks how much was compared, or warn that nothing was."""
     if world()[0] != 0:
         return
     if not check_source:

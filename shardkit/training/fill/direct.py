@@ -1,4 +1,4 @@
-"""Every rank fills its own shards straight from storage."""
+"""Every rank fills its own shards straight from storage; what several ranks hold is read once and sent to the others."""
 
 from __future__ import annotations
 
@@ -26,155 +26,19 @@ _PIECE_NBYTES = 16 * MIB
 _IN_FLIGHT = 3  # pieces
 
 
-class Shared(NamedTuple):
-    """A part that several ranks hold, and which of them reads it."""
-
-    wanted: Wanted
-    reader: int
-    """Its place among the replicas."""
-
-
-def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared], list[Wanted]]:
-    """Divide what this rank holds into what it reads itself, and what is read once by one replica or another.
-
-    Parts below 64 KiB are read by every rank that holds them. Of the others each goes to the replica that has the
-    fewest bytes to read so far: all ranks of a replica group see the same parts in the same order and so decide
-    the same. A plain tensor counts as held by all ranks, if all have the same ones.
-
-    Returns:
-        What this rank reads; what is read once; and what this rank reads although the first of its replicas does too.
-    """
-    _, world_size = world()
-    plain_is_shared = world_size > 1 and _same_plain(wanted)
-    loads: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
-    mine: list[Wanted] = []
-    shared: list[Shared] = []
-    repeated: list[Wanted] = []
-    for item in wanted:
-        replicas, nbytes = item.shard.replicas, item.target.nbytes
-        count = replicas.count
-        if replicas.mesh is None:
-            count = world_size if plain_is_shared else 1
-        if nbytes == 0:
-            continue
-        if count == 1 or nbytes < _READ_BY_EACH:
-            mine.append(item)
-            if count > 1 and _index(item):
-                repeated.append(item)
-            continue
-        load = loads.setdefault((replicas.mesh, replicas.axes), [0] * count)
-        reader = load.index(min(load))
-        load[reader] += nbytes
-        shared.append(Shared(item, reader))
-        if reader == _index(item):
-            mine.append(item)
-    return mine, shared, repeated
-
-
-def _same_plain(wanted: Sequence[Wanted]) -> bool:
-    """True where all ranks hold the same plain tensors; pipeline stages do not."""
-    plain = [[item.shard.fqn, *item.shard.shape] for item in wanted if item.shard.replicas.mesh is None]
-    return len(set(gather_json(crc32(json.dumps(plain).encode()), phase="comparing the ranks' models"))) == 1
-
-
-def _index(item: Wanted) -> int:
-    replicas = item.shard.replicas
-    return world()[0] if replicas.mesh is None else replicas.index
-
-
-def copy_to_replicas(shared: Sequence[Shared], filled: Filled) -> None:
-    """Send every shared part from the rank that read it to the others that hold it; all of them call it.
-
-    Args:
-        shared: from `divide`.
-        filled: is told what came from others.
-
-    Raises:
-        ResourceError: a rank died, or did not come within the process group's timeout.
-    """
-    pending: list[dist.Work] = []
-    try:
-        for item, reader in shared:
-            for at, (group, source) in enumerate(_steps(item, reader)):
-                if at:  # what the last axis brought is what this one passes on, in another group
-                    _finish(pending)
-                _broadcast(item.target, group, source, pending)
-            if reader != _index(item):
-                filled.elements[item.shard.fqn] += item.target.numel()
-        _finish(pending)
-    except RuntimeError as error:
-        raise lost("copying shards to their replicas", error) from error
-
-
-def _finish(pending: list[dist.Work]) -> None:
-    for work in pending:
-        work.wait()
-    pending.clear()
-
-
-def _steps(item: Wanted, reader: int) -> list[tuple[dist.ProcessGroup | None, int]]:
-    """Return (group, global rank that has the part) of the broadcasts in which this rank takes part.
-
-    Along one axis after another: each time the ranks that have it pass it on along the next.
-    """
-    mesh, axes = item.shard.replicas.mesh, item.shard.replicas.axes
-    if mesh is None:
-        return [(None, reader)]
-    here = mesh.get_coordinate()
-    assert here is not None
-    there: dict[int, int] = {}
-    for axis in reversed(axes):
-        reader, there[axis] = divmod(reader, mesh.size(axis))
-    steps: list[tuple[dist.ProcessGroup | None, int]] = []
-    for at, axis in enumerate(axes):
-        if all(here[later] == there[later] for later in axes[at + 1 :]) and mesh.size(axis) > 1:
-            group = mesh.get_group(axis)
-            steps.append((group, dist.get_global_rank(group, there[axis])))
-    return steps
-
-
-def _broadcast(
-    target: torch.Tensor, group: dist.ProcessGroup | None, source: int, pending: list[dist.Work]
-) -> None:
-    """Begin to send a part, in bounded pieces; at most a few are on their way at any time."""
-    device = device_for(group, target.device)
-    if not target.is_contiguous() or device != target.device:
-        _broadcast_staged(target, group, source, device)
-        return
-    memory = flat_bytes(target)
-    for start in range(0, len(memory), _PIECE_NBYTES):
-        work = dist.broadcast(memory[start : start + _PIECE_NBYTES], source, group, async_op=True)
-        assert work is not None
-        pending.append(work)
-        if len(pending) > _IN_FLIGHT:
-            pending.pop(0).wait()
-
-
-def _broadcast_staged(
-    target: torch.Tensor, group: dist.ProcessGroup | None, source: int, device: torch.device
-) -> None:
-    """Send a part that lies with strides, or where the group's backend cannot reach."""
-    rows = max(_PIECE_NBYTES // max(target[:1].nbytes, 1), 1)
-    for start in range(0, len(target), rows):
-        part = target[start : start + rows]
-        staged = part.to(device).contiguous()
-        dist.broadcast(flat_bytes(staged), source, group)
-        part.copy_(staged)
-
-
 def fill_direct(wanted: Sequence[Wanted], weights: Weights, *, check_source: bool = True) -> Filled:
-    """Fill shards from storage; every rank calls it. What several ranks hold is read once and sent to the others.
+    """Fill shards from storage; every rank calls it.
 
     Args:
         wanted: what this rank holds, from `match`.
         weights: opened by this rank.
-        check_source: compare what is read with what the source records.
+        check_source: compare what is read with the checksums in the source.
 
     Returns:
         What this rank filled, by FQN.
 
     Raises:
-        ShardkitError: on all ranks, when any cannot read, or reads something other than was recorded; naming them.
+        ShardkitError: on all ranks, if any rank cannot read, or reads other bytes than were recorded; names these.
     """
     mine, shared, repeated = divide(wanted)
     with contextlib.ExitStack() as stack:
@@ -210,3 +74,139 @@ def fill_direct(wanted: Sequence[Wanted], weights: Weights, *, check_source: boo
 
 def _lies_in(inner: Region, outer: Region) -> bool:
     return intersect(inner, outer) == inner
+
+
+class Shared(NamedTuple):
+    """A part that several ranks hold, and which of them reads it."""
+
+    wanted: Wanted
+    reader: int
+    """Its place among the replicas."""
+
+
+def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared], list[Wanted]]:
+    """Divide what this rank holds into what it reads itself and what one of its replicas reads for all of them.
+
+    Every rank that holds a part below 64 KiB reads it. Each larger part goes to the replica that has the fewest bytes
+    to read so far. All ranks of a replica group see the same parts in the same order, so they decide alike. A plain
+    tensor counts as held by all ranks if all of them have the same plain tensors.
+
+    Returns:
+        What this rank reads; what is read once; and what this rank reads although the first of its replicas does too.
+    """
+    _, world_size = world()
+    plain_is_shared = world_size > 1 and _same_plain(wanted)
+    loads: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
+    mine: list[Wanted] = []
+    shared: list[Shared] = []
+    repeated: list[Wanted] = []
+    for item in wanted:
+        replicas, nbytes = item.shard.replicas, item.target.nbytes
+        count = replicas.count
+        if replicas.mesh is None:
+            count = world_size if plain_is_shared else 1
+        if nbytes == 0:
+            continue
+        if count == 1 or nbytes < _READ_BY_EACH:
+            mine.append(item)
+            if count > 1 and _index(item):
+                repeated.append(item)
+            continue
+        load = loads.setdefault((replicas.mesh, replicas.axes), [0] * count)
+        reader = load.index(min(load))
+        load[reader] += nbytes
+        shared.append(Shared(item, reader))
+        if reader == _index(item):
+            mine.append(item)
+    return mine, shared, repeated
+
+
+def _same_plain(wanted: Sequence[Wanted]) -> bool:
+    """True if all ranks hold the same plain tensors; pipeline stages do not."""
+    plain = [[item.shard.fqn, *item.shard.shape] for item in wanted if item.shard.replicas.mesh is None]
+    return len(set(gather_json(crc32(json.dumps(plain).encode()), phase="comparing the ranks' models"))) == 1
+
+
+def _index(item: Wanted) -> int:
+    replicas = item.shard.replicas
+    return world()[0] if replicas.mesh is None else replicas.index
+
+
+def copy_to_replicas(shared: Sequence[Shared], filled: Filled) -> None:
+    """Send every shared part from the rank that read it to the others that hold it; all of these call it.
+
+    Args:
+        shared: from `divide`.
+        filled: gets the counts of what came from others.
+
+    Raises:
+        ResourceError: a rank died, or did not come within the process group's timeout.
+    """
+    pending: list[dist.Work] = []
+    try:
+        for item, reader in shared:
+            for at, (group, source) in enumerate(_steps(item, reader)):
+                if at:  # this group passes on what the last one brought
+                    _finish(pending)
+                _broadcast(item.target, group, source, pending)
+            if reader != _index(item):
+                filled.elements[item.shard.fqn] += item.target.numel()
+        _finish(pending)
+    except RuntimeError as error:
+        raise lost("copying shards to their replicas", error) from error
+
+
+def _finish(pending: list[dist.Work]) -> None:
+    for work in pending:
+        work.wait()
+    pending.clear()
+
+
+def _steps(item: Wanted, reader: int) -> list[tuple[dist.ProcessGroup | None, int]]:
+    """Return (group, global rank that has the part) of the broadcasts in which this rank takes part.
+
+    A part travels along one axis after another: the ranks that have it pass it on along the next axis.
+    """
+    mesh, axes = item.shard.replicas.mesh, item.shard.replicas.axes
+    if mesh is None:
+        return [(None, reader)]
+    here = mesh.get_coordinate()
+    assert here is not None
+    there: dict[int, int] = {}
+    for axis in reversed(axes):
+        reader, there[axis] = divmod(reader, mesh.size(axis))
+    steps: list[tuple[dist.ProcessGroup | None, int]] = []
+    for at, axis in enumerate(axes):
+        if all(here[later] == there[later] for later in axes[at + 1 :]) and mesh.size(axis) > 1:
+            group = mesh.get_group(axis)
+            steps.append((group, dist.get_global_rank(group, there[axis])))
+    return steps
+
+
+def _broadcast(
+    target: torch.Tensor, group: dist.ProcessGroup | None, source: int, pending: list[dist.Work]
+) -> None:
+    """Begin to send a part in bounded pieces, of which only a few are on their way at any time."""
+    device = device_for(group, target.device)
+    if not target.is_contiguous() or device != target.device:
+        _broadcast_staged(target, group, source, device)
+        return
+    memory = flat_bytes(target)
+    for start in range(0, len(memory), _PIECE_NBYTES):
+        work = dist.broadcast(memory[start : start + _PIECE_NBYTES], source, group, async_op=True)
+        assert work is not None
+        pending.append(work)
+        if len(pending) > _IN_FLIGHT:
+            pending.pop(0).wait()
+
+
+def _broadcast_staged(
+    target: torch.Tensor, group: dist.ProcessGroup | None, source: int, device: torch.device
+) -> None:
+    """Send a part that is not contiguous, or lies where the group's backend cannot reach."""
+    rows = max(_PIECE_NBYTES // max(target[:1].nbytes, 1), 1)
+    for start in range(0, len(target), rows):
+        part = target[start : start + rows]
+        staged = part.to(device).contiguous()
+        dist.broadcast(flat_bytes(staged), source, group)
+        part.copy_(staged)

@@ -1,19 +1,20 @@
-"""Reading boxes of stored tensors straight into the memory of live ones.
+"""Which part of which stored tensor fills which shard, and reading it straight into the shard's memory.
 
-Where dtype and order agree, bytes go from the file into the tensor's own memory. Otherwise they pass through one
-small buffer for each thread, out of which torch copies: strided, converted, or to another device.
+If dtype and order agree, bytes go from the file into the tensor's own memory. Otherwise they pass through one small
+buffer for each thread. torch copies them from there: strided, converted, or to another device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -30,128 +31,44 @@ from shardkit.core.regions import (
     runs,
 )
 from shardkit.core.text import MIB, escape
-from shardkit.core.threads import until_done
-from shardkit.errors import LayoutError
+from shardkit.core.threads import run_all
+from shardkit.errors import LayoutError, UsageError
 from shardkit.files.reflink import BLOCK
-from shardkit.training.ranks.context import Weights
+from shardkit.training.ranks.context import Supply
 from shardkit.training.ranks.local import LocalShard
 from shardkit.transfer.checks import CheckedSource
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.sources import Reader, SourceFiles
 
-_NUM_BUFFERS = 2  # one is filled from storage while the other is copied
+Strategy = Literal["auto", "direct", "broadcast"]
+SourceRank = Literal["global", "node", "replica"]
+
+_STRAIGHT_NBYTES = 16 * MIB  # of one system call, so that two threads share a large tensor
+STAGED_NBYTES = 4 * MIB  # of a thread's buffer: copying out of it is fastest if it fits the processor's cache
+_NUM_BUFFERS = 2  # of a device: one is filled from storage while the other is copied
+_NUM_THREADS = 2  # one waits or converts while the other reads; more threads gain nothing on local files
 
 
-class DeviceStaging:
-    """Copies raw bytes to a device on a stream of its own; dtype and strides are put right over there.
-
-    Args:
-        device: of the targets.
-        nbytes: size of each of its buffers.
-    """
-
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._module = torch.get_device_module(device)
-        self._device = device
-        self._stream = self._module.Stream(device)
-        self._stream.wait_stream(self._module.current_stream(device))  # where the targets were allocated
-        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_BUFFERS)]
-        self._sent = [self._module.Event() for _ in range(_NUM_BUFFERS)]
-        self._turn = 0
-
-    def room(self, nbytes: int) -> torch.Tensor:
-        """Return pinned memory to be filled and then sent."""
-        self._turn = (self._turn + 1) % _NUM_BUFFERS
-        self._sent[self._turn].synchronize()
-        return self._buffers[self._turn][:nbytes]
-
-    def send(self, staged: torch.Tensor, dtype: torch.dtype, strides: Shape, target: torch.Tensor) -> None:
-        """Copy what `room` gave to a target: elements of `dtype` that lie with `strides`."""
-        with self._module.stream(self._stream):
-            raw = staged.to(self._device, non_blocking=True)
-            target.copy_(raw.view(dtype).as_strided(tuple(target.shape), strides))
-            self._sent[self._turn].record(self._stream)
-
-    def finish(self) -> None:
-        """Wait until every target is filled."""
-        self._stream.synchronize()
-
-
-class Wanted(NamedTuple):
-    """A part of a stored tensor, and this rank's memory for it."""
-
-    shard: LocalShard
-    entry: TensorEntry
-    """The stored tensor."""
-    region: Region
-    """What of it this rank holds; may be empty."""
-    target: torch.Tensor
-    """Memory of the region's sizes."""
-
-
-def match(
-    shards: Iterable[LocalShard],
-    weights: Weights,
-    *,
-    initialised: Collection[str] = (),
-    grown: Mapping[str, int] | None = None,
-) -> list[Wanted]:
-    """Return what of a source fills which shard; it is held against names, shapes and dtypes.
-
-    Args:
-        shards: of the model, materialised. Buffers that are in no state dict are not looked for.
-        weights: the source.
-        initialised: FQNs that are not read.
-        grown: FQN -> rows that the source has of a longer tensor.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How shards are filled from a source; the arguments of `finalize`.
 
     Raises:
-        LayoutError: tensors that the source does not have, or has with another shape, or with a dtype that is
-            not converted; all of them at once.
+        UsageError: an unknown strategy or source rank.
     """
-    found: list[Wanted] = []
-    problems: list[str] = []
-    for shard in shards:
-        if not shard.persistent or any(name in initialised for name in shard.names):
-            continue
-        name = next((name for name in shard.names if name in weights.names), None)
-        entry = weights.catalog.tensors.get(weights.names[name]) if name is not None else None
-        if entry is None:
-            problems.append(f"{escape(shard.fqn)}: not in the source")
-            continue
-        rows = next((grown[each] for each in shard.names if each in grown), None) if grown else None
-        shape = shard.shape if rows is None else (rows, *shard.shape[1:])
-        if entry.shape != shape:
-            problems.append(
-                f"{escape(shard.fqn)}: {list(shape)} in the model, {list(entry.shape)} in the source"
-            )
-        elif not converts(entry.dtype, shard.dtype):
-            problems.append(
-                f"{escape(shard.fqn)}: {shard.dtype} in the model, {entry.dtype.name} in the source"
-            )
-        else:
-            found.append(_want(shard, entry))
-    if problems:
-        raise LayoutError(f"{escape(weights.path)} does not fit the model", problems=problems)
-    return found
 
+    strategy: Strategy = "auto"
+    """"direct": every rank reads its own shards. "broadcast": source ranks read and send. "auto": direct if possible."""
+    source_rank: SourceRank = "global"
+    """Which ranks read for which others."""
+    check_source: bool = True
+    """Compare what is read with the checksums in the source."""
 
-def converts(source: DType, target: torch.dtype) -> bool:
-    """True where values of a stored dtype have a meaning in another: floats of two bytes and more."""
-    return torch_dtype(source) == target or (
-        source.is_convertible and target.is_floating_point and target.itemsize >= 2
-    )
-
-
-def _want(shard: LocalShard, entry: TensorEntry) -> Wanted:
-    region = intersect(shard.region, full_region(entry.shape))
-    if region is None:  # an empty shard, or one of nothing but new rows
-        region = Region(shard.region.offsets, (0,) * len(entry.shape))
-    return Wanted(shard, entry, region, shard.tensor[window(relative_to(region, shard.region.offsets))])
-
-
-_STRAIGHT_NBYTES = 16 * MIB  # of one system call; so that two threads share a large tensor
-STAGED_NBYTES = 4 * MIB  # of a thread's buffer; what fits the processor's cache is copied out fastest
-_NUM_THREADS = 2  # one waits or converts while the other reads; more gain nothing on local files
+    def __post_init__(self) -> None:
+        for name, known in (("strategy", get_args(Strategy)), ("source_rank", get_args(SourceRank))):
+            value = getattr(self, name)
+            if value not in known:
+                raise UsageError(f"{name} must be one of {', '.join(known)}, not {escape(str(value))!r}")
 
 
 class Read(NamedTuple):
@@ -170,7 +87,7 @@ class Read(NamedTuple):
     target: torch.Tensor
     """Of the box's sizes; any dtype, strides and device."""
     fqn: str
-    """For messages, and to count what was filled."""
+    """For messages, and for counting what was filled."""
 
     @property
     def first(self) -> tuple[int, int]:
@@ -185,12 +102,12 @@ class Filled:
     elements: Counter[str] = field(default_factory=Counter)
     """How many elements of each tensor were filled."""
     read_bytes: int = 0
-    """Bytes that were read for it."""
+    """Bytes that were read to fill them."""
     checked: CheckedSource = field(default_factory=CheckedSource)
-    """How much all ranks together compared with what the source records."""
+    """How much all ranks together compared with the checksums in the source."""
 
     def add(self, other: Filled) -> None:
-        """Count what another did too."""
+        """Add the counts of another."""
         self.elements.update(other.elements)
         self.read_bytes += other.read_bytes
 
@@ -203,21 +120,87 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def window(box: Region) -> tuple[slice, ...]:
-    """Return what indexes a tensor with a box."""
+    """Return the slices that cut a box out of a tensor."""
     return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
+
+
+class Wanted(NamedTuple):
+    """A part of a stored tensor, and this rank's memory for it."""
+
+    shard: LocalShard
+    entry: TensorEntry
+    """The stored tensor."""
+    region: Region
+    """What of it this rank holds; may be empty."""
+    target: torch.Tensor
+    """Memory of the region's sizes."""
+
+
+def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
+    """Return which part of the source fills which shard, after comparing names, shapes and dtypes.
+
+    Args:
+        shards: of the model, materialised. Buffers that are in no state dict are not looked for.
+        supply: with weights.
+
+    Raises:
+        LayoutError: tensors that the source lacks, or has in another shape, or in a dtype that cannot be converted;
+            all of them at once.
+    """
+    weights = supply.weights
+    assert weights is not None
+    found: list[Wanted] = []
+    problems: list[str] = []
+    for shard in shards:
+        if not shard.persistent or any(name in supply.initialised for name in shard.names):
+            continue
+        name = next((name for name in shard.names if name in weights.names), None)
+        entry = weights.catalog.tensors.get(weights.names[name]) if name is not None else None
+        if entry is None:
+            problems.append(f"{escape(shard.fqn)}: not in the source")
+            continue
+        rows = next((supply.grown[each] for each in shard.names if each in supply.grown), None)
+        shape = shard.shape if rows is None else (rows, *shard.shape[1:])
+        if entry.shape != shape:
+            problems.append(
+                f"{escape(shard.fqn)}: {list(shape)} in the model, {list(entry.shape)} in the source"
+            )
+        elif not converts(entry.dtype, shard.dtype):
+            problems.append(
+                f"{escape(shard.fqn)}: {shard.dtype} in the model, {entry.dtype.name} in the source"
+            )
+        else:
+            found.append(_want(shard, entry))
+    if problems:
+        raise LayoutError(f"{escape(weights.path)} does not fit the model", problems=problems)
+    return found
+
+
+def converts(source: DType, target: torch.dtype) -> bool:
+    """True if values of a stored dtype can be converted to another: floats of two bytes and more can."""
+    return torch_dtype(source) == target or (
+        source.is_convertible and target.is_floating_point and target.itemsize >= 2
+    )
+
+
+def _want(shard: LocalShard, entry: TensorEntry) -> Wanted:
+    region = intersect(shard.region, full_region(entry.shape))
+    if region is None:  # the shard is empty, or has new rows only
+        region = Region(shard.region.offsets, (0,) * len(entry.shape))
+    return Wanted(shard, entry, region, shard.tensor[window(relative_to(region, shard.region.offsets))])
 
 
 def plan_reads(
     entry: TensorEntry, catalog: Catalog, region: Region, target: torch.Tensor, fqn: str
 ) -> Iterator[Read]:
-    """Yield what fills `target` with a region of a stored tensor: boxes of chunks, of bounded size.
+    """Yield the reads that fill `target` with a region of a stored tensor: boxes of chunks, of bounded size.
 
     Args:
         entry: the stored tensor.
-        catalog: it lies there.
+        catalog: where it lies.
         region: of the stored tensor.
         target: memory of the region's sizes; any dtype, strides and device.
-        fqn: what the model calls it.
+        fqn: the model's name for it.
     """
     table, itemsize = catalog.chunks, entry.dtype.itemsize
     is_straight = _is_straight(target, entry.dtype)
@@ -234,12 +217,12 @@ def plan_reads(
 
 
 def _is_straight(target: torch.Tensor, dtype: DType) -> bool:
-    """True for memory that bytes of a dtype can be read into as they lie."""
+    """True for memory into which bytes of a dtype can be read as they are."""
     return type(target) is torch.Tensor and target.device.type == "cpu" and target.dtype == torch_dtype(dtype)
 
 
 def _goes_straight(part: Region, sizes: Shape, itemsize: int, target: torch.Tensor) -> bool:
-    """True where runs of a chunk are worth a system call each, and follow each other in the target."""
+    """True if runs of a chunk are worth a system call each, and follow each other in the target."""
     return target.is_contiguous() and (
         is_contiguous(part, sizes) or next(runs(part, sizes)).length * itemsize >= BLOCK
     )
@@ -266,10 +249,10 @@ def _boxes(part: Region, sizes: Shape, limit: int) -> Iterator[Region]:
 
 
 def _ends(part: Region, sizes: Shape) -> Iterator[int]:
-    """Yield where, in the first and last rows that a box reaches into, it begins and ends, at every level: in elements.
+    """Yield where a box begins and ends in the first and the last row that it touches, at every level, in elements.
 
-    Ranks that hold other columns of these rows read nearly the same bytes as this one. What each tells of them, cut
-    here, begins and ends where something of another's does.
+    Ranks that hold other columns of these rows read nearly the same bytes. Each rank cuts what it reports at these
+    places, so that the pieces of all ranks begin and end together.
     """
     strides, stops = _strides(sizes), part.stops
     last = tuple(stop - 1 for stop in stops)
@@ -289,7 +272,7 @@ def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _N
     Args:
         reads: what to read.
         sources: the catalog's files.
-        num_threads: at most; one that has nothing to do is not started.
+        num_threads: at most; none is started without work.
 
     Returns:
         What was filled.
@@ -299,55 +282,31 @@ def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _N
         ResourceError: the system cannot read it.
     """
     ordered = sorted(reads, key=lambda read: read.first)
-    num_threads = max(min(num_threads, len(ordered)), 1)
-    feed = _Feed(ordered)
     converts = any(not _is_straight(read.target, read.dtype) for read in ordered)
     filled = Filled()
-    with one_thread_each(converts), ThreadPoolExecutor(num_threads) as pool:
-        try:
-            parts = [pool.submit(_work, feed, sources) for _ in range(num_threads)]
-            until_done(parts)
-            for part in parts:
-                filled.add(part.result())
-        finally:
-            feed.stop()  # one failed: the others need not go on
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(one_thread_each(converts))
+        workers = [
+            Worker(stack.enter_context(sources.reader())) for _ in range(min(num_threads, len(ordered)))
+        ]
+        idle = list(workers)  # one for each thread that runs
+
+        def fill(read: Read) -> None:
+            worker = idle.pop()
+            with torch.no_grad():
+                worker.fill(read)
+            idle.append(worker)
+
+        jobs = [partial(fill, read) for read in ordered]
+        run_all(jobs, num_threads, threading.Event(), name="shardkit-fill")
+        for worker in workers:
+            worker.finish()
+            filled.add(worker.filled)
     return filled
 
 
-class _Feed:
-    """Gives out reads in order, to whichever thread asks."""
-
-    def __init__(self, reads: Sequence[Read]) -> None:
-        self._reads, self._lock = iter(reads), threading.Lock()
-
-    def stop(self) -> None:
-        with self._lock:
-            self._reads = iter(())
-
-    def __iter__(self) -> Iterator[Read]:
-        while True:
-            with self._lock:
-                read = next(self._reads, None)
-            if read is None:
-                return
-            yield read
-
-
-def _work(feed: _Feed, sources: SourceFiles) -> Filled:
-    with torch.no_grad(), sources.reader() as reader:
-        worker = Worker(reader)
-        try:
-            for read in feed:
-                worker.fill(read)
-            worker.finish()
-        except BaseException:
-            feed.stop()
-            raise
-        return worker.filled
-
-
 class Worker:
-    """Carries out reads one by one; for one thread.
+    """Carries out reads one by one, in one thread at a time.
 
     Args:
         reader: of the catalog's files.
@@ -360,7 +319,7 @@ class Worker:
         self.filled = Filled()
 
     def fill(self, read: Read) -> None:
-        """Fill the target of a read; on another device than the CPU it is filled after `finish`."""
+        """Fill the target of a read; a target on a device other than the CPU is filled after `finish`."""
         target, itemsize = read.target, read.dtype.itemsize
         if _is_straight(target, read.dtype) and _goes_straight(read.part, read.sizes, itemsize, target):
             self._read_runs(read, memory_of(target))
@@ -369,7 +328,7 @@ class Worker:
         self.filled.elements[read.fqn] += target.numel()
 
     def finish(self) -> None:
-        """Wait for what is on its way to a device."""
+        """Wait for copies that are on their way to a device."""
         if self._device is not None:
             self._device.finish()
 
@@ -387,7 +346,7 @@ class Worker:
             nbytes, strides = prod(sizes) * itemsize, _strides(sizes)
             buffer = self._room(read, nbytes)
             self._read_runs(read, memory_of(buffer))
-        else:  # short runs: what lies between them is read too
+        else:  # the runs are short: what lies between them is read too
             strides = _strides(read.sizes)
             last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
             nbytes = (last + 1) * itemsize
@@ -413,8 +372,43 @@ class Worker:
         return self._buffer[:nbytes]
 
 
+class DeviceStaging:
+    """Copies raw bytes to a device on its own stream; dtype and strides are applied there.
+
+    Args:
+        device: of the targets.
+        nbytes: size of each of its buffers.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._stream = self._module.Stream(device)
+        self._stream.wait_stream(self._module.current_stream(device))  # where the targets were allocated
+        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_BUFFERS)]
+        self._sent = [self._module.Event() for _ in range(_NUM_BUFFERS)]
+        self._turn = 0
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Return pinned memory for the caller to fill and then send."""
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        self._sent[self._turn].synchronize()
+        return self._buffers[self._turn][:nbytes]
+
+    def send(self, staged: torch.Tensor, dtype: torch.dtype, strides: Shape, target: torch.Tensor) -> None:
+        """Copy what `room` returned to a target: elements of `dtype` with `strides`."""
+        with self._module.stream(self._stream):
+            raw = staged.to(self._device, non_blocking=True)
+            target.copy_(raw.view(dtype).as_strided(tuple(target.shape), strides))
+            self._sent[self._turn].record(self._stream)
+
+    def finish(self) -> None:
+        """Wait until every target is filled."""
+        self._stream.synchronize()
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, to be read and written."""
+    """Return the bytes of a contiguous tensor on the CPU, readable and writable."""
     view: memoryview = flat_bytes(tensor).numpy().data
     return view
 
@@ -422,7 +416,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as its bytes, in order.
 
-    `reshape` would leave the stride of a single element as it is, which need not be 1, and then no view of another
-    element size can be had.
+    `reshape` keeps the stride of a single element, which need not be 1. Such a tensor has no view of another element
+    size.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

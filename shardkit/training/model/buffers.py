@@ -1,7 +1,8 @@
-"""Buffers that were left on meta are computed anew, and it is proved that each was written.
+"""Buffers and ties: values on every rank, on the right device, and one object where there was one.
 
-A buffer that nobody computes would be whatever memory held before: the model runs, and its logits are wrong. So
-what computes them runs twice, over two different fillings, and each result must be the same.
+Buffers that were left on meta are computed anew, and it is proved that each was written. A buffer that nobody computes
+would hold whatever memory held before: the model runs, and its logits are wrong. So the code that computes buffers runs
+twice, over two different fillings, and each result must be the same.
 """
 
 from __future__ import annotations
@@ -10,24 +11,30 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import fsdp_shards, non_persistent_buffers, shares_memory
+from shardkit._torch import fsdp_shards, shares_memory
 from shardkit.core.text import escape, listed
 from shardkit.errors import LayoutError
 from shardkit.files.digest import crc32
+from shardkit.keys.names import clean_name
 from shardkit.layout.classes import is_transformers, meta_twins
 from shardkit.training.fill.reading import flat_bytes, memory_of
 from shardkit.training.ranks.agree import agreed, device_for, gather_json, lost, world
-from shardkit.training.ranks.context import clean_name
+from shardkit.training.ranks.context import Place, buffer_places, full_name, places
+
+InitBuffers = Callable[[nn.Module], object]
+"""Computes a model's buffers, in place or by assigning new ones."""
 
 FILLS = (0xFF, 0x2A)
-"""Bytes to fill memory with: NaN, -1 or True; then something else."""
+"""Bytes to fill memory with: the first reads as NaN, -1 or True, the second as something else."""
+
+_log = logging.getLogger("shardkit")
 
 
 def filled(like: torch.Tensor, byte: int) -> torch.Tensor:
@@ -40,179 +47,12 @@ def filled(like: torch.Tensor, byte: int) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True for tensors of one dtype and shape with equal bytes; NaNs are compared as they are."""
+    """True for tensors of one dtype and shape with equal bytes; NaNs are compared bit by bit."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat_bytes(tensor.detach().contiguous())
-
-
-_log = logging.getLogger("shardkit")
-
-
-class Buffer(NamedTuple):
-    """A buffer where a module has it."""
-
-    fqn: str
-    module: nn.Module
-    name: str
-    """In the module."""
-    value: torch.Tensor
-
-
-def named_buffers(model: nn.Module) -> Iterator[Buffer]:
-    """Yield every buffer under its clean FQN, shared ones at every place."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, value in module.named_buffers(recurse=False, remove_duplicate=False):
-            yield Buffer(clean_name(f"{path}.{name}" if path else name), module, name, value)
-
-
-def restore_buffers(model: nn.Module, values: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Give every buffer its computed value, on a device; persistent or not stays as it is.
-
-    A wrapper may have moved a buffer to meta, or given it memory without values, and then it looks like any other.
-    Attributes that were another name of a buffer follow it.
-
-    Args:
-        model: wrapped.
-        values: by clean FQN; a buffer that is not among them is only moved.
-        device: for all of them.
-    """
-    moved: dict[int, torch.Tensor] = {}
-    kept: list[torch.Tensor] = []  # so that no id is given to another tensor meanwhile
-    for fqn, module, name, old in list(named_buffers(model)):
-        if isinstance(old, DTensor):
-            continue
-        new = moved.get(id(old))
-        if new is None:
-            new = _value(old, values.get(fqn), device)
-            moved[id(old)] = new
-            kept.append(old)
-        if new is not old:
-            setattr(module, name, new)
-            for other, held in list(vars(module).items()):
-                if held is old:
-                    setattr(module, other, new)
-
-
-def _value(old: torch.Tensor, computed: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    if computed is None:
-        return old if old.is_meta else old.to(device)
-    if old.is_meta or old.device.type != device.type:
-        return computed.detach().clone().to(device=device, dtype=old.dtype)
-    with torch.no_grad():
-        old.copy_(computed)
-    return old
-
-
-def equalise_buffers(model: nn.Module) -> list[str]:
-    """Make buffers that differ between ranks those of rank 0; return the names of what did, or still does.
-
-    Compared by their digests; so only what differs is sent. Every rank calls it.
-    """
-    differing = _differing(model)
-    if not differing:
-        return []
-    if world()[0] == 0:
-        _log.warning("buffers differed between ranks and are now those of rank 0: %s", listed(differing))
-    held = {fqn: value for fqn, _, _, value in named_buffers(model)}
-    try:
-        for fqn in differing:
-            value = held[fqn]
-            sent = value.detach().to(device_for(None, value.device), copy=True).contiguous()
-            dist.broadcast(flat_bytes(sent), 0)
-            with torch.no_grad():
-                value.copy_(sent)
-    except RuntimeError as error:
-        raise lost("sending buffers", error) from error
-    return _differing(model)
-
-
-def _differing(model: nn.Module) -> list[str]:
-    """Return the names of plain buffers that all ranks have, of one size, with different bytes."""
-    if world()[1] == 1:
-        return []
-    digests: dict[str, list[int]] = {}
-    with agreed("comparing buffers"):
-        for fqn, _, _, value in named_buffers(model):
-            if not isinstance(value, DTensor) and not value.is_meta:
-                content = memory_of(value.detach().cpu().contiguous())
-                digests[fqn] = [len(content), crc32(content)]
-    told = gather_json(digests, phase="comparing buffers")
-    return [
-        fqn
-        for fqn in told[0]
-        if all(fqn in each and each[fqn][0] == told[0][fqn][0] for each in told)
-        and any(each[fqn] != told[0][fqn] for each in told)
-    ]
-
-
-def retie(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
-    """Make one object again of what was one parameter.
-
-    Args:
-        model: wrapped.
-        ties: groups of clean FQNs, the first of which is kept.
-
-    Raises:
-        LayoutError: ties that cannot be mended, because each end is sharded by itself or in another way.
-    """
-    places: dict[str, tuple[nn.Module, str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(clean_name(f"{path}.{name}" if path else name), (module, name))
-    managed = {id(shard.param) for shard in fsdp_shards(model)}
-    problems: list[str] = []
-    for first, *others in ties:
-        if first not in places:
-            continue
-        kept = getattr(*places[first])
-        for other in others:
-            if other not in places or getattr(*places[other]) is kept:
-                continue
-            module, name = places[other]
-            if id(getattr(module, name)) in managed or not _same_place(getattr(module, name), kept):
-                problems.append(f"{escape(other)} and {escape(first)}")
-            else:
-                setattr(module, name, kept)
-    if problems:
-        raise LayoutError(
-            "names that were one parameter are several in the wrapped model",
-            problems=problems,
-            hint="keep tied modules in one unit (fully_shard takes a list of modules), and parallelise them alike",
-        )
-
-
-def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if isinstance(a, DTensor) != isinstance(b, DTensor) or a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if isinstance(a, DTensor) and isinstance(b, DTensor):
-        return a.device_mesh == b.device_mesh and a.placements == b.placements
-    return True
-
-
-InitBuffers = Callable[[nn.Module], object]
-"""Computes a model's buffers, in place or by assigning new ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where a buffer lies."""
-
-    module: nn.Module
-    path: str
-    """Of the module."""
-    name: str
-    meta: torch.Tensor
-    persistent: bool
-
-    @property
-    def fqn(self) -> str:
-        return clean_name(f"{self.path}.{self.name}" if self.path else self.name)
-
-    def put(self, value: torch.Tensor) -> None:
-        self.module.register_buffer(self.name, value, persistent=self.persistent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,27 +74,27 @@ def compute_buffers(
 
     Args:
         model: its parameters are on meta.
-        init_buffers: given the model, with memory for its buffers.
-        seeds: of random numbers, for the first and the second filling. By two of them, a random buffer is one that
-            nobody computes.
+        init_buffers: called with the model, whose buffers have memory.
+        seeds: of random numbers, for the first and the second filling. With two different seeds, a random buffer
+            counts as one that nobody computes.
 
     Raises:
         LayoutError: buffers or plain tensor attributes that nobody computes; lists all of them.
     """
-    places = [place for place in _places(model) if place.meta.is_meta]
+    on_meta = [place for place in buffer_places(model, once=True) if place.tensor.is_meta]
     attributes = list(meta_attributes(model))
-    if not places and not attributes:
+    if not on_meta and not attributes:
         return
     first, second = (
-        _run(model, places, init_buffers, byte, seed) for byte, seed in zip(FILLS, seeds, strict=True)
+        _run(model, on_meta, init_buffers, byte, seed) for byte, seed in zip(FILLS, seeds, strict=True)
     )
-    lost = {fqn for fqn, value in second.items() if not same_bits(first[fqn], value)}
-    values = {id(place.meta): second[place.fqn] for place in places if place.fqn not in lost}
-    for place in places:
-        place.put(values.get(id(place.meta), place.meta))
-    _follow(places, attributes)
+    lost_ones = {fqn for fqn, value in second.items() if not same_bits(first[fqn], value)}
+    values = {id(place.tensor): second[place.fqn] for place in on_meta if place.fqn not in lost_ones}
+    for place in on_meta:
+        _put(place, values.get(id(place.tensor), place.tensor))
+    _follow(on_meta, attributes)
     _refuse(
-        [place.fqn for place in places if place.fqn in lost and not place.persistent],
+        [place.fqn for place in on_meta if place.fqn in lost_ones and not place.persistent],
         list(meta_attributes(model)),
     )
 
@@ -262,17 +102,17 @@ def compute_buffers(
 def unlike_computed(model: nn.Module) -> list[str]:
     """Return the names of buffers that are in no checkpoint and far from what the model's class computes.
 
-    `to_empty()` leaves such: memory that nobody has written. Rounding is no difference, and neither are random
-    buffers, those that a forward changes as it goes (rotary tables that grow with the length), and those of models
-    that are not transformers' own, whose values nobody can tell.
+    `to_empty()` leaves such buffers: memory that nobody has written. Some differences do not count: rounding, random
+    buffers, and buffers that a forward changes as it goes (rotary tables that grow with the length). Only models of
+    transformers are compared: nobody can tell the values of others.
 
     Args:
         model: wrapped or not; it is left as it is.
     """
     held = {
-        place.fqn: place.meta
-        for place in _places(model)
-        if not place.persistent and not place.meta.is_meta and not isinstance(place.meta, DTensor)
+        place.fqn: place.tensor
+        for place in buffer_places(model, once=True)
+        if not place.persistent and not place.tensor.is_meta and not isinstance(place.tensor, DTensor)
     }
     if not held:
         return []
@@ -282,16 +122,16 @@ def unlike_computed(model: nn.Module) -> list[str]:
             continue
         with contextlib.suppress(Exception):  # what it has computed by then counts
             compute_buffers(twin, None, seeds=(0, 1))
-        for place in _places(twin):
+        for place in buffer_places(twin, once=True):
             fqn = clean_name(prefix + place.fqn)
-            if fqn in held and not place.meta.is_meta and not _are_close(held[fqn], place.meta):
+            if fqn in held and not place.tensor.is_meta and not _are_close(held[fqn], place.tensor):
                 found.append(fqn)
     originals = {fqn: "{}{}original_{}".format(*fqn.rpartition(".")) for fqn in found}
     return [fqn for fqn in found if originals[fqn] not in held or originals[fqn] in found]
 
 
 def _are_close(held: torch.Tensor, computed: torch.Tensor) -> bool:
-    """True for values that may differ by rounding to 16 bits. A buffer that the model has made larger is its own matter."""
+    """True for values that differ by no more than rounding to 16 bits, or where the model has made the buffer larger."""
     if held.shape != computed.shape:
         return True
     if not held.is_floating_point() or not computed.is_floating_point():
@@ -299,54 +139,47 @@ def _are_close(held: torch.Tensor, computed: torch.Tensor) -> bool:
     return torch.allclose(held.cpu().float(), computed.float(), rtol=0.02, atol=1e-6, equal_nan=True)
 
 
-def _places(model: nn.Module) -> Iterator[_Place]:
-    for path, module in model.named_modules():
-        hidden = non_persistent_buffers(module)
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            yield _Place(module=module, path=path, name=name, meta=buffer, persistent=name not in hidden)
+def _put(place: Place, value: torch.Tensor) -> None:
+    place.module.register_buffer(place.name, value, persistent=place.persistent)
 
 
 def _run(
-    model: nn.Module, places: list[_Place], init_buffers: InitBuffers | None, byte: int, seed: int
+    model: nn.Module, on_meta: list[Place], init_buffers: InitBuffers | None, byte: int, seed: int
 ) -> dict[str, torch.Tensor]:
     """Compute the buffers over memory filled with one byte; return the value of each by name."""
-    memory: dict[int, torch.Tensor] = {}  # one for each buffer, also where several modules share it
-    for place in places:
-        if id(place.meta) not in memory:
-            memory[id(place.meta)] = filled(place.meta, byte)
-        place.put(memory[id(place.meta)])
+    memory: dict[int, torch.Tensor] = {}  # one for each buffer, even if several modules share it
+    for place in on_meta:
+        if id(place.tensor) not in memory:
+            memory[id(place.tensor)] = filled(place.tensor, byte)
+        _put(place, memory[id(place.tensor)])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # a random buffer is the same on all ranks
         if init_buffers is not None:
             init_buffers(model)
         else:
-            _run_transformers(model, [place.path for place in places])
+            _run_transformers(model, {path for place in on_meta for path in around(place.path)})
     values = {}
-    for place in places:
+    for place in on_meta:
         value = getattr(place.module, place.name)
         values[place.fqn] = value.detach().cpu() if not value.is_meta else filled(value, byte)
     return values
 
 
-def _run_transformers(model: nn.Module, paths: list[str]) -> None:
-    """Call `_init_weights` of the nearest transformers model on each module and on those around it, inner ones first."""
+def _run_transformers(model: nn.Module, paths: set[str]) -> None:
+    """Call `_init_weights` of the nearest transformers model around it on each module, inner ones first."""
     modules = dict(model.named_modules())
-    wanted = {path[:at] for path in paths for at in _ends(path)}
-    for path in sorted(wanted, key=lambda path: (-path.count(".") - bool(path), path)):
-        holder = next((h for h in map(modules.get, _around(path)) if is_transformers(h)), None)
+    for path in sorted(paths, key=lambda path: (-path.count(".") - bool(path), path)):
+        holder = next((h for h in map(modules.get, around(path)) if is_transformers(h)), None)
         if holder is not None:
             holder._init_weights(modules[path])
 
 
-def _ends(path: str) -> list[int]:
-    """Return where the paths of a module and of those around it end."""
-    return [0, *(at for at, char in enumerate(path) if char == "."), len(path)]
-
-
-def _around(path: str) -> Iterator[str]:
-    """Yield the paths of a module and of those around it, inner ones first."""
-    for at in reversed(_ends(path)):
-        yield path[:at]
+def around(path: str) -> Iterator[str]:
+    """Yield a module's path and those of the modules around it, inner ones first."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
 
 
 def meta_attributes(model: nn.Module) -> Iterator[_Attribute]:
@@ -355,9 +188,9 @@ def meta_attributes(model: nn.Module) -> Iterator[_Attribute]:
         registered = {id(tensor) for tensor in (*module.parameters(False), *module.buffers(False))}
         for name, value in vars(module).items():
             for key, tensor in _tensors_in(value):
-                # A list of parameters, or what modules themselves keep them in; a buffer's second name is looked at.
+                # A list of parameters, or what modules themselves keep them in; a buffer's second name counts.
                 if tensor.is_meta and not (key and id(tensor) in registered):
-                    fqn = clean_name(f"{path}.{name}" if path else name) + key
+                    fqn = full_name(path, name) + key
                     yield _Attribute(module=module, name=name if not key else "", fqn=fqn, tensor=tensor)
 
 
@@ -370,22 +203,17 @@ def _tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f"[{key!r}]", item) for key, item in value.items() if isinstance(item, torch.Tensor))
 
 
-def _follow(places: list[_Place], attributes: list[_Attribute]) -> None:
+def _follow(on_meta: list[Place], attributes: list[_Attribute]) -> None:
     """Point attributes that were another name of a buffer at what the buffer is now."""
     for attribute in attributes:
-        for place in places:
-            value = getattr(place.module, place.name)
+        for place in on_meta:
+            value, old = getattr(place.module, place.name), place.tensor
             same_view = (
-                place.meta.shape == attribute.tensor.shape
-                and place.meta.stride() == attribute.tensor.stride()
-                and place.meta.storage_offset() == attribute.tensor.storage_offset()
+                old.shape == attribute.tensor.shape
+                and old.stride() == attribute.tensor.stride()
+                and old.storage_offset() == attribute.tensor.storage_offset()
             )
-            if (
-                attribute.name
-                and not value.is_meta
-                and same_view
-                and shares_memory(place.meta, attribute.tensor)
-            ):
+            if attribute.name and not value.is_meta and same_view and shares_memory(old, attribute.tensor):
                 setattr(attribute.module, attribute.name, value)
                 break
 
@@ -400,3 +228,135 @@ def _refuse(buffers: list[str], attributes: list[_Attribute]) -> None:
             hint="give prepare a function that builds the model instead of a model on meta, or init_buffers=fn that"
             " computes them all; or give them values before load_into",
         )
+
+
+def restore_buffers(model: nn.Module, values: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Give every buffer its computed value, on a device; it stays persistent, or not, as it was.
+
+    A wrapper may have moved a buffer to meta, or given it memory without values; then it looks like any other. An
+    attribute that was another name of a buffer follows it.
+
+    Args:
+        model: wrapped.
+        values: by clean FQN; a buffer that is not among them is only moved.
+        device: for all of them.
+    """
+    moved: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []  # so that no other tensor gets the id of an old one
+    for place in list(buffer_places(model)):
+        old = place.tensor
+        if isinstance(old, DTensor):
+            continue
+        new = moved.get(id(old))
+        if new is None:
+            new = moved[id(old)] = _value(old, values.get(place.fqn), device)
+            kept.append(old)
+        if new is not old:
+            setattr(place.module, place.name, new)
+            for other, held in list(vars(place.module).items()):
+                if held is old:
+                    setattr(place.module, other, new)
+
+
+def memory_for_buffers(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return uninitialised memory for every buffer on meta, by clean FQN: the source has their values."""
+    return {
+        place.fqn: torch.empty_like(place.tensor, device=device)
+        for place in buffer_places(model)
+        if place.tensor.is_meta
+    }
+
+
+def _value(old: torch.Tensor, computed: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    if computed is None:
+        return old if old.is_meta else old.to(device)
+    if old.is_meta or old.device.type != device.type:
+        return computed.detach().clone().to(device=device, dtype=old.dtype)
+    with torch.no_grad():
+        old.copy_(computed)
+    return old
+
+
+def equalise_buffers(model: nn.Module) -> list[str]:
+    """Give buffers that differ between ranks the values of rank 0; return the names of those that still differ.
+
+    They are compared by their digests, so only what differs is sent. Every rank calls it.
+    """
+    differing = _differing(model)
+    if not differing:
+        return []
+    if world()[0] == 0:
+        _log.warning("buffers differed between ranks and are now those of rank 0: %s", listed(differing))
+    held = {place.fqn: place.tensor for place in buffer_places(model)}
+    try:
+        for fqn in differing:
+            value = held[fqn]
+            sent = value.detach().to(device_for(None, value.device), copy=True).contiguous()
+            dist.broadcast(flat_bytes(sent), 0)
+            with torch.no_grad():
+                value.copy_(sent)
+    except RuntimeError as error:
+        raise lost("sending buffers", error) from error
+    return _differing(model)
+
+
+def _differing(model: nn.Module) -> list[str]:
+    """Return the names of plain buffers that all ranks have, of one size, with different bytes."""
+    if world()[1] == 1:
+        return []
+    digests: dict[str, list[int]] = {}
+    with agreed("comparing buffers"):
+        for place in buffer_places(model):
+            if not isinstance(place.tensor, DTensor) and not place.tensor.is_meta:
+                content = memory_of(place.tensor.detach().cpu().contiguous())
+                digests[place.fqn] = [len(content), crc32(content)]
+    told = gather_json(digests, phase="comparing buffers")
+    return [
+        fqn
+        for fqn in told[0]
+        if all(fqn in each and each[fqn][0] == told[0][fqn][0] for each in told)
+        and any(each[fqn] != told[0][fqn] for each in told)
+    ]
+
+
+def retie(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
+    """Make names that were one parameter one object again.
+
+    Args:
+        model: wrapped.
+        ties: groups of clean FQNs, the first of which is kept.
+
+    Raises:
+        LayoutError: ties that cannot be mended, because each end is sharded by itself or in another way.
+    """
+    held: dict[str, Place] = {}
+    for place in places(model):
+        if place.kind == "parameter":
+            held.setdefault(place.fqn, place)
+    managed = {id(shard.param) for shard in fsdp_shards(model)}
+    problems: list[str] = []
+    for first, *others in ties:
+        for other in others:
+            if first not in held or other not in held:
+                continue
+            kept, place = held[first].tensor, held[other]
+            if place.tensor is kept:
+                continue
+            if id(place.tensor) in managed or not _same_place(place.tensor, kept):
+                problems.append(f"{escape(other)} and {escape(first)}")
+            else:
+                setattr(place.module, place.name, kept)
+    if problems:
+        raise LayoutError(
+            "names that were one parameter are several in the wrapped model",
+            problems=problems,
+            hint="keep tied modules in one unit (fully_shard takes a list of modules), and parallelise them alike",
+        )
+
+
+def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if isinstance(a, DTensor) != isinstance(b, DTensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        return a.device_mesh == b.device_mesh and a.placements == b.placements
+    return True

@@ -1,9 +1,9 @@
-"""A model without memory for its weights: parameters on meta, buffers computed for real.
+"""A model without memory for its weights: parameters on meta, buffers computed, embeddings as long as the tokenizer.
 
-A model that is built on the meta device loses its buffers, and those in no checkpoint come back as whatever
-memory held before. One that is built on the CPU takes the memory of all of its weights, and the time to initialise
-them. So it is built on the CPU, and each parameter goes to meta in the moment in which a module gets it: its memory
-has not been touched by then, and what initialises it later writes nothing.
+A model that is built on the meta device loses its buffers, and those in no checkpoint come back as whatever memory
+held before. A model that is built on the CPU takes the memory of all of its weights, and the time to initialise them.
+So it is built on the CPU, and each parameter goes to meta at the moment when a module gets it: its memory has not been
+touched by then, and code that initialises it later writes nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardkit.core.dtypes import BY_NAME, CASTS
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, SourceError, UsageError
+from shardkit.keys.names import clean_name
 from shardkit.layout.classes import (
     ClassDtypes,
     built_dtypes,
@@ -31,7 +32,7 @@ from shardkit.layout.classes import (
 )
 from shardkit.layout.layout import CannotBuildError
 from shardkit.training.model.buffers import InitBuffers, compute_buffers
-from shardkit.training.ranks.context import clean_name
+from shardkit.training.ranks.context import buffer_places, places
 
 MULTIPLE = 8  # rows of embeddings; tensor cores want it, and ranks up to 8 get shards of one size
 
@@ -39,19 +40,19 @@ MULTIPLE = 8  # rows of embeddings; tensor cores want it, and ranks up to 8 get 
 def align_vocab(model: nn.Module, tokenizer: Sized | int, *, multiple: int = MULTIPLE) -> dict[str, int]:
     """Make the embeddings of a model on meta as long as a tokenizer needs; they never get shorter.
 
-    Input and output embeddings, tied or not, a bias of the output, and the config follow. transformers' own
+    Input and output embeddings, tied or not, a bias of the output, and the config all change. transformers' own
     `resize_token_embeddings` would initialise and copy whole weights.
 
     Args:
         model: of transformers, wrapped by PEFT or not; all of its parameters are on meta.
         tokenizer: or the number of its tokens.
-        multiple: the number of rows is rounded up to one of these.
+        multiple: the number of rows is rounded up to a multiple of this.
 
     Returns:
-        FQN -> rows that it had, for every parameter that was made longer, under its first name.
+        FQN -> rows before, for every parameter that was made longer, under its first name.
 
     Raises:
-        UsageError: no number of tokens, or not a model of transformers.
+        UsageError: not a number of tokens, or not a model of transformers.
         LayoutError: the model's class resizes embeddings in a way of its own.
     """
     tokens = tokenizer if isinstance(tokenizer, int) else len(tokenizer)
@@ -65,7 +66,7 @@ def align_vocab(model: nn.Module, tokenizer: Sized | int, *, multiple: int = MUL
     embedding = inner.get_input_embeddings()
     weight = getattr(embedding, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
-        raise LayoutError(f"the input embedding is a {type(embedding).__name__}, which has no rows to add")
+        raise LayoutError(f"the input embedding is a {type(embedding).__name__}, which has no rows to add to")
     old = weight.shape[0]
     if tokens <= old:
         return {}
@@ -81,7 +82,7 @@ def _embedding_model(model: nn.Module) -> Any:
     inner = next((module for module in model.modules() if is_transformers(module)), None)
     if inner is None:
         raise UsageError(
-            f"align_vocab needs a model of transformers, not a {type(model).__name__}: it asks it for its embeddings",
+            f"align_vocab needs a model of transformers, not a {type(model).__name__}: it asks the model for its embeddings",
             hint="build the model with as many rows as the tokenizer needs",
         )
     return inner
@@ -106,14 +107,14 @@ def _refuse_own_way(inner: Any) -> None:
 
 
 def _refuse_other_rows(inner: nn.Module, old: int, longer: list[nn.Parameter]) -> None:
-    """Refuse whatever else has a row for each token: it would stay short."""
+    """Refuse a model in which something else has a row for each token: that would stay short."""
     known = {id(param) for param in longer}
     others = [
         clean_name(name)
         for name, param in inner.named_parameters()
         if id(param) not in known and param.ndim == 1 and param.shape[0] == old
     ]
-    # A width that happens to be the vocabulary's would be met in many tensors, not in a bias or two.
+    # If a width happened to equal the vocabulary's, many tensors would have it, not a bias or two.
     others += [clean_name(name) for name, buffer in inner.named_buffers() if buffer.shape[-1:] == (old,)]
     if others:
         raise LayoutError(
@@ -129,24 +130,20 @@ def _lengthen(model: nn.Module, longer: list[nn.Parameter], rows: int) -> dict[s
         if id(param) not in new:
             memoryless = torch.empty((rows, *param.shape[1:]), dtype=param.dtype, device="meta")
             new[id(param)] = nn.Parameter(memoryless, requires_grad=param.requires_grad)
-    grown: dict[str, int] = {}
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(param) not in new:
-                continue
-            setattr(module, name, new[id(param)])
-            if id(param) not in seen:
-                grown[clean_name(f"{path}.{name}" if path else name)] = param.shape[0]
-            seen.add(id(param))
+    grown: dict[int, tuple[str, int]] = {}
+    for place in places(model, once=True):
+        if id(place.tensor) in new:
+            old = place.tensor.shape[0]
+            setattr(place.module, place.name, new[id(place.tensor)])
+            grown.setdefault(id(place.tensor), (place.fqn, old))
             for attribute in ("num_embeddings", "out_features"):
-                if getattr(module, attribute, None) == param.shape[0]:
-                    setattr(module, attribute, rows)
-    return grown
+                if getattr(place.module, attribute, None) == old:
+                    setattr(place.module, attribute, rows)
+    return dict(grown.values())
 
 
 def _record(inner: Any, old: int, rows: int) -> None:
-    """Say so in the config, and wherever models of transformers keep the number."""
+    """Put the number in the config, and wherever else models of transformers keep it."""
     inner.config.get_text_config().vocab_size = rows
     for module in inner.modules():
         if getattr(module, "vocab_size", None) == old and is_transformers(module):
@@ -173,20 +170,20 @@ def build_model(
     Args:
         what: a function that returns the model, whatever it does on the way; a directory with a config.json or a repo
             id, whose model transformers builds; or a model on meta, whose buffers are computed anew.
-        dtype: of floating parameters, "bf16", "fp16", "fp32" or a torch dtype; None keeps the model's own. What the
-            model's class makes fp32, or lists to be, is fp32 under half precision, as `from_pretrained` has it.
-            Buffers keep what the model gave them.
+        dtype: of floating parameters, "bf16", "fp16", "fp32" or a torch dtype; None keeps the model's own. Parameters
+            that the model's class makes or lists as fp32 are fp32 under half precision, as with `from_pretrained`.
+            Buffers keep the dtype that the model gave them.
         init_buffers: computes the buffers of a model on meta; None takes transformers' own initialisation.
         revision: branch, tag or commit of a repo id.
         trust_remote_code: the model's own code, in the directory or repo, may run.
-        seed: of buffers that are random. What is drawn elsewhere does not change by building.
+        seed: of buffers that are random. Building does not change the random numbers that others draw.
 
     Returns:
         The model. Persistent buffers that nothing computes are left on meta: the source may have them.
 
     Raises:
-        UsageError: `what` is none of these, a dtype that is none, or a model that is wrapped or has memory already.
-        LayoutError: no such model can be built, buffers that nothing computes, or parameters without a shape.
+        UsageError: `what` is none of these, the dtype is not one, or the model is wrapped or has memory already.
+        LayoutError: the model cannot be built, nothing computes some buffers, or parameters have no shape.
     """
     wanted = parse_dtype(dtype)
     with torch.random.fork_rng(devices=[]):
@@ -216,7 +213,7 @@ def build_model(
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a floating dtype that was named; None for None.
+    """Return the floating dtype of a name; None for None.
 
     Raises:
         UsageError: it is not the name of one.
@@ -233,13 +230,13 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _is_convertible(dtype: torch.dtype) -> bool:
-    """True for floating types whose values need no scale that stands elsewhere."""
+    """True for floating types whose values need no separate scale."""
     return dtype.is_floating_point and dtype.itemsize >= 2
 
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """While it is active, every parameter that a module gets goes to meta, the object staying the same."""
+    """Move every parameter that a module gets to meta while this is active; the object stays the same."""
     original = nn.Module.register_parameter
     replaced = WeakIdKeyDictionary()
 
@@ -254,7 +251,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _to_meta(param: nn.Parameter, replaced: WeakIdKeyDictionary) -> nn.Parameter:
-    """Move a parameter to meta. Whoever holds it (a tie, a list) holds the one on meta from then on."""
+    """Move a parameter to meta. Whatever holds it (a tie, a list) holds the one on meta from then on."""
     if param.is_meta or isinstance(param, nn.parameter.UninitializedParameter):
         return param
     if param in replaced:
@@ -289,7 +286,7 @@ def find_config(what: str, revision: str | None) -> str:
         revision: of a repo id.
 
     Raises:
-        SourceError, ResourceError: there is none, or it cannot be brought here.
+        SourceError, ResourceError: there is none, or it cannot be downloaded.
     """
     from shardkit.formats.hub.repo import fetch_files, looks_like_repo_id
 
@@ -308,10 +305,10 @@ def find_config(what: str, revision: str | None) -> str:
 def _from_config(
     directory: str, dtype: torch.dtype | None, init_buffers: InitBuffers | None, trust_remote_code: bool
 ) -> nn.Module:
-    """Build what `from_pretrained` would, in the dtype that it would compute buffers in, and on meta as it does.
+    """Build what `from_pretrained` would, on meta, in the dtype in which it would compute buffers.
 
-    Its models can compute their buffers anew, so that no parameter is ever allocated: that of all experts of a layer
-    may be larger than the machine.
+    transformers' models can compute their buffers anew, so no parameter is ever allocated: a single one, of all experts
+    of a layer, may be larger than the machine.
     """
     try:
         import transformers  # noqa: F401 - is it here?
@@ -331,7 +328,7 @@ def _from_config(
             compute_buffers(model, init_buffers)
             if not any(buffer.is_meta for buffer in model.buffers()):
                 return model
-        # Code that reads what it made, or a buffer that only __init__ computes.
+        # The model's code reads what it made, or a buffer is computed by __init__ alone.
         return _call(lambda: model_class._from_config(config, **options))
     except ImportError as error:
         raise CannotBuildError(
@@ -348,7 +345,7 @@ def _refuse_quantised(config: Any) -> None:
 
 
 def _own_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return what a transformers model was built in, for its fp32 modules to differ from."""
+    """Return the dtype in which a transformers model was built; its fp32 modules differ from it."""
     dtype = getattr(getattr(model, "config", None), "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
@@ -377,7 +374,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _check_parameters(model: nn.Module, *, given: bool) -> None:
-    """Refuse parameters that cannot be sharded, or are too late to be; move those to meta that no module was given."""
+    """Refuse parameters that cannot be sharded or have memory already; move to meta those that no module was given."""
     lazy = [
         name
         for name, param in model.named_parameters()
@@ -398,32 +395,25 @@ def _check_parameters(model: nn.Module, *, given: bool) -> None:
             ],
             hint="give the function that builds it instead, or build it under torch.device('meta')",
         )
-    if real:
-        _move_left(model)
-
-
-def _move_left(model: nn.Module) -> None:
-    """Move parameters to meta that were put into a module past `register_parameter`."""
-    replaced = WeakIdKeyDictionary()
-    for module in model.modules():
-        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, _to_meta(param, replaced))
+    if real:  # put into a module past `register_parameter`
+        replaced = WeakIdKeyDictionary()
+        for place in places(model, once=True):
+            if isinstance(place.tensor, nn.Parameter):
+                setattr(place.module, place.name, _to_meta(place.tensor, replaced))
 
 
 def _buffers_to_cpu(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if not buffer.is_meta and buffer.device.type != "cpu":
-                setattr(module, name, buffer.cpu())
+    for place in buffer_places(model, once=True):
+        if not place.tensor.is_meta and place.tensor.device.type != "cpu":
+            setattr(place.module, place.name, place.tensor.cpu())
 
 
 def _set_dtypes(model: nn.Module, found: ClassDtypes) -> None:
-    """Give floating parameters their dtypes, and buffers fp32 that the model's class wants so."""
+    """Give floating parameters their dtypes, and fp32 to buffers for which the model's class wants it."""
     for name, param in model.named_parameters():
         if _is_convertible(param.dtype):
             param.data = param.data.to(found.of(clean_name(name)))
-    for module_name, module in model.named_modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            is_kept = found.kept is not None and found.kept.search(clean_name(f"{module_name}.{name}"))
-            if is_kept and _is_convertible(buffer.dtype):
-                setattr(module, name, buffer.to(torch.float32))
+    for place in buffer_places(model, once=True):
+        is_kept = found.kept is not None and found.kept.search(place.fqn)
+        if is_kept and _is_convertible(place.tensor.dtype):
+            setattr(place.module, place.name, place.tensor.to(torch.float32))

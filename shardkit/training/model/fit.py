@@ -1,4 +1,4 @@
-"""A model held against its source: what is read, what is initialised, and every difference at once."""
+"""Comparing a model with its source: what is read, what is initialised, and every difference at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Fit:
     initialised: frozenset[str] = frozenset()
     """FQNs that are not read."""
     grown: Mapping[str, int] = field(default_factory=dict)
-    """FQN -> rows that the source has of a longer tensor."""
+    """FQN -> rows in the source, for tensors that are longer in the model."""
     notes: tuple[str, ...] = ()
 
 
@@ -44,21 +44,21 @@ def check_fit(
     grown: Mapping[str, int] | None = None,
     initialises: bool = True,
 ) -> Fit:
-    """Hold names, shapes and dtypes of a model against its source.
+    """Compare names, shapes and dtypes of a model with its source.
 
     Args:
         expected: every parameter and buffer, ties under their first name.
         ties: groups of names that are one parameter, the first name first.
         weights: the source, opened for this model.
         missing: "error"; "init" initialises what the source lacks, unless it looks renamed; globs over FQNs
-            initialise what they match, where the source lacks it. Either lets the source have weights, outside of
-            numbered blocks, that the model does not: another head.
+            initialise what they match and the source lacks. With either of the last two, the source may also have
+            weights that the model lacks, such as another head, but not in numbered blocks.
         grown: FQN -> rows that the model had, for tensors that `align_vocab` made longer.
-        initialises: whoever asks has a `missing` argument, for the hint.
+        initialises: the caller has a `missing` argument, for the hint.
 
     Raises:
-        LayoutError: the source is quantised, stores modules in pieces that the model holds fused, or differs; every
-            missing, unexpected and wrong tensor at once.
+        LayoutError: the source is quantised, stores modules in pieces that the model holds fused, or differs; lists
+            every missing, unexpected and wrong tensor.
         UsageError: a glob matches nothing.
     """
     names = {group[0]: tuple(group) for group in ties}
@@ -99,7 +99,7 @@ def check_fit(
 
 
 def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:
-    """Hold names against each other that are one parameter in the model and stored several times.
+    """Compare the stored values of names that are one parameter in the model and stored several times.
 
     Raises:
         LayoutError: they differ, so that one of them would be lost.
@@ -115,13 +115,13 @@ def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:
 
 
 def check_untied(broken: Iterable[BrokenTie], weights: Weights | None) -> None:
-    """Refuse a model whose class ties what it has as several parameters: filled with one value, they would train apart.
+    """Refuse a model with several parameters that its class ties: filled with one value, they would train apart.
 
-    A source that stores two values makes them two in earnest.
+    If the source stores two values, they are really two parameters.
 
     Args:
         broken: of the model.
-        weights: the source, opened for this model; None where there is none.
+        weights: the source, opened for this model; None if there is none.
 
     Raises:
         LayoutError: there are such parameters; names all of them.
@@ -140,7 +140,7 @@ def check_untied(broken: Iterable[BrokenTie], weights: Weights | None) -> None:
 def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple[str, str, str]]:
     """Return names that are one parameter in the model and whose values in the source differ.
 
-    It reads them, where they do not lie in one place: one rank should do it for all.
+    It reads them unless they lie in one place, so one rank should do it for all.
 
     Returns:
         (stored name of the first, stored name of another, FQN of that other).
@@ -171,7 +171,7 @@ def _refuse_quantised(weights: Weights) -> None:
 
 
 def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> None:
-    """Refuse modules that hold several stored tensors as one; never are they left as they were initialised."""
+    """Refuse modules that hold several stored tensors as one; they must never stay as they were initialised."""
     parts: dict[str, list[str]] = {}
     for stored, fqn in weights.fused.items():
         parts.setdefault(fqn, []).append(stored)
@@ -204,14 +204,14 @@ def _choose(
     names: Mapping[str, Sequence[str]],
     missing: Missing,
 ) -> list[str]:
-    """Return what is to be initialised of what the source lacks."""
+    """Return which of the tensors that the source lacks are initialised."""
     if missing == "init":
         return list(lacking)
     if missing == "error":
         return []
     if isinstance(missing, str):
         raise UsageError(
-            f"missing={escape(missing)!r} is neither 'error' nor 'init'", hint="globs are given as a list"
+            f"missing={escape(missing)!r} is neither 'error' nor 'init'", hint="give globs as a list"
         )
     every = [name for fqn in expected for name in names.get(fqn, (fqn,))]
     idle = [glob for glob in missing if not any(fnmatchcase(name, glob) for name in every)]
@@ -249,7 +249,7 @@ def _hold(
     weights: Weights,
     grown: Mapping[str, int],
 ) -> tuple[dict[str, int], list[str]]:
-    """Return the rows that the source has of grown tensors, and what is wrong with shapes and dtypes."""
+    """Return the rows of grown tensors in the source, and what is wrong with shapes and dtypes."""
     rows: dict[str, int] = {}
     wrong: list[str] = []
     for fqn, tensor in expected.items():
@@ -283,23 +283,21 @@ def _hint(
     if (lacking or unexpected) and not initialises:
         return "prepare(..., missing=...) and finalize take a source with other heads or without adapters"
     if lacking and missing == "error":
-        return "missing='init' or missing=['score.*'] initialises what the source lacks, as a new head or adapter"
+        return "missing='init' or missing=['score.*'] initialises what the source lacks, such as a new head or adapter"
     if unexpected and missing == "error":
         return "missing='init' lets the source have a head that the model lacks"
     if any(line.startswith("shape: ") for line in wrong):
-        return (
-            "is it this model's source? where only rows of the vocabulary differ, give prepare the tokenizer"
-        )
+        return "is it this model's source? if only rows of the vocabulary differ, give prepare the tokenizer"
     return "is it this model's source?"
 
 
 def _refuse_renamed(
     initialised: Collection[str], expected: Mapping[str, ExpectedTensor], weights: Weights, *, guess: bool
 ) -> None:
-    """Refuse to initialise what the source seems to have under another name.
+    """Refuse to initialise a tensor that the source seems to have under another name.
 
     Args:
-        guess: nobody named what is to be initialised, so equal shapes are reason enough.
+        guess: the caller did not name what is to be initialised, so equal shapes are reason enough.
     """
     by_look: dict[tuple[tuple[int, ...], str], list[str]] = {}
     for name, shape in weights.unused.items():
@@ -315,5 +313,5 @@ def _refuse_renamed(
         raise LayoutError(
             f"missing= would initialise what {escape(weights.path)} seems to have under other names",
             problems=problems,
-            hint="where these are new after all, name them: missing=['score.*']",
+            hint="if these are new after all, name them: missing=['score.*']",
         )

@@ -1,8 +1,8 @@
-"""What a model's own initialisation would give, whole tensor by whole tensor, the same in any world.
+"""The values that a model's own initialisation gives, one whole tensor at a time, the same in any world.
 
-Initialising local shards in place gives every rank the same rows, and drawing from one generator makes a tensor
-depend on those before it. So each module's parameters are made whole on the CPU, from a generator that is seeded by
-the seed and the module's name, and then sliced.
+If local shards were initialised in place, every rank would get the same rows. If one generator were used for all, a
+tensor would depend on those before it. So each module's parameters are made whole on the CPU, from a generator seeded
+with the seed and the module's name, and then sliced.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from torch import nn
 from shardkit._torch import times_written
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
+from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.layout.classes import is_transformers
-from shardkit.training.model.buffers import FILLS, filled, same_bits
-from shardkit.training.ranks.context import ModelInitializationContext, clean_name
+from shardkit.training.model.buffers import FILLS, around, filled, same_bits
+from shardkit.training.ranks.context import ModelInitializationContext, full_name
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-_PLAIN_LORA = (
-    True,
-    False,
-    "gaussian",
-)  # peft 0.21, LoraLayer: all others are computed from the base's weights
+# peft 0.21, LoraLayer: all other modes are computed from the base's weights.
+_PLAIN_LORA = (True, False, "gaussian")
 _STD = 0.02  # transformers' default initializer_range
 
 
@@ -55,7 +53,7 @@ def initialise(ctx: ModelInitializationContext, fqns: Collection[str]) -> Iterat
         names = {
             fqn: name
             for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
-            if (fqn := clean_name(f"{path}.{name}" if path else name)) in left
+            if (fqn := full_name(path, name)) in left
         }
         left -= names.keys()
         if names:
@@ -68,7 +66,7 @@ def initialise(ctx: ModelInitializationContext, fqns: Collection[str]) -> Iterat
             yield fqn, ctx.buffers[fqn]
     if left:
         raise LayoutError(
-            f"{count(len(left), 'tensor')} to be initialised that the model does not have",
+            f"{count(len(left), 'tensor')} to be initialised are not in the model",
             problems=map(escape, sorted(left)),
         )
 
@@ -76,8 +74,8 @@ def initialise(ctx: ModelInitializationContext, fqns: Collection[str]) -> Iterat
 def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
     """Return the rows that a grown tensor has beyond those of the source, on the CPU.
 
-    Weights are normal with the model's initializer_range, or what else its `_init_weights` does to a layer of that
-    kind; biases are zero. transformers draws them from the old rows' distribution, which needs all of these.
+    Weights are what the model's `_init_weights` makes of such a layer, usually normal with its initializer_range;
+    biases are zero. transformers draws them from the distribution of the old rows, for which it needs all of them.
 
     Args:
         ctx: with a blueprint.
@@ -99,23 +97,23 @@ def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
 
 
 def not_repeated(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collection[str]) -> list[str]:
-    """Return parameters that code wrote while the model was built which `initialise` does not run.
+    """Return parameters that were written while the model was built, by code that `initialise` does not run.
 
-    Such code stands outside of the module that has the parameter: `nn.init.zeros_(self.head.weight)` in a model's
+    Such code is outside the module that has the parameter, such as `nn.init.zeros_(self.head.weight)` in a model's
     `__init__`. transformers' models keep all of it in `_init_weights`, and write some parameters several times.
 
     Args:
         blueprint: on meta.
         writes: FQN -> how often a parameter was written while the model was built.
-        fqns: those that are to be initialised.
+        fqns: the parameters to be initialised.
     """
     found: list[str] = []
     modules = dict(blueprint.named_modules())
     for path, module in modules.items():
         own = dict(module.named_parameters(recurse=False))
-        named = {clean_name(f"{path}.{name}" if path else name): param for name, param in own.items()}
+        named = {full_name(path, name): param for name, param in own.items()}
         named = {fqn: param for fqn, param in named.items() if fqn in fqns and writes.get(fqn)}
-        if not named or any(is_transformers(modules[each]) for each in _around(path)):
+        if not named or any(is_transformers(modules[each]) for each in around(path)):
             continue
         before = {fqn: times_written(param) for fqn, param in named.items()}
         with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -135,21 +133,21 @@ def _make(modules: dict[str, nn.Module], path: str, seed: int) -> dict[str, torc
             raise LayoutError(
                 f"nothing initialises {count(len(lost), 'parameter')} of"
                 f" {escape(path) or 'the model'} ({type(modules[path]).__name__})",
-                problems=[escape(clean_name(f"{path}.{name}" if path else name)) for name in lost],
-                hint="give the module a reset_parameters() that does, or a source that has them",
+                problems=[escape(full_name(path, name)) for name in lost],
+                hint="give the module a reset_parameters() that does it, or give a source that has them",
             )
     return first
 
 
 def _may_be_unwritten(tensor: torch.Tensor) -> bool:
-    """True where an element looks as before anything was written: NaN, -1 or True."""
+    """True if an element looks as it did before anything was written: NaN, -1 or True."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(torch.isnan(tensor).any())
     return bool((tensor == filled(tensor.new_empty(1), FILLS[0])).any())
 
 
 def _run(modules: dict[str, nn.Module], path: str, seed: int, byte: int) -> dict[str, torch.Tensor]:
-    """Initialise a module's own parameters over memory filled with one byte; all others are on meta."""
+    """Initialise a module's own parameters over memory filled with one byte; all others stay on meta."""
     module = modules[path]
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     try:
@@ -174,7 +172,7 @@ def _run(modules: dict[str, nn.Module], path: str, seed: int, byte: int) -> dict
 
 @contextlib.contextmanager
 def _seeded(seed: int, name: str) -> Iterator[None]:
-    """Draw from a generator of one's own; whoever draws next does not notice."""
+    """Draw from a separate generator: whoever draws next does not notice."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -182,44 +180,37 @@ def _seeded(seed: int, name: str) -> Iterator[None]:
 
 
 def _seed_name(path: str) -> str:
-    """Return a module's name as the base model has it: a wrapper does not change what is drawn."""
+    """Return a module's name in the base model, so that a wrapper does not change what is drawn."""
     name = clean_name(path)
     return base_name(f"{name}.weight".removeprefix(".")) or name
 
 
 def _steps(modules: dict[str, nn.Module], path: str) -> Iterator[Callable[[], object]]:
-    """Yield what initialises a module, in the order in which building the model does: the last one wins.
+    """Yield what initialises a module, in the order of building the model: the last one wins.
 
-    First what constructors do, from the inside out, then `_init_weights` of the nearest transformers model, or of any
-    other module that has one, on the module and on those around it: GPT-2's blocks scale weights of their children.
+    First comes what constructors do, from the inside out. Then comes `_init_weights` of the nearest transformers
+    model, or of any other module that has one, called on the module and on those around it: GPT-2's blocks scale
+    weights of their children.
     """
-    around = [(each, modules[each]) for each in _around(path)]
-    adapted = _adapter(around)
-    for _, module in around:
-        # Asked of the class: PEFT's wrappers pass on what they are asked for.
+    outwards = [(each, modules[each]) for each in around(path)]
+    adapted = _adapter(outwards)
+    for _, module in outwards:
+        # The class is asked: an instance of PEFT's wrappers passes on what it is asked for.
         reset = next((getattr(module, name) for name in _RESETS if hasattr(type(module), name)), None)
         if callable(reset) and not _required(reset):
             yield reset
         if adapted is not None:
             yield adapted
             return  # PEFT makes adapters after the model has been initialised
-    for at, (_, module) in enumerate(around):
-        holder = _holder([each for _, each in around[at:]])
+    for at, (_, module) in enumerate(outwards):
+        holder = _holder([each for _, each in outwards[at:]])
         if holder is not None:
             yield lambda holder=holder, module=module: holder._init_weights(module)  # type: ignore[misc]
 
 
-def _around(path: str) -> Iterator[str]:
-    """Yield a module's path and those of the modules around it, inner ones first."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
-
-
-def _holder(around: Iterable[nn.Module]) -> Any:
-    """Return the nearest module whose `_init_weights` takes another; transformers models before all others."""
-    having = [module for module in around if callable(getattr(type(module), "_init_weights", None))]
+def _holder(outwards: Iterable[nn.Module]) -> Any:
+    """Return the nearest module whose `_init_weights` takes another module; transformers models come first."""
+    having = [module for module in outwards if callable(getattr(type(module), "_init_weights", None))]
     known = next(filter(is_transformers, having), None)
     if known is not None:
         return known
@@ -227,26 +218,26 @@ def _holder(around: Iterable[nn.Module]) -> Any:
 
 
 def _required(function: Any) -> int:
-    """Return how many arguments a function must be given."""
+    """Return how many arguments a function needs."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # of C
+    except (TypeError, ValueError):  # written in C
         return 0
     return sum(each.default is each.empty and each.kind in kinds for each in parameters)
 
 
-def _adapter(around: list[tuple[str, nn.Module]]) -> Callable[[], object] | None:
-    """Return PEFT's own initialisation of a LoRA layer for a module that is a part of its adapter; None for others."""
-    path = around[0][0]
+def _adapter(outwards: list[tuple[str, nn.Module]]) -> Callable[[], object] | None:
+    """Return PEFT's own initialisation of a LoRA layer for a module that is part of its adapter; None for others."""
+    path = outwards[0][0]
     at: int
     layer: Any
-    for at, (outer, layer) in enumerate(around):
+    for at, (outer, layer) in enumerate(outwards):
         segments = path.removeprefix(outer).strip(".").split(".")
         if segments[0] not in _ADAPTERS or not hasattr(type(layer), "reset_lora_parameters"):
             continue
         names = segments[1:2] or list(getattr(layer, segments[0]).keys())
-        configs: Any = next((m.peft_config for _, m in around[at:] if hasattr(m, "peft_config")), {})
+        configs: Any = next((m.peft_config for _, m in outwards[at:] if hasattr(m, "peft_config")), {})
         modes = {name: getattr(configs.get(name), "init_lora_weights", True) for name in names}
         computed = {str(mode) for mode in modes.values() if mode not in _PLAIN_LORA}
         if computed:

@@ -1,7 +1,7 @@
-"""Ranks that end together: what happened on one is known to all before any goes on.
+"""Ranks that end together: all ranks know what happened on one before any of them goes on.
 
-A rank that raised alone would leave the others waiting in their next collective until it times out. So every
-phase ends with `agree`: each rank brings its error or None, and all raise, or none does.
+A rank that raised alone would leave the others waiting in their next collective until it times out. So every phase
+ends with `agree`: each rank brings its error or None, and either all ranks raise or none does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KNOWN: dict[str, type[ShardkitError]] = {
 
 
 class LostRank(ResourceError):
-    """Another rank died, or did not come in time: there is nobody left to agree with."""
+    """Another rank died or did not come in time: there is nobody left to agree with."""
 
 
 def world() -> tuple[int, int]:
@@ -36,20 +36,36 @@ def world() -> tuple[int, int]:
     return 0, 1
 
 
+def current_device(kind: str) -> torch.device:
+    """Return this process's current device of a kind, such as "cpu" or "cuda"."""
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def device_for(group: dist.ProcessGroup | None = None, wanted: torch.device | None = None) -> torch.device:
     """Return where tensors must lie for a group's collectives.
 
     Args:
         group: None for all ranks.
-        wanted: taken if the group can; otherwise, and without it, the CPU if the group can; otherwise the
+        wanted: taken if the group supports it. Otherwise the CPU is taken if the group supports that, and else the
             current device of the group's kind.
     """
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
     if wanted is not None and wanted.type in kinds:
         return wanted
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+    return current_device("cpu" if "cpu" in kinds else kinds[0])
+
+
+def to_bytes(value: Any, device: torch.device | None = None) -> torch.Tensor:
+    """Return plain data as JSON in a tensor of bytes."""
+    data = json.dumps(value, separators=(",", ":")).encode()
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def from_bytes(content: torch.Tensor) -> Any:
+    """Return what `to_bytes` was given; tuples have become lists, and keys strings."""
+    return json.loads(content.cpu().numpy().tobytes())
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, phase: str = "gathering") -> list[Any]:
@@ -58,29 +74,47 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, phase: st
     Args:
         value: plain data. It travels as JSON, so tuples arrive as lists and keys as strings, this rank's own too.
         group: None for all ranks. Without a process group the world is this process.
-        phase: what is being done, for the message where a rank died.
+        phase: what is being done, for the message if a rank died.
 
     Raises:
         ResourceError: a rank died, or did not come within the process group's timeout.
     """
-    data = json.dumps(value, separators=(",", ":")).encode()
     if not (dist.is_available() and dist.is_initialized()):
-        return [json.loads(data)]
+        return [from_bytes(to_bytes(value))]
     size, device = dist.get_world_size(group), device_for(group)
+    mine = to_bytes(value, device)
     try:
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-        dist.all_gather(lengths, torch.tensor([len(data)], device=device), group)
-        longest = max(int(length) for length in lengths)
-        mine = torch.zeros(longest, dtype=torch.uint8, device=device)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        gathered = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(gathered, mine, group)
+        dist.all_gather(lengths, torch.tensor([len(mine)], device=device), group)
+        padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8, device=device)
+        padded[: len(mine)] = mine
+        gathered = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(gathered, padded, group)
     except RuntimeError as error:  # gloo and nccl raise nothing narrower
         raise lost(phase, error) from error
-    return [
-        json.loads(part[: int(length)].cpu().numpy().tobytes())
-        for part, length in zip(gathered, lengths, strict=True)
-    ]
+    return [from_bytes(part[: int(length)]) for part, length in zip(gathered, lengths, strict=True)]
+
+
+def broadcast_json(value: Any, source: int, *, phase: str = "sending") -> Any:
+    """Return the value of rank `source`; every rank calls it.
+
+    Raises:
+        ResourceError: a rank died, or did not come within the process group's timeout.
+    """
+    rank, size = world()
+    if size == 1:
+        return from_bytes(to_bytes(value))
+    device = device_for()
+    content = to_bytes(value, device) if rank == source else torch.empty(0, device=device)
+    try:
+        length = torch.tensor([len(content)], device=device)
+        dist.broadcast(length, source)
+        if rank != source:
+            content = torch.empty(int(length), dtype=torch.uint8, device=device)
+        dist.broadcast(content, source)
+    except RuntimeError as error:
+        raise lost(phase, error) from error
+    return from_bytes(content)
 
 
 def lost(phase: str, error: BaseException) -> LostRank:
@@ -96,17 +130,17 @@ def lost(phase: str, error: BaseException) -> LostRank:
 def agree(
     error: BaseException | None, group: dist.ProcessGroup | None = None, *, phase: str = "this phase"
 ) -> None:
-    """Raise on all ranks where any has an error; each rank must call it.
+    """Raise on all ranks if any rank has an error; each rank must call it.
 
     Args:
-        error: of this rank, None where all is well.
+        error: of this rank; None if all is well.
         group: None for all ranks.
-        phase: what is being done, for the message where a rank died.
+        phase: what is being done, for the message if a rank died.
 
     Raises:
-        ShardkitError: of the class that all errors have in common; its problems name the ranks, those with equal
-            errors together. In a world of one the error itself is raised, and on its own rank whatever is no
-            Exception, as Ctrl-C.
+        ShardkitError: of the class that all errors have in common. Its problems name the ranks; ranks with equal
+            errors share a line. In a world of one the error itself is raised. So is anything that is no Exception,
+            such as Ctrl-C, on its own rank.
         ResourceError: a rank died, or did not come within the process group's timeout.
     """
     if isinstance(error, LostRank):
@@ -120,53 +154,30 @@ def agree(
 
 
 @contextlib.contextmanager
-def agreed(phase: str) -> Iterator[None]:
+def agreed(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on every rank and `agree` on how it ended; nothing in it may wait for another rank.
 
     Args:
-        phase: what is being done, for the message where a rank died.
+        phase: what is being done, for the message if a rank died.
+        group: None for all ranks.
     """
     error: BaseException | None = None
     try:
         yield
     except BaseException as caught:  # Ctrl-C too: the others must not wait
         error = caught
-    agree(error, phase=phase)
-
-
-def broadcast_json(value: Any, source: int, *, phase: str = "sending") -> Any:
-    """Return the value of rank `source`; every rank calls it.
-
-    Raises:
-        ResourceError: a rank died, or did not come within the process group's timeout.
-    """
-    rank, size = world()
-    data = json.dumps(value, separators=(",", ":")).encode() if rank == source else b""
-    if size == 1:
-        return json.loads(data)
-    device = device_for()
-    try:
-        length = torch.tensor([len(data)], device=device)
-        dist.broadcast(length, source)
-        content = torch.frombuffer(bytearray(data or bytes(int(length))), dtype=torch.uint8).to(device)
-        dist.broadcast(content, source)
-    except RuntimeError as error:
-        raise lost(phase, error) from error
-    return json.loads(content.cpu().numpy().tobytes())
+    agree(error, group, phase=phase)
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, ShardkitError):
         kinds = [kind.__name__ for kind in type(error).__mro__]
-        return {
-            "kinds": kinds,
-            "message": error.message,
-            "problems": list(error.problems),
-            "hint": error.hint,
-        }
-    kind = ResourceError if isinstance(error, (OSError, MemoryError)) else ShardkitError
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return {"kinds": [kind.__name__], "message": text, "problems": [], "hint": None}
+        message, problems, hint = error.message, list(error.problems), error.hint
+    else:
+        kinds = [(ResourceError if isinstance(error, (OSError, MemoryError)) else ShardkitError).__name__]
+        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        problems, hint = [], None
+    return {"kinds": kinds, "message": message, "problems": problems, "hint": hint}
 
 
 def _together(told: Sequence[dict[str, Any] | None], ranks: Sequence[int]) -> ShardkitError:

@@ -5,51 +5,24 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import FSDPShard, fsdp_shards, non_persistent_buffers, shard_of
+from shardkit._torch import FSDPShard, fsdp_shards, shard_of
 from shardkit.core.regions import Region, full_region, split_dim
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, UsageError
-from shardkit.training.ranks.context import clean_name
+from shardkit.training.ranks.agree import current_device
+from shardkit.training.ranks.context import distinct
 
-_MIN_NBYTES = 4 << 20  # two pages of 2 MiB: below it hardly one lies within the memory
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    """Return the C library's madvise; None where the system has no such advice."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    try:
-        call = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    found: Callable[[int, int, int], int] = call
-    return found
-
-
-def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask for large pages in fresh memory on the CPU; nothing happens where they cannot be had.
-
-    Measured on Linux 6, where `transparent_hugepage/enabled` is `madvise`: 1.08 GB from the page cache into fresh
-    memory take 0.08 s instead of 0.14 s.
-    """
-    call = _madvise()
-    if call is None or memory.device.type != "cpu" or memory.nbytes < _MIN_NBYTES:
-        return
-    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    call(start, stop - start, mmap.MADV_HUGEPAGE)  # advice: a refusal changes nothing
+_MIN_NBYTES = 4 << 20  # two pages of 2 MiB: smaller memory hardly holds one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +30,7 @@ class Replicas:
     """The ranks that hold the same region of a tensor."""
 
     mesh: DeviceMesh | None
-    """None for a plain tensor: then every rank is supposed to hold it."""
+    """None for a plain tensor: every rank is assumed to hold it."""
     axes: tuple[int, ...] = ()
     """The axes of the mesh that replicate it; all others cut it."""
     index: int = 0
@@ -69,23 +42,33 @@ class Replicas:
 class LocalShard:
     """This rank's part of a parameter or buffer."""
 
-    fqn: str
-    """Its first name, without what wrappers put in."""
     names: tuple[str, ...]
-    """All of its names, the first one first: several where it is tied."""
-    shape: tuple[int, ...]
-    """Of the whole tensor, in elements."""
-    dtype: torch.dtype
+    """Without what wrappers put in, the first one first; several if it is tied."""
     kind: str
     """"parameter" or "buffer"."""
     persistent: bool
-    """It stands in the model's state dict."""
+    """It is in the model's state dict."""
     region: Region
     """What this rank holds of the whole."""
     replicas: Replicas
     """Who else holds it."""
     whole: torch.Tensor
     """What the module has: a DTensor or a plain tensor."""
+
+    @property
+    def fqn(self) -> str:
+        """Its first name."""
+        return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor, in elements."""
+        return tuple(self.whole.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        return self.whole.dtype
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -104,16 +87,16 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
     """Return this rank's part of every parameter and buffer of a model, each once, in the model's order.
 
     Args:
-        model: wrapped by anybody: `fully_shard`, `parallelize_module`, both, or not at all; on meta or not.
+        model: wrapped by anybody (`fully_shard`, `parallelize_module`, both) or not at all; on meta or not.
 
     Raises:
-        LayoutError: a tensor is placed in a way that is not understood; names all of them.
+        LayoutError: a tensor has placements that are not understood; names all such tensors.
         UsageError: the model is wrapped by FSDP1.
     """
     refuse_fsdp1(model)
     found: list[LocalShard] = []
     problems: list[str] = []
-    for names, whole, kind, persistent in _tensors(model):
+    for names, whole, expected in distinct(model):
         try:
             region, replicas = _place(whole)
         except LayoutError as error:
@@ -121,12 +104,9 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
             continue
         found.append(
             LocalShard(
-                fqn=names[0],
                 names=names,
-                shape=tuple(whole.shape),
-                dtype=whole.dtype,
-                kind=kind,
-                persistent=persistent,
+                kind=expected.kind,
+                persistent=expected.persistent,
                 region=region,
                 replicas=replicas,
                 whole=whole,
@@ -140,9 +120,9 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let modules have this rank's parts again: after a forward without a backward some have gathered copies.
+    """Let modules have this rank's parts again: after a forward without a backward some hold gathered copies.
 
-    What is written to those is lost when backward frees them, and nothing says so.
+    Whatever is written to those copies is lost without a word when backward frees them.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -150,13 +130,11 @@ def reshard(model: nn.Module) -> None:
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Raise for a model that FSDP1 has made flat parameters of.
+    """Raise for a model whose parameters FSDP1 has made flat.
 
     Raises:
         UsageError: names the way that works.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     wrapped = sum(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     if wrapped:
         raise UsageError(
@@ -166,39 +144,13 @@ def refuse_fsdp1(model: nn.Module) -> None:
         )
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[tuple[str, ...], torch.Tensor, str, bool]]:
-    """Yield (clean names, tensor, kind, persistent) of every distinct parameter, then of every buffer."""
-    names: dict[int, list[str]] = {}
-    values: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(clean_name(name))
-        values[id(parameter)] = parameter
-    for key, parameter in values.items():
-        yield tuple(dict.fromkeys(names[key])), parameter, "parameter", True
-    buffers: dict[int, list[tuple[str, bool]]] = {}
-    held: dict[int, torch.Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        hidden = non_persistent_buffers(module)
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            full = clean_name(f"{path}.{name}" if path else name)
-            buffers.setdefault(id(buffer), []).append((full, name not in hidden))
-            held[id(buffer)] = buffer
-    for key, buffer in held.items():
-        yield (
-            tuple(dict.fromkeys(name for name, _ in buffers[key])),
-            buffer,
-            "buffer",
-            any(persistent for _, persistent in buffers[key]),
-        )
-
-
 def _place(whole: torch.Tensor) -> tuple[Region, Replicas]:
-    """Return what this rank holds of a tensor and who else does; its memory is held against it."""
+    """Return what this rank holds of a tensor and who else does; compare that with its memory."""
     if not isinstance(whole, DTensor):
         return full_region(tuple(whole.shape)), Replicas(mesh=None)
     mesh, shape = whole.device_mesh, tuple(whole.shape)
     coordinate = mesh.get_coordinate()
-    if coordinate is None:  # of a mesh that this rank is no part of
+    if coordinate is None:  # this rank is not part of the mesh
         return Region((0,) * len(shape), (0,) * len(shape)), Replicas(mesh=mesh)
     axes: list[int] = []
     cuts: list[tuple[int, int, int]] = []
@@ -209,9 +161,7 @@ def _place(whole: torch.Tensor) -> tuple[Region, Replicas]:
         elif placement.is_replicate():
             axes.append(axis)
         else:
-            raise LayoutError(
-                f"mesh axis {axis} has the placement {placement}, which is no place of a weight"
-            )
+            raise LayoutError(f"mesh axis {axis} has the placement {placement}, which no weight can have")
     region = _cut(shape, _in_order(cuts, mesh), coordinate, mesh)
     held = tuple(local_tensor(whole).shape)
     if held != region.sizes:
@@ -219,7 +169,7 @@ def _place(whole: torch.Tensor) -> tuple[Region, Replicas]:
             f"this rank holds {list(held)} of {list(shape)}, but its placements {list(map(str, whole.placements))} "
             f"on a mesh of {list(mesh.shape)} give it {list(region.sizes)}"
         )
-    index = count = 0
+    index = 0
     for axis in axes:
         index = index * mesh.size(axis) + coordinate[axis]
     count = prod(mesh.size(axis) for axis in axes)
@@ -229,7 +179,7 @@ def _place(whole: torch.Tensor) -> tuple[Region, Replicas]:
 def _in_order(cuts: list[tuple[int, int, int]], mesh: DeviceMesh) -> list[tuple[int, int]]:
     """Return (axis, dim) in the order in which the axes cut.
 
-    That is the order of the mesh, but for a placement with a split factor: the axes right of it whose parts make
+    That is the order of the mesh, except for a placement with a split factor: the axes to its right whose parts make
     up that factor cut first. `[_StridedShard(0, split_factor=tp), Shard(0)]` on (dp, tp) is tp, then dp.
     """
     ordered: list[tuple[int, int]] = []
@@ -262,8 +212,8 @@ def _cut(
 def materialise(model: nn.Module, device: torch.device | None = None) -> None:
     """Give every parameter on meta the memory of this rank's part, uninitialised; ties stay one object.
 
-    Memory of the operating system is not touched. A parameter keeps its identity, so that an optimizer or a tie
-    that points at it still does. Buffers are left as they are.
+    The memory's pages are not touched. A parameter stays the same object, so an optimizer or a tie that points at it
+    still does. Buffers are left as they are.
 
     Args:
         model: as for `local_shards`.
@@ -273,28 +223,37 @@ def materialise(model: nn.Module, device: torch.device | None = None) -> None:
         LayoutError: a parameter cannot be given memory because something else holds on to its old self.
     """
     managed = {id(shard.param): shard for shard in fsdp_shards(model)}
+    allocate(
+        (
+            (names[0], whole, device or _device_of(whole), managed.get(id(whole)))
+            for names, whole, _ in distinct(model)
+        )
+    )
+
+
+def allocate(wanted: Iterable[tuple[str, torch.Tensor, torch.device, FSDPShard | None]]) -> None:
+    """Give memory to those tensors that are parameters on meta.
+
+    Args:
+        wanted: name for messages, tensor, device, and how FSDP2 holds it.
+
+    Raises:
+        LayoutError: as for `materialise`; lists all parameters.
+    """
     problems: list[str] = []
     with torch.no_grad():
-        for names, whole, kind, _ in _tensors(model):
-            if kind == "parameter" and whole.is_meta:
-                assert isinstance(whole, nn.Parameter)
+        for name, whole, device, managed in wanted:
+            if whole.is_meta and isinstance(whole, nn.Parameter):
                 try:
-                    _allocate(whole, managed.get(id(whole)), _device(whole, device))
+                    _allocate(whole, managed, device)
                 except RuntimeError as error:
-                    problems.append(f"{escape(names[0])}: {str(error).splitlines()[0]}")
+                    problems.append(f"{escape(name)}: {str(error).splitlines()[0]}")
     if problems:
         raise LayoutError(f"{len(problems)} parameters cannot be given memory", problems=problems)
 
 
-def _device(whole: torch.Tensor, device: torch.device | None) -> torch.device:
-    if device is not None:
-        return device
-    kind = whole.device_mesh.device_type if isinstance(whole, DTensor) else "cpu"
-    return (
-        torch.device(kind, torch.get_device_module(kind).current_device())
-        if kind != "cpu"
-        else torch.device(kind)
-    )
+def _device_of(whole: torch.Tensor) -> torch.device:
+    return current_device(whole.device_mesh.device_type if isinstance(whole, DTensor) else "cpu")
 
 
 def _allocate(parameter: nn.Parameter, managed: FSDPShard | None, device: torch.device) -> None:
@@ -303,7 +262,7 @@ def _allocate(parameter: nn.Parameter, managed: FSDPShard | None, device: torch.
         memory = torch.empty_like(old, device=device)
         if type(old) is torch.Tensor:
             advise_huge_pages(memory)
-        give_memory(parameter, memory)
+        _give_memory(parameter, memory)
         return
     place = torch.device("cpu") if managed.on_cpu else device
     padded = torch.empty(managed.padded_sizes, dtype=old.dtype, device=place, pin_memory=managed.pinned)
@@ -311,12 +270,12 @@ def _allocate(parameter: nn.Parameter, managed: FSDPShard | None, device: torch.
         advise_huge_pages(padded)
     length = old.shape[managed.dim] if old.numel() else 0
     padded.narrow(managed.dim, length, padded.shape[managed.dim] - length).zero_()
-    give_memory(parameter, padded.narrow(managed.dim, 0, length))
+    _give_memory(parameter, padded.narrow(managed.dim, 0, length))
     managed.keep(padded)
 
 
-def give_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:
-    """Make a parameter on meta one with memory, the object and its attributes staying the same."""
+def _give_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:
+    """Turn a parameter on meta into one with memory; the object and its attributes stay the same."""
     value: torch.Tensor = memory
     if isinstance(parameter, DTensor):
         value = DTensor.from_local(
@@ -330,3 +289,31 @@ def give_memory(parameter: nn.Parameter, memory: torch.Tensor) -> None:
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """Return the C library's madvise; None if the system does not take advice about huge pages."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    try:
+        call = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    found: Callable[[int, int, int], int] = call
+    return found
+
+
+def advise_huge_pages(memory: torch.Tensor) -> None:
+    """Ask for huge pages in fresh memory on the CPU: filling it then costs half, as most of that is page faults.
+
+    Nothing happens where there are none. Measured on Linux 6, where `transparent_hugepage/enabled` is `madvise`:
+    1.08 GB from the page cache into fresh memory take 0.08 s instead of 0.14 s.
+    """
+    call = _madvise()
+    if call is None or memory.device.type != "cpu" or memory.nbytes < _MIN_NBYTES:
+        return
+    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    call(start, stop - start, mmap.MADV_HUGEPAGE)  # advice: a refusal changes nothing

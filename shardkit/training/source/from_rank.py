@@ -1,4 +1,4 @@
-"""A source in the memory of one rank: a state dict that a merge or surgery made there, and nobody else has."""
+"""A source in the memory of one rank: a state dict that a merge or surgery made there and that nobody else has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ StateDict = Mapping[str, Any] | nn.Module
 
 
 class RankSource:
-    """What `from_rank` returns, for `prepare` and `load_into`."""
+    """The source that `from_rank` returns, for `prepare` and `load_into`."""
 
     def __init__(self, state: StateDict | None, rank: int) -> None:
         self._state, self.rank = state, rank
@@ -35,7 +35,7 @@ class RankSource:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"the state dict of rank {self.rank}"
 
     def elsewhere(self) -> SourceError:
@@ -43,7 +43,7 @@ class RankSource:
         return SourceError(f"rank {self.rank} alone holds the state dict")
 
     def describe(self) -> list[Any]:
-        """Return what this rank gave, to be compared with the others'."""
+        """Return what this rank gave, for comparison with the others."""
         return [
             "from_rank",
             self.rank if type(self.rank) is int else repr(self.rank),
@@ -54,8 +54,8 @@ class RankSource:
         """Return a catalog of the tensors; each becomes bytes when it is read, one at a time.
 
         Raises:
-            UsageError: no mapping of names to tensors, or a model that is wrapped by FSDP1.
-            SourceError: tensors whose values are not all here, or are not plain; lists all of them.
+            UsageError: not a mapping of names to tensors, or a model that is wrapped by FSDP1.
+            SourceError: tensors whose values are not all here, or that are not plain; lists all of them.
         """
         return _catalog(_tensors(self._state), self.label)
 
@@ -68,10 +68,10 @@ def from_rank(state_dict: StateDict | None, rank: int = 0) -> RankSource:
     Args:
         state_dict: on that rank names and tensors, of any dtype, device and strides, under the model's or the Hub's
             names; or a model, whose `state_dict()` is taken. None on all other ranks.
-        rank: that holds it.
+        rank: the rank that holds it.
 
     Returns:
-        A source. Every rank has to give it, with the same `rank`; what is wrong with it is raised by who takes it,
+        A source. Every rank has to give it, with the same `rank`. If it is wrong, the function that takes it raises
         on all ranks.
     """
     return RankSource(state_dict, rank)
@@ -81,7 +81,7 @@ def check_sources(source: object) -> None:
     """Compare what the ranks gave as their source; every rank calls it.
 
     Raises:
-        UsageError: on all ranks: not all of them name one rank, or others than that rank hold a state dict, or it
+        UsageError: on all ranks: they do not all name the same rank, another rank than that holds a state dict, or it
             holds none.
     """
     told = gather_json(
@@ -124,12 +124,12 @@ def _tensors(state: StateDict | None) -> Mapping[str, Any]:
             )
         state = state.state_dict()
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        what = "a mapping with keys that are no text" if isinstance(state, Mapping) else type(state).__name__
+        what = "a mapping with keys that are not text" if isinstance(state, Mapping) else type(state).__name__
         raise UsageError(f"from_rank: expected names and tensors, or a model, found {what}")
     if not any(isinstance(value, torch.Tensor) for value in state.values()):
         raise UsageError(
             f"from_rank: none of {count(len(state), 'entry', 'entries')} is a tensor: {listed(list(state))}",
-            hint="give the state dict itself, as checkpoint['model']",
+            hint="give the state dict itself, such as checkpoint['model']",
         )
     return state
 
@@ -152,12 +152,9 @@ def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
         tensor, dtype = value.detach(), BY_NAME[str(value.dtype).removeprefix("torch.")]
         region = full_region(tuple(tensor.shape))
         nbytes = region.num_elements * dtype.itemsize
-        # Tied tensors are one: they need not be held against each other.
-        place = (
-            (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if nbytes
-            else name
-        )
+        # Tied tensors are one file: their values need not be compared.
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        place = memory if nbytes else name
         if place not in numbers:
             numbers[place] = len(catalog.files)
             decode = _decoder(tensor, name)
@@ -165,18 +162,18 @@ def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
         catalog.add_tensor(name, dtype, region.sizes, iter(((numbers[place], 0, nbytes, region),)))
     catalog.objects = tuple(others)
     if others:
-        catalog.notes = (f"left out of {label}, for they are no tensors: {listed(others)}",)
+        catalog.notes = (f"left out of {label}, because they are not tensors: {listed(others)}",)
     return catalog
 
 
 def _refused(value: object) -> str | None:
-    """Return why a tensor's bytes are not its values; None for plain tensors, and for what is no tensor."""
+    """Return why a tensor's bytes are not its values; None for plain tensors, and for what is not a tensor."""
     if not isinstance(value, torch.Tensor):
         return None
     if isinstance(value, DTensor):
-        return "a DTensor, of which this rank may hold a part only"
+        return "a DTensor, of which this rank may hold only a part"
     if type(value) not in (torch.Tensor, nn.Parameter):
-        return f"a {type(value).__name__}, which is no plain tensor"
+        return f"a {type(value).__name__}, which is not a plain tensor"
     if value.is_meta:
         return "on meta, without values"
     if value.layout != torch.strided or value.is_quantized:
@@ -202,7 +199,7 @@ def _decoder(tensor: torch.Tensor, name: str) -> Callable[[OnRead], memoryview]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False where the storage was made smaller than the tensor, as to free it: reading would be out of bounds."""
+    """False if the storage was made smaller than the tensor, for example to free it: reading would be out of bounds."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.element_size()
     return not tensor.numel() or end <= tensor.untyped_storage().nbytes()

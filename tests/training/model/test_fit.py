@@ -14,7 +14,7 @@ from torch import nn
 from shardkit.errors import LayoutError, UsageError
 from shardkit.training.model.build import build_model
 from shardkit.training.model.fit import Fit, check_fit, check_ties
-from shardkit.training.prepare import describe
+from shardkit.training.ranks.context import describe
 from shardkit.training.source.weights import open_weights
 from tests.training import models
 

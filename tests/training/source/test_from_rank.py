@@ -33,7 +33,7 @@ REFUSED = {
     "dtensor": ("SourceError", "model.norm.weight: a DTensor"),
     "nested": ("UsageError", "checkpoint['model']"),
     "empty": ("UsageError", "none of 0 entries is a tensor"),
-    "no names": ("UsageError", "keys that are no text"),
+    "no names": ("UsageError", "keys that are not text"),
     "a list": ("UsageError", "found list"),
     "fsdp1": ("UsageError", "wrapped by FSDP1"),
     "revision": ("UsageError", "a state dict has none"),

@@ -23,8 +23,8 @@ from shardkit.formats.dcp import chunk_list
 from shardkit.operations.preshard import preshard
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.model.build import build_model
-from shardkit.training.prepare import describe, prepare
-from shardkit.training.ranks.context import Weights
+from shardkit.training.prepare import prepare
+from shardkit.training.ranks.context import Weights, describe
 from shardkit.training.source.weights import open_weights
 from shardkit.transfer.sources import SourceFiles
 from tests.training import models
