@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -171,6 +172,19 @@ def has_any(names: Collection[str], *patterns: str) -> bool:
         pattern in names if not set(pattern) & set("*?[") else bool(matching(names, pattern))
         for pattern in patterns
     )
+
+
+def explained(names: Iterable[str], reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, why it was not read) for each name that a regular expression matches as a whole, sorted.
+
+    Args:
+        names: in a directory.
+        reasons: by expression; the first that matches counts.
+    """
+    for name in sorted(names):
+        reason = next((reason for pattern, reason in reasons.items() if re.fullmatch(pattern, name)), None)
+        if reason is not None:
+            yield name, reason
 
 
 def inner(path: str, below: str) -> str | None:

@@ -1,10 +1,8 @@
-"""A ByteCheckpoint: `global_step_N/` with `model/`, `optimizer/` and more, or `model/` itself.
+"""ByteCheckpoint: `global_step_N/` with `model/`, `optimizer/` and more, or `model/` itself. DCP's file names, another format.
 
-ByteCheckpoint: DCP's file names for another format.
-
-`.metadata` is a pickle of its own classes, and in `__R_K.distcp` tensors are not `torch.save` records but
-their bare storages, end to end. How a storage is to be read (dtype, shape, stride) stands in `.metadata`, as
-the pickle that `torch.save` would have written for the tensor without its data.
+`.metadata` is a pickle of its own classes. In `__R_K.distcp` tensors are bare storages, end to end, without the records
+of `torch.save`. `.metadata` says how to read a storage (dtype, shape, stride): it holds the pickle that `torch.save`
+would have written for the tensor, without the data.
 
 Source: ByteCheckpoint 0.0.2, checkpointer/meta_type.py, storage/filesystem, utilities/serialization.py.
 """
@@ -13,16 +11,15 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly, read_small, stamp_of
-from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, inner, listing
+from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, explained, inner, listing
 from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import (
     ByteMetadata,
     PickleTable,
@@ -39,6 +36,7 @@ from shardkit.formats.optimizer import (
     OptimizerState,
     StateWriter,
     Unmapped,
+    read_groups,
 )
 from shardkit.formats.torchsave.file import TorchFile, open_torch_file
 from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor, strided_file
@@ -46,75 +44,65 @@ from shardkit.pickles.interpreter import parse_in_columns
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _OTHERS = {
-    "optimizer": "the optimizer's state",
+    _OPTIMIZER: "the optimizer's state",
     "extra_state": "state of the trainer",
     "loader_ckpt": "state of the data loader",
 }
+_MAX_METADATA = 1 << 30
+_MARK = b"bytecheckpoint."
+_MARK_WITHIN = 128  # bytes: the class of the top object is named first
 
 
 def is_bytecheckpoint(path: str) -> bool:
     """True for a directory with ByteCheckpoint's `.metadata`, or whose `model/` has it."""
-    return is_bytecheckpoint_metadata(path) or _model_in(path) is not None
+    return is_bytecheckpoint_metadata(path) or _state_in(path, _MODEL) is not None
 
 
 def open_bytecheckpoint(path: str) -> Checkpoint:
-    """Open the model of a ByteCheckpoint (or the one state that lies in `path`).
+    """Open the model of a ByteCheckpoint, or the only state that lies in `path`.
 
     Raises:
         SourceError: missing, damaged, hostile or contradictory; without tensors; or flat parameters of FSDP1.
         IntegrityError: the two descriptions of a chunk differ.
         ResourceError: a file may not be read.
     """
-    directory = None if is_bytecheckpoint_metadata(path) else _model_in(path)
-    checkpoint = as_checkpoint(path, open_bytecheckpoint_files(directory or path))
+    directory = None if is_bytecheckpoint_metadata(path) else _state_in(path, _MODEL)
+    optimizer = _state_in(path, _OPTIMIZER)
     return replace(
-        checkpoint,
+        as_checkpoint(path, open_bytecheckpoint_files(directory or path)),
         format="bytecheckpoint",
         writer="ByteCheckpoint",
         dcp=None,  # its `.metadata` is not torch's
-        optimizer=_optimizer(path),
+        optimizer=partial(_open_optimizer, optimizer) if optimizer is not None else None,
         assets=asset_directories(directory, path),
-        skipped=tuple((name, _OTHERS[name]) for name in sorted(listing(path) & _OTHERS.keys())),
+        skipped=tuple(explained(listing(path), _OTHERS)),
     )
 
 
-def _model_in(path: str) -> str | None:
-    directory = inner(path, _MODEL)
+def _state_in(path: str, name: str) -> str | None:
+    directory = inner(path, name)
     return directory if directory is not None and is_bytecheckpoint_metadata(directory) else None
 
 
-def _optimizer(path: str) -> Callable[[], OptimizerState | Unmapped] | None:
-    """Return what opens the optimizer's state, None where there is none."""
-    directory = inner(path, _OPTIMIZER)
-    if directory is None or not is_bytecheckpoint_metadata(directory):
-        return None
-    return partial(_open_optimizer, directory)
-
-
 def _open_optimizer(directory: str) -> OptimizerState | Unmapped:
-    """Open the state by FQN that FSDP2 gives; its groups are one byte entry, which is looked into."""
+    """Open the state by FQN that FSDP2 gives; its groups are one byte entry."""
     opened = open_bytecheckpoint_files(directory)
     catalog = opened.select(tuple(opened.catalog.tensors))
     paths = catalog.paths or {}
     odd = [name for name in catalog.tensors if len(paths.get(name, ())) != 3 or paths[name][0] != STATE]
     if odd:
         return Unmapped([_OPTIMIZER], f"its entries are no states of single parameters: {listed(odd)}")
-    names = {str(path[1]) for path in paths.values()}
     file = _groups_record(opened)
-    groups: Any = file.tree if file is not None else None
-    if (
-        not isinstance(groups, list)
-        or not all(isinstance(group, dict) for group in groups)
-        or not all(isinstance(group.get(PARAMS), list) for group in groups)
-    ):
+    groups = None if file is None else read_groups(file.name, file.tree)
+    if file is None or groups is None or not all(isinstance(group.get(PARAMS), list) for group in groups):
         return Unmapped([_OPTIMIZER], f"it has no {GROUPS}, which hold its settings")
     params = [[str(name) for name in group[PARAMS]] for group in groups]
-    unknown = names - {name for group in params for name in group}
+    names = {str(path[1]) for path in paths.values()}
+    unknown = names.difference(*params)
     if any(name.isdecimal() for name in names) or unknown:
         return Unmapped(
             [_OPTIMIZER], "its parameters are only numbered, and nothing tells which ones they are"
         )
-    assert file is not None
     writer = StateWriter(catalog, file.source)
     writer.add_groups(groups, params)
     lost = [name for name in opened.objects if name != GROUPS]
@@ -127,11 +115,6 @@ def _groups_record(opened: DcpDirectory) -> TorchFile | None:
         return None
     source = opened.catalog.files[place.file]
     return open_torch_file(source.path, f"{_OPTIMIZER}/{source.name}", (place.start, place.nbytes))
-
-
-_MAX_METADATA = 1 << 30
-_MARK = b"bytecheckpoint."
-_MARK_WITHIN = 128  # bytes: the class of the top object is named first
 
 
 def is_bytecheckpoint_metadata(directory: str) -> bool:
@@ -163,6 +146,7 @@ def open_bytecheckpoint_files(directory: str) -> DcpDirectory:
 
 
 def _pickles(value: object) -> PickleTable:
+    """Return `all_tensor_metadata`, which the vocabulary puts under one key."""
     table: object = None
     if isinstance(value, dict) and list(value) in ([], [RECORDS]):
         table = value.get(RECORDS, PickleTable())
@@ -172,7 +156,7 @@ def _pickles(value: object) -> PickleTable:
 
 
 def _point(catalog: Catalog, pickles: PickleTable) -> None:
-    """Replace each extent, a storage, by the bytes of the chunk in it."""
+    """Replace each extent, which is a storage, by the chunk's bytes in it."""
     _stamp(catalog)
     stored = [parse_tensor(data, f"{METADATA}, the pickle of a tensor") for data in pickles.pickles]
     table, problems = catalog.chunks, list[str]()
@@ -203,7 +187,7 @@ def _point(catalog: Catalog, pickles: PickleTable) -> None:
 
 
 def _stamp(catalog: Catalog) -> None:
-    """Hold the files to the state that they are in now."""
+    """Tie the files to the state that they are in now."""
     for file in set(catalog.chunks.file):
         source = catalog.files[file]
         with open_regular(source.path, source.name, follow=False) as (fd, _):
@@ -227,7 +211,7 @@ def _record(tensor: StoredTensor, start: int, nbytes: int) -> TensorRecord:
 
 
 def _storage_problem(tensor: StoredTensor, record: TensorRecord) -> str | None:
-    """Return why a view does not lie in its storage, or the storage is not what is stored."""
+    """Return why a view does not lie in its storage, or why the storage has another size than what is stored."""
     if tensor.storage_nbytes != record.data_nbytes:
         return f"a storage of {tensor.storage_nbytes} bytes, of which {record.data_nbytes} are stored"
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))

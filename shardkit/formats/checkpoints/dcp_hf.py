@@ -4,15 +4,13 @@
     model-I-of-N.safetensors, ...index.json           beside sharded/, once they have been consolidated
     .hf_metadata/                                     NeMo Automodel: config, and the file of each tensor
 
-Where consolidated files are there and whole, they are the model. torch's consolidation writes 0 for scalars, though:
-a scalar is always taken from the shards.
+Each rank R writes its parts of the tensors, spread over N numbered files. A header says where a part lies in its tensor
+(DCP_SHARDING_INFO), but nothing says the shape of the whole tensor: it is taken to end where the last part ends. So gaps
+show, and so does a missing rank between others. Files missing at the end show only where something else says what should
+be there.
 
-Safetensors shards of torch's HuggingFaceStorageWriter, put together: `shard-R-model-I-of-N.safetensors`.
-
-Each rank R writes its parts of the tensors, spread over N numbered files; a header says where a part lies in its
-tensor (DCP_SHARDING_INFO), but the whole tensor's shape is written nowhere. It is inferred: as far as the
-parts reach. So a gap is seen, and a rank missing in between; that the last rank's files are missing can only be
-seen where something else says what should be there.
+Where consolidated files are there and whole, they are the model. But torch's consolidation writes 0 for scalars, so
+scalars always come from the shards.
 
 Source: torch 2.13, torch/distributed/checkpoint/hf_storage.py and _hf_utils.py.
 """
@@ -21,7 +19,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -38,6 +37,7 @@ from shardkit.formats.hub.directory import is_hub_directory, open_hub_directory
 from shardkit.formats.hub.safetensors import read_header
 from shardkit.keys.ties import is_output, ties_embeddings
 
+_NAME = re.compile(r"shard-(\d{5,6})-model-(\d{5,6})-of-(\d{5,6})\.safetensors")
 _SHARDED = "sharded"
 _HF_METADATA = ".hf_metadata"
 _MAPPING = "fqn_to_file_index_mapping.json"
@@ -45,7 +45,25 @@ _INDEX = "model.safetensors.index.json"
 _MAX_JSON = 256 << 20
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _NORMS = ("norm.weight", "ln_f.weight", "norm_f.weight", "final_layernorm.weight", "final_layer_norm.weight")
+_MAX_LISTED = 1000  # missing files: a name with a huge number must not make more
 _COPY = "copy all shard-*.safetensors files of the save; each rank wrote some"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Home:
+    """Where shards lie, and what lies beside them."""
+
+    path: str
+    """The directory that was given."""
+    directory: str
+    """Where the shards are: the same, or `sharded/` in it."""
+    config: Mapping[str, object]
+    """config.json of the model; empty where there is none."""
+
+    @property
+    def writer(self) -> str:
+        is_nemo = inner(self.path, _HF_METADATA) or inner(self.directory, _HF_METADATA)
+        return "NeMo Automodel" if is_nemo else "torch.distributed.checkpoint (safetensors)"
 
 
 def is_dcp_hf(path: str) -> bool:
@@ -54,181 +72,104 @@ def is_dcp_hf(path: str) -> bool:
 
 
 def open_dcp_hf(path: str) -> Checkpoint:
-    """Open the consolidated files beside the shards where they are whole, and the shards otherwise.
+    """Open the consolidated files beside the shards if they are whole, and the shards otherwise.
 
     Raises:
         SourceError: files of a rank are missing, a file is damaged, parts have gaps or overlap, tensors that
-            an index lists are not there; names files and tensors.
+            an index lists are missing; names files and tensors.
         ResourceError: a file may not be read.
     """
     directory = _shard_directory(path) or path
+    home = _Home(path=path, directory=directory, config=_config(path, directory))
     assets = asset_directories(
         inner(directory, _HF_METADATA), inner(path, _HF_METADATA), path, inner(path, "consolidated")
     )
-    notes: tuple[str, ...] = ()
+    consolidated = _open_consolidated(path)
+    try:
+        shards = _open_shards(home)
+    except SourceError as error:
+        if consolidated is None:
+            raise
+        note = f"the consolidated files were taken; the shards cannot be: {error.message}"
+        return replace(consolidated, writer=home.writer, assets=assets, notes=(*consolidated.notes, note))
+    if consolidated is not None and _is_same_save(consolidated.catalog, shards):
+        return replace(_with_scalars(consolidated, shards), writer=home.writer, assets=assets)
+    notes = [*shards.notes, *_unproved(home, shards)]
     if is_hub_directory(path):
-        checkpoint = _open_consolidated(path, directory)
-        if checkpoint is not None:
-            return replace(checkpoint, assets=assets)
-        notes = (
-            "the consolidated files are damaged, or of another save than the shards: the shards were taken",
+        notes.append(
+            "the consolidated files are damaged, or of another save than the shards: the shards were taken"
         )
-    catalog = _open_sharded(path, directory)
     return Checkpoint(
         path=path,
         format="dcp-hf",
-        writer=_writer(path, directory),
-        catalog=catalog,
-        select=lambda names: subset(catalog, names),
+        writer=home.writer,
+        catalog=shards,
+        select=partial(subset, shards),
         assets=assets,
-        notes=(*catalog.notes, *_unproved(path, directory, catalog), *notes),
+        notes=tuple(notes),
     )
-
-
-def _unproved(path: str, directory: str, catalog: Catalog) -> Iterator[str]:
-    """Say so where nothing tells how far the tensors should reach."""
-    embeddings = [fqn for fqn in catalog.tensors if fqn.endswith(_EMBEDDINGS)]
-    by_config = embeddings and type(_config(path, directory).get("vocab_size")) is int
-    if not by_config and not any(True for fqn in embeddings for _ in _norms_beside(catalog, fqn)):
-        yield (
-            "how many ranks saved shards is written nowhere: nothing tells whether those of the last ranks are here; "
-            "--base MODEL compares the shapes"
-        )
 
 
 def _shard_directory(path: str) -> str | None:
     for directory in (path, inner(path, _SHARDED)):
-        if directory is not None and shard_names(listing(directory)):
+        if directory is not None and _shard_names(listing(directory)):
             return directory
     return None
-
-
-def _writer(path: str, directory: str) -> str:
-    is_nemo = inner(path, _HF_METADATA) or inner(directory, _HF_METADATA)
-    return "NeMo Automodel" if is_nemo else "torch.distributed.checkpoint (safetensors)"
-
-
-def _open_sharded(path: str, directory: str) -> Catalog:
-    """Open the shards, and hold them against whatever else says what should be there."""
-    prefix = f"{_SHARDED}/" if directory != path else ""
-    catalog = open_shards(directory, listing(directory), prefix)
-    problems = [*_absent(path, directory, catalog), *_too_small(path, directory, catalog)]
-    if problems:
-        raise SourceError(
-            f"the shards in {escape(directory)} are not all of the model: files of the last ranks may be missing",
-            problems=problems,
-            hint=_COPY,
-        )
-    return catalog
-
-
-def _absent(path: str, directory: str, catalog: Catalog) -> Iterator[str]:
-    """Yield each tensor that a list of names beside the shards has and the shards have not."""
-    is_tied = ties_embeddings(_config(path, directory))
-    for name, fqns in _lists_of_names(path, directory):
-        for fqn in fqns:
-            if fqn not in catalog.tensors and not (is_tied and is_output(fqn)):
-                yield f"{escape(fqn)}: listed in {name}, in no shard"
-
-
-def _lists_of_names(path: str, directory: str) -> Iterator[tuple[str, Mapping[str, object]]]:
-    for home in dict.fromkeys((directory, path)):
-        mapping = _read_json(home, f"{_HF_METADATA}/{_MAPPING}")
-        if mapping:
-            yield f"{_HF_METADATA}/{_MAPPING}", mapping
-        names = _read_json(home, _INDEX).get("weight_map")
-        if isinstance(names, dict):
-            yield _INDEX, names
-
-
-def _too_small(path: str, directory: str, catalog: Catalog) -> Iterator[str]:
-    """Yield each embedding that is smaller than the config says, and each norm smaller than its embedding.
-
-    The parts at the end are missing: shards say where they begin, and nowhere how large the whole is.
-    """
-    config = _config(path, directory)
-    rows, columns = config.get("vocab_size"), config.get("hidden_size")
-    for fqn, entry in catalog.tensors.items():
-        if not fqn.endswith(_EMBEDDINGS) or len(entry.shape) != 2:
-            continue
-        for dim, (size, key) in enumerate(((rows, "vocab_size"), (columns, "hidden_size"))):
-            if type(size) is int and entry.shape[dim] < size:
-                yield f"{escape(fqn)}: {entry.shape[dim]} in dim {dim}, {key} of config.json is {size}"
-        for norm in _norms_beside(catalog, fqn):
-            size = catalog.tensors[norm].shape[0]
-            if size < entry.shape[1]:
-                yield f"{escape(norm)}: {size} in dim 0, dim 1 of {escape(fqn)} is {entry.shape[1]}"
-
-
-def _norms_beside(catalog: Catalog, embedding: str) -> Iterator[str]:
-    """Yield the norms behind the last layer: as long as the embedding is wide, and cut along that dim."""
-    home = embedding.removesuffix(next(end for end in _EMBEDDINGS if embedding.endswith(end)))
-    for end in _NORMS:
-        entry = catalog.tensors.get(home + end)
-        if entry is not None and len(entry.shape) == 1:
-            yield home + end
 
 
 def _config(path: str, directory: str) -> Mapping[str, object]:
     places = (
         (home, name) for name in (f"{_HF_METADATA}/config.json", "config.json") for home in (directory, path)
     )
-    for home, name in places:
-        config = _read_json(home, name)
-        if config:
-            return config
-    return {}
+    return next((config for home, name in places if (config := _read_json(home, name))), {})
 
 
 def _read_json(directory: str, name: str) -> Mapping[str, object]:
-    """Return a JSON object that lies beside the weights, empty where there is none to be read."""
+    """Return a JSON object that lies beside the weights, empty where there is none that can be read."""
     try:
         return parse_object(read_inside(directory, name, _MAX_JSON), name)
     except (SourceError, ResourceError):
         return {}
 
 
-def _open_consolidated(path: str, directory: str) -> Checkpoint | None:
-    """Open the consolidated files, with scalars from the shards; None where they are not whole."""
+def _open_consolidated(path: str) -> Checkpoint | None:
+    """Open the consolidated files; None where there are none, or damaged ones."""
+    if not is_hub_directory(path):
+        return None
     try:
-        checkpoint = open_hub_directory(path)
+        return replace(open_hub_directory(path), format="dcp-hf", hub=None)
     except SourceError:
         return None
-    catalog, notes = checkpoint.catalog, list(checkpoint.notes)
-    try:
-        shards = _open_sharded(path, directory)
-    except SourceError as error:
-        notes.append(f"the consolidated files were taken; the shards cannot be: {error.message}")
-        return replace(checkpoint, format="dcp-hf", writer=_writer(path, directory), notes=tuple(notes))
-    if any(fqn not in catalog.tensors for fqn in shards.tensors) or any(
-        shards.tensors[fqn].shape != entry.shape
-        for fqn, entry in catalog.tensors.items()
-        if fqn in shards.tensors
-    ):
-        return None
-    catalog = subset(catalog, tuple(catalog.tensors))
+
+
+def _is_same_save(consolidated: Catalog, shards: Catalog) -> bool:
+    """True where consolidated files have every tensor of the shards, in its shape."""
+    return all(
+        fqn in consolidated.tensors and consolidated.tensors[fqn].shape == entry.shape
+        for fqn, entry in shards.tensors.items()
+    )
+
+
+def _with_scalars(consolidated: Checkpoint, shards: Catalog) -> Checkpoint:
+    """Return the consolidated files with the scalars of the shards."""
+    catalog = subset(consolidated.catalog, tuple(consolidated.catalog.tensors))
     changed = [
         fqn
         for fqn, entry in catalog.tensors.items()
         if not entry.shape and _take_scalar(catalog, shards, fqn)
     ]
+    notes = consolidated.notes
     if changed:
-        notes.append(
+        notes = (
+            *notes,
             f"{count(len(changed), 'scalar')} of the consolidated files differ from the shards, whose values were "
-            f"taken: {listed(changed)}"
+            f"taken: {listed(changed)}",
         )
-    return replace(
-        checkpoint,
-        format="dcp-hf",
-        writer=_writer(path, directory),
-        catalog=catalog,
-        select=lambda names: subset(catalog, names),
-        notes=tuple(notes),
-    )
+    return replace(consolidated, catalog=catalog, select=partial(subset, catalog), notes=notes)
 
 
 def _take_scalar(catalog: Catalog, shards: Catalog, fqn: str) -> bool:
-    """Point a scalar at the shards where they hold another value; True where they do."""
+    """Point a scalar at the shards if they hold another value; True if they do."""
     if fqn not in shards.tensors or shards.tensors[fqn].dtype is not catalog.tensors[fqn].dtype:
         return False
     found, wanted = (_bytes_of(each, fqn) for each in (catalog, shards))
@@ -250,11 +191,77 @@ def _bytes_of(catalog: Catalog, fqn: str) -> bytes:
         return read_exactly(fd, table.start[row], table.nbytes[row], source.name)
 
 
-_NAME = re.compile(r"shard-(\d{5,6})-model-(\d{5,6})-of-(\d{5,6})\.safetensors")
-_MAX_LISTED = 1000  # missing files: one that is named with a huge number stands for no more
+def _open_shards(home: _Home) -> Catalog:
+    """Open the shards, and compare them with whatever else says what should be there."""
+    catalog = _read_shards(home.directory, f"{_SHARDED}/" if home.directory != home.path else "")
+    problems = [*_absent(home, catalog), *_too_small(home, catalog)]
+    if problems:
+        raise SourceError(
+            f"the shards in {escape(home.directory)} are not all of the model: files of the last ranks may be missing",
+            problems=problems,
+            hint=_COPY,
+        )
+    return catalog
 
 
-class ShardName(NamedTuple):
+def _absent(home: _Home, catalog: Catalog) -> Iterator[str]:
+    """Yield each tensor that a list of names beside the shards has and the shards lack."""
+    is_tied = ties_embeddings(home.config)
+    for name, fqns in _lists_of_names(home):
+        for fqn in fqns:
+            if fqn not in catalog.tensors and not (is_tied and is_output(fqn)):
+                yield f"{escape(fqn)}: listed in {name}, in no shard"
+
+
+def _lists_of_names(home: _Home) -> Iterator[tuple[str, Mapping[str, object]]]:
+    for directory in dict.fromkeys((home.directory, home.path)):
+        mapping = _read_json(directory, f"{_HF_METADATA}/{_MAPPING}")
+        if mapping:
+            yield f"{_HF_METADATA}/{_MAPPING}", mapping
+        names = _read_json(directory, _INDEX).get("weight_map")
+        if isinstance(names, dict):
+            yield _INDEX, names
+
+
+def _too_small(home: _Home, catalog: Catalog) -> Iterator[str]:
+    """Yield each embedding that is smaller than the config says, and each norm smaller than its embedding.
+
+    Their last parts are missing: shards say where they begin, but not how large the whole is.
+    """
+    rows, columns = home.config.get("vocab_size"), home.config.get("hidden_size")
+    for fqn, entry in catalog.tensors.items():
+        if not fqn.endswith(_EMBEDDINGS) or len(entry.shape) != 2:
+            continue
+        for dim, (size, key) in enumerate(((rows, "vocab_size"), (columns, "hidden_size"))):
+            if type(size) is int and entry.shape[dim] < size:
+                yield f"{escape(fqn)}: {entry.shape[dim]} in dim {dim}, {key} of config.json is {size}"
+        for norm in _norms_beside(catalog, fqn):
+            size = catalog.tensors[norm].shape[0]
+            if size < entry.shape[1]:
+                yield f"{escape(norm)}: {size} in dim 0, dim 1 of {escape(fqn)} is {entry.shape[1]}"
+
+
+def _norms_beside(catalog: Catalog, embedding: str) -> Iterator[str]:
+    """Yield the norms behind the last layer: as long as the embedding is wide, and cut along that dim."""
+    home = embedding.removesuffix(next(end for end in _EMBEDDINGS if embedding.endswith(end)))
+    for end in _NORMS:
+        entry = catalog.tensors.get(home + end)
+        if entry is not None and len(entry.shape) == 1:
+            yield home + end
+
+
+def _unproved(home: _Home, catalog: Catalog) -> Iterator[str]:
+    """Say so if nothing tells how large the tensors should be."""
+    embeddings = [fqn for fqn in catalog.tensors if fqn.endswith(_EMBEDDINGS)]
+    by_config = embeddings and type(home.config.get("vocab_size")) is int
+    if not by_config and not any(True for fqn in embeddings for _ in _norms_beside(catalog, fqn)):
+        yield (
+            "nothing tells how many ranks saved shards, so those of the last ranks may be missing; --base MODEL "
+            "compares the shapes"
+        )
+
+
+class _ShardName(NamedTuple):
     """The numbers in a shard's name, all counted from 1."""
 
     rank: int
@@ -273,19 +280,18 @@ class _Parts(NamedTuple):
     seen: set[Region]
 
 
-def shard_names(names: Collection[str]) -> dict[str, ShardName]:
-    """Return those of some names that are shards', in the order of rank and number."""
+def _shard_names(names: Collection[str]) -> dict[str, _ShardName]:
+    """Return the names of shards, in the order of rank and number."""
     matches = ((name, _NAME.fullmatch(name)) for name in names)
-    found = {name: ShardName(*map(int, match.groups())) for name, match in matches if match}
+    found = {name: _ShardName(*map(int, match.groups())) for name, match in matches if match}
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def open_shards(directory: str, names: Collection[str], prefix: str = "") -> Catalog:
+def _read_shards(directory: str, prefix: str) -> Catalog:
     """Open the shards in a directory as one checkpoint.
 
     Args:
         directory: where they lie.
-        names: what it holds.
         prefix: put before the files' names in messages, e.g. "sharded/".
 
     Raises:
@@ -293,7 +299,7 @@ def open_shards(directory: str, names: Collection[str], prefix: str = "") -> Cat
             names files and tensors.
         ResourceError: a file may not be read.
     """
-    shards = shard_names(names)
+    shards = _shard_names(listing(directory))
     _check_numbers(shards, prefix)
     catalog = Catalog(format="dcp-safetensors", directory=directory)
     parts: dict[str, _Parts] = {}
@@ -313,7 +319,7 @@ def open_shards(directory: str, names: Collection[str], prefix: str = "") -> Cat
     return catalog
 
 
-def _check_numbers(shards: Mapping[str, ShardName], prefix: str) -> None:
+def _check_numbers(shards: Mapping[str, _ShardName], prefix: str) -> None:
     totals = sorted({shard.total for shard in shards.values()})
     if len(totals) > 1:
         raise SourceError(
@@ -330,7 +336,7 @@ def _check_numbers(shards: Mapping[str, ShardName], prefix: str) -> None:
 
 
 def _gaps(present: Collection[int], last: int) -> list[int]:
-    """Return the first of the numbers from 1 to `last` that are not there."""
+    """Return the first few of the numbers from 1 to `last` that are absent."""
     return list(islice((number for number in range(1, last + 1) if number not in present), _MAX_LISTED))
 
 

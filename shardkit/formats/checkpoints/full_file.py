@@ -12,17 +12,16 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, parent
+from shardkit.formats.checkpoints.lightning import AVERAGED, AVERAGING, CURRENT, VERSION
 from shardkit.formats.rankfiles.files import Gathering
 from shardkit.formats.torchsave.file import TorchFile, open_torch_file
 from shardkit.formats.torchsave.values import DistributedRef, TensorRef
 
 _ZIP = b"PK\x03\x04"
 _FIRST = b"/data.pkl"  # the name of the first entry ends with it
-# The number that a file of before torch 1.6 begins with: torch/serialization.py, MAGIC_NUMBER.
+# The number with which files from before torch 1.6 begin: torch/serialization.py, MAGIC_NUMBER.
 _BEFORE_ZIP = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
 _HEAD = 256
-_LIGHTNING = "pytorch-lightning_version"
-_AVERAGING, _CURRENT = "averaging_state", "current_model_state"
 
 Roots = dict[str, tuple[str | int, ...]]
 
@@ -43,7 +42,7 @@ def open_full_file(path: str) -> Checkpoint:
     """Open a file with a whole model in it, and whatever else was saved with it.
 
     Raises:
-        SourceError: damaged, of before torch 1.6, no dict, without tensors, or only a part of a model.
+        SourceError: damaged, from before torch 1.6, not a dict, without tensors, or only a part of a model.
         ResourceError: the file may not be read.
     """
     name = os.path.basename(path)
@@ -53,7 +52,7 @@ def open_full_file(path: str) -> Checkpoint:
             f"{escape(name)}: holds no dict at its top, so no state dict either",
             hint="save model.state_dict(), not the model itself",
         )
-    is_lightning = _LIGHTNING in file.tree
+    is_lightning = VERSION in file.tree
     gathering = Gathering(parent(path), lambda path: _is_beside(path, is_lightning=is_lightning))
     gathering.add(file, file.tree)
     gathered = gathering.finish()
@@ -76,7 +75,7 @@ def open_full_file(path: str) -> Checkpoint:
 
 
 def _is_beside(path: tuple[str | int, ...], *, is_lightning: bool) -> bool:
-    """True for what is surely no part of a model: nobody should be kept from it by an 8-bit optimizer's state."""
+    """True for what is surely no part of a model. The state of an 8-bit optimizer must not keep anybody from the model."""
     return path[0] != "state_dict" if is_lightning else str(path[0]).startswith("optim")
 
 
@@ -88,14 +87,14 @@ def _skipped(
 
 
 def _roots(tree: dict[str | int, object], *, is_lightning: bool) -> Roots:
-    """Return what the layout itself says about where the model is; names tell the rest."""
+    """Return where the format itself says that the model is; names tell the rest."""
     if all(isinstance(value, (TensorRef, DistributedRef)) for value in tree.values()):
         return {"model": ()}
     roots: Roots = {}
     if is_lightning and "state_dict" in tree:
         roots["model"] = ("state_dict",)
-        if _AVERAGING in tree and _CURRENT in tree:
-            roots["current"] = (_CURRENT,)
+        if AVERAGING in tree and CURRENT in tree:
+            roots["current"] = (CURRENT,)
         if "optimizer_states" in tree:
             roots["optimizer"] = ("optimizer_states",)
     return roots
@@ -103,8 +102,8 @@ def _roots(tree: dict[str | int, object], *, is_lightning: bool) -> Roots:
 
 def _notes(file: TorchFile) -> Iterator[str]:
     tree = file.tree
-    if isinstance(tree, dict) and _AVERAGING in tree and _CURRENT in tree:
-        yield "the weights are the running average that a WeightAveraging callback keeps, not the current ones"
+    if isinstance(tree, dict) and AVERAGING in tree and CURRENT in tree:
+        yield AVERAGED
     if file.num_dropped:
         yield f"{file.num_dropped} entries whose keys are neither text nor integers were left out"
 

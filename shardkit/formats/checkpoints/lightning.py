@@ -4,8 +4,8 @@
     ModelParallelStrategy   state_dict.<attribute>.<name>   optimizer_0.state...
     Fabric                  whatever keys the script chose
 
-`meta.pt` holds loops, callbacks and hyperparameters, and no weights that could be used: what a callback put
-there is rank 0's part alone. It is looked into, never executed, to say so where somebody expects an EMA.
+`meta.pt` holds loops, callbacks and hyperparameters, and no usable weights: what a callback put there is rank 0's part
+alone. It is looked into, never executed, to say so to whoever expects an EMA.
 
 Source: lightning 2.6, strategies/fsdp.py, strategies/model_parallel.py, callbacks/weight_averaging.py.
 """
@@ -22,7 +22,13 @@ from shardkit.errors import SourceError
 from shardkit.files.links import locate
 from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, has_any, heads_of, listing
 from shardkit.formats.dcp.directory import open_dcp_directory
-from shardkit.formats.torchsave.file import DistributedRef, TensorRef, open_torch_file
+from shardkit.formats.torchsave.file import DistributedRef, TensorRef, leaves, open_torch_file
+
+VERSION = "pytorch-lightning_version"
+"""A key at the top of every checkpoint of a Trainer."""
+AVERAGING, CURRENT = "averaging_state", "current_model_state"
+"""Keys that a WeightAveraging callback adds: its own state, and the weights that the average replaces."""
+AVERAGED = "the weights are the running average that a WeightAveraging callback keeps, not the current ones"
 
 _META = "meta.pt"
 _STRATEGIES = {"model": "Lightning FSDPStrategy", "state_dict": "Lightning ModelParallelStrategy"}
@@ -32,21 +38,19 @@ _EMA = re.compile(
     r"(^|[^a-z])ema([^a-z]|$)|exponential.?moving|shadow.?param|averaged?.?(model|weights)", re.I
 )
 _EMA_CLASS = re.compile(r"EMA([^a-z]|$)|Ema([A-Z]|$)|([a-z]|^)EMA")
-_AVERAGING, _CURRENT = "averaging_state", "current_model_state"
-_MAX_DEPTH = 32
 _ONLY_RANK_0 = "{} in meta.pt, which rank 0 alone writes: of a sharded model that is one part of each tensor"
 
 
 class _Meta(NamedTuple):
     """What the names in a `meta.pt` tell."""
 
-    is_trainer: bool
-    """Written by a Trainer, not by a Fabric script."""
-    ema: str | None
-    """Where in it tensors of an EMA lie."""
-    is_averaged: bool
-    """The model that was saved is the average that a WeightAveraging callback keeps."""
-    problem: str | None
+    is_trainer: bool = False
+    """A Trainer wrote it, not a Fabric script."""
+    ema: str | None = None
+    """Where in it the tensors of an EMA lie."""
+    is_averaged: bool = False
+    """The saved model is the average that a WeightAveraging callback keeps."""
+    problem: str | None = None
     """Why it could not be looked into."""
 
 
@@ -87,48 +91,41 @@ def open_lightning(path: str) -> Checkpoint:
 
 
 def _read_meta(path: str) -> _Meta:
-    """Look at the names in `meta.pt`; a damaged one does not stand in the way of the weights."""
+    """Look at the names in `meta.pt`. A damaged one does not keep anybody from the weights."""
     try:
         tree = open_torch_file(locate(path, _META), _META).tree
     except SourceError as error:
-        return _Meta(False, None, False, f"not looked into: {error.message}")
+        return _Meta(problem=f"not looked into: {error.message}")
     if not isinstance(tree, Mapping):
-        return _Meta(False, None, False, None)
-    is_averaged = _AVERAGING in tree and next(_tensors(tree.get(_CURRENT)), None) is not None
+        return _Meta()
+    is_averaged = AVERAGING in tree and _has_tensors(tree.get(CURRENT))
     ema = None if is_averaged else next(_find_ema(tree), None)
-    return _Meta("pytorch-lightning_version" in tree, ema, is_averaged, None)
+    return _Meta(VERSION in tree, ema, is_averaged)
 
 
 def _find_ema(tree: object, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield where tensors lie below a name that speaks of an EMA."""
-    if not isinstance(tree, Mapping) or len(path) > _MAX_DEPTH:
+    """Yield where tensors lie below a name that is about an EMA."""
+    if not isinstance(tree, Mapping):
         return
     for key, value in tree.items():
         name = str(key)
-        if (_EMA.search(name) or _EMA_CLASS.search(name)) and next(_tensors(value), None) is not None:
+        if (_EMA.search(name) or _EMA_CLASS.search(name)) and _has_tensors(value):
             yield ".".join((*path, name))
         else:
             yield from _find_ema(value, (*path, name))
 
 
-def _tensors(tree: object, depth: int = 0) -> Iterator[object]:
-    """Yield the tensors with dims below a node; counters and decays are not weights."""
-    if isinstance(tree, TensorRef):
-        if tree.shape:
-            yield tree
-    elif isinstance(tree, DistributedRef):
-        yield tree
-    elif depth <= _MAX_DEPTH and isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value, depth + 1)
-    elif depth <= _MAX_DEPTH and isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _tensors(value, depth + 1)
+def _has_tensors(tree: object) -> bool:
+    """True for a tree with tensors that have dims; counters and decays are not weights."""
+    return any(
+        isinstance(value, DistributedRef) or (isinstance(value, TensorRef) and bool(value.shape))
+        for _, value in leaves(tree)
+    )
 
 
 def _refused(meta: _Meta) -> dict[str, str]:
     if meta.is_averaged:
-        return {"current": _ONLY_RANK_0.format(f"the current weights are {_CURRENT}")}
+        return {"current": _ONLY_RANK_0.format(f"the current weights are {CURRENT}")}
     if meta.ema is not None:
         return {"ema": _ONLY_RANK_0.format(f"the EMA is {escape(meta.ema)}")}
     return {}
@@ -136,7 +133,7 @@ def _refused(meta: _Meta) -> dict[str, str]:
 
 def _notes(meta: _Meta) -> Iterator[str]:
     if meta.is_averaged:
-        yield "the weights are the running average that a WeightAveraging callback keeps, not the current ones"
+        yield AVERAGED
     if meta.ema is not None:
         yield f"meta.pt holds an EMA ({escape(meta.ema)}) that cannot be recovered: it is rank 0's part alone"
 

@@ -2,21 +2,21 @@
 
     metadata.pkl             which items have tensors, how many ranks there were
     model_0.pt, model_1.pt   DTensors
-    step_0.pt ...            items without tensors: not in metadata.pkl
+    step_0.pt ...            items without tensors, which metadata.pkl does not name
 
-Source: torch_checkpointing 0.1.1, metadata_serialization.py and checkpoint_layout.py. `metadata.pkl` holds plain
-dicts; it is looked into, not executed.
+`metadata.pkl` holds plain dicts; it is looked into, not executed.
+
+Source: torch_checkpointing 0.1.1, metadata_serialization.py and checkpoint_layout.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files.links import read_inside
-from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, listing, matching
+from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, explained, listing
 from shardkit.formats.rankfiles.files import RankFile, gather_files
 from shardkit.pickles.inert import InertPickle
 from shardkit.pickles.nodes import Opaque
@@ -25,6 +25,7 @@ _METADATA = "metadata.pkl"
 _MAX_METADATA = 1 << 25
 _MAX_RANKS = 1 << 17
 _TORCH = "TorchSerialization"
+_SKIPPED = {r".*_.*\.(pt|json)": "holds no tensors"}
 
 _Tree = dict[str | int, object]
 
@@ -41,7 +42,7 @@ def is_torch_checkpointing(path: str) -> bool:
 
 
 def open_torch_checkpointing(path: str) -> Checkpoint:
-    """Open all items that have tensors. Names of a lone item are its own; of several, they begin with the item's.
+    """Open all items that have tensors. If there are several, names begin with the item's name.
 
     Raises:
         SourceError: damaged, saved in another serialization, files of ranks are missing or contradict each other.
@@ -77,7 +78,7 @@ def open_torch_checkpointing(path: str) -> Checkpoint:
         check=gathered.check,
         roots={name: () if is_alone else (name,) for name in known},
         assets=asset_directories(path),
-        skipped=tuple(_skipped(path, {file.name for file in files})),
+        skipped=tuple(explained(listing(path) - {file.name for file in files}, _SKIPPED)),
     )
 
 
@@ -103,29 +104,23 @@ def _file_of(path: str, name: str, item: object, rank: int) -> str:
     """Return the name of a rank's file of an item.
 
     Raises:
-        ValueError: it is missing, lies elsewhere, or is no file of torch.save.
+        ValueError: it is missing, lies elsewhere, or is not a file of torch.save.
     """
-    layouts = item.get("rank_to_layout_info") if isinstance(item, dict) else None
-    layout = layouts.get(rank) if isinstance(layouts, dict) else None
+    infos = item.get("rank_to_layout_info") if isinstance(item, dict) else None
+    info = infos.get(rank) if isinstance(infos, dict) else None
     found = f"{name}_{rank}.pt"
-    if isinstance(layout, dict):
-        serialization = layout.get("serialization_format")
+    if isinstance(info, dict):
+        serialization = info.get("serialization_format")
         kind = serialization.get("type") if isinstance(serialization, dict) else None
         if kind != _TORCH:
             raise ValueError(f"saved with {escape(str(kind))}, not with torch.save")
-        found = str(layout.get("file_path", "")).replace("{rank}", str(rank))
+        found = str(info.get("file_path", "")).replace("{rank}", str(rank))
     directory = os.path.join(os.path.realpath(path), "")
     if not os.path.realpath(os.path.join(path, found)).startswith(directory):
         raise ValueError(f"{escape(found)} lies outside of the checkpoint")
     if not os.path.lexists(os.path.join(path, found)):
         raise ValueError(f"{escape(found)} is missing")
     return found
-
-
-def _skipped(path: str, taken: set[str]) -> Iterator[tuple[str, str]]:
-    for name in matching(listing(path), "*_*.pt", "*_*.json"):
-        if name not in taken:
-            yield name, "holds no tensors"
 
 
 OPENERS = {"torch-checkpointing": Opener(is_torch_checkpointing, open_torch_checkpointing)}

@@ -1,8 +1,8 @@
 """Trainers that save plain DCP: what surrounds it, and what the beginnings of its names mean.
 
 Two tables. `_STRUCTURES`: the checkpoint is a directory below the one that people name, with the trainer's own
-files beside it. `_HEADS`: the directory is DCP itself, and the first steps of its names tell who wrote it.
-Tensor names are left as they are; where they differ from the Hub's, that is for key rules to settle.
+files beside it. `_WRITERS`: the directory is DCP itself, and its names tell who wrote it. Tensor names stay as they are;
+key rules settle where they differ from the Hub's.
 
 Source: docs and savers of mini_trainer 0.9, OLMo-core 2.3, NeMo Automodel 0.7, NeMo-RL 0.4, prime-rl 0.3,
 verl 0.9, SkyRL, VeOmni, fms-fsdp, Composer 0.30, AReaL, torchtitan 0.3, torchtune 0.6; torch's AppState recipe.
@@ -11,12 +11,14 @@ verl 0.9, SkyRL, VeOmni, fms-fsdp, Composer 0.30, AReaL, torchtitan 0.3, torchtu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError
+from shardkit.files import manifest
 from shardkit.files.links import locate
 from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.checkpoint import (
@@ -51,19 +53,19 @@ class Structure:
     """A directory that a trainer puts around a checkpoint."""
 
     format: str | None
-    """Stable identifier; None where it is that of what lies inside."""
+    """Stable identifier; None where the checkpoint inside has one of its own."""
     writer: str | None
-    """For people; None where only what lies inside can tell."""
+    """For people; None where only the checkpoint inside can tell."""
     weights: tuple[str, ...]
     """Where the checkpoint may lie in it, best first."""
     beside: tuple[str, ...] = ()
-    """Patterns of which one must match a name beside it; any will do where there are none."""
+    """Patterns of names beside it, of which one must be there."""
     roots: Roots = field(default_factory=dict)
-    """As in `Checkpoint`, where the trainer's own code fixes them."""
+    """As in `Checkpoint`, if the trainer's own code fixes them."""
     assets: tuple[str, ...] = (".",)
     """Where config and tokenizer may lie in it."""
     last: str | None = None
-    """The file that the trainer writes when everything else is there."""
+    """The file that the trainer writes last."""
 
 
 class Found(NamedTuple):
@@ -128,30 +130,46 @@ _STRUCTURES = (
 )
 
 
-class _Heads(NamedTuple):
-    """Names that begin like a trainer's."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Writer:
+    """Names in a DCP directory that only one trainer gives."""
 
-    writer: str
-    model: tuple[str, ...] | None
+    name: str
+    model: tuple[str, ...] | None = None
     """The root that must be there, and is the model's; None where the model's names stand at the top."""
-    optimizers: tuple[tuple[str, ...], ...]
+    optimizers: tuple[tuple[str, ...], ...] = ()
     """Where its optimizer state may be."""
     mark: str | None = None
     """A pattern that must match a name beside `.metadata`."""
-    also: tuple[str, ...] | None = None
-    """Another beginning that must be there."""
+    also: tuple[tuple[str, ...], ...] = ()
+    """Other beginnings, of which one must be there."""
+    ending: str = ""
+    """What the name of some tensor must end with."""
 
 
-_HEADS = (
-    _Heads("fms-fsdp", ("model_state",), (("optimizer_state",),)),
-    _Heads("VeOmni", ("model",), (("optimizer",),), mark="extra_state"),
-    _Heads("Composer", ("state", "model"), (("state", "optimizers"),)),
-    _Heads("AReaL", ("dcp", "model"), (("dcp", "optimizer"), ("dcp", "optim"))),
-    _Heads("prime-rl", ("app", "model"), (("app", "optimizers"),), also=("app", "progress")),
-    _Heads("prime-rl", ("app", "model"), (("app", "optimizers"),), also=("app", "optimizers")),
-    _Heads("torch's AppState recipe", ("app", "model"), (("app", "optim"), ("app", "optimizer"))),
-    _Heads("torchtitan", None, (("optimizer",),), also=("train_state",)),
-    _Heads("torchtitan", None, (("optimizer",),), also=("tok_embeddings.weight",)),
+# The first that fits counts.
+_WRITERS = (
+    _Writer(name="fms-fsdp", model=("model_state",), optimizers=(("optimizer_state",),)),
+    _Writer(name="VeOmni", model=("model",), optimizers=(("optimizer",),), mark="extra_state"),
+    _Writer(name="Composer", model=("state", "model"), optimizers=(("state", "optimizers"),)),
+    _Writer(name="AReaL", model=("dcp", "model"), optimizers=(("dcp", "optimizer"), ("dcp", "optim"))),
+    _Writer(
+        name="prime-rl",
+        model=("app", "model"),
+        optimizers=(("app", "optimizers"),),
+        also=(("app", "progress"), ("app", "optimizers")),
+    ),
+    _Writer(
+        name="torch's AppState recipe",
+        model=("app", "model"),
+        optimizers=(("app", "optim"), ("app", "optimizer")),
+    ),
+    _Writer(
+        name="torchtitan",
+        optimizers=(("optimizer",),),
+        also=(("train_state",), ("tok_embeddings.weight",)),
+    ),
+    _Writer(name="torchtune", ending=".sa_norm.scale"),
 )
 
 
@@ -192,11 +210,11 @@ def inside(checkpoint: Checkpoint, found: Found, path: str) -> Checkpoint:
 
 
 def _lists_files(directory: str) -> bool:
-    """True for a manifest that was made of somebody else's files; what it is stands in its second line or third."""
+    """True for a manifest of somebody else's files, which says so in its second or third line."""
     try:
-        with open_regular(locate(directory, "shardkit.json"), "shardkit.json") as (fd, size):
-            head = read_exactly(fd, 0, min(size, 64), "shardkit.json")
-    except ShardkitError:  # that it cannot be read is told by whoever needs it
+        with open_regular(locate(directory, manifest.NAME), manifest.NAME) as (fd, size):
+            head = read_exactly(fd, 0, min(size, 64), manifest.NAME)
+    except ShardkitError:  # whoever needs it will say that it cannot be read
         return False
     return b'"kind": "files"' in head
 
@@ -214,22 +232,26 @@ def open_plain_dcp(directory: str) -> Checkpoint:
     tops = {head[0] for head in heads}
     notes = (*checkpoint.notes, *_only_optimizer(tops, directory))
     checkpoint = replace(checkpoint, assets=tuple(dict.fromkeys((*assets, *checkpoint.assets))), notes=notes)
-    if "shardkit.json" in names and not _lists_files(directory):
+    if manifest.NAME in names and not _lists_files(directory):
         return replace(checkpoint, writer="shardkit")
-    for rule in _HEADS:
-        if rule.mark is not None and not has_any(names, rule.mark):
+    for writer in _WRITERS:
+        if writer.mark is not None and not has_any(names, writer.mark):
             continue
-        if all(head is None or _begins(head, heads, tops) for head in (rule.model, rule.also)):
-            optimizer = next((head for head in rule.optimizers if _begins(head, heads, tops)), None)
-            known: dict[str, tuple[str, ...] | None] = {"model": rule.model, "optimizer": optimizer}
-            roots = {kind: head for kind, head in known.items() if head is not None}
-            return replace(checkpoint, writer=rule.writer, roots={**checkpoint.roots, **roots})
-    if any(name.endswith(".sa_norm.scale") for name in checkpoint.catalog.tensors):
-        return replace(checkpoint, writer="torchtune")
+        if not any(name.endswith(writer.ending) for name in checkpoint.catalog.tensors):
+            continue
+        begins = partial(_begins, heads=heads, tops=tops)
+        if (writer.model is None or begins(writer.model)) and (
+            not writer.also or any(map(begins, writer.also))
+        ):
+            optimizer = next(filter(begins, writer.optimizers), None)
+            known = {"model": writer.model, "optimizer": optimizer}
+            roots = {kind: root for kind, root in known.items() if root is not None}
+            return replace(checkpoint, writer=writer.name, roots={**checkpoint.roots, **roots})
     return checkpoint
 
 
-def _begins(head: tuple[str, ...], heads: Iterable[tuple[str | int, ...]], tops: set[str | int]) -> bool:
+def _begins(head: tuple[str, ...], heads: Collection[tuple[str | int, ...]], tops: set[str | int]) -> bool:
+    """True where names begin with one step or two; a state dict may have both in one step, with a dot between."""
     if len(head) == 2:
         return head in heads
     return head[0] in tops or ("." in head[0] and tuple(head[0].split(".")) in heads)
@@ -237,11 +259,7 @@ def _begins(head: tuple[str, ...], heads: Iterable[tuple[str | int, ...]], tops:
 
 def _present(roots: Roots, checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
     """Return the roots that some name really has."""
-    found = {}
-    for kind, root in roots.items():
-        if root in heads_of(checkpoint.catalog, len(root)):
-            found[kind] = root
-    return found
+    return {kind: root for kind, root in roots.items() if root in heads_of(checkpoint.catalog, len(root))}
 
 
 def _only_optimizer(tops: set[str | int], directory: str) -> Iterator[str]:

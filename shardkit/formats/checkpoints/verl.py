@@ -21,14 +21,19 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
-from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, inner, listing
+from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, explained, inner, listing
 from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.formats.rankfiles.files import Gathered, RankFile, gather_files, require_ranks
 from shardkit.formats.rankfiles.numbered import parameters_of
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files
 
 _MODEL = re.compile(r"model_world_size_([1-9]\d{0,5})_rank_(0|[1-9]\d{0,5})\.pt")
-_OTHER_STATE = re.compile(r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt")
+_SKIPPED = {
+    r"optim_world_size_\d+_rank_\d+\.pt": "optimizer state",
+    r"extra_state_world_size_\d+_rank_\d+\.pt": "schedulers and random states",
+    _MODEL.pattern: "of a save with another number of ranks",
+    "lora_adapter": "the adapter that the checkpoint's tensors hold too",
+}
 _ROLES = ("actor", "critic")
 _CONFIG, _LORA = "fsdp_config.json", "lora_train_meta.json"
 _MAX_CONFIG = 1 << 16
@@ -39,7 +44,7 @@ class _Home(NamedTuple):
 
     path: str
     role: str | None
-    """Its name below the path that was given, None where it is that path."""
+    """Its name below the given path, None if it is that path."""
 
 
 def is_verl(path: str) -> bool:
@@ -48,7 +53,7 @@ def is_verl(path: str) -> bool:
 
 
 def open_verl(path: str) -> Checkpoint:
-    """Open the model of a verl checkpoint; of actor and critic the actor. Optimizer and RNG are skipped.
+    """Open the model of a verl checkpoint; of actor and critic, the actor. Optimizer and random states are skipped.
 
     Raises:
         SourceError: files of ranks are missing, damaged or contradict each other.
@@ -98,10 +103,10 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
     """Return the model's files in the order of the ranks.
 
     Args:
-        world_size: what `fsdp_config.json` says, None where it does not.
+        world_size: from `fsdp_config.json`; None if that does not say.
 
     Raises:
-        SourceError: some are missing, or there are complete ones of several world sizes.
+        SourceError: some are missing, or the files of several world sizes are complete.
     """
     by_size: dict[int, set[int]] = {}
     for match in filter(None, map(_MODEL.fullmatch, listing(directory))):
@@ -109,7 +114,7 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
     sizes = sorted(by_size)
     if type(world_size) is int and world_size in by_size:
         sizes = [world_size]
-    elif len(sizes) > 1:  # of two runs into one directory; leftovers of one of them may be all there is
+    elif len(sizes) > 1:  # two runs saved into one directory; only leftovers of one of them may be there
         sizes = [size for size in sizes if by_size[size] >= set(range(size))] or sizes[-1:]
     if len(sizes) > 1:
         raise SourceError(
@@ -123,7 +128,7 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
 
 
 def _optimizer_files(directory: str, files: list[str]) -> list[str]:
-    """Return the names that the optimizer's files of the same save have; none where none is there."""
+    """Return the names that the optimizer's files of the same save have; none if no such file is there."""
     names = ["optim" + name.removeprefix("model") for name in files]
     return names if listing(directory) & set(names) else []
 
@@ -136,14 +141,7 @@ def _open_optimizer(directory: str, names: list[str], model: Gathered) -> Optimi
 
 
 def _skipped(path: str, home: _Home, taken: list[str]) -> Iterator[tuple[str, str]]:
-    for name in sorted(listing(home.path)):
-        state = _OTHER_STATE.fullmatch(name)
-        if state is not None:
-            yield name, "optimizer state" if state[1] == "optim" else "schedulers and random states"
-        elif _MODEL.fullmatch(name) and name not in taken:
-            yield name, "of a save with another number of ranks"
-        elif name == "lora_adapter":
-            yield name, "the adapter that the checkpoint's tensors hold too"
+    yield from explained(listing(home.path).difference(taken), _SKIPPED)
     for role in _ROLES:
         if home.role is not None and role != home.role and inner(path, role) is not None:
             yield role, "another model"

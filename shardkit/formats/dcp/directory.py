@@ -112,7 +112,7 @@ def as_checkpoint(path: str, opened: DcpDirectory) -> Checkpoint:
     """
     catalog = opened.catalog
     _refuse_empty(path, catalog)
-    _refuse_flat(path, catalog)
+    refuse_flat(path, catalog)
     return Checkpoint(
         path=path,
         format="dcp",
@@ -178,8 +178,12 @@ def _refuse_empty(path: str, catalog: Catalog) -> None:
     )
 
 
-def _refuse_flat(path: str, catalog: Catalog) -> None:
-    """Flat parameters hold many tensors end to end; which ones, only the wrapped model knew."""
+def refuse_flat(path: str, catalog: Catalog) -> None:
+    """Refuse flat parameters: they hold many tensors end to end, and only the wrapped model knew which.
+
+    Raises:
+        SourceError: names them.
+    """
     flat = [entry for fqn, entry in catalog.tensors.items() if _FLAT.fullmatch(fqn) and len(entry.shape) == 1]
     if flat:
         raise SourceError(

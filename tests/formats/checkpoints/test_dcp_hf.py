@@ -42,6 +42,7 @@ def directory(tmp_path: Path) -> str:
 def assert_opens(checkpoint: Checkpoint, expected: dict[str, torch.Tensor] = FULL) -> None:
     assert checkpoint.format == "dcp-hf"
     assert checkpoint.check is None
+    assert checkpoint.hub is None  # consolidated files too are part of a training
     assert_holds(checkpoint.select(tuple(checkpoint.catalog.tensors)), expected)
 
 
@@ -144,7 +145,7 @@ def test_the_last_rank_s_file_is_missed_by_the_last_norm(tmp_path: Path) -> None
 
 
 def test_it_says_where_nothing_tells_whether_the_last_ranks_are_there(directory: str) -> None:
-    assert "written nowhere" in open_dcp_hf(directory).notes[0]
+    assert "nothing tells how many ranks" in open_dcp_hf(directory).notes[0]
     Path(directory, "config.json").write_text('{"model_type": "llama", "vocab_size": 7, "hidden_size": 4}')
     assert open_dcp_hf(directory).notes == ()
 
