@@ -97,10 +97,10 @@ class Checkpoint:
     writer: str
     """Who wrote it, for people, e.g. "Lightning FSDPStrategy"."""
     catalog: Catalog
-    """Every tensor of it, model or not, under its stored name. Extents may still be records (`encoding`)."""
+    """All of its tensors, model or not, under their stored names. Extents may still be records (`encoding`)."""
     select: Callable[[Collection[str]], Catalog]
-    """Return a catalog of some of the tensors, in the order given, whose extents are raw bytes. Opens and checks their
-    records and nothing else.
+    """Return a catalog of some tensors, in the order given, whose extents are raw bytes. Opens and checks their records
+    and nothing else.
 
     Raises:
         SourceError, IntegrityError, ResourceError: naming file and tensor; all problems of a kind at once.
@@ -113,28 +113,28 @@ class Checkpoint:
     dcp: DcpFolder | None = None
     """The DCP directory that its weights lie in; None where they lie in files of another kind."""
     roots: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
-    """Paths that the format itself gives a meaning: "model", "optimizer", "ema" -> prefix path of their state dicts. A
-    root that is the empty tuple holds everything. Absent where only the names can tell."""
+    """Prefix paths that the format itself gives a meaning, by "model", "optimizer" or "ema". The empty tuple stands for
+    everything. A kind is absent where only the names can tell."""
     refused_weights: Mapping[str, str] = field(default_factory=dict)
     """Kinds of weights that are there but cannot be recovered, with the reason, e.g. {"ema": "..."}."""
     optimizer: Callable[[], OptimizerState | Unmapped] | None = None
-    """Open the optimizer's state, which the catalog does not have: it lies in files or entries of its own. None where
-    there is none, or where the catalog has it.
+    """Open the optimizer's state where it lies in files or entries of its own. None where there is none, or where the
+    catalog has it.
 
     Raises:
         SourceError, IntegrityError, ResourceError: as opening does.
     """
     has_boxes: bool = True
-    """Whether the chunks are how tensors were cut for ranks. Flat partitions, and tensors saved whole, say nothing of it."""
+    """The chunks show how tensors were cut for ranks. Flat partitions and tensors saved whole do not."""
     assets: tuple[str, ...] = ()
-    """Directories with config, tokenizer and the like that belong to the model, best first."""
+    """Directories with the model's config, tokenizer and the like, best first."""
     skipped: tuple[tuple[str, str], ...] = ()
     """(file or entry, why it was not read)."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
 
     def opened_at(self, directory: str) -> DcpFolder | None:
-        """Return the DCP directory at a path where it is the one that was opened, so that nobody parses it again."""
+        """Return the DCP directory at a path where it is the one that was opened: nobody parses it again."""
         if self.dcp is None or not _is_same(self.dcp.catalog.directory, directory):
             return None
         return self.dcp
@@ -188,7 +188,7 @@ def explained(names: Iterable[str], reasons: Mapping[str, str]) -> Iterator[tupl
 
 
 def inner(path: str, below: str) -> str | None:
-    """Return a directory below `path`, or None where there is none or a link leads out of `path`.
+    """Return a directory below `path`; None where there is none, or a link leads out of `path`.
 
     Args:
         below: relative, with "/" between its parts.
@@ -211,7 +211,7 @@ def parent(path: str) -> str:
 
 
 def asset_directories(*candidates: str | None) -> tuple[str, ...]:
-    """Return those of some directories that hold a Hub model's config, tokenizer or processor."""
+    """Return the directories that hold a Hub model's config, tokenizer or processor, each once."""
     present = (path for path in candidates if path is not None)
     return tuple(dict.fromkeys(path for path in present if _has_assets(path)))
 
@@ -222,7 +222,7 @@ def _has_assets(path: str) -> bool:
 
 
 def _is_model_config(path: str) -> bool:
-    """True for a config.json as the Hub has it; trainers keep their own settings under that name too."""
+    """True for a config.json as on the Hub; trainers keep their own settings under that name too."""
     try:
         content = json.loads(read_inside(path, "config.json", _MAX_CONFIG))
     except (ShardkitError, ValueError, RecursionError):
@@ -231,10 +231,10 @@ def _is_model_config(path: str) -> bool:
 
 
 def heads_of(catalog: Catalog, num_steps: int) -> dict[tuple[str | int, ...], None]:
-    """Return the different beginnings of all names, in the order of the source.
+    """Return the distinct first steps of all names, in the order of the source.
 
-    Steps are those of the state dict that was saved where the checkpoint records them, otherwise what
-    stands between the dots of a name. Names with fewer steps are given whole.
+    Steps are those of the state dict that was saved where the checkpoint records them, else the parts between the dots
+    of a name. A name with fewer steps is returned whole.
     """
     if catalog.paths is not None:
         return dict.fromkeys(path[:num_steps] for path in catalog.paths.values())

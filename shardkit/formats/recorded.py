@@ -1,4 +1,4 @@
-"""What a manifest says of a source, so that its bytes can be compared with it as they move."""
+"""Checksums that a manifest records of a source, so that its bytes can be checked as they move."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class SourceManifests:
     """The manifests that a source is compared with."""
 
     paths: list[str] = field(default_factory=list)
-    """Those that tensors are compared with."""
+    """Manifests that tensors are compared with."""
     warnings: list[str] = field(default_factory=list)
-    """Why others were not gone by."""
+    """Why other manifests were not used."""
     files: dict[str, int] = field(default_factory=dict)
-    """Real path of a file that is listed, with the size that it has -> its CRC-32."""
+    """Real path of a listed file whose size is as recorded -> its CRC-32."""
 
     def crc_of(self, path: str) -> int | None:
-        """Return the CRC-32 that a file is to have; None where nothing is recorded."""
+        """Return the CRC-32 that a file should have; None where none is recorded."""
         return self.files.get(os.path.realpath(path)) if self.files else None
 
     def check_copies(self, copies: Iterable[tuple[str, str, int | None]]) -> None:
-        """Refuse files that were copied and are not what was recorded.
+        """Refuse copied files that are not what was recorded.
 
         Args:
             copies: name, path and CRC-32 of each.
@@ -62,7 +62,7 @@ class SourceManifests:
 
 
 class _Row(NamedTuple):
-    """Bytes of a file with one CRC-32; 0 where none is known."""
+    """A range of a file's bytes and its CRC-32; 0 where none is known."""
 
     start: int
     stop: int
@@ -78,14 +78,14 @@ class _Read(NamedTuple):
 
 
 def add_checksums(catalog: Catalog, path: str) -> None:
-    """Let what records no CRC-32 be compared with what manifests of it say, where there are any.
+    """Give files that record no CRC-32 the checksums of their manifests, where there are any.
 
     Args:
         catalog: of raw extents; its files get checksums.
         path: the source, a directory or a file.
 
     Raises:
-        IntegrityError: files have the recorded sizes, and other tensors.
+        IntegrityError: files have the recorded sizes but other tensors.
         ResourceError: a manifest may not be read.
     """
     if any(_lacks(file) for file in catalog.files):
@@ -99,21 +99,21 @@ def find_manifests(
     given: str | os.PathLike[str] | None = None,
     check_source: bool = True,
 ) -> SourceManifests:
-    """Let what records no CRC-32 be compared with what manifests of it say.
+    """Give files that record no CRC-32 the checksums of their manifests.
 
     A manifest lies in a directory (`shardkit.json`) or else beside it (`<path>.shardkit.json`). A file of another size
-    than one says is not compared: it is about another.
+    than recorded is not compared: the manifest is about another file.
 
     Args:
         catalogs: of raw extents; their files get checksums.
         path: the source, a directory or a file.
-        given: a manifest of the source that lies elsewhere; it is taken instead, and has to fit.
+        given: a manifest of the source that lies elsewhere; it is used instead, and must fit.
         check_source: False looks for none.
 
     Raises:
-        UsageError: `given`, and not to be compared.
-        SourceError: `given` is not there, or not of this source.
-        IntegrityError: `given` is not what was written; or files have the recorded sizes, and other tensors.
+        UsageError: `given` without `check_source`.
+        SourceError: `given` is missing, or is not about this source.
+        IntegrityError: `given` is not what was written; or files have the recorded sizes but other tensors.
         ResourceError: a manifest may not be read.
     """
     found = SourceManifests()
@@ -148,7 +148,7 @@ def _read_given(path: str, source: str) -> _Read:
 
 
 def _read_beside(home: str) -> _Read | None:
-    """Return the manifest in a directory, or else the one beside it; of a file, the other way round."""
+    """Return the manifest in a directory, or else the one beside it; for a file the order is reversed."""
     is_directory = os.path.isdir(home)
     inside = os.path.join(home if is_directory else os.path.dirname(home), manifest.NAME)
     beside = manifest.sidecar_of(home)
@@ -173,14 +173,14 @@ def _listed(read: _Read) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
-    """Refuse a manifest that somebody gave and that is of other files."""
+    """Refuse a manifest from a person that is about other files."""
     sizes, home = {path: entry.get("size") for path, entry in _listed(read)}, os.path.realpath(read.home)
     problems = dict[str, None]()
     for catalog in catalogs:
         for file in catalog.files:
             path = os.path.realpath(file.path)
             if path not in sizes and (file.decode or not path.startswith(os.path.join(home, ""))):
-                continue  # of something that is read beside the source
+                continue  # it is read from beside the source
             if path not in sizes:
                 problems[f"{escape(file.name)}: it is not listed"] = None
             elif file.decode is None and sizes[path] != file.size:
@@ -194,7 +194,7 @@ def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
 
 
 def _take(read: _Read, catalogs: Iterable[Catalog], found: SourceManifests) -> None:
-    """Let files have what a manifest says of them."""
+    """Give files the checksums of a manifest."""
     listed = dict(_listed(read))
     for path, entry in listed.items():
         crc = entry.get("crc32")
@@ -211,9 +211,9 @@ def _take(read: _Read, catalogs: Iterable[Catalog], found: SourceManifests) -> N
 def _check_headers(
     catalog: Catalog, listed: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Any]
 ) -> None:
-    """Refuse safetensors files whose headers no longer name what was recorded: a header has no checksum of its own.
+    """Refuse safetensors files whose headers differ from what was recorded: a header has no checksum of its own.
 
-    Only where the manifest is about these files and no others: each is there, in its size.
+    This checks only where the manifest is about exactly these files: each is there, with its size.
     """
     files = {os.path.realpath(file.path): file for file in catalog.files}
     weights = {path for path in listed if path.endswith(_SAFETENSORS)}
@@ -246,14 +246,14 @@ def _is_crc(value: object) -> TypeGuard[int]:
 
 
 def _lacks(file: SourceFile) -> bool:
-    """True for a file that lies on disk as it is, and does not record a CRC-32 of all its storages."""
+    """True for a file that lies on disk as it is, and does not record the CRC-32 of every storage."""
     return file.decode is None and (file.checksums is None or 0 in file.checksums.crcs)
 
 
 def _add_checksums(
     catalog: Catalog, listed: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Any]
 ) -> bool:
-    """Let files of a catalog that lack CRC-32s have those of a manifest; True where it has any."""
+    """Give files of a catalog that lack CRC-32s those of a manifest; True where it has any."""
     lacking: dict[int, Mapping[str, Any]] = {}
     for number, file in enumerate(catalog.files):
         if _lacks(file):
@@ -276,14 +276,14 @@ def _add_checksums(
             was_taken = True
             rows.add(row for row in own if not row.crc)
             rows.fill(chunks.get(number, ()))
-            rows.fill([_Row(0, catalog.files[number].size, 0)])  # so that whatever is read is counted
+            rows.fill([_Row(0, catalog.files[number].size, 0)])  # so that all bytes that are read count
             checksums = Checksums.of((row.start, row.stop - row.start, row.crc) for row in rows.rows)
             catalog.files[number] = replace(catalog.files[number], checksums=checksums)
     return was_taken
 
 
 def _extents(entry: Mapping[str, Any]) -> Iterator[_Row]:
-    """Yield the parts of tensors that a file's entry gives a CRC-32 for."""
+    """Yield the parts of tensors that have a CRC-32 in a file's entry."""
     extents, size = entry.get("extents"), entry["size"]
     for extent in extents if isinstance(extents, list) else ():
         if isinstance(extent, list) and len(extent) == 3 and all(type(number) is int for number in extent):
@@ -295,7 +295,7 @@ def _extents(entry: Mapping[str, Any]) -> Iterator[_Row]:
 def _tensor_rows(
     catalog: Catalog, tensors: Mapping[str, Any], files: Mapping[int, object]
 ) -> tuple[dict[int, list[_Row]], dict[int, list[_Row]]]:
-    """Return, by file, the tensors that are one chunk and that a manifest gives a CRC-32 for; and all chunks."""
+    """Return, by file, the tensors of one chunk that have a CRC-32 in a manifest; and all chunks."""
     table = catalog.chunks
     found: dict[int, list[_Row]] = {}
     chunks: dict[int, list[_Row]] = {}
@@ -317,20 +317,20 @@ def _tensor_rows(
 
 
 class _Apart:
-    """Rows of a file that do not overlap; whatever comes first stays."""
+    """Rows of a file that do not overlap; the first to come stays."""
 
     def __init__(self) -> None:
         self.rows: list[_Row] = []
 
     def add(self, rows: Iterable[_Row]) -> None:
-        """Take those that overlap nothing."""
+        """Add the rows that overlap nothing."""
         for row in sorted(rows):
             place = bisect_left(self.rows, row)
             if self._stop_before(place) <= row.start and self._start_from(place) >= row.stop:
                 insort(self.rows, row)
 
     def fill(self, rows: Iterable[_Row]) -> None:
-        """Take what nothing covers of some rows."""
+        """Add the parts of some rows that nothing covers."""
         for row in sorted(rows):
             at = row.start
             while at < row.stop:

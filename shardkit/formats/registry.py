@@ -249,13 +249,13 @@ def _open_hub(source: str, *, revision: str | None, variant: str | None, headers
 
 
 def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield (name, what it is) of the files with weights in a checkpoint's directory that are no part of what was read.
+    """Yield (name, what it is) of files with weights in a checkpoint's directory that were not read.
 
-    Directories are listed, and no file with weights is opened. What the format itself names as skipped is left out, as
-    are the files beside the model's config that belong to it.
+    This lists directories, and opens no file with weights. It leaves out files that the format itself names as skipped,
+    and those beside the model's config that belong to it.
     """
     home = checkpoint.path
-    if checkpoint.hub is not None or not os.path.isdir(home):  # a Hub model says so itself
+    if checkpoint.hub is not None or not os.path.isdir(home):  # a Hub model names them itself
         return
     said = {name for name, _ in checkpoint.skipped}
     left = [name for name in list_weights(home) if name not in said and said.isdisjoint(name.split("/"))]
@@ -269,7 +269,7 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 
 def directory_of(path: str) -> str:
-    """Return the directory for which a file of it stands; any other path as it is."""
+    """Return the directory that a file stands for; any other path as it is."""
     if os.path.isdir(path) or not has_any((os.path.basename(path),), *_PARTS):
         return path
     return os.path.dirname(path) or os.curdir
@@ -312,7 +312,7 @@ def _open(row: Format, path: str) -> Checkpoint:
 
 
 def _nothing(path: str) -> SourceError:
-    """Say what was looked for, what is there, and what it may be."""
+    """Return an error that says what was looked for, what is there, and what it may be."""
     if not os.path.isdir(path):
         return SourceError(
             f"{escape(path)}: not a checkpoint that can be opened by itself",
@@ -338,7 +338,7 @@ def _nothing(path: str) -> SourceError:
 
 
 def _no_hub_model(names: frozenset[str], path: str) -> SourceError:
-    """Say why files that look like a Hub model's are none that can be opened."""
+    """Return an error that says why files that look like a Hub model's cannot be opened."""
     try:
         select_weights(names, own_name(path))
     except SourceError as error:
@@ -347,7 +347,7 @@ def _no_hub_model(names: frozenset[str], path: str) -> SourceError:
 
 
 def _checkpoints_below(path: str, names: frozenset[str]) -> Iterator[str]:
-    """Yield the directories below that are checkpoints, the first few."""
+    """Yield the first few directories below that are checkpoints."""
     for name in sorted(names)[: _MAX_SHOWN**2]:
         directory = inner(path, name)
         if directory is not None and format_of(directory) is not None:

@@ -1,8 +1,8 @@
-"""From a run directory to the newest complete checkpoint in it, by each trainer's own rules.
+"""Finds the newest complete checkpoint in a run directory, by each trainer's own rules.
 
-A directory is looked at newest first: what a tracker file names, what Lightning saved on a failure or as the
-last one, the highest step, the highest epoch. The first that opens is taken; everything that was passed over
-on the way is named, with the reason, and with `strict` is refused.
+The search goes through a directory newest first: what a tracker file names, what Lightning saved on a failure or as the
+last one, the highest step, the highest epoch. It takes the first that opens, and names everything that it passed over,
+with the reason; with `strict` that is an error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _TRAINER_STATE = "trainer_state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedCheckpoint:
-    """Which checkpoint was taken; `os.fspath` gives its path."""
+    """The checkpoint that was taken; `os.fspath` gives its path."""
 
     path: str
     """The checkpoint, a directory or a file."""
@@ -69,11 +69,11 @@ class ResolvedCheckpoint:
     reason: str
     """Why it was taken, for people."""
     skipped: tuple[tuple[str, str], ...] = ()
-    """(path, reason) of what was passed over: it is newer or may be, or comes before it but is incomplete."""
+    """(path, reason) of what was passed over: newer ones, ones that may be, and incomplete ones that come first."""
     warnings: tuple[str, ...] = ()
     """A line for each of these that is newer, or may be."""
     notes: tuple[str, ...] = ()
-    """A line for each whose step is lower, and for what was not looked at."""
+    """A line for each whose step is lower, and for what the search left out."""
 
     def __fspath__(self) -> str:
         return self.path
@@ -88,11 +88,11 @@ class ResolvedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """The checkpoint that was taken, with what choosing it opened, so that nobody parses it again."""
+    """The checkpoint that was taken, with everything that was opened to choose it: nobody parses it again."""
 
     resolved: ResolvedCheckpoint
     opened: tuple[Checkpoint, ...] = ()
-    """Its model; several where accelerate saved several. Empty where nothing had to be opened to choose it."""
+    """Its model; several where accelerate saved several. Empty where the choice needed nothing opened."""
 
     def models(self) -> tuple[Checkpoint, ...]:
         """Return the checkpoint, opened, or each model of one that holds several.
@@ -128,18 +128,17 @@ def _open_models(path: str) -> tuple[Checkpoint, ...]:
 def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) -> ResolvedCheckpoint:
     """Return the newest complete checkpoint at or below a path.
 
-    A path that is a checkpoint is taken as it is. Otherwise three levels of directories are searched, and
-    links that lead out of the path are not followed. A training script that wants to go on from where it
-    stopped, and `shardkit consolidate`, take the same one. Where a newer one was passed over, the result's
-    `warnings` name it and say why.
+    A path that is a checkpoint is taken as it is. Otherwise the search goes three levels down, and follows no link that
+    leads out of the path. A training script that continues where it stopped, and `shardkit consolidate`, get the same
+    checkpoint. Where a newer one was passed over, the result's `warnings` name it and say why.
 
     Args:
         path: a checkpoint, a file of one (`.metadata`, `meta.pt`), a run's directory, or a directory of runs.
-        strict: refuse to take one where a newer one was passed over.
+        strict: fail where a newer one was passed over.
 
     Raises:
-        SourceError: no complete checkpoint, or with `strict` none that nothing newer stands beside; lists what was
-            passed over and why.
+        SourceError: no complete checkpoint; or, with `strict`, a newer one was passed over. Lists what was passed over
+            and why.
         ResourceError: something may not be read.
     """
     return take(path, strict=strict).resolved
@@ -162,10 +161,10 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
     search = _Search(given)
     found = search.itself()
     if found is None and not os.path.isdir(given):
-        formats.open(given)  # says why it is none
+        formats.open(given)  # raises, and says why it is none
     found = found or search.below(given, _MAX_DEPTH)
     if PIPELINE in listing(given) and found is not None and found.path != given and found.step is None:
-        formats.open(given)  # one model of a pipeline is not the newest checkpoint of a run
+        formats.open(given)  # raises: one model of a pipeline is not the newest checkpoint of a run
     if found is not None:
         said = list(_passed_over(found, given))
         found = replace(
@@ -181,7 +180,7 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
             )
         return Taken(resolved=found, opened=search.opened.get(found.path, ()))
     if not search.skipped and recognise(given) is None:
-        formats.open(given)  # says what the directory looks like: a save that did not finish, ...
+        formats.open(given)  # raises, and says what the directory looks like: a save that did not finish, ...
     raise SourceError(
         f"{escape(given)}: no complete checkpoint in it",
         problems=[f"{escape(name)}: {reason}" for name, reason in search.skipped] or search.looked_for(),
@@ -190,7 +189,7 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
 
 
 def _passed_over(found: ResolvedCheckpoint, home: str) -> Iterator[tuple[str, bool]]:
-    """Yield (a line, is it older) for each that was skipped."""
+    """Yield (a line, whether it is older) for each that was skipped."""
     taken = os.path.relpath(found.path, home)
     shown_taken = f"step {found.step}" if taken == os.curdir else escape(taken)
     for path, reason in found.skipped:
@@ -206,7 +205,7 @@ def _passed_over(found: ResolvedCheckpoint, home: str) -> Iterator[tuple[str, bo
 
 
 def _where_they_part(path: str, other: str) -> tuple[str, str]:
-    """Return the first names in which two relative paths differ."""
+    """Return the first pair of names in which two relative paths differ."""
     names, others = path.split(os.sep), other.split(os.sep)
     pairs = zip_longest(names, others, fillvalue="")
     return next(((name, beside) for name, beside in pairs if name != beside), ("", ""))
@@ -237,7 +236,7 @@ class _Search:
         ]
 
     def itself(self) -> ResolvedCheckpoint | None:
-        """Return the path itself where it is a checkpoint, and not also a run of them."""
+        """Return the path itself where it is a checkpoint, and not also a run directory."""
         found = recognise(self.home)
         if found is None:
             return None
@@ -248,7 +247,7 @@ class _Search:
         tracked = _tracked(self.home)
         step = _step_at(self.home)
         if found.follows_tracker and tracked is not None:
-            # The directory is what its tracker names; where that is damaged, the ones before it may not be.
+            # The directory stands for the save that its tracker names. Where that is damaged, older ones may be whole.
             reason = self._damage(self.home) if len(self._children(self.home)) > 1 else None
             if reason is not None:
                 self._skip(os.path.join(self.home, tracked[1]), reason)
@@ -310,9 +309,9 @@ class _Search:
         order: list[tuple[Place, str]],
         depth: int,
     ) -> list[tuple[str, str]]:
-        """Return (path, reason) of complete checkpoints in a directory that come after one by rule, but are newer or may be.
+        """Return (path, reason) of complete checkpoints that are, or may be, newer than one that comes first by rule.
 
-        What is found damaged on the way is skipped.
+        Damaged ones on the way are skipped.
 
         Args:
             order: of the names in the directory, newest first.
@@ -338,7 +337,7 @@ class _Search:
             self.notes.append(
                 f"{listed(stepped)} {are} not newer than {escape(taken)}, going by its name alone"
             )
-        is_said = rule > STEP  # by the trainer: it calls this one the last
+        is_said = rule > STEP  # the trainer itself calls this one the last
         for group in _groups((place, name) for place, name in rest if place.rule != STEP):
             found = None if is_said and best.step is None else self._peek(directory, group)
             if found is None or (found.step is None and is_said):
@@ -350,12 +349,12 @@ class _Search:
         return others
 
     def _peek(self, directory: str, names: list[str]) -> ResolvedCheckpoint | None:
-        """Return the first complete one of some names, without going deep; damaged ones that may be newer are skipped."""
+        """Return the first complete one of some names, without going deep; names damaged ones as skipped."""
         search = _Search(self.home)
         search.entries_left = _MAX_PEEKED
         try:
             found = search._first(directory, names, None, 1)
-        except SourceError:  # a directory of data, which no trainer fills with checkpoints
+        except SourceError:  # too many entries: a directory of data, which no trainer fills with checkpoints
             return None
         tops = [os.path.relpath(os.path.join(directory, name), self.home) for name in names]
         for path, reason in search.skipped:
@@ -364,7 +363,7 @@ class _Search:
         return found
 
     def _is_in_a_checkpoint(self, directory: str) -> bool:
-        """True where a directory is a checkpoint's own, so that what lies in it are parts of one."""
+        """True where a directory belongs to a checkpoint, so that it holds parts of one."""
         inside = os.path.relpath(directory, os.path.dirname(os.path.abspath(self.home)))
         return any(
             step_of(name) is not None and name[-1].isdigit()  # not ckpt-8b-sft
@@ -383,7 +382,7 @@ class _Search:
         return None
 
     def _look(self, path: str, depth: int) -> ResolvedCheckpoint | None:
-        """Return the checkpoint at a path, or the newest below it."""
+        """Return the checkpoint at a path, or else the newest below it."""
         recognised, step = recognise(path), _step_at(path)
         if recognised is not None:
             reason = self._damage(path)
@@ -399,7 +398,7 @@ class _Search:
         return None
 
     def _inside(self, path: str, depth: int, step: int | None) -> ResolvedCheckpoint | None:
-        """Return the newest checkpoint in a directory that is none itself."""
+        """Return the newest checkpoint in a directory that is not one itself."""
         num_skipped = len(self.skipped)
         found = self.below(path, depth - 1) if depth > 0 else None
         if found is not None:
@@ -412,7 +411,7 @@ class _Search:
         return any(path == os.curdir for path, _ in self.skipped)
 
     def _has_skipped_beside(self, directory: str, name: str) -> bool:
-        """True where something else than `name` was passed over in a directory, unless its step is lower."""
+        """True where something other than `name` was passed over in a directory, unless its step is lower."""
         inside = [os.path.relpath(os.path.join(self.home, path), directory) for path, _ in self.skipped]
         others = {path.split(os.sep)[0] for path in inside} - {name, os.pardir, os.curdir}
         return not all(_is_older(other, name) for other in others)
@@ -458,7 +457,7 @@ class _Search:
             with os.scandir(directory) as entries:
                 for entry in entries:
                     if not (entry.is_symlink() or entry.is_dir() or entry.name.endswith(_FILES)):
-                        continue  # a directory of logs or pictures may hold any number
+                        continue  # does not count: a directory of logs or pictures may hold any number
                     self.entries_left -= 1
                     if self.entries_left < 0:
                         raise SourceError(
@@ -470,7 +469,7 @@ class _Search:
             self._skip(directory, f"cannot be listed: {error.strerror}")
 
     def _is_export(self, directory: str, name: str, names: list[str]) -> bool:
-        """True for what consolidate wrote beside a checkpoint: it has no optimizer, and is newer than none."""
+        """True for what consolidate wrote beside a checkpoint: it has no optimizer and is no newer than that."""
         stem = name.removesuffix(EXPORT_ENDING)
         return (
             stem != name
@@ -490,7 +489,7 @@ class _Search:
         return False
 
     def _mention(self, directory: str, beyond: list[str], tracker: str) -> None:
-        """Name what was saved after the one that a tracker names."""
+        """Skip what was saved after the one that a tracker names."""
         for name in beyond:
             reason = f"newer than what {tracker} names: its save was not recorded as finished"
             self._skip(os.path.join(directory, name), reason)
@@ -509,13 +508,13 @@ class _Search:
 def _why(
     best: ResolvedCheckpoint, rule: int, num_names: int, num_found: int, *, is_only: bool, has_others: bool
 ) -> str:
-    """Return why one was taken from a directory.
+    """Return why a checkpoint was taken from a directory.
 
     Args:
-        num_names: how many names the rule holds for.
-        num_found: how many complete ones were found by it, of names that are not numbered alike.
+        num_names: how many names the rule matches.
+        num_found: how many complete ones it found, among names that are not numbered alike.
         is_only: nothing that may be newer is incomplete.
-        has_others: others that may be newer are complete too.
+        has_others: other complete ones may be newer.
     """
     if rule not in (STEP, EPOCH, OTHER):
         return RULES[rule]
@@ -525,19 +524,20 @@ def _why(
     if num_names > 1 or num_found > 1:
         return why if is_only else f"{why}, of those that are complete"
     if has_others and rule != OTHER:
-        return f"it is the only {'one' if is_only else 'complete one'} with {'a step' if rule == STEP else 'an epoch'} in its name"
+        what = "a step" if rule == STEP else "an epoch"
+        return f"it is the only {'one' if is_only else 'complete one'} with {what} in its name"
     return "it is the only one" if is_only else "it is the only complete one"
 
 
 def _undated(best: ResolvedCheckpoint, found: Iterable[ResolvedCheckpoint]) -> list[tuple[str, str]]:
-    """Return (path, reason) of those that no step tells the age of, of several found by one rule."""
+    """Return (path, reason) of those whose age no step tells, of several found by one rule."""
     return [
         (other.path, _UNDATED) for other in found if other is not best and None in (other.step, best.step)
     ]
 
 
 def _groups(places: Iterable[tuple[Place, str]]) -> Iterator[list[str]]:
-    """Yield names that are numbered alike, or that trainers give one meaning, together."""
+    """Yield together the names that are numbered alike, or that trainers give one meaning."""
     groups = dict[tuple[int, str], list[str]]()
     for place, name in places:
         groups.setdefault((place.rule, family_of(name) if place.rule in (HOME, OTHER) else ""), []).append(
@@ -547,7 +547,7 @@ def _groups(places: Iterable[tuple[Place, str]]) -> Iterator[list[str]]:
 
 
 def _what_it_is(found: ResolvedCheckpoint) -> str:
-    """Name one whose name tells no step, with what tells it."""
+    """Describe a checkpoint whose name tells no step, with what does tell it."""
     name = escape(os.path.basename(found.path))
     if os.path.islink(found.path):
         return f"{name}, a link to {escape(os.readlink(found.path))},"
@@ -574,7 +574,7 @@ def _step_at(path: str) -> int | None:
 
 
 def _last_of_trainer(path: str) -> str | None:
-    """Return what transformers' Trainer writes last, where a checkpoint beside this one shows that it is the trainer."""
+    """Return the file that transformers' Trainer writes last, where a checkpoint beside this one is surely its."""
     parent, name = os.path.split(os.path.abspath(path))
     if not _OF_TRAINER.fullmatch(name):
         return None
@@ -588,7 +588,7 @@ def _last_of_trainer(path: str) -> str | None:
 
 
 def _unfinished_part(path: str, depth: int) -> str | None:
-    """Return what shows that a part of a checkpoint, its optimizer say, was not saved to its end."""
+    """Return what shows that the save of a part, such as the optimizer, did not finish; None where nothing does."""
     for name in sorted(listing(path)) if depth else ():
         part = os.path.join(path, name)
         if step_of(name) is not None or os.path.islink(part) or not os.path.isdir(part):
@@ -600,7 +600,7 @@ def _unfinished_part(path: str, depth: int) -> str | None:
 
 
 def _tracked(directory: str) -> tuple[str, str] | None:
-    """Return (tracker file, what it says) of a directory, None where it has none."""
+    """Return (tracker file, its content) of a directory, None where it has none."""
     for tracker in TRACKERS:
         try:
             data = read_inside(directory, tracker, _MAX_TRACKER)

@@ -1,7 +1,7 @@
-"""Which of several names in a run directory is the newest checkpoint, by the rules of the trainers. Pure.
+"""The order of names in a run directory, newest first, by the rules of the trainers. Pure.
 
-Numbers are compared as numbers. What a trainer says itself comes first, then names that trainers give a
-meaning, then steps, then epochs.
+Numbers are compared as numbers. What a trainer says itself comes first, then names that trainers give a meaning, then
+steps, then epochs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 EXPORT_ENDING = "-hf"
-"""What consolidate puts behind a checkpoint's name for its default output."""
+"""What consolidate appends to a checkpoint's name for its default output."""
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
-"""Files in which a trainer writes what it saved last: verl, Megatron and ByteCheckpoint a step, DeepSpeed a name."""
+"""Files in which a trainer records its last save: verl, Megatron and ByteCheckpoint as a step, DeepSpeed as a name."""
 
 _STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:steps?|iter(?:ation)?|it)[-_=]?([0-9]{1,15})", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<![a-z])(?:checkpoint|ckpt|ckp|ba|batch|save)[-_=]?([0-9]{1,15})", re.IGNORECASE)
@@ -55,7 +55,7 @@ RULES = {
     OTHER: "it has the highest number",
     BEYOND: "nothing that {tracker} covers is complete",
 }
-"""Why a name was taken from among others, by `Place.rule`."""
+"""Why a name was taken, by `Place.rule`."""
 
 
 def step_of(name: str) -> int | None:
@@ -70,22 +70,22 @@ def step_of(name: str) -> int | None:
 
 
 def family_of(name: str) -> str:
-    """Return what a name has in common with those that differ from it in numbers alone."""
+    """Return what a name shares with those that differ from it in numbers alone."""
     return re.sub(r"[0-9]+", "0", name)
 
 
 def is_left_out(name: str) -> bool:
-    """True for names under which no model's checkpoint is looked for: hidden ones, optimizers, logs."""
+    """True for names that hold no model's checkpoint: hidden ones, optimizers, logs."""
     return name.startswith(".") or _NOT_MODELS.fullmatch(name.lower()) is not None
 
 
 def is_temporary(name: str) -> bool:
-    """True for the names that trainers give to what they have not finished writing."""
+    """True for names of saves that are not finished."""
     return _UNFINISHED.fullmatch(name) is not None
 
 
 def is_a_place(name: str) -> bool:
-    """True for a name that says that a checkpoint is there, or in there."""
+    """True for a name that says that a checkpoint, or a directory of them, is there."""
     return _place(name, None, None).rule != OTHER
 
 

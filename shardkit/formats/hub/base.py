@@ -1,7 +1,7 @@
 """The model that a checkpoint was trained from: its config, its files, and its tensors' names, shapes and dtypes.
 
-Of its weights no more than whether two names have the same. It is given with --base, or lies in the checkpoint where the
-trainer put it.
+Of its weights, only whether two names hold the same ones matters. A person names it with --base, or the trainer put
+it into the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TRAINER_STATE = "trainer_state.json"  # transformers' Trainer saves the model t
 
 
 class BaseTensor(NamedTuple):
-    """What the base says of a tensor."""
+    """A tensor of the base."""
 
     dtype: DType
     shape: Shape
@@ -45,21 +45,21 @@ class Base:
     """A base, opened."""
 
     label: str
-    """As it was given; of one that was found, its name in the checkpoint."""
+    """As it was given; its name in the checkpoint where it was found there."""
     directory: str
     """Where its files lie."""
     config: dict[str, object] | None
     """config.json, None where there is none."""
     tensors: Mapping[str, BaseTensor] | None
-    """By name, in the order of its files; None where it has no weights to read headers of."""
+    """By name, in the order of its files; None where it has no weights whose headers could be read."""
     catalog: Catalog | None = None
-    """Of its weights, where they lie here."""
+    """Of its weights, where they lie on this machine."""
     assets: Mapping[str, str]
-    """Files beside the weights: name -> path; those of modules of their own hold weights too."""
+    """Files beside the weights: name -> path. Those of modules hold weights too."""
     left_out: tuple[tuple[str, str], ...] = ()
     """(name, what it is) of other files with weights there, which are not copied."""
     is_given: bool
-    """Named by a person; otherwise found in the checkpoint."""
+    """A person named it; otherwise it was found in the checkpoint."""
     is_trainers: bool = False
     """A trainer wrote it, and may have changed the config for the run."""
     notes: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Base:
 
 
 def holds_equal(base: Base, one: str, other: str) -> bool:
-    """True where a base that lies here stores the same bytes under two names.
+    """True where a base on this machine stores the same bytes under two names.
 
     Raises:
         IntegrityError, ResourceError: a file cannot be read as described.
@@ -97,7 +97,9 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
             try:
                 return _fetch(base, revision)
             except ShardkitError as error:
-                if "/" not in base:  # a few old models only are named so; a misspelt directory often
+                if (
+                    "/" not in base
+                ):  # only a few old models have such names, and misspelt directories often do
                     error.hint = (
                         f"there is no directory {escape(base)} here; if a repo is meant: {error.hint}"
                     )
@@ -114,7 +116,7 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
 
 
 def find_base(checkpoint: Checkpoint) -> Base | None:
-    """Open the first of a checkpoint's own directories that has a config; damaged weights there are left alone."""
+    """Open the first of a checkpoint's own directories that has a config; damaged weights there are ignored."""
     for directory in checkpoint.assets:
         names = os.listdir(directory)
         if CONFIG in names or ADAPTER_CONFIG in names:
@@ -126,7 +128,7 @@ def find_base(checkpoint: Checkpoint) -> Base | None:
 def saved_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...] | None:
     """Return the rules that give the Hub's names, as `shardkit.save` recorded them; None where it did not.
 
-    They are for names below `SAVED_ROOT`. What `reshard` made of such a checkpoint has them too.
+    They apply to names below `SAVED_ROOT`. `reshard` carries them over.
 
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
@@ -137,7 +139,7 @@ def saved_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...] | None:
 
 
 def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
-    """Return the rules that give the Hub's names of what preshard wrote; none where they are the model's own, or unknown.
+    """Return the rules that give the Hub's names of what preshard wrote; none where it kept them.
 
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
@@ -153,13 +155,13 @@ def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
 
 
 def source_key_rules(tensors: Mapping[str, Any]) -> tuple[KeyRule, ...] | None:
-    """Return what makes the source's names of the model's, where preshard renamed; None where they are the same.
+    """Return the rules from the model's names to the source's where preshard renamed; None where they are the same.
 
     Args:
         tensors: as the manifest describes them.
 
     Raises:
-        ValueError: the name of a source is none.
+        ValueError: a source's name is not a string.
     """
     names = {fqn: tensor["source"]["name"] for fqn, tensor in tensors.items() if "source" in tensor}
     if not all(isinstance(name, str) for name in names.values()):
@@ -171,12 +173,12 @@ def read_key_rules(content: Mapping[str, object]) -> tuple[KeyRule, ...] | None:
     """Return the rules in the manifest of a sharded checkpoint, as `saved_key_rules` does.
 
     Raises:
-        SourceError: they are something else.
+        SourceError: they are not pairs of prefixes.
     """
     rules = content.get("key_rules")
     if content.get("kind", "checkpoint") != "checkpoint" or not isinstance(rules, list):
         return None
-    if "kind" not in content and not rules:  # preshard has none, and says so too
+    if "kind" not in content and not rules:  # preshard's manifest has an empty list
         return None
     if not all(
         isinstance(rule, list) and len(rule) == 2 and all(isinstance(part, str) for part in rule)
@@ -220,7 +222,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
 
 
 def _no_config(label: str, directory: str) -> SourceError:
-    """Say what a directory without a config is; a sentence-transformers model has it in a module's."""
+    """Return the error for a directory without a config; a sentence-transformers model has it in a module's."""
     parts = [folder for folder in module_folders(directory) if read_config(os.path.join(directory, folder))]
     models = [part for part in parts if _has_weights(os.path.join(directory, part), legacy=True)]
     models = [part for part in models if _is_model(os.path.join(directory, part))]
@@ -243,7 +245,7 @@ def _is_model(directory: str) -> bool:
 
 
 def _has_weights(directory: str, *, legacy: bool) -> bool:
-    """True where there are headers to read; those of legacy files take torch."""
+    """True where there are headers to read; legacy files need torch for that."""
     try:
         weights = select_weights(os.listdir(directory), directory)
     except SourceError:
@@ -256,7 +258,7 @@ def _tensors_of(model: HubModel) -> dict[str, BaseTensor]:
 
 
 def _fetch(repo_id: str, revision: str | None) -> Base:
-    """Bring all but the weights into the cache; of the weights, only headers are asked for."""
+    """Download everything but the weights into the cache; of the weights, only the headers."""
     folder = fetch_files(repo_id, (*asset_patterns(), ADAPTER_CONFIG), revision=revision)
     modules = [f"{glob.escape(place)}/*" for place in module_folders(folder)]
     if modules:

@@ -1,4 +1,4 @@
-"""Opening a Hub model that lies in a directory: which files, whether they agree, and their catalog."""
+"""Opens a Hub model in a directory: chooses the files, checks that they agree, and makes their catalog."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PLAIN_STEMS = ("model", "pytorch_model")
 _CONTENT = SafetensorsHeader | BinFile
 
 Elsewhere = Mapping[str, Callable[[], SafetensorsHeader]]
-"""Names of weight files that are not on this machine, and what gives the header of each."""
+"""Names of weight files that are not on this machine, each with a function that returns its header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +75,12 @@ def open_model(directory: str, *, variant: str | None = None) -> HubModel:
 
 
 def with_beside(model: HubModel, names: Iterable[str], folders: Collection[str] = ()) -> HubModel:
-    """Return a model that says what lies beside its weights.
+    """Return a model with what lies beside its weights.
 
     Args:
         model: opened.
         names: of files, relative to its directory or in its repo.
-        folders: of its modules, as far as they are known.
+        folders: of its modules, where they are known.
     """
     taken = {file.name for file in model.catalog.files}
     return replace(model, beside=tuple(weights_beside(names, taken, folders)))
@@ -93,13 +93,13 @@ def open_weights(
     chosen_by_hand: bool = False,
     elsewhere: Elsewhere = MappingProxyType({}),
 ) -> HubModel:
-    """Open weights that have been decided on.
+    """Open weights that were chosen.
 
     Args:
         directory: where they lie.
         weights: from `select_weights` or `select_file`.
-        chosen_by_hand: the single file was named by a person, so it may be a link to anywhere.
-        elsewhere: names of safetensors files that are not there, and what gives the header of each. The
+        chosen_by_hand: a person named the single file, so it may be a link to anywhere.
+        elsewhere: names of safetensors files that are not on this machine, and what gives the header of each. The
             catalog says where they would lie.
 
     Raises:
@@ -131,7 +131,7 @@ def weight_files(
     """Return the names of the weight files, and the index that lists them where there is one.
 
     Raises:
-        SourceError: a damaged or unsafe index, or a weight file beside it that it does not list.
+        SourceError: a damaged or unsafe index, or a weight file beside it that the index does not list.
         ResourceError: the index may not be read.
     """
     if weights.index is None:
@@ -200,9 +200,9 @@ def _locate_all(
     index_name: str | None,
     elsewhere: Elsewhere,
 ) -> dict[str, str]:
-    """Return the path of each file; a missing one is an error that lists all missing ones.
+    """Return the path of each file; the error lists all missing ones.
 
-    They may be links to regular files anywhere; what is opened tells once more whether it is one.
+    A file may be a link to a regular file anywhere; opening it checks again that it is one.
     """
     paths = {
         name: os.path.join(directory, name) if name in elsewhere else locate_weights(directory, name)
@@ -244,7 +244,7 @@ def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[t
 
 
 def _check_index(index: Index, contents: dict[str, _CONTENT], index_name: str) -> None:
-    """Hold the index against its files: each tensor is in the one file that the index says."""
+    """Compare the index with its files: each tensor must be in the one file that the index names."""
     holders: dict[str, list[str]] = {}
     for name, content in contents.items():
         for tensor in content.tensors:

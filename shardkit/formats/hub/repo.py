@@ -53,14 +53,14 @@ def looks_like_repo_id(text: str) -> bool:
 def fetch_model(
     repo_id: str, *, revision: str | None = None, variant: str | None = None, headers_only: bool = False
 ) -> HubModel:
-    """Bring a model's weights into huggingface_hub's cache and open them.
+    """Download a model's weights into huggingface_hub's cache and open them.
 
     Args:
         repo_id: `organisation/name`.
         revision: branch, tag or commit; None is the default branch.
         variant: as for `open_model`.
-        headers_only: bring no safetensors file here: of those that are not in the cache only the headers
-            are read. Legacy files have no header to read by itself; they are downloaded.
+        headers_only: download no safetensors file: read only the headers of those that are not in the cache. Legacy
+            files have no header that could be read by itself; they are downloaded.
 
     Returns:
         Model whose identity has the repo and the commit; every file is of that commit.
@@ -97,9 +97,9 @@ def _weight_files(
 
 
 def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> Elsewhere:
-    """Read headers over the network, some at a time; a file that the repo lacks is left out.
+    """Read headers over the network, several at a time; files that the repo lacks are left out.
 
-    A damaged header is raised by its entry, so that it is said of all of them together.
+    The entry of a damaged header raises the error, so that all damaged ones are reported together.
     """
     from huggingface_hub import errors
 
@@ -120,7 +120,7 @@ def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> Elsewhere:
 
 
 def fetch_files(repo_id: str, patterns: Iterable[str], *, revision: str | None = None) -> str:
-    """Bring the files of a repo that match into the cache; return the commit's folder there.
+    """Download the matching files of a repo into the cache; return the commit's folder there.
 
     Raises:
         SourceError, ResourceError: as `fetch_model`.
@@ -130,7 +130,7 @@ def fetch_files(repo_id: str, patterns: Iterable[str], *, revision: str | None =
 
 
 def open_headers(repo_id: str, commit: str) -> HubModel | None:
-    """Open a repo's weights without bringing them here; None where it has no safetensors ones.
+    """Open a repo's weights without downloading them; None where it has no safetensors weights.
 
     Args:
         repo_id: `organisation/name`.
@@ -158,9 +158,9 @@ class RepoFile(NamedTuple):
     size: int
     """Bytes."""
     git_id: str
-    """The git id of what the repo's history holds: of the file itself where `sha256` is None."""
+    """Git id of what the repo's history holds; that is the file itself where `sha256` is None."""
     sha256: str | None
-    """Of the file, in hex, where it is kept outside git (LFS, Xet)."""
+    """Of the file, in hex, where it lies outside git (LFS, Xet)."""
 
 
 def list_repo(repo_id: str, *, revision: str | None = None) -> tuple[str, dict[str, RepoFile]]:
@@ -203,7 +203,7 @@ def _literal(names: Iterable[str]) -> list[str]:
 
 
 def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tuple[Weights, list[str]]:
-    """Choose among the repo's files, and return these too; the cached ones where the Hub does not answer."""
+    """Choose the weights among the repo's files, or the cached ones where the Hub does not answer; return both."""
     from huggingface_hub import list_repo_files
 
     try:
@@ -214,13 +214,13 @@ def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tupl
             return select_weights(cached, repo_id, variant=variant), list_weights(folder)
         except SourceError:
             pass
-        raise  # that the Hub cannot be reached explains more than what the cache lacks
+        raise  # the Hub's failure explains more than what the cache lacks
     return select_weights([name for name in names if "/" not in name], repo_id, variant=variant), names
 
 
 @contextmanager
 def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one clear line."""
+    """Turn errors of huggingface_hub into one clear line."""
     try:
         yield
     except ShardkitError:
@@ -292,7 +292,7 @@ def _status(error: BaseException) -> int | None:
 
 
 class _Response(Protocol):
-    """What the clients of all versions of huggingface_hub answer with."""
+    """A response, as the clients of all versions of huggingface_hub give it."""
 
     status_code: int
     headers: Any
@@ -315,7 +315,7 @@ def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeade
     Raises:
         SourceError: any rule of the format is broken; the size is the one that the server tells.
         ResourceError: the server's answer makes no sense.
-        Exception: whatever huggingface_hub and its HTTP client raise.
+        Exception: from huggingface_hub and its HTTP client.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
@@ -333,7 +333,7 @@ def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeade
 
 
 def _get(url: str, start: int, stop: int, name: str) -> _Answer:
-    """Return bytes `start` to `stop` of a file; one that is empty has none."""
+    """Return bytes `start` to `stop` of a file; none of an empty one."""
     with _stream(url, f"bytes={start}-{stop - 1}") as (response, pieces):
         try:
             return _read(response, pieces, start, stop, name)
@@ -344,7 +344,7 @@ def _get(url: str, start: int, stop: int, name: str) -> _Answer:
 
 
 def _read(response: _Response, pieces: Iterable[bytes], start: int, stop: int, name: str) -> _Answer:
-    """Return what was asked for, from the part of the file or from the whole of it."""
+    """Return the requested bytes, from an answer with a part of the file or with all of it."""
     from huggingface_hub import utils
 
     if response.status_code == _UNSATISFIABLE and start == 0:
@@ -360,7 +360,7 @@ def _read(response: _Response, pieces: Iterable[bytes], start: int, stop: int, n
 
 
 def _take(pieces: Iterable[bytes], nbytes: int) -> bytes:
-    """Return the first bytes of a body, and read little further."""
+    """Return the first bytes of a body; reads little more."""
     body = bytearray()
     for piece in pieces:
         body += piece
@@ -376,7 +376,7 @@ def _content_length(headers: Mapping[str, str]) -> int | None:
 
 @contextmanager
 def _stream(url: str, byte_range: str) -> Iterator[tuple[_Response, Iterable[bytes]]]:
-    """Ask for a range and give the response, with its body still to come."""
+    """Ask for a range and yield the response before its body is read."""
     from huggingface_hub import constants
     from huggingface_hub import utils as installed
 

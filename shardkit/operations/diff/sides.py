@@ -242,7 +242,7 @@ def _select(checkpoint: Checkpoint, base: Names | None) -> Names | str:
 
 
 def _as_on_hub(checkpoint: Checkpoint, names: Names | str, other: Names | str) -> Names | str:
-    """Return a side's names as its manifest knows them from the Hub, where that matches more names of the other side."""
+    """Return a side's names as its manifest knows them from the Hub, where more of the other side's match then."""
     own = hub_key_rules(checkpoint)
     rules = own or saved_key_rules(checkpoint)
     if not rules or isinstance(other, str):

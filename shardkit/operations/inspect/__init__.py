@@ -44,7 +44,7 @@ def inspect(
 
     Args:
         path: a Hub model's directory or weight file, a pre-sharded directory, or any trainer's checkpoint.
-        tensors: list every tensor; otherwise those whose names differ only in numbers are folded.
+        tensors: list every tensor; otherwise tensors whose names differ only in numbers are one entry.
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
             Weight files of a Hub model are read in any case.
 
@@ -107,7 +107,7 @@ def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
 
 
 def _hub_files(identity: Mapping[str, Any], held: Mapping[str, int]) -> Iterator[InspectedFile]:
-    """Yield the weight files; a legacy file is one, though each of its tensors has an entry of its own."""
+    """Yield the weight files; a legacy file is one file, although each of its tensors has an entry of its own."""
     for file in identity["files"]:
         name, prefix = file["name"], f"{file['name']}:"
         nbytes = sum(size for entry, size in held.items() if entry == name or entry.startswith(prefix))
@@ -117,7 +117,7 @@ def _hub_files(identity: Mapping[str, Any], held: Mapping[str, int]) -> Iterator
 def _inspect_sharded(
     path: str, checkpoint: Checkpoint, stray: tuple[tuple[str, str], ...], *, unfold: bool
 ) -> InspectResult:
-    """Say what a checkpoint of any format holds; of plain DCP its records are not opened."""
+    """Describe a checkpoint of any format; the records of plain DCP are not opened."""
     catalog = checkpoint.catalog
     ties = _shared_extents(catalog)
     copies = {name for group in ties for name in group[1:]}
@@ -154,7 +154,7 @@ def _shared_extents(catalog: Catalog) -> tuple[tuple[str, ...], ...]:
     chunks, groups = catalog.chunks, dict[tuple[object, ...], list[str]]()
     for fqn, entry in catalog.tensors.items():
         if not entry.num_chunks or (not entry.nbytes and catalog.encoding == "raw"):
-            continue  # nothing lies at the same place as anything
+            continue  # nothing shares the place of no bytes
         row = entry.first_chunk
         place = (chunks.file[row], chunks.start[row], entry.num_chunks, entry.dtype, entry.shape)
         groups.setdefault(place, []).append(fqn)
@@ -162,7 +162,7 @@ def _shared_extents(catalog: Catalog) -> tuple[tuple[str, ...], ...]:
 
 
 def _files(catalog: Catalog, copies: set[str]) -> Iterator[InspectedFile]:
-    """Yield the files and the bytes of tensors in each; what exists only decoded counts for its own file."""
+    """Yield the files and the bytes of tensors in each; what exists only decoded counts for the file that holds it."""
     held: dict[str, int] = {file.name: 0 for file in catalog.files if file.decode is None}
     sizes = {file.name: file.size for file in catalog.files if file.decode is None}
     chunks, files = catalog.chunks, catalog.files
@@ -190,9 +190,9 @@ def _size_on_disk(path: str) -> int:
 def _inspect_presharded(
     path: str, directory: str, content: Mapping[str, Any], *, unfold: bool
 ) -> InspectResult:
-    """Say what a manifest says, and where the directory differs from it.
+    """Describe a directory by its manifest, and say where the directory differs from it.
 
-    Only the manifest is read: `.metadata` takes seconds to parse at a thousand ranks.
+    This reads only the manifest: `.metadata` of a thousand ranks takes seconds to parse.
     """
     try:
         mesh, layout, tool = content["mesh"], content["layout"], content["tool"]
@@ -246,7 +246,7 @@ def _units(units: Iterable[Mapping[str, Any]]) -> tuple[InspectedUnits, ...]:
 
 
 def _differences(directory: str, content: Mapping[str, Any]) -> Iterator[str]:
-    """Hold the directory against what the manifest lists: names and sizes, no digests."""
+    """Yield what differs between the directory and the manifest: names and sizes, no digests."""
     listed = {content["metadata"]["name"]: content["metadata"]["size"]}
     for file in content["files"]:
         listed[file["name"]] = file["size"]

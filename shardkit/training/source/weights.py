@@ -1,4 +1,4 @@
-"""A source of weights, opened for one model: where each of its tensors lies, and which weights these are."""
+"""A source of weights, opened for one model: where each tensor lies, and which weights these are."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SAMPLE_NBYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """A source, before it is known what of it is wanted."""
+    """A source, before it is known which of its tensors are wanted."""
 
     path: str
     catalog: Catalog
@@ -50,11 +50,11 @@ class _Opened:
     """Stored name -> name without the checkpoint's own root, of the weights of its model."""
     select: Callable[[Collection[str]], Catalog]
     identity: Callable[[Catalog], object]
-    """Plain data that tells these weights from others, given the catalog of those that are wanted."""
+    """Plain data that tells these weights from others, given the catalog of the wanted ones."""
     hub_names: Mapping[str, str] | None = None
     """Stored name -> the Hub's; None where that is not known."""
     may_have_own_names: bool = False
-    """Names may also be the model's own: those that differ from these are the Hub's."""
+    """Names may also be the model's own; then only those that differ from it are the Hub's."""
     quantised: str | None = None
     presharded: str | None = None
     is_hub: bool = False
@@ -71,22 +71,22 @@ def open_weights(
     revision: str | None = None,
     variant: str | None = None,
 ) -> Weights:
-    """Open a source and find in it the tensors of a model; none is read.
+    """Open a source and find the tensors of a model in it; reads none of them.
 
-    Whether they fit is for `check_fit` to say.
+    `check_fit` tells whether they fit.
 
     Args:
         source: a Hub directory, file or repo id, a pre-sharded directory, a checkpoint of any trainer, or what
             `from_rank` returned on the rank that holds the state dict.
-        names: the model's parameters and buffers; those in no state dict are not looked for.
+        names: the model's parameters and buffers; those that no state dict has are not searched for.
         ties: groups of names that are one parameter; the source may have any of them.
-        model: where it is transformers', wrapped or not, its own renamings are known.
+        model: where it is a model of transformers, wrapped or not, its own renamings apply.
         revision: branch, tag or commit of a repo id.
         variant: "fp16" takes `model.fp16.safetensors`.
 
     Raises:
-        SourceError, IntegrityError: nothing there, or it is damaged or incomplete, or holds factors of matrices that the
-            model has whole.
+        SourceError, IntegrityError: nothing there, or it is damaged or incomplete, or holds factors of matrices that
+            the model has whole.
         ResourceError: it cannot be read or downloaded.
         UsageError: a revision of something local.
     """
@@ -133,8 +133,9 @@ def open_weights(
 def first_dtype(
     source: str | os.PathLike[str] | RankSource, *, revision: str | None = None, variant: str | None = None
 ) -> str | None:
-    """Return the dtype that `from_pretrained` takes where a config says none: of the first floating tensor by name, in
-    the first file; None where there is none, or nothing that can be opened here.
+    """Return the dtype that `from_pretrained` takes where a config names none; None where it cannot be told.
+
+    It is the dtype of the first floating tensor by name, in the first file.
 
     Args:
         source: as for `open_weights`.
@@ -148,7 +149,7 @@ def first_dtype(
             opened = _open_rank(source, [])
         else:
             opened = _open(os.fspath(source), [], revision, variant)
-    except ShardkitError:  # whoever opens it in earnest says so
+    except ShardkitError:  # opening it in earnest reports this
         return None
     tensors, chunks = opened.catalog.tensors, opened.catalog.chunks
 
@@ -222,7 +223,7 @@ def _of_hub(model: HubModel, path: str, wanted: list[str]) -> _Opened:
         names={name: name for name in model.catalog.tensors},
         hub_names={name: name for name in model.catalog.tensors},
         select=lambda names: subset(model.catalog, names),
-        # Not the repo and its commit: a copy in a directory is the same weights.
+        # Without the repo and its commit: a copy in a directory has the same weights.
         identity=lambda _: model.identity["files"],
         quantised=_quantisation(model.config),
         is_hub=True,
@@ -260,9 +261,9 @@ def _renamed(names: Mapping[str, str], rules: Sequence[KeyRule]) -> dict[str, st
 def _select(
     catalog: Catalog, wanted: list[str], checkpoint: Checkpoint | None
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the weights of a checkpoint's model, each with its name below the root; no optimizer among them."""
+    """Return the weights of a checkpoint's model by stored name, each with its name below the root; no optimizer."""
     if wanted:
-        refuse_factors(catalog.tensors, wanted)  # now: names that fit nothing would be refused for that
+        refuse_factors(catalog.tensors, wanted)  # first: otherwise the error would be that names fit nothing
     bases = [base for base in map(base_name, wanted) if base is not None]
     selection = select_model(
         catalog.tensors,
@@ -288,7 +289,7 @@ def _scales(unused: Iterable[str]) -> str | None:
 
 
 def _rows(catalog: Catalog) -> list[object]:
-    """Return what a catalog says, as plain data that has no path and no time in it."""
+    """Return a catalog as plain data without paths and times."""
     table = catalog.chunks
     files = [(file.name, file.size) for file in catalog.files]
     return [
@@ -306,7 +307,7 @@ def _rows(catalog: Catalog) -> list[object]:
 
 
 def _file_digest(directory: str) -> str | None:
-    """Return a digest of `.metadata`, in which torch puts an id of each save; None where there is none."""
+    """Return a digest of `.metadata`, which has an id of each save; None where there is none."""
     digest = hashlib.sha256()
     try:
         with open(os.path.join(directory, METADATA), "rb") as file:
@@ -318,7 +319,7 @@ def _file_digest(directory: str) -> str | None:
 
 
 def _samples(catalog: Catalog) -> str:
-    """Return a digest of a few bytes here and there: headers are equal for all fine-tunes of one model."""
+    """Return a digest of a few bytes here and there: all fine-tunes of one model have equal headers."""
     table, digest = catalog.chunks, hashlib.sha256()
     places = [
         (file, table.start[row], table.nbytes[row])
