@@ -1,10 +1,10 @@
-"""Where in a checkpoint the model begins, decided by the whole set of names.
+"""Where in a checkpoint the tensors lie that were asked for, and their names below that place.
 
-From the top, everything that is not the model is set aside level by level, and whatever is then alone on its
-level is gone through: `app.model.` or `state.net.` have one child each on the way to the model. The way ends
-where several parts stand side by side. If those are the inside of what the Hub stores under one name
-(`model.layers`, `transformer.h`), that one name belongs to the model and stays. A dict of the state dict that
-was saved is never part of the model's names.
+The whole set of names decides where the model begins. From the top, everything that is not the model is set aside level
+by level, and a level with one child alone is passed through: `app.model.` or `state.net.` have one child each on the way
+to the model. The way ends where several parts stand side by side. If they are the inside of something that the Hub
+stores under one name (`model.layers`, `transformer.h`), that one name belongs to the model and stays. A dict of the
+saved state dict is never part of the model's names.
 """
 
 from __future__ import annotations
@@ -29,267 +29,38 @@ from shardkit.keys.tree import (
     optimizer_path,
 )
 
-# Keys that trainers put around a model's state dict; no model has a module of that name.
+Path = tuple[str | int, ...]
+_MAX_DEPTH = 6  # of the roots that are suggested
+_MAX_DOTS = 1000  # every part of a name is a node that knows its path
+_MAX_CHAIN = 64
+
+# Keys that trainers put around a model's state dict. No model has a module of that name.
 _HARNESS_WORDS = ("state_dict", "model_state", "model_state_dict", "app", "state", "dcp")
 # Keys that people and trainers save a model under, best first.
-MODEL_WORDS = (
-    "model",
-    MODULE,
-    *_HARNESS_WORDS,
-    "net",
-    "network",
-    "policy",
-    "actor",
-    "student",
-    "online_model",
-)
+MODEL_WORDS = ("model", MODULE, *_HARNESS_WORDS, *"net network policy actor student online_model".split())
 # The one name above a model without its head on the Hub: base_model_prefix of transformers 5.
 _PREFIXES = frozenset(
-    {"model", "transformer", "gpt_neox", "backbone", "bert", "roberta", "distilbert", "electra", "deberta"}
-    | {"albert", "mpnet", "mobilebert", "longformer", "funnel", "layoutlm", "luke", "esm", "xlnet", "vit"}
-    | {"deit", "beit", "swin", "dinov2", "convnext", "resnet", "clip", "siglip", "encoder", "decoder", "rwkv"}
+    "model transformer gpt_neox backbone bert roberta distilbert electra deberta albert mpnet mobilebert longformer"
+    " funnel layoutlm luke esm xlnet vit deit beit swin dinov2 convnext resnet clip siglip encoder decoder rwkv".split()
 )
-# What stands side by side inside of a model without its head.
+# What stands side by side inside a model without its head.
 _BODY = frozenset(
-    {
-        "layers",
-        "embed_tokens",
-        "norm",
-        "h",
-        "wte",
-        "wpe",
-        "ln_f",
-        "word_embeddings",
-        "embeddings",
-        "embedding",
-    }
-    | {"encoder", "decoder", "shared", "embed_in", "final_layer_norm", "norm_f", "blocks", "block", "layer"}
-    | {"embed_positions", "pooler", "visual", "vision_tower", "vision_model", "language_model", "text_model"}
-    | {"multi_modal_projector", "merger", "patch_embed", "tok_embeddings", "rotary_emb"}
+    "layers embed_tokens norm h wte wpe ln_f word_embeddings embeddings embedding encoder decoder shared embed_in"
+    " final_layer_norm norm_f blocks block layer embed_positions pooler visual vision_tower vision_model language_model"
+    " text_model multi_modal_projector merger patch_embed tok_embeddings rotary_emb".split()
 )
 _HEADS = frozenset(
-    {"lm_head", "score", "classifier", "qa_outputs", "embed_out", "cls", "output", "output_layer", "head"}
-    | {"v_head", "value_head", "reward_head", "proj_out", "logits_proj"}
+    "lm_head score classifier qa_outputs embed_out cls output output_layer head v_head value_head reward_head proj_out"
+    " logits_proj".split()
 )
 # They stand beside `model` where that is the language model alone (Qwen2-VL on the Hub), and inside it otherwise.
 _TOWERS = frozenset({"visual", "vision_tower", "audio_tower", "multi_modal_projector"})
-_TWINS = frozenset({"text_model", "vision_model"})  # CLIP and its like
+_TWINS = frozenset({"text_model", "vision_model"})  # CLIP and similar models
 # What a LightningModule keeps beside the model.
 _AIDS = re.compile(
     r"(?:\w+_)?(?:loss|losses|loss_fn|loss_func|criterion|criteria|metrics?|acc|accuracy|auroc|f1|meter)(?:_\w+)?"
     r"|teacher(?:_\w+)?|ref|reference(?:_\w+)?|ref_model|target(?:_\w+)?|critic|value"
 )
-_MAX_CHAIN = 64
-
-
-@dataclass(slots=True, kw_only=True)
-class Root:
-    """Where the model was found, and what was set aside on the way."""
-
-    node: Node
-    parts: list[Node] = field(default_factory=list)
-    """The nodes below it, or itself, that make up the model."""
-    aside: list[tuple[Node, Kind | None]] = field(default_factory=list)
-    """What does not belong to it, and what it is; None for a model or module of its own."""
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-
-def find_root(
-    top: Node, start: Node, *, harness: Collection[Segments], is_lightning: bool, knows_dicts: bool
-) -> Root:
-    """Return where the model begins at or below `start`.
-
-    Args:
-        top: the tree of all names that may be the model's: no optimizer state among them.
-        start: where the layout says that the model's state dict begins, else `top`.
-        harness: levels that hold an optimizer or the like.
-        is_lightning: the state dict is a LightningModule's: the model is one of its attributes.
-        knows_dicts: `Node.is_dict` says where dicts end and modules begin; else only names can.
-
-    Raises:
-        SourceError: there are several models, and nothing tells which is meant.
-    """
-    found, floor, node = Root(node=start), start.path, start
-    in_lightning = is_lightning
-    for _ in range(_MAX_CHAIN):
-        parts = _without_aside(node, found, is_harness=node.path in harness, is_top=node is top)
-        found.node, found.parts = node, parts
-        at_attribute = in_lightning and not any(child.is_dict for child in parts)
-        step = _choose(node, parts, found, is_attribute=at_attribute)
-        if step is None:
-            break
-        if not (step.is_dict or at_attribute or _is_way(step, knows_dicts)):
-            if not _knows(step):
-                found.notes.append(_undecided(step))
-            break
-        if step.is_dict or at_attribute:
-            floor, in_lightning = step.path, in_lightning and not at_attribute
-        found.aside += [(other, None) for other in parts if other is not step]
-        node = step
-    return _with_prefix(top, found, floor)
-
-
-def _without_aside(node: Node, found: Root, *, is_harness: bool, is_top: bool) -> list[Node]:
-    """Return the children that may be the model; put the others aside."""
-    children = list(node.children.values())
-    modules = [child for child in children if child.is_module]
-    is_dict = bool(modules) and all(child.is_dict for child in modules)
-    is_dict = is_dict and (is_top or any(child.path[-1] in MODEL_WORDS for child in modules))
-    parts = []
-    for child in children:
-        kind = kind_beside(child, siblings=children, is_dict=is_dict, is_harness=is_dict or is_harness)
-        if kind is None:
-            parts.append(child)
-        else:
-            found.aside.append((child, kind))
-    return parts
-
-
-def _choose(node: Node, parts: list[Node], found: Root, *, is_attribute: bool) -> Node | None:
-    """Return the child that alone holds the model, or None where this is the model's own level."""
-    modules = [part for part in parts if part.is_module]
-    if len(parts) == 1 and modules:
-        return None if _is_peft(parts[0]) or parts[0].is_container else parts[0]
-    if node.is_container or _is_whole(parts):
-        return None
-    by_word = {part.path[-1]: part for part in modules if part.is_dict}
-    for word in MODEL_WORDS:
-        if word in by_word:
-            return _announced(by_word[word], parts, found)
-    whole = [part for part in modules if _holds_whole(part)]
-    if len(whole) > 1:
-        return _one_of(whole, parts, found)
-    if not whole:
-        return None
-    others = [part for part in parts if part is not whole[0]]
-    if is_attribute or all(_AIDS.fullmatch(part.path[-1]) for part in others):
-        return _announced(whole[0], parts, found)
-    found.warnings.append(
-        f"a whole model stands under {_shown(whole[0])}, beside {_some(others)}: all were taken under the names "
-        f"they have; --root {_shown(whole[0])} takes the model alone"
-    )
-    return None
-
-
-def _announced(chosen: Node, parts: list[Node], found: Root) -> Node:
-    others = [part for part in parts if part is not chosen]
-    if others:
-        found.notes.append(f"took {_shown(chosen)} as the model; left out beside it: {_some(others)}")
-    return chosen
-
-
-def _one_of(whole: list[Node], parts: list[Node], found: Root) -> Node | None:
-    by_word = {part.path[-1]: part for part in whole}
-    for word in MODEL_WORDS:
-        if word in by_word:
-            return _announced(by_word[word], parts, found)
-    real = [part for part in whole if not _AIDS.fullmatch(part.path[-1])]
-    if len(real) == 1:
-        return _announced(real[0], parts, found)
-    raise SourceError(
-        f"the checkpoint holds {len(whole)} models, and nothing tells which one is meant",
-        problems=[f"{_shown(part)}: {part.num_tensors} tensors" for part in whole],
-        hint=f"choose one, as in --root {_shown(whole[0])}; --root '' takes everything as it stands",
-    )
-
-
-def _is_way(step: Node, knows_dicts: bool) -> bool:
-    """True where the only child of a level is on the way to the model rather than a part of it."""
-    if step.path[-1] == MODULE or _knows(step):
-        return True
-    return not knows_dicts and step.path[-1] in _HARNESS_WORDS
-
-
-def _knows(step: Node) -> bool:
-    """True where what is below looks like a model of the Hub."""
-    if _holds_whole(step):
-        return True
-    body = [child for child in _branching(step).children.values() if child.path[-1] in _BODY]
-    return len(body) > 1 or any(child.is_container for child in body)
-
-
-def _holds_whole(node: Node) -> bool:
-    children = list(_branching(node).children.values())
-    return _is_whole(children) or any(map(_is_peft, children))
-
-
-def _branching(node: Node) -> Node:
-    """Return the first node, from this one down, that has several children, or ends in a container or PEFT's."""
-    for _ in range(_MAX_CHAIN):
-        children = list(node.children.values())
-        if (
-            len(children) != 1
-            or not children[0].is_module
-            or children[0].is_container
-            or _is_peft(children[0])
-        ):
-            break
-        node = children[0]
-    return node
-
-
-def _is_whole(children: list[Node]) -> bool:
-    """True for a body with its head: the children of what the Hub stores."""
-    names = {child.path[-1] for child in children}
-    deep = {child.path[-1] for child in children if child.is_container or _has_container(child)}
-    if not names.isdisjoint(_HEADS) and not deep.isdisjoint(_PREFIXES | _BODY):
-        return True
-    if names >= _TWINS:
-        return True
-    return not names.isdisjoint(_TOWERS) and any(map(_is_language_model, children))
-
-
-def _is_language_model(node: Node) -> bool:
-    """True for what stands beside a tower on the Hub; in memory a tower and a `language_model` are one body."""
-    name = node.path[-1]
-    return _has_container(node) and (
-        name == "model" or (name == "language_model" and "model" in node.children)
-    )
-
-
-def _has_container(node: Node, depth: int = 4) -> bool:
-    return any(
-        child.is_container or (depth > 0 and _has_container(child, depth - 1))
-        for child in node.children.values()
-    )
-
-
-def _is_peft(node: Node) -> bool:
-    return (node.path[-1], *node.children) == PEFT
-
-
-def _with_prefix(top: Node, found: Root, floor: Segments) -> Root:
-    """Give back the one name that the Hub keeps above a model's inside."""
-    path, inside = found.node.path, list(found.node.children.values())
-    if len(path) <= len(floor) or path[-1] not in _PREFIXES:
-        return found
-    if not (_is_whole(inside) or any(map(_is_peft, inside))):
-        parent = top.find(path[:-1])
-        assert parent is not None
-        found.node = parent
-    return found
-
-
-def _undecided(step: Node) -> str:
-    return (
-        f"every name begins with {_shown(step)}, which may or may not be the model's own: it was kept; "
-        f"--root {_shown(step)} or --base MODEL decides it"
-    )
-
-
-def _some(nodes: list[Node]) -> str:
-    shown = ", ".join(f"{_shown(node)} ({node.num_tensors})" for node in nodes[:5])
-    return f"{shown} and {len(nodes) - 5} more" if len(nodes) > 5 else shown
-
-
-def _shown(node: Node) -> str:
-    return escape(join(node.path))
-
-
-Path = tuple[str | int, ...]
-_MAX_DEPTH = 6  # of roots that are suggested
-_MAX_DOTS = 1000  # every part of a name is a node that knows its path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +70,7 @@ class Source:
     tensors: Mapping[str, TensorEntry]
     paths: Mapping[str, Path] | None
     roots: Mapping[str, Path]
-    """As the layout gives them."""
+    """Paths that the format gives a meaning."""
     optimizer: frozenset[str]
     """Tensors of optimizers."""
     harness: frozenset[Segments]
@@ -307,18 +78,18 @@ class Source:
     is_lightning: bool
     """A LightningModule's state dict: the model is an attribute."""
     tree: Node
-    """Of every tensor that is not an optimizer's."""
+    """The tree of every tensor that is not an optimizer's."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Located:
-    """The tensors that were asked for."""
+    """The tensors that were asked for, and what was decided on the way."""
 
     root: Segments
     names: dict[str, Segments] = field(default_factory=dict)
     """Stored name -> path below the root, without segments of wrappers."""
     aside: dict[Segments, str] = field(default_factory=dict)
-    """What was told apart on the way, and what it is."""
+    """What does not belong to them, and what it is."""
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -329,7 +100,7 @@ def read_source(
     paths: Mapping[str, Path] | None,
     roots: Mapping[str, Path],
 ) -> Source:
-    """Sort a checkpoint's names; see `select_model` for the arguments.
+    """Sort a checkpoint's names. For the arguments see `select_model`.
 
     Raises:
         SourceError: names of absurdly many parts.
@@ -337,7 +108,7 @@ def read_source(
     deep = [name for name in tensors if name.count(".") > _MAX_DOTS]
     if deep:
         raise SourceError(
-            f"{count(len(deep), 'name')} of more than {_MAX_DOTS} dotted parts: no module is nested so deep",
+            f"{count(len(deep), 'name')} of more than {_MAX_DOTS} dotted parts: no module is nested so deeply",
             problems=map(escape, deep),
         )
     optimizer = optimizer_names(tensors.values())
@@ -369,7 +140,7 @@ def _object_path(name: str) -> Segments:
 
 
 def locate_root(source: Source, root: str) -> Located:
-    """Return every tensor below a path that was asked for by name.
+    """Return every tensor below a path that a person named.
 
     Raises:
         UsageError: there is nothing below it.
@@ -377,7 +148,7 @@ def locate_root(source: Source, root: str) -> Located:
     path = clean(root.strip(".")) if root.strip(".") else ()
     node = source.tree.find(path)
     if node is None or not node.num_tensors:
-        node = build_tree(source.tensors.values()).find(path)  # an optimizer's, if somebody wants that
+        node = build_tree(source.tensors.values()).find(path)  # an optimizer's, if somebody asks for it
     if node is None or not (node.is_module or not path):
         known = sorted(
             {join(found[:depth]) for found in _all_paths(source) for depth in range(1, _MAX_DEPTH)}
@@ -392,14 +163,14 @@ def locate_root(source: Source, root: str) -> Located:
 
 
 def locate_top(source: Source) -> Located:
-    """Return every tensor that is not told apart at the top, for prefixes that a person strips."""
+    """Return every tensor that does not stand beside the model at the top, for a person's own prefixes."""
     located = Located(root=())
     _take(located, _beside(source, source.tree, located))
     return located
 
 
 def locate_model(source: Source, base: Collection[str] | None) -> Located:
-    """Return the model's tensors: what matches the base's names best, else what the structure shows."""
+    """Return the model's tensors: the best match for the base's names, else what the structure shows."""
     start = source.tree
     if "model" in source.roots:
         found = start.find(clean(join(map(str, source.roots["model"])))) if source.roots["model"] else start
@@ -412,17 +183,17 @@ def locate_model(source: Source, base: Collection[str] | None) -> Located:
         ]
         prefix = match_prefix(names, base)
         if prefix is not None and prefix[-2:] == PEFT:
-            prefix = prefix[:-2]  # what tells adapters from weights of their own stays in the names
+            prefix = prefix[:-2]  # keep in the names what tells adapters from other weights
         node = source.tree.find(prefix) if prefix is not None else None
         if node is not None and node.path[: len(start.path)] == start.path:
             located = Located(root=node.path)
             _take(located, _beside(source, node, located))
             return located
-    return _from_root(_structural(source, start))
+    return _find(source, start)
 
 
 def locate_averaged(source: Source, base: Collection[str] | None) -> Located:
-    """Return the averaged weights (EMA), under the names that the model's tensors have.
+    """Return the averaged weights (EMA), under the names of the model's tensors.
 
     Raises:
         UsageError: there are none, or several.
@@ -454,14 +225,14 @@ def locate_averaged(source: Source, base: Collection[str] | None) -> Located:
         located.root = found.path
         _take(located, _beside(source, found, located))
         return located
-    return _from_root(_structural(source, node))
+    return _find(source, node)
 
 
 def locate_other(source: Source, weights: str) -> Located:
-    """Return the weights that the layout, or the checkpoint itself, knows under some other name.
+    """Return the weights that the format, or the checkpoint itself, knows under some other name.
 
     Raises:
-        UsageError: nothing is called so.
+        UsageError: nothing has that name.
     """
     if source.roots.get(weights):
         return locate_root(source, join(map(str, source.roots[weights])))
@@ -470,7 +241,7 @@ def locate_other(source: Source, weights: str) -> Located:
     nodes += _on_the_way(source, model.root)
     for node in nodes:
         if node.path[-1] == weights and node.is_module:
-            return _from_root(_structural(source, node))
+            return _find(source, node)
     known = [node.path[-1] for node in nodes]
     raise UsageError(
         f"--weights {escape(weights)!r}: the checkpoint has no weights of that name{suggestion(weights, known)}",
@@ -479,7 +250,7 @@ def locate_other(source: Source, weights: str) -> Located:
 
 
 def list_roots(source: Source) -> list[str]:
-    """Return a line for each path that has something below it and could be a root, at most a few."""
+    """Return a line for each path that could be a root, at most a few."""
     lines = []
     for node in source.tree.children.values():
         lines.append(f"{escape(join(node.path))}: {count(node.num_tensors, 'tensor')}")
@@ -496,23 +267,6 @@ def _all_paths(source: Source) -> list[Segments]:
     return [path for path, _ in source.tree.tensors()]
 
 
-def _structural(source: Source, start: Node) -> Root:
-    return find_root(
-        source.tree,
-        start,
-        harness=source.harness,
-        is_lightning=source.is_lightning,
-        knows_dicts=source.paths is not None,
-    )
-
-
-def _from_root(found: Root) -> Located:
-    located = Located(root=found.node.path, notes=found.notes, warnings=found.warnings)
-    located.aside = {node.path: kind or "other weights" for node, kind in found.aside}
-    _take(located, found.parts)
-    return located
-
-
 def _take(located: Located, parts: Collection[Node]) -> None:
     for part in parts:
         for path, entry in part.tensors():
@@ -520,7 +274,7 @@ def _take(located: Located, parts: Collection[Node]) -> None:
 
 
 def _beside(source: Source, node: Node, located: Located) -> list[Node]:
-    """Return the children of a level that is the model's, without what stands beside it."""
+    """Return the children of the model's own level, without what stands beside them."""
     parts, children = [], list(node.children.values())
     for child in children:
         kind = kind_beside(child, siblings=children, is_dict=False, is_harness=node.path in source.harness)
@@ -532,7 +286,7 @@ def _beside(source: Source, node: Node, located: Located) -> list[Node]:
 
 
 def _on_the_way(source: Source, root: Segments) -> list[Node]:
-    """Return everything on the levels above a root, those that lead to it included."""
+    """Return all nodes on the levels above a root, including those that lead to it."""
     levels = [source.tree.find(root[:depth]) for depth in range(len(root))]
     return [child for level in levels if level is not None for child in level.children.values()]
 
@@ -559,7 +313,7 @@ def _averaged_node(source: Source, model: Located) -> Node:
 
 
 def _take_dotless(located: Located, node: Node, model: Located) -> bool:
-    """Take averaged weights stored as buffers, whose names cannot have dots: the model's names without them."""
+    """Take averaged weights stored as buffers: their names are the model's without the dots."""
     by_dotless = {join(path).replace(".", ""): path for path in model.names.values()}
     found = {
         child.entries[0].fqn: by_dotless[segment]
@@ -573,3 +327,207 @@ def _take_dotless(located: Located, node: Node, model: Located) -> bool:
         f"{len(found)} averaged weights are stored without dots; their names are the model's"
     )
     return True
+
+
+@dataclass(slots=True)
+class _Way:
+    """The way to the model so far."""
+
+    node: Node
+    """Where it has come to."""
+    parts: list[Node] = field(default_factory=list)
+    """The nodes below it, or itself, that make up the model."""
+    aside: list[tuple[Node, Kind | None]] = field(default_factory=list)
+    """What does not belong to the model, and what it is; None for a model or module of its own."""
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def _find(source: Source, start: Node) -> Located:
+    """Return where the model begins at or below `start`.
+
+    Raises:
+        SourceError: there are several models, and nothing tells which is meant.
+    """
+    found, floor, node = _Way(start), start.path, start
+    in_lightning, knows_dicts = source.is_lightning, source.paths is not None
+    for _ in range(_MAX_CHAIN):
+        parts = _without_aside(
+            node, found, is_harness=node.path in source.harness, is_top=node is source.tree
+        )
+        found.node, found.parts = node, parts
+        at_attribute = in_lightning and not any(child.is_dict for child in parts)
+        step = _choose(node, parts, found, is_attribute=at_attribute)
+        if step is None:
+            break
+        if not (step.is_dict or at_attribute or _is_way(step, knows_dicts)):
+            if not _knows(step):
+                found.notes.append(
+                    f"every name begins with {_shown(step)}, which may or may not be the model's own: it was kept; "
+                    f"--root {_shown(step)} or --base MODEL decides it"
+                )
+            break
+        if step.is_dict or at_attribute:
+            floor, in_lightning = step.path, in_lightning and not at_attribute
+        found.aside += [(other, None) for other in parts if other is not step]
+        node = step
+    _give_back_prefix(source.tree, found, floor)
+    located = Located(root=found.node.path, notes=found.notes, warnings=found.warnings)
+    located.aside = {node.path: kind or "other weights" for node, kind in found.aside}
+    _take(located, found.parts)
+    return located
+
+
+def _without_aside(node: Node, found: _Way, *, is_harness: bool, is_top: bool) -> list[Node]:
+    """Return the children that may be the model; set the others aside."""
+    children = list(node.children.values())
+    modules = [child for child in children if child.is_module]
+    is_dict = bool(modules) and all(child.is_dict for child in modules)
+    is_dict = is_dict and (is_top or any(child.path[-1] in MODEL_WORDS for child in modules))
+    parts = []
+    for child in children:
+        kind = kind_beside(child, siblings=children, is_dict=is_dict, is_harness=is_dict or is_harness)
+        if kind is None:
+            parts.append(child)
+        else:
+            found.aside.append((child, kind))
+    return parts
+
+
+def _choose(node: Node, parts: list[Node], found: _Way, *, is_attribute: bool) -> Node | None:
+    """Return the child that alone holds the model, or None where this is the model's own level."""
+    modules = [part for part in parts if part.is_module]
+    if len(parts) == 1 and modules:
+        return None if _is_peft(parts[0]) or parts[0].is_container else parts[0]
+    if node.is_container or _is_whole(parts):
+        return None
+    named = _best_named([part for part in modules if part.is_dict])
+    if named is not None:
+        return _announced(named, parts, found)
+    whole = [part for part in modules if _holds_whole(part)]
+    if len(whole) > 1:
+        return _one_of(whole, parts, found)
+    if not whole:
+        return None
+    others = [part for part in parts if part is not whole[0]]
+    if is_attribute or all(_AIDS.fullmatch(part.path[-1]) for part in others):
+        return _announced(whole[0], parts, found)
+    found.warnings.append(
+        f"a whole model stands under {_shown(whole[0])}, beside {_some(others)}: all were taken under the names "
+        f"they have; --root {_shown(whole[0])} takes the model alone"
+    )
+    return None
+
+
+def _announced(chosen: Node, parts: list[Node], found: _Way) -> Node:
+    others = [part for part in parts if part is not chosen]
+    if others:
+        found.notes.append(f"took {_shown(chosen)} as the model; left out beside it: {_some(others)}")
+    return chosen
+
+
+def _one_of(whole: list[Node], parts: list[Node], found: _Way) -> Node:
+    real = [part for part in whole if not _AIDS.fullmatch(part.path[-1])]
+    chosen = _best_named(whole) or (real[0] if len(real) == 1 else None)
+    if chosen is not None:
+        return _announced(chosen, parts, found)
+    raise SourceError(
+        f"the checkpoint holds {len(whole)} models, and nothing tells which one is meant",
+        problems=[f"{_shown(part)}: {part.num_tensors} tensors" for part in whole],
+        hint=f"choose one, as in --root {_shown(whole[0])}; --root '' takes everything as it stands",
+    )
+
+
+def _best_named(nodes: list[Node]) -> Node | None:
+    """Return the node with the best of the names that models are saved under."""
+    by_word = {node.path[-1]: node for node in nodes}
+    return next((by_word[word] for word in MODEL_WORDS if word in by_word), None)
+
+
+def _is_way(step: Node, knows_dicts: bool) -> bool:
+    """True where the only child of a level is on the way to the model, not a part of it."""
+    if step.path[-1] == MODULE or _knows(step):
+        return True
+    return not knows_dicts and step.path[-1] in _HARNESS_WORDS
+
+
+def _knows(step: Node) -> bool:
+    """True where the nodes below look like a model of the Hub."""
+    if _holds_whole(step):
+        return True
+    body = [child for child in _branching(step).children.values() if child.path[-1] in _BODY]
+    return len(body) > 1 or any(child.is_container for child in body)
+
+
+def _holds_whole(node: Node) -> bool:
+    children = list(_branching(node).children.values())
+    return _is_whole(children) or any(map(_is_peft, children))
+
+
+def _branching(node: Node) -> Node:
+    """Return the first node, from this one down, with several children, a container or PEFT's wrapper."""
+    for _ in range(_MAX_CHAIN):
+        children = list(node.children.values())
+        if (
+            len(children) != 1
+            or not children[0].is_module
+            or children[0].is_container
+            or _is_peft(children[0])
+        ):
+            break
+        node = children[0]
+    return node
+
+
+def _is_whole(children: list[Node]) -> bool:
+    """True for the children of what the Hub stores: a body with its head."""
+    names = {child.path[-1] for child in children}
+    deep = {child.path[-1] for child in children if child.is_container or _has_container(child)}
+    if not names.isdisjoint(_HEADS) and not deep.isdisjoint(_PREFIXES | _BODY):
+        return True
+    if names >= _TWINS:
+        return True
+    return not names.isdisjoint(_TOWERS) and any(map(_is_language_model, children))
+
+
+def _is_language_model(node: Node) -> bool:
+    """True for what stands beside a tower on the Hub. In memory, tower and `language_model` are one body."""
+    name = node.path[-1]
+    return _has_container(node) and (
+        name == "model" or (name == "language_model" and "model" in node.children)
+    )
+
+
+def _has_container(node: Node, depth: int = 4) -> bool:
+    return any(
+        child.is_container or (depth > 0 and _has_container(child, depth - 1))
+        for child in node.children.values()
+    )
+
+
+def _is_peft(node: Node) -> bool:
+    return (node.path[-1], *node.children) == PEFT
+
+
+def _give_back_prefix(top: Node, found: _Way, floor: Segments) -> None:
+    """Go back up by the one name that the Hub keeps above a model's inside."""
+    path, inside = found.node.path, list(found.node.children.values())
+    if (
+        len(path) <= len(floor)
+        or path[-1] not in _PREFIXES
+        or _is_whole(inside)
+        or any(map(_is_peft, inside))
+    ):
+        return
+    parent = top.find(path[:-1])
+    assert parent is not None
+    found.node = parent
+
+
+def _some(nodes: list[Node]) -> str:
+    shown = ", ".join(f"{_shown(node)} ({node.num_tensors})" for node in nodes[:5])
+    return f"{shown} and {len(nodes) - 5} more" if len(nodes) > 5 else shown
+
+
+def _shown(node: Node) -> str:
+    return escape(join(node.path))
