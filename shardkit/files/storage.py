@@ -102,9 +102,7 @@ def writing(path: str) -> Iterator[tuple[int, BinaryIO]]:
         stream.flush()
         fsync(fd)
     finally:
-        writer.fd = (
-            -1
-        )  # after an error the stream still holds bytes, and tries once more when it is collected
+        writer.fd = -1  # after an error the stream holds bytes, and tries again when it is collected
         close_fd(fd)
 
 

@@ -1,4 +1,4 @@
-"""Names on one side, names on the other: from what a checkpoint stores to what the Hub calls it.
+"""From the names that a checkpoint stores to the names that the Hub uses.
 
 Pure: names, shapes and dtypes in, names out; nothing is opened.
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from shardkit.core.regions import Shape
 from shardkit.keys.names import Segments, join
 
-# Buffers that models of today compute and no file needs: rotary frequencies, positions, causal masks, sinusoids. Files
-# of transformers before 4.3x have them, some once for each layer.
+# Buffers that today's models compute and no file needs: rotary frequencies, positions, causal masks,
+# sinusoids. Files of transformers before 4.3x have them, some of them once for each layer.
 _COMPUTED = re.compile(
     r"(?:^|\.)(?:rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask|embed_positions\.weights)$"
 )
@@ -19,19 +19,19 @@ _MASK = re.compile(r"(?:^|\.)(?:attn|attention|self_attention)\.bias$")
 _MASK_NDIM = 4
 _MODERN = {"gamma": "weight", "beta": "bias"}
 
-_MIN_SHARE = 0.25  # of the names below a prefix; fused experts and renamed towers may miss
+_MIN_SHARE = 0.25  # of the names below a prefix; fused experts and renamed towers may not match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseComparison:
-    """How the names to be written differ from the base's."""
+    """How the names to write differ from the base's."""
 
     missing: tuple[str, ...] = ()
-    """Names of the base that would not be written, without those that a tie makes good."""
+    """Names of the base that would not be written, except those that a tie replaces."""
     unexpected: tuple[str, ...] = ()
-    """Names that the base does not have, without copies of tied tensors."""
+    """Names that the base lacks, except copies of tied tensors."""
     computed: tuple[str, ...] = ()
-    """Names that one side alone has, of buffers that every model computes itself."""
+    """Names of buffers that only one side has and that every model computes itself."""
     wrong_shapes: tuple[tuple[str, Shape, Shape], ...] = ()
     """(name, the base's shape, ours)."""
     tied: tuple[str, ...] = ()
@@ -44,12 +44,12 @@ class BaseComparison:
 
 
 def is_computed(name: str, shape: Shape) -> bool:
-    """True for a buffer that old files have and that every model computes itself."""
+    """True for a buffer of old files that every model computes itself."""
     return bool(_COMPUTED.search(name) or (len(shape) == _MASK_NDIM and _MASK.search(name)))
 
 
 def modern_name(name: str) -> str:
-    """Return a name as transformers reads it: TensorFlow's gamma and beta of the first BERTs are weight and bias.
+    """Return a name as transformers reads it: gamma and beta of the first BERTs are weight and bias.
 
     Source: transformers 5.23, conversion_mapping, "legacy".
     """
@@ -59,13 +59,13 @@ def modern_name(name: str) -> str:
 def compare_with_base(
     ours: Mapping[str, Shape], base: Mapping[str, Shape], *, ties: Iterable[Collection[str]] = ()
 ) -> BaseComparison:
-    """Compare names and shapes to be written with those of the base.
+    """Compare the names and shapes to write with those of the base.
 
     Args:
         ours: shape by output name.
         base: shape by name in the base.
         ties: groups of names that are one parameter, e.g. [("model.embed_tokens.weight", "lm_head.weight")].
-            A name that one side lacks is made good by another name of its group.
+            Another name of its group replaces a name that one side lacks.
     """
     groups = {name: set(group) for group in ties for name in group}
     missing, unexpected, tied, computed = list[str](), list[str](), list[str](), list[str]()
@@ -98,8 +98,9 @@ def match_prefix(names: Collection[Segments], base: Collection[str]) -> Segments
         base: the base's names, quick to look up.
 
     Returns:
-        The prefix with the most matches; a prefix of it instead where names outside of it match there too
-        (`lm_head.weight` beside `model.`); None for a tie, or where too few names match.
+        The prefix with the most matches, or a prefix of it where names outside of it match too
+        (`lm_head.weight` beside `model.`). None where two prefixes match equally well, or too few names
+        match.
     """
     counts = Counter[Segments]()
     for segments in names:

@@ -1,4 +1,10 @@
-"""Names that are known not to be the Hub's: other trainers' own, and transformers' names in memory."""
+"""What seems wrong with a model, told from names, shapes and its config alone. No model is built.
+
+Names may be another trainer's own, transformers' names in memory, or factors of weights. Weights may be
+missing: a list of blocks has no holes, it is as long as the config says, a block inside it has what all the
+others have, and a vocabulary has an embedding. These hold for every known model. That nothing is found proves
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ def _family(what: str, pattern: str) -> _Family:
     return _Family(what, re.compile(pattern))
 
 
-# One telling name for each; the first that matches speaks.
+# One telling name of each; the first that matches decides.
 _OWN_NAMES = (
     _family("torchtitan's", r"(?:^|\.)layers\.\d+\.attention\.(?:qkv_linear\.)?(?:wqkv|wq|wk|wv)\.weight$"),
     _family("torchtune's", r"(?:^|\.)layers\.\d+\.(?:attn\.output_proj\.weight|sa_norm\.scale)$"),
@@ -46,11 +52,11 @@ _MEGATRON_ONLY = re.compile(r"^(?:decoder|embedding)\.")
 
 
 def own_names_warnings(names: Iterable[str], base: Collection[str] | None) -> tuple[str, ...]:
-    """Return a warning where names are another trainer's own, of which `from_pretrained` finds none.
+    """Return a warning where names are another trainer's own, none of which `from_pretrained` finds.
 
     Args:
-        names: to be written.
-        base: the base's names where they are known: what it has is right.
+        names: the names to write.
+        base: the base's names, where they are known. Names that it has are right.
     """
     left = [name for name in names if base is None or name not in base]
     for what, pattern in _OWN_NAMES:
@@ -66,7 +72,7 @@ def own_names_warnings(names: Iterable[str], base: Collection[str] | None) -> tu
 
 
 def in_memory_warnings(names: Iterable[str], base: Collection[str] | None) -> tuple[str, ...]:
-    """Return a warning for each kind of name that is transformers' own in memory; arguments as above."""
+    """Return a warning for each kind of name that transformers uses in memory only; arguments as above."""
     left = [name for name in names if base is None or name not in base]
     warnings = []
     for what, pattern in _IN_MEMORY:
@@ -80,7 +86,7 @@ def in_memory_warnings(names: Iterable[str], base: Collection[str] | None) -> tu
 
 
 def holds_fused_experts(names: Iterable[str]) -> bool:
-    """True where experts that the Hub stores one by one are one tensor."""
+    """True where one tensor holds experts that the Hub stores one by one."""
     return any(map(_IN_MEMORY[0].pattern.search, names))
 
 
@@ -88,8 +94,9 @@ def refuse_factors(names: Iterable[str], wanted: Iterable[str] = ()) -> None:
     """Refuse weights that are stored as the factors of orthogonal subspace fine-tuning.
 
     Args:
-        names: that a model is to be made of.
-        wanted: names of that model, where they are known: one that has factors itself takes them as they are.
+        names: the names that a model is made from.
+        wanted: names of that model, where they are known. A model that has factors itself takes them as they
+            are.
 
     Raises:
         SourceError: there are such factors.
@@ -101,11 +108,7 @@ def refuse_factors(names: Iterable[str], wanted: Iterable[str] = ()) -> None:
     is_adapter = any("osf_svd_params" in name for name in found) and not any(
         "_high" in name for name in found
     )
-    lost = (
-        "; of these the trained part alone is here, so the weights cannot be made from it"
-        if is_adapter
-        else ""
-    )
+    lost = "; only their trained part is here, so the weights cannot be made from it" if is_adapter else ""
     raise SourceError(
         f"{count(len(modules), 'matrix is', 'matrices are')} stored as factors of orthogonal subspace fine-tuning "
         f"(OSFT), which are not folded back into weights yet{lost}",
@@ -119,19 +122,19 @@ def _example(found: list[str]) -> str:
     return f"such as {escape(found[0])}"
 
 
-# The outermost list of blocks in a name; other lists (Sequentials, stages, experts) may have holes by right.
+# The outermost list of blocks in a name. Other lists (Sequentials, stages, experts) may rightly have holes.
 _BLOCK = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*?(?:layers|layer|h|blocks|block))\.(\d+)\.(.+)$", re.ASCII)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_MIN_BLOCKS = 4  # fewer have no two inner ones to compare
+_MIN_BLOCKS = 4  # fewer blocks have no two inner ones to compare
 
 
 def find_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> list[str]:
-    """Return a line for each kind of weight that `from_pretrained` would seem to miss.
+    """Return a line for each kind of weight that seems to be missing for `from_pretrained`.
 
     Args:
         shapes: by name in the output.
-        config: of a transformers model.
+        config: the config of a transformers model.
     """
     lists = dict[str, dict[int, set[str]]]()
     for name in shapes:
@@ -141,24 +144,17 @@ def find_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> list[st
     counted = set(_counted(config))
     text = config.get("text_config")
     text = text if isinstance(text, Mapping) else config
-    is_text = (
-        _is_number(text.get("vocab_size")) and "patch_size" not in text
-    )  # BEiT has a vocabulary of images
-    return [
-        *(_embedding(shapes, text["vocab_size"]) if is_text else ()),
-        *(_length(lists, shapes, text) if is_text else ()),
-        *(
-            line
-            for path, blocks in lists.items()
-            if max(blocks) + 1
-            in counted  # Sequentials have holes by right: those of EnCodec are named layers
-            for line in _holes(path, blocks)
-        ),
-    ]
+    # BEiT has a vocabulary of images.
+    is_text = _is_number(text.get("vocab_size")) and "patch_size" not in text
+    lines = [*_embedding(shapes, text["vocab_size"]), *_length(lists, shapes, text)] if is_text else []
+    for path, blocks in lists.items():
+        if max(blocks) + 1 in counted:  # Sequentials rightly have holes: those of EnCodec are named layers
+            lines += _holes(path, blocks)
+    return lines
 
 
 def _counted(config: Mapping[str, Any]) -> Iterator[int]:
-    """Yield how many layers a config and those inside of it count."""
+    """Yield the numbers of layers in a config and in the configs inside it."""
     for key, value in config.items():
         if isinstance(value, Mapping) and key.endswith(("_config", "encoder", "decoder")):
             yield from _counted(value)
@@ -193,7 +189,7 @@ def _holes(path: str, blocks: Mapping[int, set[str]]) -> Iterator[str]:
     if len(blocks) < _MIN_BLOCKS:
         return
     held = Counter(name for block in blocks.values() for name in block)
-    # The first and the last may lack what the others have (a norm, a downsampling).
+    # The first and the last block may lack what the others have (a norm, a downsampling).
     for index in range(1, last):
         own = [name for name in blocks[index] if held[name] == 1]
         gone = [

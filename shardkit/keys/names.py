@@ -1,4 +1,4 @@
-"""Dotted names in segments, the segments that wrappers put into them, and their natural order."""
+"""Dotted names in segments, the segments that wrappers add, and the natural order of names."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Collection, Iterable, Sequence
 
 Segments = tuple[str, ...]
 
-# What wraps a module without being part of the model: torch.compile, activation checkpointing, FSDP1,
-# Lightning's strategies, fairscale. No model calls a submodule of its own so.
+COMPILED = "_orig_mod"
 WRAPPERS = frozenset(
-    {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_fpw_module"}
+    {COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_fpw_module"}
 )
-# DDP and others; but models do have submodules of that name.
+"""The segments that wrappers add to names: torch.compile, activation checkpointing, FSDP1, Lightning's
+strategies, fairscale. No model has a submodule of such a name."""
 MODULE = "module"
-# What PEFT puts before every name of the model that it wraps.
+"""The segment that DDP and others add; but models do have submodules of that name."""
 PEFT = ("base_model", "model")
+"""What PEFT puts before every name of the model that it wraps (see `keys.peft` for what it puts inside)."""
 
 _DIGITS = re.compile(r"([0-9]+)")
 
@@ -36,25 +37,26 @@ def is_number(segment: str) -> bool:
 
 
 def clean(name: str) -> Segments:
-    """Return the segments of a name without those of wrappers, wherever they stand."""
+    """Return the segments of a name without those of wrappers, wherever they are."""
     segments = split(name)
     if WRAPPERS.isdisjoint(segments):
         return segments
-    # A name that is nothing but wrappers is not one of a wrapped parameter.
+    # A name of nothing but wrappers is not the name of a wrapped parameter.
     return tuple(segment for segment in segments if segment not in WRAPPERS) or segments
 
 
 def clean_name(path: str) -> str:
-    """Return the dotted name of a parameter or module without the segments of wrappers; a wrapped root's is empty."""
+    """Return the name of a parameter or module without wrappers' segments; empty for a wrapped root."""
     return join(segment for segment in split(path) if segment not in WRAPPERS)
 
 
 def natural(name: str) -> tuple[object, ...]:
-    """Return a sort key that counts numbers: `layers.2` before `layers.10`."""
+    """Return a sort key that compares numbers as numbers: `layers.2` before `layers.10`."""
     parts: list[object] = list(_DIGITS.split(name))
     for at in range(1, len(parts), 2):
         digits = str(parts[at])
-        # By length and then text: numbers of any length, without the cost or limits of `int`.
+        # By length and then text, which takes numbers of any length and has neither the cost nor the limits
+        # of `int`.
         parts[at] = (len(digits.lstrip("0")), digits.lstrip("0"), digits)
     return tuple(parts)
 

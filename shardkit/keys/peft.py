@@ -1,7 +1,7 @@
-"""Names of PEFT adapters: told from the base's, renamed as PEFT's own save does, or away for a merged model.
+"""Names of PEFT adapters: told from the base's, and renamed for PEFT's own files or for a merged model.
 
     base_model.model.X.q_proj.base_layer.weight           the base's weight of a wrapped module
-    base_model.model.X.q_proj.lora_A.default.weight       an adapter's, `default` being the adapter's name
+    base_model.model.X.q_proj.lora_A.default.weight       the adapter's, named `default`
     base_model.model.X.q_proj.lora_magnitude_vector...    DoRA
     base_model.model.lm_head.original_module.weight       a module trained in full: before
     base_model.model.lm_head.modules_to_save.default...   and after
@@ -21,16 +21,12 @@ from shardkit.core.text import escape
 from shardkit.errors import UsageError
 from shardkit.keys.names import PEFT, Segments, join, split
 
-_SAVED, _ORIGINAL, _BASE = "modules_to_save", "original_module", "base_layer"
+_SAVED, _ORIGINAL, _BASE, _TOKENS = "modules_to_save", "original_module", "base_layer", "token_adapter"
 _MAGNITUDE = "lora_magnitude_vector"
-_LORA = {
-    "lora_A": "a",
-    "lora_B": "b",
-    "lora_embedding_A": "a",
-    "lora_embedding_B": "b",
-    _MAGNITUDE: "magnitude",
-}
-# Other methods' parameters: they can be exported, not merged. Prompts are left out: their names are too common.
+_A, _B, _EMBEDDING_A, _EMBEDDING_B = "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"
+_LORA = {_A: "a", _B: "b", _EMBEDDING_A: "a", _EMBEDDING_B: "b", _MAGNITUDE: "magnitude"}
+# Parameters of other methods: they can be exported, not merged. Prompts are left out, because their names are
+# too common.
 _OTHER = re.compile(
     r"(ia3)_l|(hada)_[wt][12]\w*|(lokr)_[wt][12]\w*|(oft)_[rRs]|(boft)_[Rs]|(vera)_lambda_[bd]|(randlora)_\w+"
     r"|(vblora)_\w+|(lora)_\w+|(trainable_tokens)_(?:delta|original)|(adaption)_(?:prompt|gate)"
@@ -42,7 +38,7 @@ _WRAPPED = re.compile(rf"\.(?:{_BASE}|{_ORIGINAL}|{_SAVED}\.[^.]+)(?=\.)")
 
 
 class LoraModule(NamedTuple):
-    """A module that LoRA adds to. Fields are names as they were given, None where there is no such tensor."""
+    """A module that LoRA adds to. The fields are names as given, None where there is no such tensor."""
 
     path: str
     """Its place in the base model."""
@@ -59,24 +55,24 @@ class LoraModule(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftNames:
-    """What names say about adapters."""
+    """What names tell about adapters."""
 
     kind: Literal["none", "adapter", "base+adapter"]
     """Whether there is an adapter, and whether the weights that it was trained on are there too."""
     adapter: str | None
-    """The adapter that the names below are of; None where names hold none, as in PEFT's own files."""
+    """The adapter of the names below; None where names do not give it, as in PEFT's own files."""
     others: tuple[str, ...]
-    """Other adapters beside it."""
+    """Other adapters."""
     methods: tuple[str, ...]
     """"lora", "dora", "modules_to_save", or the first part of other methods' names."""
     adapter_names: dict[str, str]
     """Name given -> name in `adapter_model.safetensors`."""
     base_names: dict[str, str]
-    """Name given -> the base model's own name, modules trained in full in place of the originals."""
+    """Name given -> the base model's own name. Modules that were trained in full replace the originals."""
     modules: tuple[LoraModule, ...]
-    """To be merged, for `base_names` to be the trained model's."""
+    """Modules to merge, so that `base_names` are those of the trained model."""
     unmergeable: tuple[str, ...]
-    """Names of the adapter that no merge here takes into account."""
+    """Names of the adapter that no merge here can use."""
 
 
 class _Part(NamedTuple):
@@ -93,8 +89,8 @@ def classify_peft(names: Iterable[str], *, adapter: str | None = None) -> PeftNa
     """Sort a model's names into the base's and an adapter's.
 
     Args:
-        names: a model's, e.g. the output names of a selection; `base_model.model.` may be missing.
-        adapter: which one, where there are several; else `default`, or the only one.
+        names: a model's names, e.g. the output names of a selection. `base_model.model.` may be missing.
+        adapter: which adapter, where there are several. Without it, `default` or the only one.
 
     Raises:
         UsageError: there are several adapters and none is `default`, or `adapter` is not among them.
@@ -124,12 +120,12 @@ def classify_peft(names: Iterable[str], *, adapter: str | None = None) -> PeftNa
 
 
 def base_name(name: str) -> str | None:
-    """Return what the base model calls a parameter of the model that PEFT has wrapped; None for an adapter's own.
+    """Return what the base model calls a parameter of a model that PEFT wrapped; None for an adapter's own.
 
-    A module that is trained in full has its base's name twice: before (`original_module`) and after.
+    A module that is trained in full has its base's name twice: before (`original_module`) and after training.
 
     Args:
-        name: of the wrapped model; a plain model's names come back as they are.
+        name: a name of the wrapped model. A plain model's names come back as they are.
     """
     part = _take_apart(name)
     if part is None:
@@ -138,16 +134,20 @@ def base_name(name: str) -> str | None:
         path = (*part.module, *part.rest)
     else:
         return None
-    return join(segment for segment in path if segment not in (_BASE, "token_adapter"))
+    return _plain(path)
+
+
+def _plain(path: Segments) -> str:
+    return join(segment for segment in path if segment not in (_BASE, _TOKENS))
 
 
 def without_base_layers(fqn: str) -> str:
-    """Return a name in a wrapped model without the part that PEFT puts before a base's weight."""
+    """Return a name without the segment that PEFT adds to a base's weight."""
     return _BASE_LAYER.sub("", fqn)
 
 
 def without_peft_modules(fqn: str) -> str:
-    """Return the same, also without the parts of modules that are trained in full, before and after."""
+    """Return a name without that segment, and without those of modules that are trained in full."""
     return _WRAPPED.sub("", fqn)
 
 
@@ -201,13 +201,13 @@ def _methods(parts: list[_Part]) -> tuple[str, ...]:
 
 
 def _adapter_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
-    """Name tensors as PEFT's own files do. Plain ones of an adapter-only checkpoint are modules trained in full."""
+    """Name tensors as PEFT's files do. Plain ones of an adapter alone are modules trained in full."""
     names = {}
     for part in parts:
         if part.marker == _ORIGINAL:
             continue
         path = part.module if part.marker == _SAVED else (*part.module, part.marker)
-        # PEFT keeps the name that DoRA's vector had when it was no module.
+        # PEFT keeps the name that DoRA's vector had before it became a module.
         rest = () if part.marker == _MAGNITUDE else part.rest
         names[part.name] = join((*PEFT, *path, *rest))
     names.update({name: join((*PEFT, *_without_prefix(split(name)))) for name in plain})
@@ -215,12 +215,7 @@ def _adapter_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
 
 
 def _base_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
-    names = {
-        name: join(
-            segment for segment in _without_prefix(split(name)) if segment not in (_BASE, "token_adapter")
-        )
-        for name in plain
-    }
+    names = {name: _plain(_without_prefix(split(name))) for name in plain}
     replaced = {(*part.module, *part.rest) for part in parts if part.marker == _SAVED}
     for part in parts:
         path = tuple(segment for segment in (*part.module, *part.rest) if segment != _BASE)
@@ -241,20 +236,9 @@ def _modules(parts: list[_Part], plain: list[str]) -> tuple[LoraModule, ...]:
                 embeddings.add(part.module)
     modules = []
     for path, tensors in found.items():
-
-        def base(leaf: str, path: Segments = path) -> str | None:
-            return by_path.get((*path, _BASE, leaf)) or by_path.get((*path, leaf))
-
-        modules.append(
-            LoraModule(
-                path=join(path),
-                base=base("weight"),
-                base_bias=base("bias"),
-                a=tensors.get("a"),
-                b=tensors.get("b"),
-                magnitude=tensors.get("magnitude"),
-                b_bias=tensors.get("b_bias"),
-                is_embedding=path in embeddings,
-            )
+        base, base_bias = (
+            by_path.get((*path, _BASE, leaf)) or by_path.get((*path, leaf)) for leaf in ("weight", "bias")
         )
+        fields = {field: tensors.get(field) for field in ("a", "b", "magnitude", "b_bias")}
+        modules.append(LoraModule(join(path), base, base_bias, is_embedding=path in embeddings, **fields))
     return tuple(modules)

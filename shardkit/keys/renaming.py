@@ -1,11 +1,11 @@
-"""A model's names in memory <-> those that its base has, where they differ by prefixes: found from names and shapes.
+"""A model's names in memory <-> its base's names, where they differ by prefixes: found from names and shapes.
 
-transformers builds a vision model with `model.language_model.layers.0...` and `model.visual...` of which the Hub
-stores `model.layers.0...` and `visual...`. What differs is gone through as a tree, from the top. The first
-level whose tensors, all of them, the base has below one other prefix is one rule; where there is none, each part of
-the level is looked at by itself. A rule keeps the ends of names, their numbers, and shapes.
+For a vision model, transformers builds `model.language_model.layers.0...` and `model.visual...`, and the Hub
+stores `model.layers.0...` and `visual...`. The names that differ are searched as a tree, from the top. A
+level is one rule if the base has all its tensors below one other prefix. If not, each part of the level is
+looked at by itself. A rule keeps the ends of names, their numbers and the shapes.
 
-Names that both sides have are taken for the same tensors. Of several ways none is taken.
+Names that both sides have are taken for the same tensors. Where several renamings fit, none is used.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from shardkit.keys.base import is_computed, modern_name
 from shardkit.keys.names import Segments, is_number, join, natural, split
 from shardkit.keys.ties import tied_names
 
-_MAX_TRIES = 1_000_000  # candidates that are looked at; real models take a few hundred
+_MAX_TRIES = 1_000_000  # candidates to look at; real models need a few hundred
 
 
 class KeyRule(NamedTuple):
-    """A prefix that becomes another one."""
+    """A prefix that becomes another prefix."""
 
     old: str
-    """With its dot, or empty: what names begin with. Without a dot at the end it is one whole name."""
+    """What names begin with: with its dot, or empty. Without a dot at the end it is one whole name."""
     new: str
-    """In its place, spelt alike."""
+    """What takes its place, in the same form."""
     num_names: int
-    """That it changes."""
+    """How many names it changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +39,23 @@ class Renaming:
     """How a model's names become its base's."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """Name -> the base's, of those that change; empty where nothing fits."""
+    """Name -> the base's name, for names that change; empty where nothing fits."""
     rules: tuple[KeyRule, ...] = ()
-    """The same as rules; no name has two of their prefixes."""
+    """The same as rules. No name has the prefixes of two."""
     is_ambiguous: bool = False
-    """There are several ways, so none was taken."""
+    """Several renamings fit, so none was used."""
 
 
 class _Group(NamedTuple):
-    """Names below one prefix, and what may be put in its place."""
+    """Names below one prefix, and the prefixes that may replace it."""
 
     names: tuple[Segments, ...]
     old: Segments
     targets: list[Segments]
     is_name: bool
-    """One tensor alone, though others begin like it."""
+    """It is one tensor alone, although others begin like it."""
     is_copy: bool
-    """Nothing but copies of tied tensors, which the base may lack."""
+    """It holds nothing but copies of tied tensors, which the base may lack."""
 
 
 class _NoWay(Exception):
@@ -63,7 +63,7 @@ class _NoWay(Exception):
 
 
 def rename_to_base(ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> Renaming:
-    """Find how a model's names become those of its base, one to one and with equal shapes.
+    """Find out how a model's names become those of its base, one to one and with equal shapes.
 
     A copy of a tied tensor may be missing on either side.
 
@@ -72,7 +72,7 @@ def rename_to_base(ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> Rena
         base: shape by name in the base.
 
     Returns:
-        Without names where they are equal, where no prefixes fit, and where several do.
+        A renaming without names where both sides are equal, no prefixes fit, or several do.
     """
     sides = _Sides(ours, base)
     if not sides.may_fit():
@@ -93,18 +93,18 @@ def rename_to_base(ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> Rena
 
 
 def covers(names: Iterable[str], base: Mapping[str, Shape]) -> bool:
-    """True where every name of a base is among some names, but for copies of its tied tensors."""
+    """True where some names hold every name of a base, except copies of its tied tensors."""
     return set(names) >= base.keys() - {name for name, _, _ in tied_names(base)}
 
 
 def find_rules(names: Mapping[str, str]) -> tuple[KeyRule, ...]:
-    """Return names that change, and what they become, as rules; all that is given follows from them.
+    """Return changes of names as rules from which exactly these changes follow.
 
     Args:
-        names: name -> what it becomes, those that stay as they are among them.
+        names: name -> what it becomes, including names that stay as they are.
 
     Returns:
-        Nothing where no name changes; no name has the prefixes of two.
+        No rules where no name changes. No name has the prefixes of two rules.
     """
     rules = list[KeyRule]()
 
@@ -128,11 +128,11 @@ def find_rules(names: Mapping[str, str]) -> tuple[KeyRule, ...]:
 
 
 def apply_key_rules(rules: Iterable[KeyRule], names: Iterable[str]) -> Renaming:
-    """Return what rules make of a model's names; nothing where a name would be lost or another's.
+    """Return what rules make of a model's names; nothing where a name would become empty or equal to another.
 
     Args:
         rules: as `find_rules` gives them.
-        names: a model's.
+        names: a model's names.
     """
     known = {rule.old: rule for rule in rules}
     every, changed, used = list(names), dict[str, str](), Counter[str]()
@@ -149,7 +149,7 @@ def apply_key_rules(rules: Iterable[KeyRule], names: Iterable[str]) -> Renaming:
 
 
 class _Sides:
-    """Names of both sides, and those of the base by what a renaming keeps."""
+    """The names of both sides, and those of the base by what a renaming keeps."""
 
     def __init__(self, ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> None:
         self.ours, self.base = ours, base
@@ -164,7 +164,7 @@ class _Sides:
             self._by_kind.setdefault(kind, []).append(split(name))
 
     def may_fit(self) -> bool:
-        """True where as many tensors of each kind are to be renamed as the base has; quick."""
+        """True where as many tensors of each kind need a name as the base has to give; quick."""
         if not self.left or not self.free or any(name.endswith(".") for name in self.left):
             return False
         if any(tuple(self.base[name]) != tuple(self.ours[name]) for name in self.ours.keys() - self.left):
@@ -173,7 +173,7 @@ class _Sides:
         return kinds == Counter(_kind(name, self.base[name], False) for name in self.free - self.base_copies)
 
     def targets(self, level: Sequence[Segments], depth: int) -> list[Segments]:
-        """Return every prefix of the base below which all these names are, without their own."""
+        """Return every prefix of the base that has all these names below it, without their own prefix."""
         first = next((path for path in level if join(path) not in self.our_copies), level[0])
         name, rest = join(first), first[depth:]
         found = []
@@ -196,16 +196,16 @@ class _Sides:
 
 
 def _kind(name: str, shape: Shape, is_copy: bool) -> object:
-    """Return what no renaming changes: the end of a name, its numbers, and the shape."""
+    """Return what no renaming changes: the end of a name, its numbers and the shape."""
     path = split(name)
     return path[-1], tuple(filter(is_number, path)), tuple(shape), is_copy
 
 
 def _groups(sides: _Sides) -> list[_Group]:
-    """Divide the names that are to be changed into the largest parts that can be moved as they are.
+    """Divide the names that change into the largest parts that one prefix each can move.
 
     Raises:
-        _NoWay: a tensor that cannot.
+        _NoWay: nothing can move a tensor.
     """
     groups = list[_Group]()
 
@@ -233,10 +233,10 @@ def _groups(sides: _Sides) -> list[_Group]:
 
 
 def _choose(sides: _Sides, groups: Sequence[_Group]) -> list[tuple[_Group, Segments]] | None:
-    """Give each group the one place that is left for it; None where several are.
+    """Give each group the one place that is left for it; None where several places are left.
 
     Raises:
-        _NoWay: two groups have but one place.
+        _NoWay: two groups have only one place.
     """
     taken, chosen = set[str](), list[tuple[_Group, Segments]]()
     for of_copies in (False, True):  # copies take what the others leave
@@ -268,12 +268,12 @@ def _walk(
     whole: Callable[[list[Segments], int], bool],
     single: Callable[[Segments], None],
 ) -> None:
-    """Go through names as a tree: each level as a whole, and where that is not it, its parts.
+    """Visit names as a tree: each level as a whole, and its parts where the whole is not settled.
 
     Args:
-        paths: names, taken apart.
-        whole: told of the names of a level and the length of their prefix; True where that settles them.
-        single: told of a tensor right on a level that is not settled.
+        paths: names in segments.
+        whole: gets the names of a level and the length of their prefix; returns True where that settles them.
+        single: gets a tensor that lies directly on a level that is not settled.
     """
     stack = [(sorted(paths), 0)]
     while stack:
@@ -290,7 +290,7 @@ def _walk(
 
 
 def _put_before(rest: Segments, new: Segments) -> Segments | None:
-    """Return the prefix that makes `new` of the end of a name; None where it has another end."""
+    """Return the prefix that makes `new` of the end of a name; None where `new` ends otherwise."""
     start = len(new) - len(rest)
     return new[:start] if start >= 0 and new[start:] == rest else None
 
@@ -310,14 +310,14 @@ def _sorted(rules: Iterable[KeyRule]) -> tuple[KeyRule, ...]:
 
 
 class HubNames(NamedTuple):
-    """A model's tensors, named."""
+    """The names that a model's tensors get."""
 
     names: dict[str, str]
     """Stored name -> name on the Hub."""
     rules: tuple[KeyRule, ...]
     """What changed."""
     is_whole: bool
-    """Every name of the base is among them, but for copies of tied tensors."""
+    """Every name of the base is among them, except copies of tied tensors."""
     warnings: tuple[str, ...] = ()
 
 
@@ -327,23 +327,23 @@ def name_as_hub(
     key_rules: Sequence[KeyRule] | None,
     base: Mapping[str, Shape] | None,
 ) -> HubNames:
-    """Return the Hub's name of every tensor, by rules that are known and by the base's names and shapes.
+    """Return the Hub's name of every tensor, by recorded rules and by the base's names and shapes.
 
     Args:
         found: stored name -> name in memory.
         shapes: by stored name, of all tensors.
-        key_rules: that were recorded, or None.
+        key_rules: recorded rules, or None.
         base: shape by name in the base, or None.
     """
     names, is_ambiguous = dict(found), False
-    if len(set(names.values())) == len(names):  # else it is going to be refused
+    if len(set(names.values())) == len(names):  # else it will be refused
         recorded = apply_key_rules(key_rules or (), names.values()).names
         names = {stored: recorded.get(name, name) for stored, name in names.items()}
         if base is not None:
             names, is_ambiguous = _as_base(names, shapes, base)
     warning = (
-        "the names are not the base's, and several renamings by prefixes would make them so: they were left as they "
-        "are; --rename tells which is right"
+        "the names are not the base's, and several renamings of prefixes would make them so: they were left as they "
+        "are; choose one with --rename"
     )
     return HubNames(
         names=names,
@@ -356,7 +356,7 @@ def name_as_hub(
 def _as_base(
     names: Mapping[str, str], shapes: Mapping[str, Shape], base: Mapping[str, Shape]
 ) -> tuple[dict[str, str], bool]:
-    """Return the base's names, where prefixes or its age make the difference, and whether several ways do."""
+    """Return the base's names where prefixes or its age make the difference, and if several renamings fit."""
     spelled = {modern_name(name): name for name in base}
     modern = {stored: modern_name(name) for stored, name in names.items()}
     theirs = {name: base[old] for name, old in spelled.items()}
@@ -373,5 +373,5 @@ def _as_base(
 
 
 def _needed(base: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return tensors without the buffers that old files have and no model needs."""
+    """Return tensors without the buffers of old files that no model needs."""
     return {name: shape for name, shape in base.items() if not is_computed(name, shape)}

@@ -1,10 +1,10 @@
 """Where in a checkpoint the tensors lie that were asked for, and their names below that place.
 
-The whole set of names decides where the model begins. From the top, everything that is not the model is set aside level
-by level, and a level with one child alone is passed through: `app.model.` or `state.net.` have one child each on the way
-to the model. The way ends where several parts stand side by side. If they are the inside of something that the Hub
-stores under one name (`model.layers`, `transformer.h`), that one name belongs to the model and stays. A dict of the
-saved state dict is never part of the model's names.
+The whole set of names decides where the model begins. From the top, everything that is not the model is set
+aside level by level, and a level with one child alone is passed through: `app.model.` or `state.net.` have
+one child each on the way to the model. The way ends where several parts stand side by side. If they are the
+inside of something that the Hub stores under one name (`model.layers`, `transformer.h`), that one name
+belongs to the model and stays. A dict of the saved state dict is never part of the model's names.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _HEADS = frozenset(
     "lm_head score classifier qa_outputs embed_out cls output output_layer head v_head value_head reward_head proj_out"
     " logits_proj".split()
 )
-# They stand beside `model` where that is the language model alone (Qwen2-VL on the Hub), and inside it otherwise.
+# They stand beside `model` where that is the language model alone (Qwen2-VL on the Hub), and inside it
+# otherwise.
 _TOWERS = frozenset({"visual", "vision_tower", "audio_tower", "multi_modal_projector"})
 _TWINS = frozenset({"text_model", "vision_model"})  # CLIP and similar models
 # What a LightningModule keeps beside the model.

@@ -48,9 +48,11 @@ class Naming:
     add_prefix: str = ""
     """Put before every name. A dot at the end makes no difference."""
     rename: tuple[str, ...] = ()
-    """REGEX=REPL in Python's syntax, applied in order. The last `=` divides, so look-aheads need no escaping."""
+    """REGEX=REPL in Python's syntax, applied in order. The last `=` divides, so look-aheads need no
+    escaping."""
     include: tuple[str, ...] = ()
-    """Globs over output names or stored names, where `*` matches dots too. Only these are taken; empty for all."""
+    """Globs over output names or stored names, where `*` matches dots too. Only these are taken; empty for
+    all."""
     exclude: tuple[str, ...] = ()
     """Globs of the same kind. These are left out, even if `include` matches them."""
 
@@ -74,7 +76,7 @@ _ANY = Naming()
 
 
 class Stripped(NamedTuple):
-    """Something that was taken out of names."""
+    """Something that was removed from names."""
 
     text: str
     """A prefix with its dot, or a segment."""
@@ -86,8 +88,8 @@ class Skipped:
     """A part of the checkpoint that was left out."""
 
     kind: str
-    """"optimizer", "scheduler", "random state", "trainer state", "averaged weights", "other weights", "model",
-    "not a tensor" or "excluded"."""
+    """"optimizer", "scheduler", "random state", "trainer state", "averaged weights", "other weights",
+    "model", "not a tensor" or "excluded"."""
     path: str
     """What its names begin with; empty for entries in many places."""
     num_tensors: int
@@ -97,20 +99,20 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which tensors become which names, and everything that was decided on the way."""
+    """Which tensors get which names, and everything that was decided on the way."""
 
     names: dict[str, str]
     """Stored name -> output name, in the order of the output."""
     root: str
-    """What was taken as the model's beginning, dotted; empty for the top."""
+    """Where the model begins, dotted; empty for the top."""
     stripped: tuple[Stripped, ...]
-    """What was taken out of names."""
+    """What was removed from names."""
     skipped: tuple[Skipped, ...]
     """What was left out."""
     candidates: tuple[str, ...]
     """Other roots with weights of their own, for `--root`."""
     renamed: tuple[KeyRule, ...] = ()
-    """From the model's names in memory to the Hub's."""
+    """Changes from the model's names in memory to the Hub's."""
     notes: tuple[str, ...] = ()
     """What a person should know."""
     warnings: tuple[str, ...] = ()
@@ -139,8 +141,8 @@ def select_model(
         roots: paths that the format itself gives a meaning ("model", "optimizer", "ema").
         naming: what a person asks for.
         base_names: names of the base model. The output follows their order, unless they are a set.
-        base_shapes: shape by name in the base, instead of `base_names`. Then names that differ from the base's by
-            prefixes alone become the base's, unless `naming` changes names.
+        base_shapes: shape by name in the base, instead of `base_names`. Then names that differ from the
+            base's by prefixes alone become the base's, unless `naming` changes names.
         key_rules: rules that give the Hub's names, as training recorded them; None where they are not known.
 
     Raises:
@@ -196,20 +198,20 @@ def _name(
     *,
     may_widen: bool,
 ) -> tuple[Located, int, HubNames]:
-    """Name what was located, or more than that.
+    """Name the tensors that were located, or more than those.
 
-    Where a base has other names than the model in memory, a part of the model may match them best: then the whole is
-    taken, if it can be named as the base is.
+    If the base's names differ from the model's in memory, a part of the model may match them best. Then the
+    whole model is taken, if it can be named like the base.
 
     Args:
         source: the checkpoint.
         located: what matches the base's names best.
-        base: its names.
-        name: names what was located.
+        base: the base's names.
+        name: names the tensors that were located.
         may_widen: nobody said where the model begins.
 
     Returns:
-        What was taken, out of how many names a wrapper's `module` went, and the names.
+        (what was taken, number of names that lost a wrapper's `module`, the names).
     """
     modules = _without_modules(located, base)
     named = name(located)
@@ -217,7 +219,7 @@ def _name(
         return located, modules, named
     try:
         whole = locate_model(source, None)
-    except SourceError:  # several models: the base tells which
+    except SourceError:  # there are several models, and the base tells which one
         return located, modules, named
     modules_of_whole = _without_modules(whole, base)
     if whole.names.keys() > located.names.keys() and (better := name(whole)).is_whole:
@@ -259,18 +261,18 @@ def _refuse_flat_parameters(located: Located) -> None:
     flat = [stored for stored, path in located.names.items() if path[-1].startswith(_FLAT)]
     if flat:
         raise SourceError(
-            f"{len(flat)} tensors are flat parameters of FSDP1 (LOCAL_STATE_DICT): the names and shapes inside of "
-            "them are known only to the wrapped model, so they cannot be taken apart",
+            f"{len(flat)} tensors are flat parameters of FSDP1 (LOCAL_STATE_DICT): only the wrapped model knows the names "
+            "and shapes inside them, so they cannot be taken apart",
             problems=[escape(name) for name in flat],
             hint="load it with the training code and save again with SHARDED_STATE_DICT or FULL_STATE_DICT",
         )
 
 
 def _without_modules(located: Located, base: Collection[str] | None) -> int:
-    """Take `module` out of the middle of names where it is a wrapper; return out of how many.
+    """Remove `module` from the middle of names where it is a wrapper; return from how many names.
 
-    It is one where the base has the name without it, or where every entry of a numbered list has nothing but
-    a `module`: wrapped layer by layer.
+    It is a wrapper where the base has the name without it, or where every entry of a numbered list holds
+    nothing but a `module`, because it was wrapped layer by layer.
     """
     children: dict[Segments, set[str]] = {}
     for path in located.names.values():
@@ -348,7 +350,7 @@ def _stripped(located: Located, names: Mapping[str, str], modules: int, rules: R
 def _skipped(
     source: Source, objects: Sequence[str], located: Located, *, excluded: int
 ) -> tuple[Skipped, ...]:
-    """Sort everything that was not taken into groups, by what it is and where its names begin."""
+    """Sort everything that was left out into groups, by kind and by where the names begin."""
     counts: dict[tuple[str, Segments], list[int]] = {}
     for name in source.tensors:
         if name not in located.names:
@@ -387,14 +389,16 @@ def _object_group(located: Located, name: str) -> tuple[str, Segments]:
 
 
 def _leaving(segments: Segments, root: Segments) -> Segments:
-    """Return the path at which a name leaves the way to the root, or its first segment below the root."""
+    """Return the path where a name leaves the way to the root, or its first segment below the root."""
     for depth, segment in enumerate(root):
         if segments[depth : depth + 1] != (segment,):
             return segments[: depth + 1]
     return segments[: len(root) + 1]
 
 
-_MANY_TIMES = re.compile(r"\{(?:\d*,)?\d{4,}")  # no name is so long; Python takes gigabytes to repeat nothing
+_MANY_TIMES = re.compile(
+    r"\{(?:\d*,)?\d{4,}"
+)  # no name is so long, and Python takes gigabytes to repeat nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,7 +459,7 @@ def _rename(text: str, problems: list[str]) -> Rename | None:
         return None
     try:
         pattern = re.compile(regex)
-        pattern.sub(replacement, "")  # reads the replacement's group references too
+        pattern.sub(replacement, "")  # checks the replacement's group references too
     except (re.error, IndexError, OverflowError, RecursionError) as error:
         problems.append(f"--rename {escape(text)!r}: {escape(str(error))}")
         return None
@@ -463,16 +467,16 @@ def _rename(text: str, problems: list[str]) -> Rename | None:
 
 
 def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return output names by stored names, and a note for each option that changed nothing.
+    """Return output names by stored name, and a note for each option that changed nothing.
 
     Args:
         rules: the overrides.
         names: stored name -> output name so far.
 
     Raises:
-        UsageError: a prefix to strip that no name has; a rename that leaves a name empty.
+        UsageError: no name has a prefix to strip, or a rename leaves a name empty.
     """
-    unnamed = {stored for stored, name in names.items() if not name}  # as it was saved: allowed, if odd
+    unnamed = {stored for stored, name in names.items() if not name}  # saved like that: odd, but allowed
     names, notes = _strip(rules.strip_prefix, names), list[str]()
     names = {stored: rules.add_prefix + name for stored, name in names.items()}
     for rename in rules.rename:

@@ -1,7 +1,7 @@
-"""Tied weights by name: the one table of what models tie, for where there is no model to ask.
+"""Tied weights by name: the one table of what models tie, for use without a model.
 
-It says which modules may be one parameter, what each type of model calls its output layer, and whether a config ties
-the two. A test holds it against the installed transformers.
+It tells which modules may be one parameter, what each type of model calls its output layer, and whether a
+config ties the two. A test compares it with the installed transformers.
 
 Source: transformers 5.23, `_tied_weights_keys` of every model, `tie_word_embeddings` of every config.
 """
@@ -14,15 +14,15 @@ from shardkit.core.regions import Shape
 
 _SHARED, _EMBEDDING, _HEAD = range(3)
 
-# The last part of a module that owns an embedding. `shared` (T5, BART) is the source of the embeddings of encoder and
-# decoder too.
+# The last segment of a module that owns an embedding. `shared` (T5, BART) is also the source of the
+# embeddings of encoder and decoder.
 _SHARED_MODULES = frozenset({"shared"})
 _EMBEDDING_MODULES = frozenset(
     "embed_tokens wte word_embeddings word_embedding embed_in embeddings tok_embeddings tokens_embed embed embedding".split()
 )
 _EMBEDDING_PATHS = frozenset({"transformer.w"})  # ctrl
 
-# What a type of model calls its output layer where that is not `lm_head`. A type is written with `_`.
+# What a type of model calls its output layer, where that is not `lm_head`. Types are written with `_`.
 _HEADS = {
     "cls.predictions.decoder": "bert big_bird deberta deberta_v2 ernie fnet layoutlm lxmert megatron_bert mobilebert mra"
     " nomic_bert nystromformer roc_bert roformer squeezebert tapas visual_bert yoso",
@@ -54,11 +54,11 @@ _HEAD_MODULES = frozenset(
     {_DEFAULT_HEAD, "output_layer", *(path for path in _HEADS if "." not in path)} - {"decoder", "head"}
 )
 _HEAD_PATHS = tuple(f".{path}" for path in (*_HEADS, "lm_head.lm_head") if "." in path)
-_TOP_HEADS = frozenset({"decoder", "head"})  # any module may be called so; at the top it is the output layer
+_TOP_HEADS = frozenset({"decoder", "head"})  # a common name for modules; at the top it is the output layer
 # BERT and RoBERTa keep the bias of the head outside its decoder.
 _BIASES = (("predictions.bias", "predictions.decoder.bias"), ("lm_head.bias", "lm_head.decoder.bias"))
 
-# Types whose config ties where it says nothing of `tie_word_embeddings`.
+# Types whose config ties where it does not mention `tie_word_embeddings`.
 _TIED_BY_DEFAULT = frozenset(
     "albert aya_vision bart bert bert_generation big_bird bigbird_pegasus biogpt blenderbot blenderbot_small blip"
     " blip_text_model bloom camembert canary cohere cohere2 cohere2_moe cohere2_vision convbert cpmant ctrl data2vec_text"
@@ -79,9 +79,10 @@ _TIED_BY_DEFAULT = frozenset(
     " paddleocr_vl paddleocr_vl_text pp_chart2table prophetnet qwen2_5_omni_text qwen3_asr qwen3_vl_moe_text"
     " t5_gemma_module t5gemma2_decoder t5gemma2_encoder t5gemma2_text voxtral_realtime zaya".split()
 )
-# Types that tie whatever their config says: to T5, `tie_word_embeddings: false` is about scales.
+# Types that tie whatever their config says: for T5, `tie_word_embeddings: false` is about scales.
 _ALWAYS_TIED = frozenset("longt5 mt5 t5 udop umt5 vilt".split())
-# Types whose setting is about other names: Luke ties its entities by it, Pop2Piano its towers, and neither its output.
+# Types whose setting is about other names: Luke ties its entities by it, Pop2Piano its towers. Neither ties
+# its output.
 _TIE_OTHER_NAMES = frozenset({"luke", "pop2piano"})
 # Types that tie where their own config or that of their text part says so.
 _TEXT_MAY_TIE = frozenset(
@@ -100,13 +101,13 @@ _LANGUAGE_MODELS = (
 
 
 def model_type_of(config: Mapping[str, object] | None) -> str:
-    """Return a config's type of model as the table writes it; empty where it has none."""
+    """Return a config's type of model as the table writes it; empty where there is none."""
     said = config.get("model_type") if config else None
     return said.replace("-", "_") if isinstance(said, str) else ""
 
 
 def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
-    """Return whether a model with this config ties its embeddings to its output; None where nobody says.
+    """Return whether a model with this config ties its embeddings to its output; None where nothing tells.
 
     Args:
         config: config.json, or None.
@@ -125,7 +126,7 @@ def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
 
 
 def may_be_untied(config: Mapping[str, object] | None) -> bool:
-    """True where a config can say that embeddings are not tied, and says nothing else by that."""
+    """True where a config can say that embeddings are not tied, and means nothing else by it."""
     return model_type_of(config) not in _ALWAYS_TIED | _TIE_OTHER_NAMES
 
 
@@ -140,7 +141,7 @@ def _part(config: Mapping[str, object] | None, key: str) -> Mapping[str, object]
 
 
 def tied_names(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yield (name, names of which one may be its equal, is it an output layer): modules that models tie.
+    """Yield the modules that models tie: (name, names of which it may be a copy, is it an output layer).
 
     Args:
         shapes: by name in the model.
@@ -171,10 +172,10 @@ def _tied_biases(names: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def tie_groups(names: Collection[str]) -> list[tuple[str, ...]]:
-    """Return the groups of names that a model with tied embeddings may have as one parameter.
+    """Return the groups of names that may be one parameter in a model with tied embeddings.
 
     Args:
-        names: of one model, under whatever names it is known.
+        names: names of one model, of any kind.
     """
     groups = [tuple(name for name in names if _role_of(name) is not None)]
     return [*groups, *((kept, other) for other, kept in _tied_biases(names))]
@@ -183,13 +184,13 @@ def tie_groups(names: Collection[str]) -> list[tuple[str, ...]]:
 def stored_ties(
     shapes: Mapping[str, Shape], config: Mapping[str, object] | None
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of names that are one parameter in the model of some files, those that it stores first.
+    """Return the groups of names that are one parameter in the model of some files, the stored name first.
 
-    Names that the files lack are among them: a live model's state dict has them.
+    The groups include names that the files lack, because a live model's state dict has them.
 
     Args:
         shapes: by name in the files.
-        config: config.json, or None: then nothing tells of a tie.
+        config: config.json; None tells of no tie.
     """
     names = config.get("architectures") if config else None
     first = names[0] if isinstance(names, list) and names else ""
@@ -204,14 +205,14 @@ def stored_ties(
         biases = [
             (one, other) for other, one in _tied_biases({**dict.fromkeys(shapes), f"{head}.bias": None})
         ]
-        # Where nobody says, a file without the output shows it.
+        # Where the config does not tell, a file without the output does.
         tied = f"{head}.weight" not in shapes if tied is None else tied
     fitting = tuple(name for name in group if name not in shapes or shapes[name] == shapes[kept])
     return tuple(each for each in (fitting, *biases) if len(each) > 1) if tied else ()
 
 
 def _kept_embedding(shapes: Mapping[str, Shape]) -> str | None:
-    """Return the source of the ties: a shared embedding, else the one that lies least deep."""
+    """Return the source of the ties: a shared embedding, else the least nested embedding."""
     for role in (_SHARED, _EMBEDDING):
         found = [name for name in shapes if _role_of(name) == role]
         if found:
@@ -233,7 +234,7 @@ def is_output(name: str) -> bool:
 
 
 def _role_of(name: str) -> int | None:
-    """Tell a shared embedding, an embedding and an output layer from any other weight (None)."""
+    """Return which a weight is: shared embedding, embedding, output layer, or None of them."""
     path, _, leaf = name.rpartition(".")
     segments = path.split(".")
     if leaf != "weight":

@@ -1,4 +1,9 @@
-"""Names as the tree of modules that they came from."""
+"""Names as the tree of modules that they came from, and what stands in it beside the model.
+
+Beside the model are optimizer, scheduler, random states and averaged weights. Structure tells them first: the
+leaves that optimizers keep for each parameter. Then the names tell that trainers give to what they save. A
+name counts only beside or above the model, never for a module inside it.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +24,13 @@ class Node:
     children: dict[str, Node] = field(default_factory=dict)
     """In the order in which they were first seen."""
     entries: list[TensorEntry] = field(default_factory=list)
-    """The tensors of exactly this name: one, but where a wrapped and a plain spelling both exist."""
+    """The tensors of exactly this name: more than one where a wrapped and a plain name both exist."""
     num_tensors: int = 0
-    """At and below this node."""
+    """Tensors at and below this node."""
     num_elements: int = 0
-    """Of all tensors at and below it."""
+    """Elements of all tensors at and below it."""
     is_dict: bool = False
-    """The checkpoint says that it was a dict of the state dict that was saved, not a module."""
+    """The checkpoint says that it was a dict of the saved state dict, not a module."""
 
     @property
     def is_container(self) -> bool:
@@ -63,7 +68,7 @@ def build_tree(
 
     Args:
         entries: the tensors, under their stored names.
-        paths: of each name in the state dict that was saved, where that is known.
+        paths: path of each name in the state dict that was saved, where it is known.
     """
     top, dicts = Node(path=()), set[tuple[str | int, ...]]()
     for entry in entries:
@@ -91,7 +96,7 @@ def build_tree(
 
 Kind = Literal["optimizer", "scheduler", "random state", "trainer state", "averaged weights"]
 
-# torch.optim, torchao, bitsandbytes, Shampoo, Muon, DeepSpeed: what one parameter's state is made of.
+# What one parameter's state is made of: torch.optim, torchao, bitsandbytes, Shampoo, Muon, DeepSpeed.
 _STATE = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_diff", "exp_inf"}
     | {"momentum_buffer", "second_momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_avg_slow"}
@@ -117,15 +122,15 @@ _AVERAGED = re.compile(
 )
 # torch.get_rng_state() is 5056 bytes (5048 before 1.9), CUDA's is 16 (816 before 1.13).
 _RANDOM_BYTES = frozenset({5056, 5048, 816, 16})
-_SMALL = 4096  # elements: a scheduler or a dataloader keeps no weights
+_SMALL = 4096  # elements; a scheduler or a dataloader keeps no weights
 _TAIL = 3  # segments that say which parameter of which kind of layer
 
 
 def optimizer_names(entries: Iterable[TensorEntry]) -> set[str]:
     """Return the names of tensors that are an optimizer's state for some parameter, by their leaves.
 
-    A single leaf is not enough: averaging modules have buffers of such names too. Two of them, or one beside a
-    step count, or one below a name of optimizers.
+    One such leaf is not enough, because averaging modules have buffers of such names too. There have to be
+    two, or one beside a step count, or one below a name of optimizers.
     """
     kin: dict[str, list[str]] = {}
     for entry in entries:
@@ -144,7 +149,7 @@ def _is_below_optimizer(name: str) -> bool:
 
 
 def optimizer_path(name: str) -> Segments:
-    """Return the path of the optimizer that a state belongs to, as far as its name tells."""
+    """Return the path of the optimizer that a state belongs to, as far as the name tells."""
     segments = clean(name)
     for at, segment in enumerate(segments):
         if _OPTIMIZER.fullmatch(segment):
@@ -153,7 +158,7 @@ def optimizer_path(name: str) -> Segments:
 
 
 def object_kind(segment: str) -> Kind | None:
-    """Return what an entry that is no tensor belongs to, by a segment beside or above the model."""
+    """Return the kind of an entry that is not a tensor, by a segment beside or above the model."""
     for pattern, kind in _BY_NAME:
         if pattern.fullmatch(segment):
             return kind
@@ -165,9 +170,9 @@ def kind_beside(node: Node, *, siblings: Iterable[Node], is_dict: bool, is_harne
 
     Args:
         node: the child.
-        siblings: the children of that level, with or without itself.
-        is_dict: the children are entries of a dict that was saved, not modules.
-        is_harness: a trainer put this level together: it is such a dict, or an optimizer is in it. Names say
+        siblings: the children of that level, with or without the child itself.
+        is_dict: the children are entries of a saved dict, not modules.
+        is_harness: a trainer put this level together: it is such a dict, or holds an optimizer. Names tell
             more there than among the modules of a model.
     """
     name = node.path[-1]
@@ -197,7 +202,7 @@ def _leaf_kind(name: str, node: Node, is_dict: bool, is_harness: bool) -> Kind |
     if entry.dtype.name == "uint8" and len(entry.shape) == 1:
         is_random = _RANDOM.fullmatch(name) or (is_dict and entry.num_elements in _RANDOM_BYTES)
         return "random state" if is_random else None
-    # A model may have a scalar at its top (CLIP's logit_scale), so beside modules the name must say it.
+    # A model may have a scalar at its top (CLIP's logit_scale), so beside modules the name has to tell.
     is_count = entry.num_elements <= 1 and (is_dict or (is_harness and _COUNTER.fullmatch(name)))
     return "trainer state" if is_count else None
 
@@ -210,7 +215,7 @@ def is_averaged(name: str) -> bool:
 def _is_copy(node: Node, siblings: Iterable[Node]) -> bool:
     """True where most tensors of a node have a counterpart among its siblings, by name and shape.
 
-    Copies stored as buffers have names without dots, and the path below the sibling in them.
+    Copies that are stored as buffers have names without dots, which contain the path below the sibling.
     """
     others = [
         (path, entry) for sibling in siblings if sibling is not node for path, entry in sibling.tensors()

@@ -515,9 +515,8 @@ class Runs:
         if (table != self._table or start != self._stop or stop > self._limit) and not self._begin(
             table, start, stop, fqn
         ):
-            view = memoryview(
-                data
-            )  # it lies in several entries, as a byte entry does that is a zip as a whole
+            # It lies in several entries: a byte entry of a checkpoint is a whole zip.
+            view = memoryview(data)
             for begin, end in self._entries.find_all(table, start, stop):
                 self._begin(table, begin, end, fqn)
                 self._go_on(view[begin - start : end - start], end)

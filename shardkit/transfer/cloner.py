@@ -93,13 +93,10 @@ class Cloner:
         data = struct.pack("=I", len(ranges)) + b"".join(struct.pack("=QQQQ", *c) for c in columns)
         try:
             sent = socket.send_fds(self._connection, [data], [target, *map(descriptor, sources)])
-        except (
-            OSError
-        ):  # the process is gone; or ETOOMANYREFS: more descriptors are in flight than may be open
+        except OSError:  # it is gone; or ETOOMANYREFS, for too many descriptors in flight
             return False
-        with contextlib.suppress(
-            OSError
-        ):  # the process is gone; `wait` notices too and reports that all ranges failed
+        # If the process is gone, `wait` notices too and reports that all ranges failed.
+        with contextlib.suppress(OSError):
             self._connection.sendall(data[sent:])
         return True
 

@@ -312,9 +312,7 @@ class Reader:
             number += 1
             block = self._recent.get((file, number)) or self._read_block(file, number)
             data += block[: skip + nbytes - BLOCK]
-        if (
-            len(data) < nbytes
-        ):  # an error, or a block that came in pieces: read it and report it like any other
+        if len(data) < nbytes:  # an error, or a block in pieces: read and report it like any other
             view = memoryview(bytearray(nbytes))
             self.read_into(file, view, start, fqn)
             return bytes(view)
