@@ -23,7 +23,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from shardkit.core.catalog import ChunkTable, TensorEntry
-from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
@@ -57,6 +56,7 @@ _MAX_PATH = 64  # steps of a planner path
 _MAX_SHARED = 4  # names of one description whose chunks need not have a place
 _MAX_ELEMENTS = 1 << 62
 _NO_ROWS = array("i")
+_BY_HAND = "the checkpoint is damaged or was put together by hand: use another copy"
 
 _RANK = re.compile(r"__(0|[1-9]\d{0,6})\.metadata(\.tmp)?")
 _MAX_LISTED = 1000  # missing ranks: a single file with a huge number stands for no more
@@ -72,9 +72,9 @@ class DcpMetadata:
     chunks: ChunkTable = field(default_factory=ChunkTable)
     """Regions and places, in file `files[chunks.file[row]]`."""
     transforms: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """By chunk, where the record was put through extensions, e.g. ("stream.zstd/1",)."""
+    """By chunk, the extensions that its record went through, e.g. ("stream.zstd/1",); absent for most."""
     files: tuple[str, ...] = ()
-    """relative_path values, as they stand."""
+    """The values of relative_path, unchecked."""
     objects: dict[str, Place | None] = field(default_factory=dict)
     """Entries that are not tensors, and their place if they have one."""
     paths: dict[str, Path] | None = None
@@ -84,7 +84,7 @@ class DcpMetadata:
     where: str = ".metadata"
     """What to call it in messages, escaped."""
     encoding: str = "torch-record"
-    """What the extents of the chunks are, as `Catalog.encoding` says it."""
+    """What the chunks' extents are; see `Catalog.encoding`."""
 
 
 def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
@@ -115,24 +115,22 @@ def join_fields(fields: Mapping[str, object], where: str) -> DcpMetadata:
     """
     entries, storage = _main_fields(fields, where)
     _check_number(entries, storage, where)
-    result = DcpMetadata(files=tuple(storage.paths), where=where)
-    problems: list[str] = []
-    unused = _join(result, entries, storage, problems)
-    result.paths = _planner_paths(fields.get("planner_data"), where, problems)
-    result.orphans = tuple(unused)
-    if problems:
+    join = _Join(storage, where)
+    join.add(entries)
+    join.result.paths = _planner_paths(fields.get("planner_data"), where, join.problems)
+    if join.problems:
         raise SourceError(
-            f"{where} contradicts itself in {len(problems)} places",
-            problems=problems,
-            hint="the checkpoint is damaged or was put together by hand: use another copy",
+            f"{where} contradicts itself in {len(join.problems)} places",
+            problems=join.problems,
+            hint=_BY_HAND,
         )
-    return result
+    return join.result
 
 
 def _check_number(entries: Mapping[str, object], storage: StorageTable, where: str) -> None:
-    """Refuse names that share a description so often that their chunks outnumber by far what a file can say.
+    """Refuse names that share one description so often that there are far more chunks than the file can place.
 
-    Tied names may share one; each of their chunks still has a place of its own, but for those without elements.
+    Tied names may share one. Each of their chunks still has a place of its own, unless it has no elements.
     """
     tensors = [entry for entry in entries.values() if isinstance(entry, Tensor)]
     num_chunks = sum(tensor.num_chunks for tensor in tensors)
@@ -140,7 +138,7 @@ def _check_number(entries: Mapping[str, object], storage: StorageTable, where: s
     if num_chunks > _MAX_SHARED * num_described + len(storage):
         raise SourceError(
             f"{where} lists {num_chunks} chunks of {len(tensors)} tensors and places {len(storage)}",
-            hint="the checkpoint is damaged or was put together by hand: use another copy",
+            hint=_BY_HAND,
         )
 
 
@@ -163,96 +161,97 @@ def _main_fields(fields: Mapping[str, object], where: str) -> tuple[dict[str, ob
     return entries, table
 
 
-def _join(
-    result: DcpMetadata, entries: dict[str, object], storage: StorageTable, problems: list[str]
-) -> Iterator[str]:
-    """Give every entry its place, in the order of the file; return the names left over."""
-    rows = _rows_by_name(storage)
-    used = 0
-    for fqn, entry in entries.items():
-        if isinstance(entry, Tensor):
-            used += _add_tensor(result, fqn, entry, storage, rows.get(fqn, _NO_ROWS), problems)
-        elif isinstance(entry, Object):
-            used += _add_object(result, fqn, storage, rows.get(fqn, _NO_ROWS), problems)
-        else:
-            problems.append(f"{escape(fqn)}: neither a tensor nor an object")
-    if used == len(storage):
-        return iter(())
-    return (fqn for fqn in rows if not _is_whole(result, fqn, len(rows[fqn])))
+class _Join:
+    """Gives every entry its place in `storage_data`, in the order of the file."""
 
+    def __init__(self, storage: StorageTable, where: str) -> None:
+        self._storage = storage
+        self.result = DcpMetadata(files=tuple(storage.paths), where=where)
+        self.problems: list[str] = []
 
-def _is_whole(result: DcpMetadata, fqn: str, num_rows: int) -> bool:
-    entry = result.tensors.get(fqn)
-    return fqn in result.objects if entry is None else entry.num_chunks >= num_rows
+    def add(self, entries: Mapping[str, object]) -> None:
+        """Add all entries; names of `storage_data` that are left over become orphans."""
+        rows, used = self._rows_by_name(), 0
+        for fqn, entry in entries.items():
+            mine = rows.get(fqn, _NO_ROWS)
+            if isinstance(entry, Tensor):
+                used += self._add_tensor(fqn, entry, mine)
+            elif isinstance(entry, Object):
+                used += self._add_object(fqn, mine)
+            else:
+                self._problem(fqn, "neither a tensor nor an object")
+        if used != len(self._storage):
+            self.result.orphans = tuple(fqn for fqn in rows if not self._is_whole(fqn, len(rows[fqn])))
 
+    def _is_whole(self, fqn: str, num_rows: int) -> bool:
+        entry = self.result.tensors.get(fqn)
+        return fqn in self.result.objects if entry is None else entry.num_chunks >= num_rows
 
-def _rows_by_name(storage: StorageTable) -> dict[str, array[int]]:
-    """Rows of the storage table for each name."""
-    rows = [array("i") for _ in storage.fqns]
-    appends = [column.append for column in rows]
-    for row, name_id in enumerate(storage.name_ids):
-        appends[name_id](row)
-    return dict(zip(storage.fqns, rows, strict=True))
+    def _rows_by_name(self) -> dict[str, array[int]]:
+        """Rows of the storage table for each name."""
+        rows = [array("i") for _ in self._storage.fqns]
+        appends = [column.append for column in rows]
+        for row, name_id in enumerate(self._storage.name_ids):
+            appends[name_id](row)
+        return dict(zip(self._storage.fqns, rows, strict=True))
 
+    def _problem(self, fqn: str, reason: str) -> None:
+        self.problems.append(f"{escape(fqn)}: {reason}")
 
-def _add_object(
-    result: DcpMetadata, fqn: str, storage: StorageTable, rows: array[int], problems: list[str]
-) -> int:
-    if any(storage.num_dims[row] >= 0 for row in rows) or len(rows) > 1:
-        problems.append(
-            f"{escape(fqn)}: an object, but storage_data places chunks of a tensor under its name"
-        )
+    def _add_object(self, fqn: str, rows: array[int]) -> int:
+        """Place an object; return how many storage entries it took."""
+        storage, place = self._storage, None
+        if any(storage.num_dims[row] >= 0 for row in rows) or len(rows) > 1:
+            self._problem(fqn, "an object, but storage_data places chunks of a tensor under its name")
+            return len(rows)
+        for row in rows:
+            place = Place(
+                file=storage.path_ids[row],
+                start=storage.offsets[row],
+                nbytes=storage.lengths[row],
+                transforms=storage.transforms.get(row, ()),
+            )
+        self.result.objects[fqn] = place
         return len(rows)
-    place = None
-    for row in rows:
-        place = Place(
-            file=storage.path_ids[row],
-            start=storage.offsets[row],
-            nbytes=storage.lengths[row],
-            transforms=storage.transforms.get(row, ()),
-        )
-    result.objects[fqn] = place
-    return len(rows)
 
-
-def _add_tensor(
-    result: DcpMetadata,
-    fqn: str,
-    tensor: Tensor,
-    storage: StorageTable,
-    rows: array[int],
-    problems: list[str],
-) -> int:
-    """Append a tensor's chunks to the table; return how many storage entries they took."""
-    first = len(result.chunks)
-    problem = _shape_problem(tensor)
-    is_many = len(storage) >= MIN_TOTAL and tensor.num_chunks >= MIN_COLUMNS
-    if is_many and problem is None and tensor.dtype is not None:
-        columns = _match_columns(tensor, storage, rows)
+    def _add_tensor(self, fqn: str, tensor: Tensor, rows: array[int]) -> int:
+        """Append a tensor's chunks to the table; return how many storage entries they took."""
+        storage, chunks, problem = self._storage, self.result.chunks, _shape_problem(tensor)
+        if problem is not None or tensor.dtype is None:
+            self._problem(fqn, str(problem))
+            return len(rows)
+        first, columns = len(chunks), None
+        if len(storage) >= MIN_TOTAL and tensor.num_chunks >= MIN_COLUMNS:
+            columns = _match_columns(tensor, storage, rows)
         if columns is not None:
-            result.chunks.extend_columns(*columns)
-            return _enter(result, fqn, tensor, tensor.dtype, first)
-    places = {storage.corner(row): row for row in rows}
-    if problem is None and len(places) != len(rows):
-        problem = "storage_data places one of its chunks twice"
-    if problem is not None or tensor.dtype is None:
-        problems.append(f"{escape(fqn)}: {problem}")
-        return len(rows)
-    append, seen = result.chunks.append, set[bytes]()
-    for region, corner in _regions(tensor):
-        if corner in seen:
-            if region.num_elements:
-                problems.append(f"{escape(fqn)}: chunk at {list(region.offsets)} is listed twice")
-            continue
-        seen.add(corner)
-        row = places.get(corner)
-        if row is None:
-            problems.append(f"{escape(fqn)}: chunk at {list(region.offsets)} has no place in storage_data")
-            continue
-        chunk = append(storage.path_ids[row], storage.offsets[row], storage.lengths[row], region)
-        if row in storage.transforms:
-            result.transforms[chunk] = storage.transforms[row]
-    return _enter(result, fqn, tensor, tensor.dtype, first)
+            chunks.extend_columns(*columns)
+        else:
+            places = {storage.corner(row): row for row in rows}
+            if len(places) != len(rows):
+                self._problem(fqn, "storage_data places one of its chunks twice")
+                return len(rows)
+            self._add_chunks(fqn, tensor, places)
+        num_chunks = len(chunks) - first
+        self.result.tensors[fqn] = TensorEntry(
+            fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, first_chunk=first, num_chunks=num_chunks
+        )
+        return num_chunks
+
+    def _add_chunks(self, fqn: str, tensor: Tensor, places: Mapping[bytes | None, int]) -> None:
+        """Append a tensor's chunks one by one, given the row of each corner."""
+        storage, append, seen = self._storage, self.result.chunks.append, set[bytes]()
+        for region, corner in _regions(tensor):
+            row = places.get(corner)
+            if corner in seen:
+                if region.num_elements:
+                    self._problem(fqn, f"chunk at {list(region.offsets)} is listed twice")
+            elif row is None:
+                self._problem(fqn, f"chunk at {list(region.offsets)} has no place in storage_data")
+            else:
+                chunk = append(storage.path_ids[row], storage.offsets[row], storage.lengths[row], region)
+                if row in storage.transforms:
+                    self.result.transforms[chunk] = storage.transforms[row]
+            seen.add(corner)
 
 
 def _match_columns(tensor: Tensor, storage: StorageTable, rows: array[int]) -> Columns | None:
@@ -304,15 +303,6 @@ def _are_ascending(offsets: Ints) -> bool:
     return bool(is_after.all())
 
 
-def _enter(result: DcpMetadata, fqn: str, tensor: Tensor, dtype: DType, first: int) -> int:
-    """Name the chunks from row `first` on; return how many they are."""
-    num_chunks = len(result.chunks) - first
-    result.tensors[fqn] = TensorEntry(
-        fqn=fqn, dtype=dtype, shape=tensor.shape, first_chunk=first, num_chunks=num_chunks
-    )
-    return num_chunks
-
-
 def _shape_problem(tensor: Tensor) -> str | None:
     if tensor.problem is not None or tensor.dtype is None:
         return tensor.problem or "a tensor without its fields"
@@ -325,7 +315,7 @@ def _shape_problem(tensor: Tensor) -> str | None:
 
 
 def _regions(tensor: Tensor) -> Iterator[tuple[Region, bytes]]:
-    """Yield each chunk's region, and its offsets as `Index.corner` spells them."""
+    """Yield each chunk's region, and its offsets in the form of `Index.corner`."""
     num_dims, step, itemsize = len(tensor.shape), 2 * len(tensor.shape), tensor.boxes.itemsize
     if num_dims == 0:
         for _ in range(tensor.num_chunks):
@@ -339,7 +329,7 @@ def _regions(tensor: Tensor) -> Iterator[tuple[Region, bytes]]:
 
 
 def _planner_paths(value: object, where: str, problems: list[str]) -> dict[str, Path] | None:
-    """Check planner_data: a dict from names to paths, no two of them equal."""
+    """Check planner_data: a dict from names to paths, all different."""
     if value is None:
         return None
     if type(value) is not dict or RECORDS in value:
@@ -375,12 +365,12 @@ def rank_files(names: Collection[str]) -> dict[int, str]:
 
 
 def read_rank_metadata(directory: str, names: Collection[str], max_bytes: int) -> DcpMetadata:
-    """Read the metadata of every rank as that of one checkpoint.
+    """Read the metadata of every rank, and return them as those of one checkpoint.
 
     Args:
         directory: where the files lie.
         names: what the directory holds.
-        max_bytes: of one file.
+        max_bytes: largest size of one file.
 
     Raises:
         SourceError: a rank is missing or did not finish, a file is damaged, or ranks contradict each other.
