@@ -43,7 +43,7 @@ from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, LayoutError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.dcp.directory import DcpDirectory, open_directory
+from shardkit.formats.dcp.directory import DcpDirectory, open_dcp
 from shardkit.formats.dcp.records import decode_object
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
 from shardkit.formats.torchsave.screen import screen
@@ -125,7 +125,7 @@ class SafeReader(StorageReader):
             SourceError: missing, damaged, hostile or contradictory.
             ResourceError: a file may not be read.
         """
-        opened = open_directory(self.path)
+        opened = open_dcp(self.path)
         catalog = opened.catalog
         _check_backed(opened)
         _check_lists(catalog)

@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.errors import ShardkitError
-from shardkit.formats.dcp.directory import open_directory
+from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.hub.directory import open_model
 from shardkit.operations.verify.result import VerifyProblem
 from shardkit.operations.verify.verify import verify
 from tests.corruption.damage import KINDS, SIZES, changed_bytes, damaged
 from tests.corruption.outputs import FOREIGN, OURS, make
-from tests.formats.dcp.samples import open_dcp
+from tests.formats.dcp.samples import open_catalog
 
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """In memory, where there is such a place."""
@@ -59,7 +59,7 @@ class Places:
             folder = metadata.parent
             prefix = os.path.relpath(folder, directory)
             for records, extents in ((True, found.data), (False, found.records)):
-                opened = open_dcp(str(folder), records=records)
+                opened = open_catalog(str(folder), records=records)
                 extents.update(_extents(opened, prefix))
             _add_objects(folder, prefix, found.records)
         if not found.data:
@@ -102,7 +102,7 @@ def _extents(catalog: Catalog, prefix: str) -> dict[str, list[Extent]]:
 
 def _add_objects(folder: Path, prefix: str, records: dict[str, list[Extent]]) -> None:
     """Add the records of what is no tensor."""
-    opened = open_directory(str(folder))
+    opened = open_dcp(str(folder))
     for name, place in opened.objects.items():
         if place is not None:
             file = os.path.normpath(os.path.join(prefix, opened.catalog.files[place.file].name))

@@ -39,7 +39,7 @@ from shardkit.formats.checkpoint import (
     parent,
 )
 from shardkit.formats.checkpoints.full_file import open_full_file
-from shardkit.formats.dcp.directory import open_dcp_directory, refuse_flat
+from shardkit.formats.dcp.directory import open_dcp_checkpoint, refuse_flat
 from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.formats.rankfiles.files import RankFile, gather_files, require_ranks
 from shardkit.formats.rankfiles.numbered import parameters_of
@@ -86,7 +86,7 @@ def open_accelerate(path: str) -> Checkpoint:
         name = _only_model(path)
         directory, home = os.path.join(path, name), path
     _refuse_empty(directory, name)
-    checkpoint = open_dcp_directory(directory)
+    checkpoint = open_dcp_checkpoint(directory)
     is_trainer = _TRAINER_STATE in listing(home)
     return replace(
         checkpoint,

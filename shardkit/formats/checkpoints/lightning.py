@@ -21,7 +21,7 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate
 from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, has_any, heads_of, listing
-from shardkit.formats.dcp.directory import open_dcp_directory
+from shardkit.formats.dcp.directory import open_dcp_checkpoint
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, leaves, open_torch_file
 
 VERSION = "pytorch-lightning_version"
@@ -66,7 +66,7 @@ def open_lightning(path: str) -> Checkpoint:
     Raises:
         SourceError, IntegrityError, ResourceError: as for any DCP directory.
     """
-    checkpoint, meta = open_dcp_directory(path), _read_meta(path)
+    checkpoint, meta = open_dcp_checkpoint(path), _read_meta(path)
     tops = [str(head[0]) for head in heads_of(checkpoint.catalog, 1)]
     model = next((name for name in _FABRIC_MODELS if name in tops), None)
     roots: dict[str, tuple[str | int, ...]] = {} if model is None else {"model": (model,)}

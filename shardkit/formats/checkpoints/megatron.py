@@ -15,7 +15,7 @@ from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
 from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, listing
-from shardkit.formats.dcp.directory import is_dcp, open_dcp_directory
+from shardkit.formats.dcp.directory import is_dcp, open_dcp_checkpoint
 
 _CONFIG = "metadata.json"
 _COMMON = "common.pt"
@@ -42,7 +42,7 @@ def open_megatron(path: str) -> Checkpoint:
             f"{escape(path)}: a Megatron checkpoint with {found}; {_BACKEND} can be read",
             hint=f"convert it with Megatron to {_BACKEND} (--ckpt-format torch_dist)",
         )
-    checkpoint = open_dcp_directory(path)
+    checkpoint = open_dcp_checkpoint(path)
     skipped = ((_COMMON, "arguments and other state of the trainer"),) if _COMMON in listing(path) else ()
     return replace(
         checkpoint,

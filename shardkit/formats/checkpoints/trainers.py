@@ -33,7 +33,7 @@ from shardkit.formats.checkpoint import (
     own_name,
     parent,
 )
-from shardkit.formats.dcp.directory import is_dcp, open_dcp_directory
+from shardkit.formats.dcp.directory import is_dcp, open_dcp_checkpoint
 
 Roots = Mapping[str, tuple[str | int, ...]]
 
@@ -223,9 +223,9 @@ def open_plain_dcp(directory: str) -> Checkpoint:
     """Open a DCP directory; its names, and the files beside it, tell who wrote it.
 
     Raises:
-        SourceError, ResourceError: as `open_dcp_directory`.
+        SourceError, ResourceError: as `open_dcp_checkpoint`.
     """
-    checkpoint = open_dcp_directory(directory)
+    checkpoint = open_dcp_checkpoint(directory)
     names = listing(directory)
     assets = asset_directories(directory, inner(directory, "huggingface"), inner(directory, "hf"))
     heads = heads_of(checkpoint.catalog, 2)

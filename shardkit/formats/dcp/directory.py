@@ -50,12 +50,12 @@ _FLAT = re.compile(r"(.*\.)?_?flat_param(_\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpDirectory:
-    """A DCP directory, opened; no record of it yet."""
+    """A DCP directory, opened; its records are not opened yet."""
 
     catalog: Catalog
     """Its extents are whole records ("torch-record"), or bytes ("raw") where the files hold no records."""
     transforms: Mapping[int, tuple[str, ...]]
-    """By chunk, the extensions that its record was put through."""
+    """By chunk, the extensions that its record went through."""
     objects: Mapping[str, Place | None]
     """Entries that are not tensors, and where each one's record lies."""
 
@@ -94,14 +94,14 @@ def is_dcp(directory: str) -> bool:
     return METADATA in names or bool(rank_files(names))
 
 
-def open_dcp_directory(path: str) -> Checkpoint:
-    """Open a DCP directory; its records are opened by `select`.
+def open_dcp_checkpoint(path: str) -> Checkpoint:
+    """Open a DCP directory as a checkpoint; its `select` opens the records.
 
     Raises:
         SourceError: missing, damaged, hostile or contradictory; without tensors; or flat parameters of FSDP1.
         ResourceError: a file may not be read.
     """
-    return as_checkpoint(path, open_directory(path))
+    return as_checkpoint(path, open_dcp(path))
 
 
 def as_checkpoint(path: str, opened: DcpDirectory) -> Checkpoint:
@@ -126,7 +126,7 @@ def as_checkpoint(path: str, opened: DcpDirectory) -> Checkpoint:
     )
 
 
-def open_directory(directory: str) -> DcpDirectory:
+def open_dcp(directory: str) -> DcpDirectory:
     """Open a DCP directory without its records; `select` opens those of the wanted tensors.
 
     Args:
@@ -143,7 +143,7 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
     """Hold what metadata says against the files of a directory.
 
     Raises:
-        SourceError, ResourceError: as `open_directory`.
+        SourceError, ResourceError: as `open_dcp`.
     """
     files = _stat_files(directory, metadata)
     if metadata.encoding != "raw" and holds_bare_bytes(metadata):
@@ -219,7 +219,7 @@ def _listing(directory: str) -> set[str]:
 
 
 def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
-    """Look at every file that an entry needs; all that is wrong with them is said at once."""
+    """Look at every file that an entry needs, and report everything that is wrong with them at once."""
     used = set(metadata.chunks.file) | {place.file for place in metadata.objects.values() if place}
     problems: list[str] = []
     files: list[SourceFile] = []
@@ -300,7 +300,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
-    """Every extent lies in its file, and shares no byte with another unless the two are equal.
+    """Require that every extent lies in its file, and shares no byte with another unless the two are equal.
 
     Raises:
         SourceError: names every tensor and file.
@@ -358,10 +358,14 @@ def _owners(tensors: dict[str, TensorEntry]) -> Callable[[int], str]:
 
 
 def check_tiling(metadata: DcpMetadata, hint: str = _ANOTHER_COPY) -> None:
-    """The chunks of every tensor make it up exactly once.
+    """Require that the chunks of every tensor make it up exactly once.
+
+    Args:
+        metadata: which lists no two chunks with elements at one place.
+        hint: what to do next, for the error.
 
     Raises:
-        SourceError: names every tensor, with `hint`.
+        SourceError: names every tensor.
     """
     problems, least = [], MIN_COLUMNS if len(metadata.chunks) >= MIN_TOTAL else len(metadata.chunks) + 1
     for fqn, entry in metadata.tensors.items():
@@ -380,7 +384,7 @@ def check_tiling(metadata: DcpMetadata, hint: str = _ANOTHER_COPY) -> None:
 
 
 def are_row_shards(shape: Shape, boxes: array[int]) -> bool:
-    """True where chunks, in their order, cut a tensor along its first dim; empty ones may stand anywhere in it.
+    """True where chunks, in their order, cut a tensor along its first dim; empty ones may lie anywhere inside it.
 
     Args:
         shape: the tensor's.
@@ -393,7 +397,7 @@ def are_row_shards(shape: Shape, boxes: array[int]) -> bool:
         return False
     each = np.frombuffer(boxes, dtype=np.int64).reshape(-1, 2 * num_dims)
     if (each < 0).any() or (each[:, num_dims:] > np.array(shape, dtype=np.int64) - each[:, :num_dims]).any():
-        return False  # an empty one may reach outside as well
+        return False  # even an empty one reaches outside
     each = each[each[:, num_dims:].all(axis=1)]
     if not len(each):
         return False

@@ -16,7 +16,7 @@ from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.checkpoint import Checkpoint, DcpFolder, Place
-from shardkit.formats.dcp.directory import open_directory
+from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.hub.base import saved_key_rules
 from shardkit.formats.optimizer import OptimizerState
 from shardkit.formats.registry import recognise
@@ -168,7 +168,7 @@ def _notes(of_ranks: list[str], beside: str | None) -> list[str]:
 def _open_folder(directory: str, models: Sequence[Checkpoint]) -> DcpFolder:
     """Return a DCP directory; one that is open already is not parsed again."""
     opened = (model.opened_at(directory) for model in models)
-    return next((folder for folder in opened if folder is not None), None) or open_directory(directory)
+    return next((folder for folder in opened if folder is not None), None) or open_dcp(directory)
 
 
 def _open_part(folder: str, opened: DcpFolder, key_rules: tuple[KeyRule, ...]) -> Part:

@@ -16,7 +16,7 @@ from shardkit.files.file_bytes import Archive, FileBytes, Stretch
 from shardkit.files.strict_json import named_failures, open_regular
 from shardkit.formats.checkpoint import DcpFolder
 from shardkit.formats.dcp.chunk_list import ListedChunk
-from shardkit.formats.dcp.directory import open_directory
+from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.records import Packed, check_transforms, difference, packed_file
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner
@@ -47,7 +47,7 @@ def verify_dcp(
     if described is not None and described.is_metadata_damaged:
         return _files_by_lists(folder, described, report)
     try:
-        opened = opened or open_directory(directory)
+        opened = opened or open_dcp(directory)
     except ResourceError as error:
         report.unreadable(error, file=os.path.join(folder, METADATA))
         return _files_by_lists(folder, described, report)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.regions import relative_to, runs
-from shardkit.formats.dcp.directory import open_directory
+from shardkit.formats.dcp.directory import open_dcp
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -62,9 +62,9 @@ def assert_holds(catalog: Catalog, tensors: Mapping[str, torch.Tensor]) -> None:
         assert read_tensor(catalog, fqn) == raw(tensor), fqn
 
 
-def open_dcp(directory: str, *, records: bool | Collection[str] = False) -> Catalog:
+def open_catalog(directory: str, *, records: bool | Collection[str] = False) -> Catalog:
     """The catalog of a DCP directory; with `records`, of every tensor or of those named, with raw extents."""
-    opened = open_directory(directory)
+    opened = open_dcp(directory)
     catalog = opened.catalog
     if records is False:
         return catalog

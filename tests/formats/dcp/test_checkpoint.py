@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardkit.errors import SourceError
-from shardkit.formats.dcp.directory import is_dcp, open_dcp_directory
+from shardkit.formats.dcp.directory import is_dcp, open_dcp_checkpoint
 from tests.formats.dcp.samples import assert_holds, save, save_rank_local, shard
 
 STATE = {"model": {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}, "step": 1}
@@ -20,7 +20,7 @@ STATE = {"model": {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(
 def test_select_gives_the_tensors_in_order(tmp_path: Path) -> None:
     directory = save(STATE, tmp_path / "c")
     assert is_dcp(directory)
-    checkpoint = open_dcp_directory(directory)
+    checkpoint = open_dcp_checkpoint(directory)
     assert (checkpoint.path, checkpoint.format, checkpoint.assets) == (directory, "dcp", ())
     assert checkpoint.catalog.encoding == "torch-record"
     chosen = checkpoint.select(["model.b", "model.a.weight"])
@@ -31,7 +31,7 @@ def test_select_gives_the_tensors_in_order(tmp_path: Path) -> None:
 
 def test_check_reads_the_bytes(tmp_path: Path) -> None:
     directory = save(STATE, tmp_path / "c")
-    checkpoint = open_dcp_directory(directory)
+    checkpoint = open_dcp_checkpoint(directory)
     assert checkpoint.check is not None
     assert list(checkpoint.check(["model.a.weight", "model.b"])) == []
     chosen = checkpoint.select(["model.b"])
@@ -52,7 +52,7 @@ def test_safetensors_files_have_no_crc_to_check(tmp_path: Path) -> None:
         tmp_path / "c",
         serialization_format=SerializationFormat.SAFETENSORS,
     )
-    checkpoint = open_dcp_directory(directory)
+    checkpoint = open_dcp_checkpoint(directory)
     assert checkpoint.check is None
     assert_holds(checkpoint.select(["w"]), {"w": wide})
 
@@ -62,7 +62,7 @@ def test_flat_parameters_are_refused(tmp_path: Path) -> None:
         "model": {"_flat_param": torch.ones(8), "layers.0._fsdp_wrapped_module.flat_param": torch.ones(4)}
     }
     with pytest.raises(SourceError, match=r"2 flat parameters of FSDP1") as caught:
-        open_dcp_directory(save(state, tmp_path / "c"))
+        open_dcp_checkpoint(save(state, tmp_path / "c"))
     assert caught.value.problems[0] == "model._flat_param: 8 elements"
     assert "SHARDED_STATE_DICT" in str(caught.value.hint)
 
@@ -73,7 +73,7 @@ def test_a_parameter_that_only_sounds_flat(tmp_path: Path) -> None:
         "my_flat_params": torch.ones(2),
         "flat_param": torch.ones(2, 2),
     }
-    assert len(open_dcp_directory(save(state, tmp_path / "c")).catalog.tensors) == 3
+    assert len(open_dcp_checkpoint(save(state, tmp_path / "c")).catalog.tensors) == 3
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_parameter_that_only_sounds_flat(tmp_path: Path) -> None:
 )
 def test_without_tensors_it_says_so(tmp_path: Path, state: dict[str, float], reason: str) -> None:
     with pytest.raises(SourceError, match=rf"has no tensors: {reason}"):
-        open_dcp_directory(save(state, tmp_path / "c"))
+        open_dcp_checkpoint(save(state, tmp_path / "c"))
 
 
 def test_odd_paths_are_no_directories(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_odd_paths_are_no_directories(tmp_path: Path) -> None:
 def test_neither_torch_nor_numpy_is_imported(tmp_path: Path) -> None:
     directory = save(STATE, tmp_path / "c")
     code = (
-        "import sys; from shardkit.formats.dcp.directory import open_dcp_directory as o;"
+        "import sys; from shardkit.formats.dcp.directory import open_dcp_checkpoint as o;"
         f"c = o({directory!r}); c.select(list(c.catalog.tensors)); assert not list(c.check(list(c.catalog.tensors)));"
         "assert not {'torch', 'numpy'} & set(sys.modules), 'imported'"
     )

@@ -27,7 +27,7 @@ from shardkit.core.regions import flat_offset
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.checkpoints.bytecheckpoint import is_bytecheckpoint_metadata
 from shardkit.formats.dcp.directory import is_dcp
-from tests.formats.dcp.samples import alter, open_dcp, raw, read_tensor, save
+from tests.formats.dcp.samples import alter, open_catalog, raw, read_tensor, save
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "fixtures"
 
@@ -51,7 +51,7 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
             nbytes = dtype.itemsize * torch.Size(shape).numel()
             data = torch.tensor([i % 2 for i in range(nbytes)], dtype=torch.uint8)
             state[f"{name}.{'x'.join(map(str, shape))}"] = data.view(getattr(torch, name)).reshape(shape)
-    catalog = open_dcp(save(state, tmp_path / "c"), records=True)
+    catalog = open_catalog(save(state, tmp_path / "c"), records=True)
     assert (catalog.format, catalog.encoding, catalog.notes) == ("dcp", "raw", ())
     assert set(catalog.tensors) == set(state)
     for fqn, tensor in state.items():
@@ -64,7 +64,7 @@ def test_strided_tensors_come_out_row_major(tmp_path: Path) -> None:
     base = torch.arange(60, dtype=torch.bfloat16).reshape(3, 4, 5)
     image = torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last)
     state = {"t": base.permute(2, 0, 1), "cl": image, "gap": base[:, ::2], "row": base[1:2]}
-    catalog = open_dcp(save(state, tmp_path / "c"), records=True)
+    catalog = open_catalog(save(state, tmp_path / "c"), records=True)
     for fqn, tensor in state.items():
         assert read_tensor(catalog, fqn) == raw(tensor), fqn
     assert sorted(file.name for file in catalog.files if file.decode) == ["__0_0.distcp:cl", "__0_0.distcp:t"]
@@ -76,7 +76,7 @@ def test_nested_state_with_an_optimizer(tmp_path: Path) -> None:
     model(torch.randn(5, 4)).sum().backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "list": [torch.ones(2), 1]}
-    catalog = open_dcp(save(state, tmp_path / "c"), records=True)
+    catalog = open_catalog(save(state, tmp_path / "c"), records=True)
     assert catalog.paths is not None
     assert catalog.paths["model.0.weight"] == ("model", "0.weight")
     assert catalog.paths["list.0"] == ("list", 0)
@@ -87,7 +87,7 @@ def test_nested_state_with_an_optimizer(tmp_path: Path) -> None:
 
 
 def test_without_records_the_extents_are_the_records(simple: str) -> None:
-    catalog = open_dcp(simple)
+    catalog = open_catalog(simple)
     assert catalog.encoding == "torch-record"
     row = catalog.tensors["model.w"].first_chunk
     source = catalog.files[catalog.chunks.file[row]]
@@ -105,7 +105,7 @@ def test_tied_names_may_share_a_record(simple: str) -> None:
         metadata.storage_data[MetadataIndex("tied", key.offset, 0)] = metadata.storage_data[key]
 
     alter(simple, tie)
-    catalog = open_dcp(simple, records=True)
+    catalog = open_catalog(simple, records=True)
     assert read_tensor(catalog, "tied") == read_tensor(catalog, "model.w")
 
 
@@ -113,7 +113,7 @@ def test_notes_tell_what_was_left_alone(simple: str) -> None:
     Path(simple, "__7_0.distcp").write_bytes(b"of a larger world")
     key = MetadataIndex("gone", torch.Size([0]))
     alter(simple, lambda metadata: metadata.storage_data.update({key: _StorageInfo("__9_0.distcp", 0, 9)}))
-    orphan, stale = open_dcp(simple, records=True).notes
+    orphan, stale = open_catalog(simple, records=True).notes
     assert "gone" in orphan
     assert "__7_0.distcp" in stale
 
@@ -126,7 +126,7 @@ def test_missing_metadata_says_why(tmp_path: Path) -> None:
         (tmp_path / present).touch()
         assert not is_dcp(str(tmp_path))
         with pytest.raises(SourceError, match=rf"has no \.metadata: .*{message}"):
-            open_dcp(str(tmp_path))
+            open_catalog(str(tmp_path))
 
 
 def place(**fields: object) -> Callable[[Metadata], None]:
@@ -193,7 +193,7 @@ def test_what_metadata_says_is_checked(simple: str, change: Callable[[Metadata],
     os.symlink("__0_0.distcp", os.path.join(simple, "l.distcp"))
     alter(simple, change)
     with pytest.raises(SourceError, match=message):
-        open_dcp(simple, records=True)
+        open_catalog(simple, records=True)
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
@@ -203,14 +203,14 @@ def test_metadata_must_be_a_regular_file(simple: str, kind: str) -> None:
     make = {"link": lambda: os.symlink(".metadata.old", path), "fifo": lambda: os.mkfifo(path)}
     make.get(kind, lambda: os.mkdir(path))()
     with pytest.raises(SourceError, match=r"^\.metadata"):
-        open_dcp(simple)
+        open_catalog(simple)
 
 
 def test_truncated_shard_names_tensor_and_file(simple: str) -> None:
     path = os.path.join(simple, "__0_0.distcp")
     os.truncate(path, os.path.getsize(path) - 1)
     with pytest.raises(SourceError, match=r"bytes .* of __0_0\.distcp"):
-        open_dcp(simple)
+        open_catalog(simple)
 
 
 def test_exchanged_records_differ_from_metadata(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_exchanged_records_differ_from_metadata(tmp_path: Path) -> None:
 
     alter(directory, exchange)
     with pytest.raises(IntegrityError) as caught:
-        open_dcp(directory, records=True)
+        open_catalog(directory, records=True)
     assert len(caught.value.problems) == 2
 
 
@@ -249,7 +249,7 @@ def test_grids_of_chunks_are_tilings(tmp_path: Path) -> None:
         )
         (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
         (tmp_path / "__0_0.distcp").write_bytes(bytes(100))
-        catalog = open_dcp(str(tmp_path))
+        catalog = open_catalog(str(tmp_path))
         assert len(catalog.chunks) == len(boxes)
         assert flat_offset(catalog.chunks.region(0).offsets, (8, 5)) == boxes[0][0][0] * 5 + boxes[0][0][1]
 
@@ -281,7 +281,7 @@ def test_bad_samples(case: dict[str, Any]) -> None:
 def refusal_of(directory: str) -> str | None:
     """Why a checkpoint cannot be opened and read, None where it can."""
     try:
-        catalog = open_dcp(directory, records=True)
+        catalog = open_catalog(directory, records=True)
         for fqn, entry in catalog.tensors.items():
             assert len(read_tensor(catalog, fqn)) == entry.nbytes
     except SourceError as error:
@@ -310,9 +310,9 @@ def test_checkpoints_of_real_trainers(sharded: Path) -> None:
         example = marker.relative_to(sharded).parts[0]
         if is_bytecheckpoint_metadata(str(marker.parent)):
             with pytest.raises(SourceError, match=r"names bytecheckpoint"):
-                open_dcp(str(marker.parent))
+                open_catalog(str(marker.parent))
             continue
-        catalog = open_dcp(str(marker.parent), records=True)
+        catalog = open_catalog(str(marker.parent), records=True)
         truth = sharded / example / "truth" / "state_dict.sha256.json"
         expected = json.loads(truth.read_text()) if truth.is_file() else {}
         for fqn, path in (catalog.paths or {}).items():

@@ -13,8 +13,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.errors import SourceError
-from shardkit.formats.dcp.directory import is_dcp, open_directory
-from tests.formats.dcp.samples import alter, assert_holds, open_dcp, replicate, save, save_rank_local, shard
+from shardkit.formats.dcp.directory import is_dcp, open_dcp
+from tests.formats.dcp.samples import (
+    alter,
+    assert_holds,
+    open_catalog,
+    replicate,
+    save,
+    save_rank_local,
+    shard,
+)
 
 FULL = {
     "model.w": torch.arange(28.0).reshape(7, 4),
@@ -45,7 +53,7 @@ def directory(tmp_path: Path) -> str:
 def test_all_ranks_make_one_checkpoint(tmp_path: Path, world: int) -> None:
     directory = save_rank_local(make, world, tmp_path / "c")
     assert is_dcp(directory)
-    opened = open_directory(directory)
+    opened = open_dcp(directory)
     assert_holds(opened.select(tuple(opened.catalog.tensors)), FULL)
     assert opened.catalog.objects == ("step",)
     assert opened.catalog.paths is not None
@@ -60,13 +68,13 @@ def test_names_that_one_rank_alone_has(tmp_path: Path) -> None:
 
     directory = save_rank_local(stage, 3, tmp_path / "c")
     expected = {f"layers.{rank}": torch.full((2,), float(rank)) for rank in range(3)}
-    assert_holds(open_dcp(directory, records=True), expected)
+    assert_holds(open_catalog(directory, records=True), expected)
 
 
 def test_more_than_ten_ranks_are_counted_as_numbers(tmp_path: Path) -> None:
     wide = torch.arange(24.0).reshape(12, 2)
     directory = save_rank_local(lambda mesh: {"w": shard(wide, mesh)}, 12, tmp_path / "c")
-    assert_holds(open_dcp(directory, records=True), {"w": wide})
+    assert_holds(open_catalog(directory, records=True), {"w": wide})
 
 
 @pytest.mark.parametrize(
@@ -80,31 +88,31 @@ def test_more_than_ten_ranks_are_counted_as_numbers(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(directory: str, missing: str, message: str) -> None:
     os.remove(os.path.join(directory, missing))
     with pytest.raises(SourceError, match=message):
-        open_dcp(directory)
+        open_catalog(directory)
 
 
 def test_a_rank_that_did_not_finish(directory: str) -> None:
     os.rename(os.path.join(directory, "__2.metadata"), os.path.join(directory, "__2.metadata.tmp"))
     with pytest.raises(SourceError, match=r"__2\.metadata\.tmp: this rank's save did not finish"):
-        open_dcp(directory)
+        open_catalog(directory)
 
 
 def test_ranks_of_another_world_overlap(directory: str) -> None:
     """Saved by three, then by two into the same directory: the third is stale."""
     save_rank_local(make, 2, Path(directory))
     with pytest.raises(SourceError, match=r"model\.w: chunks .* overlap"):
-        open_dcp(directory)
+        open_catalog(directory)
 
 
 def test_a_damaged_metadata_is_never_replaced_by_a_rank_s(directory: str) -> None:
     Path(directory, ".metadata").write_bytes(b"damaged")
     with pytest.raises(SourceError, match=r"^\.metadata is damaged"):
-        open_dcp(directory)
+        open_catalog(directory)
 
 
 def test_beside_metadata_they_are_left_alone(directory: str) -> None:
     save({"other": torch.ones(2)}, Path(directory))
-    catalog = open_dcp(directory, records=True)
+    catalog = open_catalog(directory, records=True)
     assert_holds(catalog, {"other": torch.ones(2)})
     assert catalog.notes[0].startswith(
         "3 rank-local metadata files of another save were left alone: __0.metadata"
@@ -143,11 +151,11 @@ def test_ranks_that_contradict_each_other(
 ) -> None:
     alter(directory, change, "__1.metadata")
     with pytest.raises(SourceError, match=message):
-        open_dcp(directory)
+        open_catalog(directory)
 
 
 def test_a_rank_s_metadata_may_not_be_a_pipe(directory: str) -> None:
     os.remove(os.path.join(directory, "__1.metadata"))
     os.mkfifo(os.path.join(directory, "__1.metadata"))
     with pytest.raises(SourceError, match=r"__1\.metadata: expected a regular file"):
-        open_dcp(directory)
+        open_catalog(directory)

@@ -15,7 +15,7 @@ from shardkit.errors import ShardkitError
 from shardkit.files.digest import crc32
 from shardkit.formats.dcp import records
 from shardkit.formats.torchsave import scan
-from tests.formats.dcp.samples import alter, assert_holds, open_dcp, save, save_rank_local, shard
+from tests.formats.dcp.samples import alter, assert_holds, open_catalog, save, save_rank_local, shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -60,7 +60,7 @@ def set_bulk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 def outcome(directory: str) -> object:
     try:
-        found = open_dcp(directory, records=True)
+        found = open_catalog(directory, records=True)
     except ShardkitError as error:
         return type(error), error.message, error.problems
     table = found.chunks
@@ -86,7 +86,7 @@ def test_all_at_once_is_one_by_one(
     assert outcome(directory) == expected
     # Of 303 records those of the first rank, and of the last two, which have fewer rows; twice what is stored as it lay.
     assert len(singly) <= 61 + 2 * 60 + 2 * WORLD
-    assert_holds(open_dcp(directory, records=True), tensors(30))
+    assert_holds(open_catalog(directory, records=True), tensors(30))
 
 
 def test_no_changed_byte_gets_by(tmp_path: Path, set_bulk: Callable[[bool], None]) -> None:
@@ -116,7 +116,7 @@ def test_no_changed_byte_gets_by(tmp_path: Path, set_bulk: Callable[[bool], None
 def test_a_changed_crc_gets_by_in_no_place(tmp_path: Path, set_bulk: Callable[[bool], None]) -> None:
     """It stands behind the data and in the directory; only where both agree is it one."""
     directory = checkpoint(tmp_path / "c")
-    catalog = open_dcp(directory, records=True)
+    catalog = open_catalog(directory, records=True)
     table = catalog.chunks
     row = next(
         row
@@ -144,7 +144,7 @@ def test_a_file_that_ends_early(tmp_path: Path, cut: int, set_bulk: Callable[[bo
     answers = []
     for on in (True, False):
         set_bulk(on)
-        catalog = open_dcp(directory)
+        catalog = open_catalog(directory)
         content = Path(path).read_bytes()
         os.truncate(path, len(content) - cut)
         with pytest.raises(ShardkitError, match=r"__1_0\.distcp") as raised:
@@ -170,6 +170,6 @@ def test_records_that_many_share_and_gaps(tmp_path: Path, set_bulk: Callable[[bo
     set_bulk(True)
     assert outcome(directory) == expected
     assert_holds(
-        open_dcp(directory, records=True),
+        open_catalog(directory, records=True),
         {name: state[f"w{n + 1}"] if n % 4 == 0 else value for n, (name, value) in enumerate(state.items())},
     )

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from shardkit.errors import SourceError
 from shardkit.formats.dcp import records
-from shardkit.formats.dcp.directory import DcpDirectory, open_directory
-from tests.formats.dcp.samples import alter, assert_holds, open_dcp, read_tensor
+from shardkit.formats.dcp.directory import DcpDirectory, open_dcp
+from tests.formats.dcp.samples import alter, assert_holds, open_catalog, read_tensor
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -53,7 +53,7 @@ def replace_record(directory: str, fqn: str, content: bytes) -> None:
 
 
 def test_every_tensor_is_decompressed(directory: str) -> None:
-    opened = open_directory(directory)
+    opened = open_dcp(directory)
     catalog = opened.select(tuple(STATE))
     assert all(catalog.files[file].decode for file in catalog.chunks.file)
     assert_holds(catalog, STATE)
@@ -62,8 +62,8 @@ def test_every_tensor_is_decompressed(directory: str) -> None:
 
 def test_only_named_tensors_are_looked_at(directory: str) -> None:
     replace_record(directory, "w", b"not zstd")
-    assert_holds(open_dcp(directory, records=("t",)), {"t": STATE["t"]})
-    catalog = open_dcp(directory, records=("w",))
+    assert_holds(open_catalog(directory, records=("t",)), {"t": STATE["t"]})
+    catalog = open_catalog(directory, records=("w",))
     with pytest.raises(SourceError, match=r"^w: __9_0\.distcp: zstd data at byte 0 is damaged"):
         read_tensor(catalog, "w")
 
@@ -71,7 +71,7 @@ def test_only_named_tensors_are_looked_at(directory: str) -> None:
 def test_a_bomb_is_stopped(directory: str) -> None:
     replace_record(directory, "scalar", zstandard.ZstdCompressor().compress(bytes(1 << 28)))
     with pytest.raises(SourceError, match=r"scalar: __9_0\.distcp: .* decompress to more than the 65544"):
-        read_tensor(open_dcp(directory, records=("scalar",)), "scalar")
+        read_tensor(open_catalog(directory, records=("scalar",)), "scalar")
 
 
 def test_a_record_cut_short_names_tensor_and_file(directory: str) -> None:
@@ -86,7 +86,7 @@ def test_a_record_cut_short_names_tensor_and_file(directory: str) -> None:
     ((start, length),) = places
     replace_record(directory, "w", content[start : start + length - 20])
     with pytest.raises(SourceError, match=r"^w: __9_0\.distcp"):
-        read_tensor(open_dcp(directory, records=("w",)), "w")
+        read_tensor(open_catalog(directory, records=("w",)), "w")
 
 
 def test_a_record_of_another_tensor_is_told(directory: str) -> None:
@@ -96,7 +96,7 @@ def test_a_record_of_another_tensor_is_told(directory: str) -> None:
 
     alter(directory, exchange)
     with pytest.raises(SourceError, match=r"w: __0_0\.distcp: stored as bfloat16, \.metadata says float32"):
-        read_tensor(open_dcp(directory, records=("w",)), "w")
+        read_tensor(open_catalog(directory, records=("w",)), "w")
 
 
 def test_a_flipped_bit_of_the_tensor_is_found(directory: str) -> None:
@@ -107,7 +107,7 @@ def test_a_flipped_bit_of_the_tensor_is_found(directory: str) -> None:
     record = bytearray(zstandard.ZstdDecompressor().decompressobj().decompress(content))
     record[record.index(STATE["w"].numpy().tobytes()) + 9] ^= 4
     replace_record(directory, "w", zstandard.ZstdCompressor().compress(bytes(record)))
-    opened = open_directory(directory)
+    opened = open_dcp(directory)
     (line,) = opened.check(tuple(STATE))
     assert line.startswith("w: __9_0.distcp, record at byte 0: entry data/0 is damaged")
     with pytest.raises(SourceError, match=r"^w: "):
@@ -119,7 +119,7 @@ def test_without_a_module_it_says_what_to_install(directory: str, monkeypatch: p
         raise ImportError(name)
 
     monkeypatch.setattr(records, "import_module", missing)
-    opened: DcpDirectory = open_directory(directory)
+    opened: DcpDirectory = open_dcp(directory)
     with pytest.raises(SourceError, match=r"stream\.zstd") as caught:
         opened.select(("w", "t"))
     assert caught.value.hint == "pip install 'shardkit[zstd]'"
@@ -139,10 +139,10 @@ def test_the_standard_library_is_enough(directory: str, monkeypatch: pytest.Monk
         return module
 
     monkeypatch.setattr(records, "import_module", only)
-    assert_holds(open_dcp(directory, records=True), STATE)
+    assert_holds(open_catalog(directory, records=True), STATE)
     replace_record(directory, "scalar", zstandard.ZstdCompressor().compress(bytes(1 << 22))[:20])
     with pytest.raises(SourceError, match=r"^scalar: __9_0\.distcp: zstd data at byte 0 is damaged"):
-        read_tensor(open_dcp(directory, records=("scalar",)), "scalar")
+        read_tensor(open_catalog(directory, records=("scalar",)), "scalar")
 
 
 class LikeStandardLibrary:

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.errors import SourceError
-from shardkit.formats.dcp.directory import open_directory
-from tests.formats.dcp.samples import alter, assert_holds, open_dcp, save_rank_local, shard
+from shardkit.formats.dcp.directory import open_dcp
+from tests.formats.dcp.samples import alter, assert_holds, open_catalog, save_rank_local, shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -43,7 +43,7 @@ def directory(tmp_path: Path) -> str:
 
 
 def test_tensors_are_found_through_the_header(directory: str) -> None:
-    opened = open_directory(directory)
+    opened = open_dcp(directory)
     assert not opened.has_records
     assert_holds(opened.catalog, STATE)
     assert_holds(opened.select(("model.mask",)), {"model.mask": STATE["model.mask"]})
@@ -55,7 +55,7 @@ def test_byte_entries_come_before_the_tensors(tmp_path: Path) -> None:
     import io
 
     state = {"w": torch.arange(4.0), "blob": io.BytesIO(b"some bytes")}
-    catalog = open_dcp(write(tmp_path / "c", state), records=True)
+    catalog = open_catalog(write(tmp_path / "c", state), records=True)
     assert catalog.objects == ("blob",)
     assert min(catalog.chunks.start) > 10
     assert_holds(catalog, {"w": torch.arange(4.0)})
@@ -64,7 +64,7 @@ def test_byte_entries_come_before_the_tensors(tmp_path: Path) -> None:
 def test_one_file_per_tensor(tmp_path: Path) -> None:
     directory = write(tmp_path / "c", dict(STATE), single_file_per_rank=False)
     assert sum(name.endswith(".distcp") for name in os.listdir(directory)) == len(STATE)
-    assert_holds(open_dcp(directory), STATE)
+    assert_holds(open_catalog(directory), STATE)
 
 
 def test_parts_of_several_ranks(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_parts_of_several_ranks(tmp_path: Path) -> None:
 
     options = {"serialization_format": SerializationFormat.SAFETENSORS}
     directory = save_rank_local(make, 2, tmp_path / "c", **options)
-    assert_holds(open_dcp(directory, records=True), {"w": wide, "columns": wide})
+    assert_holds(open_catalog(directory, records=True), {"w": wide, "columns": wide})
 
 
 def two_chunks(metadata: Metadata) -> None:
@@ -127,11 +127,11 @@ def test_what_metadata_says_is_held_against_the_header(
 ) -> None:
     alter(directory, change)
     with pytest.raises(SourceError, match=message):
-        open_dcp(directory)
+        open_catalog(directory)
 
 
 def test_a_file_cut_short(directory: str) -> None:
     path = os.path.join(directory, "__0_0.distcp")
     os.truncate(path, os.path.getsize(path) - 1)
     with pytest.raises(SourceError, match=r"__0_0\.distcp: truncated"):
-        open_dcp(directory)
+        open_catalog(directory)

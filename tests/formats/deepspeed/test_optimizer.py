@@ -17,7 +17,7 @@ from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.deepspeed.checkpoint import open_deepspeed
 from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.operations.reshard import reshard
-from tests.formats.dcp.samples import open_dcp
+from tests.formats.dcp.samples import open_catalog
 from tests.formats.deepspeed.test_checkpoint import (
     GROUPS,
     Tensors,
@@ -196,7 +196,7 @@ def test_all_rows_are_sharded_again(
 ) -> None:
     """However the flat partitions happened to cut a parameter, or not."""
     reshard(write(tmp_path / "run", 2, deepspeed_classes), tmp_path / "out", world_size=2)
-    catalog = open_dcp(str(tmp_path / "out"), records=True)
+    catalog = open_catalog(str(tmp_path / "out"), records=True)
     for name, entry in catalog.tensors.items():
         is_cut = entry.dtype.is_floating and entry.shape and entry.num_elements
         assert entry.num_chunks == (2 if is_cut else 1), name

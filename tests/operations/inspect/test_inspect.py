@@ -88,7 +88,7 @@ def test_a_part_stands_for_the_checkpoint(sharded, name):
 
 
 def test_manifest_alone_is_read(sharded, monkeypatch):
-    monkeypatch.setattr("shardkit.formats.dcp.directory.open_directory", None)
+    monkeypatch.setattr("shardkit.formats.dcp.directory.open_dcp", None)
     (sharded / ".metadata").write_bytes(b"x" * os.path.getsize(sharded / ".metadata"))
     assert shardkit.inspect(str(sharded)).warnings == ()
 

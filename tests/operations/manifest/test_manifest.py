@@ -32,7 +32,7 @@ from shardkit.operations.manifest.manifest import write_manifest
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify.result import Report, VerifyResult
 from shardkit.operations.verify.verify import verify
-from tests.formats.dcp.samples import open_dcp
+from tests.formats.dcp.samples import open_catalog
 from tests.operations.verify.test_verify import flip, flipped, state, tensors
 
 # torch's own: a save without a process group.
@@ -199,7 +199,7 @@ def test_parts_of_tensors_without_checksums_are_named(made: Path, tmp_path: Path
             os.remove(out / name)
     write_manifest(out)
     assert verify(out).num_unrecorded_chunks == 0
-    catalog = open_dcp(str(out), records=True)
+    catalog = open_catalog(str(out), records=True)
     row = catalog.tensors["model.big.weight"].chunk_ids[1]
     name, start = catalog.files[catalog.chunks.file[row]].name, catalog.chunks.start[row]
     flip(out / name, start + 99)

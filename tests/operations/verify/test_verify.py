@@ -27,7 +27,7 @@ from shardkit.operations.reshard import reshard
 from shardkit.operations.verify.result import VerifyResult
 from shardkit.operations.verify.spelling import Difference
 from shardkit.operations.verify.verify import verify
-from tests.formats.dcp.samples import open_dcp
+from tests.formats.dcp.samples import open_catalog
 
 # torch's own: a save without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
@@ -101,7 +101,7 @@ def lines(result: VerifyResult) -> str:
 def extents(directory: Path) -> dict[str, list[tuple[int, int, set[str]]]]:
     """For each file (first byte, byte after the last, names) of the tensors' data."""
     is_hub = any(name.endswith(".safetensors") for name in os.listdir(directory))
-    catalog = open_model(str(directory)).catalog if is_hub else open_dcp(str(directory), records=True)
+    catalog = open_model(str(directory)).catalog if is_hub else open_catalog(str(directory), records=True)
     found: dict[tuple[str, int, int], set[str]] = {}
     for fqn, entry in catalog.tensors.items():
         for row in entry.chunk_ids:
@@ -168,7 +168,7 @@ def test_flipped_bytes_around_the_data_of_a_foreign_record_are_found(copied: Cal
     """Those too that no checksum covers and no reader needs: padding, and fields that a zip has twice."""
     directory, pick = copied("stock"), random.Random(2)
     data = extents(directory)[SHARD]
-    catalog = open_dcp(str(directory))
+    catalog = open_catalog(str(directory))
     for fqn, entry in catalog.tensors.items():
         row = entry.first_chunk
         start, nbytes = catalog.chunks.start[row], catalog.chunks.nbytes[row]
@@ -199,7 +199,7 @@ def test_records_that_are_spelled_otherwise_are_no_damage(tmp_path: Path) -> Non
 def test_records_without_checksums_are_no_damage(tmp_path: Path) -> None:
     """What a writer does that had checksums switched off for a while."""
     dcp.save({f"with{n}": torch.ones(n) for n in range(1, 9)}, checkpoint_id=tmp_path / "out", no_dist=True)
-    catalog = open_dcp(str(tmp_path / "out"))
+    catalog = open_catalog(str(tmp_path / "out"))
     row = catalog.tensors["with3"].first_chunk
     start, stop = catalog.chunks.start[row], catalog.chunks.start[row] + catalog.chunks.nbytes[row]
     data = bytearray((tmp_path / "out" / SHARD).read_bytes())
