@@ -1,21 +1,31 @@
 """`shardkit.json`: what was written, from what, and how to check it.
 
-docs/format.md is the contract. The manifest carries the digest of `.metadata`, of every shard file and
-its chunk list, of every tensor, and of itself: `crc32` is that of the manifest's own JSON without that
-key, written with sorted keys and no blanks.
+docs/format.md is the contract, and the types here say the same: a field is a key, fields stand in the order of the file,
+and an optional field that is None is left out. A manifest is parsed once, here, with errors that name the field.
 
-One that lies beside a directory, not in it, has the directory's name and `.shardkit.json`.
+The manifest has the digests of `.metadata`, of every shard file and its chunk list, of every tensor, and of itself: `crc32`
+is that of the manifest's own JSON without that key, written with sorted keys and no blanks.
+
+A manifest that lies beside a directory, not in it, has the directory's name and `.shardkit.json`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache, lru_cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
-from shardkit.core.text import escape
+from shardkit._version import __version__
+from shardkit.core.dtypes import BY_NAME
+from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.files.digest import crc32
 from shardkit.files.links import locate
@@ -23,10 +33,292 @@ from shardkit.files.strict_json import parse_integer, read_small
 
 NAME = "shardkit.json"
 FORMAT = 1
-KIND_FILES = "files"
-"""`kind` of a manifest that lists files and says nothing of how they were made."""
 MAX_BYTES = 1 << 30
 _SIDECAR_ENDING = ".shardkit.json"
+_MAX_NUMBER = 1 << 62
+_MAX_PROBLEMS = 100
+_MAX_SHOWN = 200  # characters of a name or value
+
+# An `int` is a whole number from 0 on, below 2^62. What else a value has to be stands beside its type.
+Crc32 = Annotated[int, range(1 << 32), "a CRC-32"]
+Sha256 = Annotated[str, re.compile(r"[0-9a-f]{64}"), "a sha256 in hex"]
+DtypeName = Annotated[str, frozenset(BY_NAME), "a dtype that shardkit knows"]
+_PART = r"(?!\.{0,2}(?:/|\Z))[^/\0]+"  # no "", "." or ".."
+PlainName = Annotated[str, re.compile(_PART), "a file name without a directory"]
+FileName = Annotated[str, re.compile(f"{_PART}(?:/{_PART})*"), "a file name below the directory"]
+PlacementText = Annotated[str, re.compile(r"R|S\([0-9]{1,3}\)"), 'a placement, "R" or "S(dim)"']
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """Who wrote a manifest."""
+
+    name: str
+    version: str
+
+
+TOOL = Tool(name="shardkit", version=__version__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFile:
+    """A file, relative to the directory."""
+
+    name: FileName
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File(SavedFile):
+    """A file and its digests."""
+
+    crc32: Crc32 | None
+    """None where it was not taken."""
+    sha256: Sha256 | None = None
+    """In hex; None where it was not asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFile(File):
+    """A shard file and its chunk list."""
+
+    name: PlainName
+    chunks: File
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedFile(File):
+    """A file that somebody else wrote."""
+
+    extents: tuple[tuple[int, int, Crc32], ...] | None = None
+    """(first byte, bytes, CRC-32) of parts of tensors that have no checksum in the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A file that weights were read from."""
+
+    name: str
+    size_bytes: int
+    crc32: Crc32 | None = None
+    """Of the header."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The identity of the weights that were read."""
+
+    repo: str | None = None
+    """Of the Hub; None for local files."""
+    commit: str | None = None
+    """Of that repo."""
+    files: tuple[SourceFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """An axis of the mesh."""
+
+    name: str
+    size: int
+    role: str
+    """Either "replicate" or "shard"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """The device mesh that shards were written for."""
+
+    axes: tuple[Axis, ...]
+    """Outermost first."""
+    world_size: int
+    num_shards: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOrigin:
+    """How the layout came to be."""
+
+    origin: str
+    """"traced" from the real model or "declared" from names and shapes."""
+    policy: str
+    """The wrap policy, as it was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A module that is sharded as one."""
+
+    path: str
+    """"" for the root."""
+    class_name: str | None = field(metadata={"key": "class"})
+    """None where no model was at hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Omitted:
+    """A tensor of the source that is not in the output."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceTensor:
+    """What a tensor was in the source."""
+
+    name: str
+    dtype: DtypeName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedTensor:
+    """A tensor that is cut over a mesh."""
+
+    dtype: DtypeName
+    shape: tuple[int, ...]
+    """Of the whole tensor, elements."""
+    placements: tuple[PlacementText, ...]
+    """One for each axis of the mesh."""
+    unit: int
+    """Index into `units`."""
+    buffer: bool
+    source: SourceTensor
+    crc32: Crc32 | None = None
+    """Of the whole tensor's bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubTensor:
+    """A tensor of a Hub model that was made from a checkpoint."""
+
+    dtype: DtypeName
+    shape: tuple[int, ...]
+    source: SourceTensor
+    crc32: Crc32 | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedTensor:
+    """A tensor of a checkpoint that somebody else wrote, by its stored name."""
+
+    dtype: DtypeName
+    shape: tuple[int, ...]
+    crc32: Crc32 | None = None
+    """None where one pass over the files did not give it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Presharded:
+    """A directory that preshard or reshard wrote. The only kind whose JSON has no `kind`."""
+
+    kind: ClassVar[str] = "presharded"
+    tool: Tool
+    source: Source
+    mesh: Mesh
+    layout: LayoutOrigin
+    units: tuple[Unit, ...]
+    """The root first, then in module order."""
+    ties: tuple[tuple[str, ...], ...]
+    """Groups of names that are one parameter; the first has the records."""
+    key_rules: tuple[tuple[str, str], ...]
+    """Empty; in a resharded checkpoint those of `shardkit.save`."""
+    derived: tuple[object, ...]
+    """Tensors computed from others; none yet."""
+    dtype: str
+    """As asked for: "keep", "bf16", "fp16" or "fp32"."""
+    optimizer_dtype: str | None = None
+    """The same for the optimizer's state; of reshard alone."""
+    digest: str
+    """Either "crc32" or "none"."""
+    omitted: tuple[Omitted, ...]
+    objects: tuple[str, ...] | None = None
+    """Names of byte entries; of reshard alone."""
+    tensors: Mapping[str, ShardedTensor]
+    """By name, in file order."""
+    files: tuple[ShardFile, ...]
+    others: tuple[File, ...] | None = None
+    """Files that reshard copied into the directory; None where there are none."""
+    metadata: File | None = None
+    """`.metadata`; None until it is written."""
+    crc32: Crc32 | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """A training state that `shardkit.save` wrote."""
+
+    kind: ClassVar[str] = "checkpoint"
+    tool: Tool
+    model_class: str
+    world_size: int
+    meshes: tuple[str, ...]
+    """Every mesh that parameters lie on: axis names and sizes."""
+    units: tuple[Unit, ...]
+    """Modules that `fully_shard` was called on."""
+    ties: tuple[tuple[str, ...], ...]
+    key_rules: tuple[tuple[str, str], ...] | None = None
+    """What makes the Hub's names of the model's: a prefix and what stands in its place. None where that is not known."""
+    metadata: File | None = None
+    """`.metadata`; early versions did not list it."""
+    files: tuple[SavedFile, ...]
+    crc32: Crc32 | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubModel:
+    """A Hub model that consolidate wrote."""
+
+    kind: ClassVar[str] = "hub"
+    tool: Tool
+    layout: str
+    """The format of the checkpoint that it was made from: "dcp", "lightning", ..."""
+    writer: str
+    """Who wrote that, for people."""
+    weights: str
+    """The value of `--weights`."""
+    holds: str
+    """"model", "adapter" or "merged"."""
+    root: str
+    """What was taken as the model's beginning, dotted; "" for the top."""
+    key_rules: tuple[tuple[str | int, ...], ...]
+    """What was taken out of names or renamed, with the number of names."""
+    ties: tuple[tuple[str, ...], ...]
+    """Pairs of the name that is kept and its equal that is left out."""
+    dtype: str
+    """As asked for: "keep", "base", "bf16", "fp16" or "fp32"."""
+    digest: str
+    tensors: Mapping[str, HubTensor]
+    files: tuple[File, ...]
+    """The weight files."""
+    others: tuple[File, ...] | None = None
+    """Every other file but the manifest; early versions did not list them."""
+    crc32: Crc32 | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileList:
+    """The files of a checkpoint, whoever wrote it; says nothing of how they were made."""
+
+    kind: ClassVar[str] = "files"
+    tool: Tool
+    layout: str | None = None
+    """The format of the checkpoint: "hub", "dcp", "lightning", ... None from reshard."""
+    writer: str | None = None
+    folders: tuple[FileName, ...] | None = None
+    """Folders with manifests of their own; of reshard alone."""
+    files: tuple[ListedFile, ...]
+    unlisted: tuple[str, ...]
+    """Symbolic links, pipes, sockets and devices."""
+    tensors: Mapping[str, ListedTensor] | None = None
+    """None where shardkit cannot take the weights."""
+    crc32: Crc32 | None = None
+
+
+Manifest = Presharded | SavedState | HubModel | FileList
+Tensor = ShardedTensor | HubTensor | ListedTensor
+KINDS: tuple[type[Manifest], ...] = (Presharded, SavedState, HubModel, FileList)
 
 
 def sidecar_of(path: str) -> str:
@@ -34,37 +326,67 @@ def sidecar_of(path: str) -> str:
     return os.path.abspath(path) + _SIDECAR_ENDING
 
 
-def dump(content: Mapping[str, Any]) -> bytes:
-    """Return a manifest as bytes, with its own digest in it."""
-    body = {key: value for key, value in content.items() if key != "crc32"}
-    return json.dumps({**body, "crc32": _digest(body)}, indent=1, ensure_ascii=True).encode() + b"\n"
+def all_files(manifest: Manifest) -> tuple[SavedFile, ...]:
+    """Return every file that a manifest lists, those beside the weights last."""
+    others = manifest.others if isinstance(manifest, (Presharded, HubModel)) else None
+    return (*manifest.files, *(others or ()))
 
 
-def _digest(body: Mapping[str, Any]) -> int:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return int(crc32(canonical.encode()))
+def all_tensors(manifest: Manifest) -> Mapping[str, Tensor]:
+    """Return every tensor that a manifest lists, by name."""
+    return (None if isinstance(manifest, SavedState) else manifest.tensors) or {}
 
 
 def file_entry(name: str, size: int, crc: int | None, sha256: str | None = None) -> dict[str, Any]:
-    """Return what a manifest says of a file.
-
-    Args:
-        name: relative to the directory.
-        size: bytes.
-        crc: CRC-32 of the file; None where it was not taken.
-        sha256: in hex; None where it was not asked for.
-    """
-    entry: dict[str, Any] = {"name": name, "size": size, "crc32": crc}
-    return entry if sha256 is None else {**entry, "sha256": sha256}
+    return to_json(File(name=name, size=size, crc32=crc, sha256=sha256))
 
 
 def entry_of(name: str, data: bytes, *, digest: bool, sha256: bool) -> dict[str, Any]:
-    """Return what a manifest says of a file whose content is at hand; arguments as for `file_entry`."""
+    return to_json(describe_bytes(name, data, digest=digest, sha256=sha256))
+
+
+KIND_FILES = "files"
+
+
+def describe_bytes(name: str, data: bytes, *, digest: bool, sha256: bool) -> File:
+    """Return what a manifest says of a file whose content is at hand; `digest` and `sha256` say what to take."""
     crc = int(crc32(data)) if digest else None
-    return file_entry(name, len(data), crc, hashlib.sha256(data).hexdigest() if sha256 else None)
+    return File(
+        name=name, size=len(data), crc32=crc, sha256=hashlib.sha256(data).hexdigest() if sha256 else None
+    )
 
 
-def read(directory: str) -> dict[str, Any] | None:
+def to_json(record: Any) -> dict[str, Any]:
+    """Return a record of this module as JSON has it, its parts still records: what `json.dumps` takes as `default`."""
+    head: dict[str, Any] = {}
+    if isinstance(record, KINDS):
+        head = (
+            {"format": FORMAT} if isinstance(record, Presharded) else {"format": FORMAT, "kind": record.kind}
+        )
+    values = ((item, getattr(record, item.name)) for item in fields(record))
+    return head | {
+        _key(item): value for item, value in values if value is not None or item.default is not None
+    }
+
+
+def dump(manifest: Manifest | Mapping[str, Any]) -> bytes:
+    """Return a manifest as bytes, with its own digest in it."""
+    content = manifest if isinstance(manifest, Mapping) else to_json(manifest)
+    body = {key: value for key, value in content.items() if key != "crc32"}
+    return encode({**body, "crc32": _digest(body)})
+
+
+def encode(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes that shardkit writes for some JSON."""
+    return json.dumps(content, indent=1, ensure_ascii=True, default=to_json).encode() + b"\n"
+
+
+def _digest(body: Mapping[str, Any]) -> int:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=to_json)
+    return int(crc32(canonical.encode()))
+
+
+def read(directory: str) -> Manifest | None:
     """Return the manifest of a directory, checked against its own digest; None where there is none.
 
     Raises:
@@ -87,7 +409,7 @@ def read_bytes(directory: str) -> bytes:
     return read_small(locate(directory, NAME), NAME, MAX_BYTES)
 
 
-def parse(data: bytes, name: str) -> dict[str, Any]:
+def parse(data: bytes, name: str) -> Manifest:
     """Return a manifest from its bytes, checked against its own digest.
 
     Args:
@@ -96,6 +418,16 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
 
     Raises:
         SourceError, IntegrityError: as `read`.
+    """
+    return decode(load(data, name), name)
+
+
+def load(data: bytes, name: str) -> dict[str, Any]:
+    """Return the JSON of a manifest, checked against its own digest; arguments as for `parse`.
+
+    Raises:
+        SourceError: it is not a manifest, or of a version that this shardkit does not know.
+        IntegrityError: it is not what was written.
     """
     shown = escape(name)
     try:
@@ -117,3 +449,208 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
     if content.get("crc32") != digest:
         raise IntegrityError(f"{shown} has been changed: its own digest does not match")
     return content
+
+
+def decode(content: dict[str, Any], name: str) -> Manifest:
+    """Return a manifest from its JSON.
+
+    Args:
+        content: as `load` gives it; it is used up, so that memory holds each part once.
+        name: how to call it in messages.
+
+    Raises:
+        SourceError: naming each field that is missing or of another type.
+    """
+    shown, kind = escape(name), content.get("kind", Presharded.kind)
+    known: dict[str, Any] = {each.kind: each for each in KINDS}
+    if not isinstance(kind, str) or kind not in known:
+        raise SourceError(
+            f"{shown}: kind: expected one of {', '.join(known)}, found {_found(kind)}", hint="update shardkit"
+        )
+    try:
+        manifest: Manifest = _decoder(known[kind])(content)
+    except _Wrong as wrong:
+        problems = [problem.removeprefix(".") for problem in wrong.problems]
+        what = problems[0] if len(problems) == 1 else count(len(problems), "field")
+        raise SourceError(
+            f"{shown} lacks what its format has: {what}",
+            problems=problems,
+            hint="the file was written by something else; docs/format.md describes it",
+        ) from None
+    return manifest
+
+
+class _Wrong(Exception):
+    """Fields that are not what they should be; each problem begins with the path below the place that raised it."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+
+
+_Decoder = Callable[[Any], Any]
+
+
+def _key(item: dataclasses.Field[Any]) -> str:
+    return str(item.metadata.get("key", item.name))
+
+
+@cache
+def _decoder(hint: Any) -> _Decoder:
+    """Return what makes a value of some type from JSON, or raises `_Wrong`."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _record_decoder(hint)
+    if origin is Annotated:
+        return _checked_decoder(*arguments)
+    if origin in (Union, UnionType):
+        return _union_decoder(arguments)
+    if origin is Mapping:
+        return _mapping_decoder(_decoder(arguments[1]))
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return _list_decoder(_decoder(arguments[0]))
+    if origin is tuple:
+        return _fixed_decoder([_decoder(argument) for argument in arguments])
+    return _SCALARS[hint]
+
+
+def _record_decoder(kind: Any) -> _Decoder:
+    hints = get_type_hints(kind, include_extras=True)
+    parts = [(i.name, _key(i), _decoder(hints[i.name]), i.default is MISSING) for i in fields(kind)]
+
+    def decode(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _expected("an object", value)
+        problems: list[str] = []
+        found: dict[str, Any] = {}
+        for name, key, decode_part, is_required in parts:
+            if key in value:
+                try:
+                    found[name] = decode_part(value[key])
+                except _Wrong as wrong:
+                    problems += (f".{key}{problem}" for problem in wrong.problems)
+            elif is_required:
+                problems.append(f".{key}: it is missing")
+        if problems:
+            raise _Wrong(problems)
+        return kind(**found)
+
+    return decode
+
+
+def _mapping_decoder(decode_item: _Decoder) -> _Decoder:
+    def decode(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _expected("an object", value)
+        problems: list[str] = []
+        for key, item in value.items():
+            try:
+                value[key] = decode_item(item)  # in place: of many tensors there is one copy at a time
+            except _Wrong as wrong:
+                problems += (f'["{escape(key[:_MAX_SHOWN])}"]{problem}' for problem in wrong.problems)
+                if len(problems) >= _MAX_PROBLEMS:
+                    break
+        if problems:
+            raise _Wrong(problems)
+        return value
+
+    return decode
+
+
+def _list_decoder(decode_item: _Decoder) -> _Decoder:
+    def decode(value: Any) -> Any:
+        if type(value) is not list:
+            raise _expected("a list", value)
+        try:
+            return tuple(map(decode_item, value))
+        except _Wrong:
+            raise _collected((f"[{at}]", decode_item, item) for at, item in enumerate(value)) from None
+
+    return decode
+
+
+def _fixed_decoder(decoders: list[_Decoder]) -> _Decoder:
+    def decode(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(decoders):
+            raise _expected(f"a list of {len(decoders)}", value)
+        try:
+            return tuple([decode_item(item) for decode_item, item in zip(decoders, value, strict=True)])
+        except _Wrong:
+            numbered = enumerate(zip(decoders, value, strict=True))
+            raise _collected((f"[{at}]", decode_item, item) for at, (decode_item, item) in numbered) from None
+
+    return decode
+
+
+def _collected(parts: Iterable[tuple[str, _Decoder, object]]) -> _Wrong:
+    """Return everything that is wrong with the parts of a value, each with its place below that."""
+    problems: list[str] = []
+    for place, decode_part, value in parts:
+        try:
+            decode_part(value)
+        except _Wrong as wrong:
+            problems += (f"{place}{problem}" for problem in wrong.problems)
+            if len(problems) >= _MAX_PROBLEMS:
+                break
+    return _Wrong(problems)
+
+
+def _checked_decoder(kind: Any, check: Container[Any] | re.Pattern[str], what: str) -> _Decoder:
+    is_good: Callable[[Any], object]
+    is_good = lru_cache(check.fullmatch) if isinstance(check, re.Pattern) else check.__contains__
+
+    def decode(value: Any) -> Any:
+        if type(value) is not kind or not is_good(value):
+            raise _expected(what, value)
+        return value
+
+    return decode
+
+
+def _union_decoder(kinds: tuple[Any, ...]) -> _Decoder:
+    """Take what any of several types is; what is wrong is told by the last."""
+    *firsts, last = [_decoder(kind) for kind in kinds if kind is not NoneType]
+    is_optional = NoneType in kinds
+
+    def decode(value: Any) -> Any:
+        if value is None and is_optional:
+            return None
+        for decode_as in firsts:
+            with contextlib.suppress(_Wrong):
+                return decode_as(value)
+        return last(value)
+
+    return decode
+
+
+def _scalar(kind: type, what: str) -> _Decoder:
+    def decode(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _expected(what, value)
+        return value
+
+    return decode
+
+
+def _whole_number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_NUMBER:  # True is an int to isinstance
+        raise _expected("an integer from 0 on", value)
+    return value
+
+
+_SCALARS: Mapping[Any, _Decoder] = {
+    int: _whole_number,
+    str: _scalar(str, "text"),
+    bool: _scalar(bool, "true or false"),
+    object: lambda value: value,
+}
+
+
+def _expected(what: str, value: object) -> _Wrong:
+    return _Wrong([f": expected {what}, found {_found(value)}"])
+
+
+def _found(value: object) -> str:
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
+    text = json.dumps(value)
+    return escape(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")

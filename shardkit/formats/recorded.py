@@ -6,7 +6,7 @@ import os
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, Checksums, SourceFile
 from shardkit.core.text import escape
@@ -15,7 +15,6 @@ from shardkit.files import manifest
 from shardkit.files.strict_json import read_small
 from shardkit.formats.registry import directory_of
 
-_MAX_CRC = 1 << 32
 _SAFETENSORS = ".safetensors"
 _NEW_ONE = "shardkit manifest writes a new one"
 _WAYS_OUT = (
@@ -72,7 +71,7 @@ class _Row(NamedTuple):
 class _Read(NamedTuple):
     """A manifest, and the directory that its names are relative to."""
 
-    content: Mapping[str, Any]
+    content: manifest.Manifest
     home: str
     path: str
 
@@ -163,18 +162,15 @@ def _read_beside(home: str) -> _Read | None:
     return None
 
 
-def _listed(read: _Read) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield real path and entry of each file that a manifest lists."""
-    for key in ("files", "others"):
-        entries = read.content.get(key)
-        for entry in entries if isinstance(entries, list) else ():
-            if isinstance(entry, dict) and isinstance(entry.get("name"), str) and "\0" not in entry["name"]:
-                yield os.path.realpath(os.path.join(read.home, entry["name"])), entry
+def _listed(read: _Read) -> dict[str, manifest.SavedFile]:
+    """Return each file that a manifest lists, by real path."""
+    files = manifest.all_files(read.content)
+    return {os.path.realpath(os.path.join(read.home, file.name)): file for file in files}
 
 
 def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
     """Refuse a manifest from a person that is about other files."""
-    sizes, home = {path: entry.get("size") for path, entry in _listed(read)}, os.path.realpath(read.home)
+    sizes, home = {path: file.size for path, file in _listed(read).items()}, os.path.realpath(read.home)
     problems = dict[str, None]()
     for catalog in catalogs:
         for file in catalog.files:
@@ -184,9 +180,7 @@ def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
             if path not in sizes:
                 problems[f"{escape(file.name)}: it is not listed"] = None
             elif file.decode is None and sizes[path] != file.size:
-                problems[f"{escape(file.name)}: {file.size} bytes, listed are {escape(str(sizes[path]))}"] = (
-                    None
-                )
+                problems[f"{escape(file.name)}: {file.size} bytes, listed are {sizes[path]}"] = None
     if problems:
         raise SourceError(
             f"{escape(read.path)} is not a manifest of this source", problems=list(problems), hint=_NEW_ONE
@@ -195,13 +189,11 @@ def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
 
 def _take(read: _Read, catalogs: Iterable[Catalog], found: SourceManifests) -> None:
     """Give files the checksums of a manifest."""
-    listed = dict(_listed(read))
-    for path, entry in listed.items():
-        crc = entry.get("crc32")
-        if _is_crc(crc) and os.path.isfile(path) and os.path.getsize(path) == entry.get("size"):
+    listed, tensors = _listed(read), manifest.all_tensors(read.content)
+    for path, file in listed.items():
+        crc = file.crc32 if isinstance(file, manifest.File) else None
+        if crc is not None and os.path.isfile(path) and os.path.getsize(path) == file.size:
             found.files.setdefault(path, crc)
-    tensors = read.content.get("tensors")
-    tensors = tensors if isinstance(tensors, dict) else {}
     for catalog in catalogs:
         _check_headers(catalog, listed, tensors)
     if any([_add_checksums(catalog, listed, tensors) for catalog in catalogs]):
@@ -209,7 +201,7 @@ def _take(read: _Read, catalogs: Iterable[Catalog], found: SourceManifests) -> N
 
 
 def _check_headers(
-    catalog: Catalog, listed: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Any]
+    catalog: Catalog, listed: Mapping[str, manifest.SavedFile], tensors: Mapping[str, manifest.Tensor]
 ) -> None:
     """Refuse safetensors files whose headers differ from what was recorded: a header has no checksum of its own.
 
@@ -217,20 +209,16 @@ def _check_headers(
     """
     files = {os.path.realpath(file.path): file for file in catalog.files}
     weights = {path for path in listed if path.endswith(_SAFETENSORS)}
-    if weights != files.keys() or any(listed[path].get("size") != file.size for path, file in files.items()):
+    if weights != files.keys() or any(listed[path].size != file.size for path, file in files.items()):
         return
     problems = []
     for fqn, said in tensors.items():
         entry = catalog.tensors.get(fqn)
-        if not isinstance(said, dict):
-            continue
         if entry is None:
             problems.append(f"{escape(fqn)}: recorded, and not in the files")
-        elif (said.get("dtype"), said.get("shape")) != (entry.dtype.name, list(entry.shape)):
-            found, recorded = (
-                f"{entry.dtype.name} {list(entry.shape)}",
-                f"{said.get('dtype')} {said.get('shape')}",
-            )
+        elif (said.dtype, said.shape) != (entry.dtype.name, entry.shape):
+            found = f"{entry.dtype.name} {list(entry.shape)}"
+            recorded = f"{said.dtype} {list(said.shape)}"
             problems.append(f"{escape(fqn)}: {found}, recorded is {escape(recorded)}")
     if problems:
         names = ", ".join(escape(file.name) for file in catalog.files[:3])
@@ -241,24 +229,20 @@ def _check_headers(
         )
 
 
-def _is_crc(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < _MAX_CRC
-
-
 def _lacks(file: SourceFile) -> bool:
     """True for a file that lies on disk as it is, and does not record the CRC-32 of every storage."""
     return file.decode is None and (file.checksums is None or 0 in file.checksums.crcs)
 
 
 def _add_checksums(
-    catalog: Catalog, listed: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Any]
+    catalog: Catalog, listed: Mapping[str, manifest.SavedFile], tensors: Mapping[str, manifest.Tensor]
 ) -> bool:
     """Give files of a catalog that lack CRC-32s those of a manifest; True where it has any."""
-    lacking: dict[int, Mapping[str, Any]] = {}
+    lacking: dict[int, manifest.SavedFile] = {}
     for number, file in enumerate(catalog.files):
         if _lacks(file):
             entry = listed.get(os.path.realpath(file.path))
-            if entry is not None and entry.get("size") == file.size:
+            if entry is not None and entry.size == file.size:
                 lacking[number] = entry
     if not lacking:
         return False
@@ -282,18 +266,16 @@ def _add_checksums(
     return was_taken
 
 
-def _extents(entry: Mapping[str, Any]) -> Iterator[_Row]:
+def _extents(file: manifest.SavedFile) -> Iterator[_Row]:
     """Yield the parts of tensors that have a CRC-32 in a file's entry."""
-    extents, size = entry.get("extents"), entry["size"]
-    for extent in extents if isinstance(extents, list) else ():
-        if isinstance(extent, list) and len(extent) == 3 and all(type(number) is int for number in extent):
-            start, nbytes, crc = extent
-            if _is_crc(crc) and start >= 0 and nbytes > 0 and start + nbytes <= size:
-                yield _Row(start, start + nbytes, crc)
+    extents = file.extents if isinstance(file, manifest.ListedFile) else None
+    for start, nbytes, crc in extents or ():
+        if nbytes and start + nbytes <= file.size:
+            yield _Row(start, start + nbytes, crc)
 
 
 def _tensor_rows(
-    catalog: Catalog, tensors: Mapping[str, Any], files: Mapping[int, object]
+    catalog: Catalog, tensors: Mapping[str, manifest.Tensor], files: Mapping[int, object]
 ) -> tuple[dict[int, list[_Row]], dict[int, list[_Row]]]:
     """Return, by file, the tensors of one chunk that have a CRC-32 in a manifest; and all chunks."""
     table = catalog.chunks
@@ -307,12 +289,12 @@ def _tensor_rows(
                 chunks.setdefault(number, []).append(_Row(start, start + nbytes, 0))
                 if (
                     entry.num_chunks == 1
-                    and isinstance(said, dict)
-                    and _is_crc(said.get("crc32"))
-                    and (said.get("dtype"), said.get("shape")) == (entry.dtype.name, list(entry.shape))
+                    and said is not None
+                    and said.crc32 is not None
+                    and (said.dtype, said.shape) == (entry.dtype.name, entry.shape)
                     and nbytes == entry.nbytes
                 ):
-                    found.setdefault(number, []).append(_Row(start, start + nbytes, said["crc32"]))
+                    found.setdefault(number, []).append(_Row(start, start + nbytes, said.crc32))
     return found, chunks
 
 

@@ -179,14 +179,13 @@ def _from_base(wide: list[str], base: Base | None) -> frozenset[str] | None:
 
 
 def _from_manifest(wide: list[str], names: Mapping[str, str], directory: str) -> frozenset[str] | None:
-    content = manifest.read(directory) if os.path.isdir(directory) else None
-    tensors = content.get("tensors") if content else None
-    if not isinstance(tensors, dict):
+    found = manifest.read(directory) if os.path.isdir(directory) else None
+    if found is None or isinstance(found, manifest.SavedState):
         return None
     dtypes = {
-        names[fqn]: BY_NAME[entry["dtype"]]
-        for fqn, entry in tensors.items()
-        if fqn in names and isinstance(entry, dict) and entry.get("dtype") in BY_NAME
+        names[fqn]: BY_NAME[tensor.dtype]
+        for fqn, tensor in manifest.all_tensors(found).items()
+        if fqn in names
     }
     return _still_wide(dtypes, wide)
 

@@ -37,10 +37,10 @@ def _has_manifest(path: str) -> bool:
     if not os.path.isfile(os.path.join(path, manifest.NAME)):
         return False
     try:
-        content = manifest.read(path)
+        content = manifest.load(manifest.read_bytes(path), manifest.NAME)
     except ShardkitError:
         return True
-    return content is not None and content.get("kind") != manifest.KIND_FILES
+    return content.get("kind") != manifest.FileList.kind
 
 
 def _is_resharded(path: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -126,7 +127,8 @@ def check_manifest(data: bytes) -> bool:
     content = attempt(lambda: manifest.read(_shards.path()))
     if content is None:
         return False
-    assert manifest.read(_shards.path()) == content == json.loads(manifest.dump(content))
+    again = manifest.parse(manifest.dump(content), manifest.NAME)  # without keys that nobody knows
+    assert replace(again, crc32=None) == replace(content, crc32=None)
     attempt(lambda: inspect(_shards.path()))
     attempt(lambda: verify(_shards.path()))
     attempt(lambda: _open(_shards.path()))

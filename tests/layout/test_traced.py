@@ -108,7 +108,7 @@ def test_traced_and_declared_layouts_are_the_same_files(
         origin = shardkit.preshard(directory, out, world_size=4, wrap=wrap).layout
         files = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "shardkit.json"}
         written.append((origin, files))
-        content = manifest.read(str(out))
+        content = manifest.load(manifest.read_bytes(str(out)), manifest.NAME)
         assert content is not None
         assert content["layout"]["origin"] == origin
     assert [origin for origin, _ in written] == ["traced", "traced", "traced", "declared"]

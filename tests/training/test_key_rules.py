@@ -72,7 +72,7 @@ def test_a_base_gives_its_names(out: Path, name: str, kind: str, tmp_path: Path)
     assert [rule[:2] for rule in done.renamed] == RULES[name]
     assert done.warnings == ()
     assert [part for part in done.skipped if part.num_tensors] == []
-    described = manifest.read(str(tmp_path / "hub"))
+    described = manifest.load(manifest.read_bytes(str(tmp_path / "hub")), manifest.NAME)
     assert described is not None
     assert [tuple(rule) for rule in described["key_rules"]] == [*done.stripped, *done.renamed]
 

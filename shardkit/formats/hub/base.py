@@ -11,7 +11,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
@@ -133,9 +133,7 @@ def saved_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...] | None:
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """
-    directory = checkpoint.catalog.directory
-    content = manifest.read(directory) if directory and checkpoint.writer == "shardkit" else None
-    return None if content is None else read_key_rules(content)
+    return read_key_rules(_manifest_of(checkpoint))
 
 
 def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
@@ -144,48 +142,28 @@ def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """
-    directory = checkpoint.catalog.directory
-    content = manifest.read(directory) if directory and checkpoint.writer == "shardkit" else None
-    if content is None or read_key_rules(content) is not None:
+    found = _manifest_of(checkpoint)
+    if not isinstance(found, manifest.Presharded) or found.key_rules:
         return ()
-    try:
-        return source_key_rules(content["tensors"]) or ()
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return ()  # of another kind, or damaged: what it says of tensors is for others to judge
+    return source_key_rules(found) or ()
 
 
-def source_key_rules(tensors: Mapping[str, Any]) -> tuple[KeyRule, ...] | None:
-    """Return the rules from the model's names to the source's where preshard renamed; None where they are the same.
-
-    Args:
-        tensors: as the manifest describes them.
-
-    Raises:
-        ValueError: a source's name is not a string.
-    """
-    names = {fqn: tensor["source"]["name"] for fqn, tensor in tensors.items() if "source" in tensor}
-    if not all(isinstance(name, str) for name in names.values()):
-        raise ValueError("a tensor's source has no name")
-    return find_rules(names) or None
+def source_key_rules(found: manifest.Presharded) -> tuple[KeyRule, ...] | None:
+    """Return the rules from the model's names to the source's where preshard renamed; None where they are the same."""
+    return find_rules({fqn: tensor.source.name for fqn, tensor in found.tensors.items()}) or None
 
 
-def read_key_rules(content: Mapping[str, object]) -> tuple[KeyRule, ...] | None:
-    """Return the rules in the manifest of a sharded checkpoint, as `saved_key_rules` does.
-
-    Raises:
-        SourceError: they are not pairs of prefixes.
-    """
-    rules = content.get("key_rules")
-    if content.get("kind", "checkpoint") != "checkpoint" or not isinstance(rules, list):
+def read_key_rules(found: manifest.Manifest | None) -> tuple[KeyRule, ...] | None:
+    """Return the rules in the manifest of a sharded checkpoint, as `saved_key_rules` does."""
+    rules = found.key_rules if isinstance(found, (manifest.Presharded, manifest.SavedState)) else None
+    if rules is None or (isinstance(found, manifest.Presharded) and not rules):  # preshard writes no rules
         return None
-    if "kind" not in content and not rules:  # preshard's manifest has an empty list
-        return None
-    if not all(
-        isinstance(rule, list) and len(rule) == 2 and all(isinstance(part, str) for part in rule)
-        for rule in rules
-    ):
-        raise SourceError(f"{manifest.NAME} has key_rules that are not pairs of prefixes")
     return tuple(KeyRule(old, new, 0) for old, new in rules)
+
+
+def _manifest_of(checkpoint: Checkpoint) -> manifest.Manifest | None:
+    directory = checkpoint.catalog.directory
+    return manifest.read(directory) if directory and checkpoint.writer == "shardkit" else None
 
 
 def _open(label: str, directory: str, *, is_given: bool) -> Base:

@@ -60,11 +60,9 @@ def inspect(
         )
     directory = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
     if os.path.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
-        content = manifest.read(directory)
-        if (
-            content is not None and "kind" not in content
-        ):  # else it lies beside a Hub model, or what training saved
-            return _inspect_presharded(path, directory, content, unfold=tensors)
+        found = manifest.read(directory)
+        if isinstance(found, manifest.Presharded):  # else it lies beside a Hub model, or what training saved
+            return _inspect_presharded(path, directory, found, unfold=tensors)
     is_legacy = path.endswith(".bin") and os.path.isfile(path)  # else it is a state dict, of whatever
     checkpoint = formats.open(path, format="hub" if is_legacy else None)
     if checkpoint.hub is not None:
@@ -188,72 +186,57 @@ def _size_on_disk(path: str) -> int:
 
 
 def _inspect_presharded(
-    path: str, directory: str, content: Mapping[str, Any], *, unfold: bool
+    path: str, directory: str, said: manifest.Presharded, *, unfold: bool
 ) -> InspectResult:
     """Describe a directory by its manifest, and say where the directory differs from it.
 
     This reads only the manifest: `.metadata` of a thousand ranks takes seconds to parse.
     """
-    try:
-        mesh, layout, tool = content["mesh"], content["layout"], content["tool"]
-        found = [
-            Tensor(fqn, t["dtype"], tuple(t["shape"]), ",".join(t["placements"]))
-            for fqn, t in content["tensors"].items()
-        ]
-        files = tuple(
-            InspectedFile(name=file["name"], file_bytes=file["size"], tensor_bytes=None)
-            for file in content["files"]
-        )
-        return InspectResult(
-            path=path,
-            kind="presharded",
-            format="dcp",
-            made_by=f"{tool['name']} {tool['version']}",
-            source=_source(content["source"]),
-            model_class=None,
-            world_size=mesh["world_size"],
-            mesh=",".join(f"{axis['name']}={axis['size']}" for axis in mesh["axes"]),
-            layout=layout["origin"],
-            policy=layout["policy"],
-            units=_units(content["units"]),
-            **tensor_fields(found, unfold=unfold),
-            files=files,
-            imbalance=imbalance([file.file_bytes for file in files]),
-            ties=tuple(tuple(group) for group in content["ties"]),
-            objects=tuple(content.get("objects", ())),
-            omitted=tuple((entry["name"], entry["reason"]) for entry in content["omitted"]),
-            **NOT_SHARDED,
-            notes=tuple(beside(directory)),
-            warnings=tuple(_differences(directory, content)),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SourceError(
-            f"{manifest.NAME} lacks what its format has: {type(error).__name__} {escape(str(error))}",
-            hint="the file was written by something else; docs/format.md describes it",
-        ) from error
+    found = [Tensor(fqn, t.dtype, t.shape, ",".join(t.placements)) for fqn, t in said.tensors.items()]
+    files = tuple(
+        InspectedFile(name=file.name, file_bytes=file.size, tensor_bytes=None) for file in said.files
+    )
+    return InspectResult(
+        path=path,
+        kind="presharded",
+        format="dcp",
+        made_by=f"{said.tool.name} {said.tool.version}",
+        source=_source(said.source),
+        model_class=None,
+        world_size=said.mesh.world_size,
+        mesh=",".join(f"{axis.name}={axis.size}" for axis in said.mesh.axes),
+        layout=said.layout.origin,
+        policy=said.layout.policy,
+        units=_units(said.units),
+        **tensor_fields(found, unfold=unfold),
+        files=files,
+        imbalance=imbalance([file.file_bytes for file in files]),
+        ties=said.ties,
+        objects=said.objects or (),
+        omitted=tuple((tensor.name, tensor.reason) for tensor in said.omitted),
+        **NOT_SHARDED,
+        notes=tuple(beside(directory)),
+        warnings=tuple(_differences(directory, said)),
+    )
 
 
-def _source(identity: Mapping[str, Any]) -> str:
-    if "repo" in identity:
-        return f"{identity['repo']} at {identity['commit']}"
-    names = [file["name"] for file in identity["files"]]
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more files"
+def _source(source: manifest.Source) -> str:
+    if source.repo is not None:
+        return f"{source.repo} at {source.commit}"
+    first, *others = [file.name for file in source.files] or ["no files"]
+    return f"{first} and {len(others)} more files" if others else first
 
 
-def _units(units: Iterable[Mapping[str, Any]]) -> tuple[InspectedUnits, ...]:
-    folded = fold((unit["path"], unit["class"]) for unit in units)
+def _units(units: Iterable[manifest.Unit]) -> tuple[InspectedUnits, ...]:
+    folded = fold((unit.path, unit.class_name) for unit in units)
     return tuple(InspectedUnits(path=f.pattern, count=f.count, class_name=f.key) for f in folded)
 
 
-def _differences(directory: str, content: Mapping[str, Any]) -> Iterator[str]:
+def _differences(directory: str, said: manifest.Presharded) -> Iterator[str]:
     """Yield what differs between the directory and the manifest: names and sizes, no digests."""
-    listed = {content["metadata"]["name"]: content["metadata"]["size"]}
-    for file in content["files"]:
-        listed[file["name"]] = file["size"]
-        listed[file["chunks"]["name"]] = file["chunks"]["size"]
+    described = [each for file in said.files for each in (file, file.chunks)]
+    listed = {file.name: file.size for file in (*([said.metadata] if said.metadata else ()), *described)}
     for name, size in listed.items():
-        if os.path.basename(name) != name or name in ("", os.curdir, os.pardir):
-            raise ValueError(f"file name {name!r}")
         held = _file_size(os.path.join(directory, name))
         if held is None:
             yield f"{escape(name)}: the manifest lists it, and there is no such file"

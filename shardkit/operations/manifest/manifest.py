@@ -142,8 +142,8 @@ def _target(directory: str, output: str | os.PathLike[str] | None, *, inside: bo
 
 def _check_inside(directory: str) -> None:
     """Refuse to replace a manifest that says more than which files there are."""
-    content = manifest.read(directory)
-    if content is not None and content.get("kind") != manifest.KIND_FILES:
+    found = manifest.read(directory)
+    if found is not None and not isinstance(found, manifest.FileList):
         raise UsageError(
             f"{escape(directory)} has the manifest that it was written with: it is not replaced",
             hint="leave --inside out: the new one is made beside the directory",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
@@ -25,7 +25,6 @@ from shardkit.operations.verify.result import Report
 
 METADATA = ".metadata"
 _LIST = re.compile(r".*\.chunks\.json")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _UPLOADED = (".gitattributes", "README.md")
 """What the Hub itself puts beside a model that is uploaded."""
 
@@ -44,7 +43,7 @@ class Recorded(NamedTuple):
 class Described:
     """What a manifest says of a directory, as far as it could be read."""
 
-    content: Mapping[str, Any]
+    content: manifest.Manifest
     where: str
     """The manifest: its name relative to the checkpoint, or its path where it lies elsewhere."""
     folder: str
@@ -63,19 +62,28 @@ class Described:
     """`.metadata` is not what was written: what it says of files is worth nothing."""
 
     @property
-    def kind(self) -> str:
-        """Either "presharded", "checkpoint" (saved by training), "hub" or "files"."""
-        return str(self.content.get("kind", "presharded"))
-
-    @property
     def is_of_dcp(self) -> bool:
         """True for the manifest of a DCP directory that shardkit wrote."""
-        return self.kind in ("presharded", "checkpoint")
+        return isinstance(self.content, (manifest.Presharded, manifest.SavedState))
+
+    @property
+    def metadata(self) -> manifest.File | None:
+        """What is recorded of `.metadata`; None where nothing is, or the directory has none."""
+        content = self.content
+        return content.metadata if isinstance(content, (manifest.Presharded, manifest.SavedState)) else None
+
+    @property
+    def lists_files(self) -> bool:
+        """True for a manifest that says nothing of how the files were made."""
+        return isinstance(self.content, manifest.FileList)
 
     @property
     def follow(self) -> bool:
         """Links count as files, as in the Hub's cache."""
-        return "hub" in (self.kind, self.content.get("layout") if self.kind == manifest.KIND_FILES else None)
+        content = self.content
+        return isinstance(content, manifest.HubModel) or (
+            isinstance(content, manifest.FileList) and content.layout == "hub"
+        )
 
 
 def read_manifest(
@@ -93,113 +101,101 @@ def read_manifest(
     report.manifests.append(where)
     try:
         data = manifest.read_bytes(directory) if path is None else read_small(path, path, manifest.MAX_BYTES)
-        content = manifest.parse(data, os.path.basename(where))
+        said = manifest.load(data, os.path.basename(where))
+        if manifest.encode(said) != data:  # its digest does not cover blanks and the spelling of numbers
+            report.problem("it says what was written, in other bytes", file=where)
+        del data
+        content = manifest.decode(said, os.path.basename(where))
     except ResourceError as error:
         report.unreadable(error, file=where)
         return None
     except ShardkitError as error:
         report.error(error, file=where)
         return None
-    if manifest.dump(content) != data:  # its digest does not cover blanks and the spelling of numbers
-        report.problem("it says what was written, in other bytes", file=where)
     is_one_file = not os.path.isdir(directory)
     home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
     described = Described(content=content, where=where, folder=folder, directory=home)
-    try:
-        _check_files(described, report)
-        if not is_one_file:
-            _check_unlisted(described, report)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"{type(error).__name__} {escape(str(error))}"
-        report.problem(f"it lacks what its format has: {reason}", file=where)
+    _check_files(described, report)
+    if not is_one_file:
+        _check_unlisted(described, report)
     return described
 
 
 def _check_files(described: Described, report: Report) -> None:
     content = described.content
-    if "metadata" in content:
-        entry = content["metadata"]
-        if _recorded(described, entry, report) is not None:
-            described.is_metadata_damaged = not _read_described(described, entry, report)
-    for entry in content["files"]:
-        recorded = _recorded(described, entry, report)
+    metadata = described.metadata
+    if metadata is not None and _recorded(described, metadata, report) is not None:
+        described.is_metadata_damaged = not _read_described(described, metadata, report)
+    for file in content.files:
+        recorded = _recorded(described, file, report)
         if recorded is not None:
-            described.files[entry["name"]] = recorded
-        if described.kind == "presharded":
-            _check_list(described, entry, report)
-    for entry in content.get("others", ()):
-        recorded = _recorded(described, entry, report)
+            described.files[file.name] = recorded
+        if isinstance(file, manifest.ShardFile):
+            _check_list(described, file, report)
+    for file in manifest.all_files(content)[len(content.files) :]:
+        recorded = _recorded(described, file, report)
         if recorded is not None:
-            described.others[entry["name"]] = recorded
+            described.others[file.name] = recorded
 
 
-def _check_list(described: Described, entry: Mapping[str, Any], report: Report) -> None:
-    listed_as, name = entry["chunks"], os.path.join(described.folder, entry["chunks"]["name"])
-    if listed_as["name"] != chunk_list.name_for(entry["name"]):
-        raise ValueError(f"chunk list {listed_as['name']!r} of {entry['name']!r}")
-    if _recorded(described, listed_as, report) is None:
+def _check_list(described: Described, file: manifest.ShardFile, report: Report) -> None:
+    name = os.path.join(described.folder, file.chunks.name)
+    if file.chunks.name != chunk_list.name_for(file.name):
+        report.problem(
+            f"{escape(file.name)} has another chunk list",
+            file=described.where,
+            expected=escape(chunk_list.name_for(file.name)),
+            found=escape(file.chunks.name),
+        )
         return
-    is_whole = _read_described(described, listed_as, report)
+    if _recorded(described, file.chunks, report) is None:
+        return
+    is_whole = _read_described(described, file.chunks, report)
     try:
-        described.lists[entry["name"]] = chunk_list.read(described.directory, entry["name"])
+        described.lists[file.name] = chunk_list.read(described.directory, file.name)
     except ResourceError as error:
         report.unreadable(error, file=name)
     except ShardkitError as error:
-        if is_whole and entry["name"] in described.files:  # else it was said why
+        if is_whole and file.name in described.files:  # else it was said why
             report.error(error, file=name)
 
 
-def _digests(entry: Mapping[str, Any]) -> tuple[int | None, str | None]:
-    crc, sha256 = entry.get("crc32"), entry.get("sha256")
-    if crc is not None and type(crc) is not int:
-        raise TypeError("crc32")
-    if sha256 is not None and not (isinstance(sha256, str) and _SHA256.fullmatch(sha256)):
-        raise TypeError("sha256")
-    return crc, sha256
-
-
-def _recorded(described: Described, entry: Mapping[str, Any], report: Report) -> Recorded | None:
+def _recorded(described: Described, file: manifest.SavedFile, report: Report) -> Recorded | None:
     """Return what is recorded of a file, where it is there with the right size."""
-    name, size = entry["name"], entry["size"]
-    if type(size) is not int or not isinstance(name, str):
-        raise TypeError("name or size")
-    parts = name.split("/")
-    if any(part in ("", os.curdir, os.pardir) for part in parts) or "\0" in name:
-        raise ValueError(f"file name {name!r}")
-    described.names.add(name)
-    extents = {(start, nbytes): int(crc) for start, nbytes, crc in entry.get("extents", ())}
-    recorded = Recorded(size, *_digests(entry), extents)
-    where, held = (
-        os.path.join(described.folder, name),
-        file_size(described.directory, name, follow=described.follow),
+    described.names.add(file.name)
+    crc, sha256 = (file.crc32, file.sha256) if isinstance(file, manifest.File) else (None, None)
+    extents = file.extents if isinstance(file, manifest.ListedFile) else None
+    recorded = Recorded(
+        file.size, crc, sha256, {(start, nbytes): crc for start, nbytes, crc in extents or ()}
     )
+    where = os.path.join(described.folder, file.name)
+    held = file_size(described.directory, file.name, follow=described.follow)
     if held is None:
-        is_there = os.path.lexists(os.path.join(described.directory, name))
+        is_there = os.path.lexists(os.path.join(described.directory, file.name))
         reason = "it is no regular file of the directory" if is_there else "there is no such file"
         report.problem(f"{escape(os.path.basename(described.where))} lists it, and {reason}", file=where)
-    elif held != size:
-        report.problem("size in bytes", file=where, expected=str(size), found=str(held))
-    return recorded if held == size else None
+    elif held != file.size:
+        report.problem("size in bytes", file=where, expected=str(file.size), found=str(held))
+    return recorded if held == file.size else None
 
 
-def _read_described(described: Described, entry: Mapping[str, Any], report: Report) -> bool:
+def _read_described(described: Described, file: manifest.File, report: Report) -> bool:
     """Compare a small file, read whole, with its digests; True where they agree."""
-    where = os.path.join(described.folder, entry["name"])
+    where = os.path.join(described.folder, file.name)
     try:
-        data = read_small(os.path.join(described.directory, entry["name"]), where, manifest.MAX_BYTES)
+        data = read_small(os.path.join(described.directory, file.name), where, manifest.MAX_BYTES)
     except ResourceError as error:
         report.unreadable(error, file=where)
         return False
     except ShardkitError as error:
         report.error(error, file=where)
         return False
-    crc, sha256 = _digests(entry)
     found = crc32(data)
-    if crc not in (None, found):
-        report.problem("CRC-32 of the file", file=where, expected=f"{crc:08x}", found=f"{found:08x}")
+    if file.crc32 not in (None, found):
+        report.problem("CRC-32 of the file", file=where, expected=f"{file.crc32:08x}", found=f"{found:08x}")
         return False
-    if sha256 is not None and (own := hashlib.sha256(data).hexdigest()) != sha256:
-        report.problem("sha256 of the file", file=where, expected=sha256, found=own)
+    if file.sha256 is not None and (own := hashlib.sha256(data).hexdigest()) != file.sha256:
+        report.problem("sha256 of the file", file=where, expected=file.sha256, found=own)
         return False
     return True
 
@@ -212,10 +208,10 @@ def _check_unlisted(described: Described, report: Report) -> None:
     if described.is_of_dcp:
         report.warnings += _stale(described)
         return
-    if described.kind == "hub" and "others" not in described.content:
+    if isinstance(described.content, manifest.HubModel) and described.content.others is None:
         return  # it lists weights alone
     found = list(_unlisted(described))
-    if described.kind == manifest.KIND_FILES:
+    if described.lists_files:
         for name in found:
             report.problem(
                 f"{escape(os.path.basename(described.where))} does not list it",
@@ -231,20 +227,16 @@ def _unlisted(described: Described) -> Iterator[str]:
     """Yield the names that are not listed; what lies in folders with manifests of their own belongs to those."""
     content = described.content
     listing = list_files(described.directory, follow=described.follow)
-    known = {*described.names, *_texts(content.get("unlisted", ())), manifest.NAME}
-    if described.kind == "hub":
+    known = {*described.names, manifest.NAME}
+    folders: tuple[str, ...] = ()
+    if isinstance(content, manifest.FileList):
+        known.update(content.unlisted)
+        folders = tuple(f"{folder}/" for folder in content.folders or ())
+    else:
         known.update(_UPLOADED)
-    folders = tuple(f"{folder}/" for folder in _texts(content.get("folders", ())))
     for name in sorted((*listing.files, *listing.unlisted)):
         if name not in known and not name.startswith(folders):
             yield name
-
-
-def _texts(values: Iterable[object]) -> list[str]:
-    texts = list(values)
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("a list of names")
-    return [str(text) for text in texts]
 
 
 def _stale(described: Described) -> Iterator[str]:
@@ -285,44 +277,29 @@ def _add_crcs_of_chunks(described: Described, recorded: Recorded, file: FileByte
 
 def check_tensors(described: Described, catalog: Catalog, report: Report) -> None:
     """Hold names, dtypes and shapes of the manifest's tensors against those that are stored."""
-    where = described.where
-    if described.kind == "checkpoint":
+    content, where = described.content, described.where
+    if isinstance(content, manifest.SavedState):
         return
-    try:
-        _check_tensors(described.content, catalog, where, report)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        report.problem(
-            f"it lacks what its format has: {type(error).__name__} {escape(str(error))}", file=where
-        )
-
-
-def _check_tensors(content: Mapping[str, Any], catalog: Catalog, where: str, report: Report) -> None:
-    tensors = content["tensors"]
+    tensors = manifest.all_tensors(content)
     for fqn, said in tensors.items():
         entry = catalog.tensors.get(fqn)
         if entry is None:
             report.problem("the manifest lists it, and it is not stored", file=where, tensor=fqn)
-            continue
-        meant, held = (said["dtype"], list(said["shape"])), (entry.dtype.name, list(entry.shape))
-        if meant != held:
-            expected, found = (f"{dtype} {shape}" for dtype, shape in (meant, held))
-            report.problem("dtype and shape", file=where, tensor=fqn, expected=expected, found=found)
-    tied = _names(content["ties"]) if "kind" not in content else set()  # which alone leaves them out
+        elif (said.dtype, said.shape) != (entry.dtype.name, entry.shape):
+            expected, found = f"{said.dtype} {list(said.shape)}", f"{entry.dtype.name} {list(entry.shape)}"
+            report.problem("dtype and shape", file=where, tensor=fqn, expected=escape(expected), found=found)
+    # A pre-sharded directory alone leaves the other names of a tensor out.
+    tied = (
+        {name for group in content.ties for name in group}
+        if isinstance(content, manifest.Presharded)
+        else set()
+    )
     for fqn in catalog.tensors.keys() - tensors.keys() - tied:
         report.problem("it is stored, and the manifest does not list it", file=where, tensor=fqn)
 
 
-def _names(groups: Iterable[Iterable[str]]) -> set[str]:
-    return {name for group in groups for name in group}
-
-
 def tensor_crc(described: Described, fqn: str, nbytes: int) -> int | None:
     """Return the recorded CRC-32 of a tensor of `nbytes` in all, None where there is none."""
-    tensors = described.content.get("tensors")
-    entry = tensors.get(fqn) if isinstance(tensors, dict) else None
-    if not isinstance(entry, dict) or type(entry.get("crc32")) is not int:
-        return None
-    dtype, shape = BY_NAME.get(str(entry.get("dtype"))), entry.get("shape")
-    if dtype is None or not isinstance(shape, list) or not all(type(size) is int for size in shape):
-        return None
-    return int(entry["crc32"]) if prod(shape) * dtype.itemsize == nbytes else None
+    said = manifest.all_tensors(described.content).get(fqn)
+    is_whole = said is not None and prod(said.shape) * BY_NAME[said.dtype].itemsize == nbytes
+    return said.crc32 if said is not None and is_whole else None

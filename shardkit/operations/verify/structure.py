@@ -203,8 +203,8 @@ def _add_beside(path: str, directory: str, described: list[Described], report: R
     found = read_manifest(directory, "", report, path=path)
     if found is None:
         return
-    if found.kind != manifest.KIND_FILES:
-        described[:] = [each for each in described if each.folder or each.kind == manifest.KIND_FILES]
+    if not found.lists_files:
+        described[:] = [each for each in described if each.folder or each.lists_files]
     described.append(found)
 
 
@@ -241,7 +241,7 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
 
 def _has_tensors(described: Described) -> bool:
     """True where the kind of manifest has tensors; that of the files beside several folders need not."""
-    return described.kind != manifest.KIND_FILES or "tensors" in described.content
+    return not isinstance(described.content, manifest.FileList) or described.content.tensors is not None
 
 
 def _count_unrecorded(files: list[FileBytes], report: Report) -> None:
@@ -261,7 +261,7 @@ def _lacking(
 ) -> Iterator[str]:
     """Yield notes on what has no checksum anywhere."""
     covered = {place_of(file.path) for file in files if file.has_digest}
-    owners = {each.folder for each in described if "metadata" in each.content}
+    owners = {each.folder for each in described if each.metadata is not None}
     if any(
         folder not in owners and place_of(os.path.join(directory, folder, METADATA)) not in covered
         for folder in folders

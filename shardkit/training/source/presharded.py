@@ -10,12 +10,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import sub
-from typing import Any
 
 from shardkit.core.catalog import Catalog, Checksums, FileStamp, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.mesh import Mesh, Placement, parse_mesh
-from shardkit.core.regions import Region, Shape, find_tiling_error, full_region, intersect, is_grid
+from shardkit.core.regions import Region, find_tiling_error, full_region, intersect, is_grid
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
@@ -28,7 +27,6 @@ from shardkit.keys import KeyRule
 
 METADATA = ".metadata"
 _MAX_LIST_BYTES = 1 << 28
-_MAX_NUMBER = 1 << 62
 _MAX_DIMS = 64  # torch's own limit
 
 
@@ -45,7 +43,7 @@ class Presharded:
     """Of every tensor, its other names aside."""
     ties: Mapping[str, str]
     """Another name of a tensor -> the one that has the records."""
-    lists: tuple[Mapping[str, Any], ...]
+    lists: tuple[manifest.ShardFile, ...]
     """What the manifest says of each file, in the catalog's order."""
     key_rules: tuple[KeyRule, ...] | None = None
     """What makes the Hub's names of the model's; None where they are the Hub's, or nobody said."""
@@ -173,8 +171,8 @@ def open_presharded(directory: str) -> Presharded | None:
         IntegrityError: a file is missing.
         SourceError: the manifest says nothing that makes sense, or the run that wrote the directory did not end.
     """
-    content = manifest.read(directory)
-    if content is None or not _is_of_shards(content):
+    said = manifest.read(directory)
+    if not isinstance(said, manifest.Presharded):
         return None
     if not os.path.exists(os.path.join(directory, METADATA)):
         raise SourceError(
@@ -182,11 +180,11 @@ def open_presharded(directory: str) -> Presharded | None:
             hint="copy all of the directory; or preshard again",
         )
     try:
-        found = _opened(directory, content)
-    except (KeyError, TypeError, ValueError, AttributeError, UsageError, LayoutError) as error:
+        found = _opened(directory, said)
+    except (ValueError, UsageError, LayoutError) as error:
         raise SourceError(
             f"{escape(os.path.join(directory, manifest.NAME))} does not describe shards as this version does",
-            problems=[_reason(error)],
+            problems=[error.message if isinstance(error, ShardkitError) else str(error)],
             hint="preshard again",
         ) from error
     there = set(os.listdir(directory))
@@ -201,110 +199,62 @@ def open_presharded(directory: str) -> Presharded | None:
     return found
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"nothing is said of {escape(str(error))}"
-    return error.message if isinstance(error, ShardkitError) else escape(str(error))
-
-
-def _opened(directory: str, content: Mapping[str, Any]) -> Presharded:
+def _opened(directory: str, said: manifest.Presharded) -> Presharded:
     catalog = Catalog(format="dcp", directory=directory)
-    for file in content["files"]:
-        name, size = (
-            _plain_name(file["name"]),
-            _whole_number(file["size"], f"size of {escape(str(file['name']))}"),
-        )
-        catalog.files.append(SourceFile(name=name, path=os.path.join(directory, name), size=size))
+    for file in said.files:
+        path = os.path.join(directory, file.name)
+        catalog.files.append(SourceFile(name=file.name, path=path, size=file.size))
     if len({file.name for file in catalog.files}) != len(catalog.files):
-        raise ValueError("a file is listed twice")
-    mesh = _mesh(content["mesh"]["axes"])
+        raise ValueError("files: a file is listed twice")
+    mesh = parse_mesh(",".join(f"{axis.name}:{axis.role}={axis.size}" for axis in said.mesh.axes), None)
     placements: dict[str, tuple[Placement, ...]] = {}
-    for fqn, tensor in content["tensors"].items():
-        shape = _shape(tensor["shape"], fqn)
-        catalog.add_tensor(fqn, BY_NAME[tensor["dtype"]], shape, iter(()))
-        placements[fqn] = _placements(tensor["placements"], mesh, len(shape), fqn)
-    ties = _ties(content["ties"], placements)
+    for fqn, tensor in said.tensors.items():
+        if len(tensor.shape) > _MAX_DIMS:
+            raise ValueError(f"{escape(fqn)}: {len(tensor.shape)} dims, torch has at most {_MAX_DIMS}")
+        catalog.add_tensor(fqn, BY_NAME[tensor.dtype], tensor.shape, iter(()))
+        placements[fqn] = _placements(tensor, mesh, fqn)
+    ties = _ties(said.ties, placements)
     for other, name in ties.items():
         catalog.tensors[other] = replace(catalog.tensors[name], fqn=other)
+    assert said.crc32 is not None  # of what was parsed
     return Presharded(
         catalog=catalog,
-        digest=content["crc32"],
-        key_rules=read_key_rules(content) or source_key_rules(content["tensors"]),
+        digest=said.crc32,
+        key_rules=read_key_rules(said) or source_key_rules(said),
         mesh=mesh,
         placements=placements,
         ties=ties,
-        lists=tuple(content["files"]),
+        lists=said.files,
     )
 
 
-def _plain_name(name: object) -> str:
-    if not isinstance(name, str) or os.path.basename(name) != name or not name or "\0" in name:
-        raise IntegrityError(f"{manifest.NAME}: {escape(str(name))!r} is no file name", hint="preshard again")
-    return name
-
-
-def _whole_number(value: object, what: str) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_NUMBER:  # True is an int to isinstance
-        raise ValueError(f"{what}: expected a number from 0 on, found {escape(repr(value))}")
-    return value
-
-
-def _shape(sizes: object, fqn: str) -> Shape:
-    if not isinstance(sizes, list) or len(sizes) > _MAX_DIMS:
-        raise ValueError(f"{escape(fqn)}: no list of at most {_MAX_DIMS} sizes")
-    return tuple(_whole_number(size, f"{escape(fqn)}: size of a dim") for size in sizes)
-
-
-def _mesh(axes: object) -> Mesh:
-    """Return the mesh that the manifest lists, checked as one that is typed.
-
-    Raises:
-        MeshError: its axes or their sizes are none that shardkit writes.
-    """
-    if not isinstance(axes, list) or not axes:
-        raise ValueError("mesh: no list of axes")
-    sizes = [_whole_number(axis["size"], "size of a mesh axis") for axis in axes]
-    parts = (f"{axis['name']}:{axis['role']}={size}" for axis, size in zip(axes, sizes, strict=True))
-    return parse_mesh(",".join(parts), None)
-
-
-def _placements(texts: object, mesh: Mesh, num_dims: int, fqn: str) -> tuple[Placement, ...]:
-    if not isinstance(texts, list) or len(texts) != len(mesh.axes):
+def _placements(tensor: manifest.ShardedTensor, mesh: Mesh, fqn: str) -> tuple[Placement, ...]:
+    if len(tensor.placements) != len(mesh.axes):
         raise ValueError(
             f"{escape(fqn)}: not one placement for each of {count(len(mesh.axes), 'mesh axis', 'mesh axes')}"
         )
-    found = tuple(map(Placement.parse, texts))
-    if any(placement.shard_dim is not None and placement.shard_dim >= num_dims for placement in found):
-        raise ValueError(f"{escape(fqn)}: a placement cuts a dim that it does not have")
+    found = tuple(map(Placement.parse, tensor.placements))
+    if any(each.shard_dim is not None and each.shard_dim >= len(tensor.shape) for each in found):
+        raise ValueError(f"{escape(fqn)}: a placement cuts a dim that the tensor lacks")
     return found
 
 
-def _ties(groups: object, placements: Mapping[str, object]) -> dict[str, str]:
+def _ties(groups: Sequence[Sequence[str]], placements: Mapping[str, object]) -> dict[str, str]:
     """Return other name -> the name that has the records."""
     found: dict[str, str] = {}
-    for group in groups if isinstance(groups, list) else (groups,):
-        if not isinstance(group, list) or not all(isinstance(name, str) for name in group) or not group:
-            raise ValueError("ties: no lists of names")
+    for group in groups:
+        if not group or group[0] not in placements:
+            raise ValueError(
+                f"ties: {escape(group[0]) if group else 'an empty group'} is none of the tensors"
+            )
         name, *others = group
-        if name not in placements:
-            raise ValueError(f"ties: {escape(name)} is none of the tensors")
         for other in others:
             if other in placements or found.setdefault(other, name) != name:
                 raise ValueError(f"ties: {escape(other)} has bytes of its own, or of two tensors")
     return found
 
 
-def _is_of_shards(content: Mapping[str, Any]) -> bool:
-    files = content.get("files")
-    return (
-        isinstance(content.get("mesh"), dict)
-        and isinstance(content.get("tensors"), dict)
-        and isinstance(files, list)
-        and all(isinstance(file, dict) and isinstance(file.get("chunks"), dict) for file in files)
-    )
-
-
-def _read_lists(directory: str, files: Mapping[int, Mapping[str, Any]]) -> dict[int, ChunkList]:
+def _read_lists(directory: str, files: Mapping[int, manifest.ShardFile]) -> dict[int, ChunkList]:
     found: dict[int, ChunkList] = {}
     errors: list[ShardkitError] = []
     for number, file in files.items():
@@ -321,13 +271,12 @@ def _read_lists(directory: str, files: Mapping[int, Mapping[str, Any]]) -> dict[
     return found
 
 
-def _read_list(directory: str, file: Mapping[str, Any]) -> ChunkList:
-    name = file["name"]
-    listed = chunk_list.read(directory, name)
-    if listed.size != file["size"]:
-        raise IntegrityError(f"{escape(name)} has {listed.size} bytes, not {file['size']}")
-    own = chunk_list.name_for(name)
-    if crc32(read_small(os.path.join(directory, own), own, _MAX_LIST_BYTES)) != file["chunks"].get("crc32"):
+def _read_list(directory: str, file: manifest.ShardFile) -> ChunkList:
+    listed = chunk_list.read(directory, file.name)
+    if listed.size != file.size:
+        raise IntegrityError(f"{escape(file.name)} has {listed.size} bytes, not {file.size}")
+    own = chunk_list.name_for(file.name)
+    if crc32(read_small(os.path.join(directory, own), own, _MAX_LIST_BYTES)) != file.chunks.crc32:
         raise IntegrityError(f"{escape(own)} has been changed")
     return listed
 

@@ -633,7 +633,7 @@ class TestChecks:
 
     def test_a_manifest_is_there_on_request(self, trained: Path) -> None:
         result = shardkit.consolidate(trained, manifest=True)
-        content = manifest.read(result.output)
+        content = manifest.load(manifest.read_bytes(result.output), manifest.NAME)
         assert content is not None
         assert content["tensors"].keys() == weights().keys()
         assert [file["name"] for file in content["files"]] == ["model.safetensors"]

@@ -33,7 +33,7 @@ def sharded(model, tmp_path):
 
 def rewrite(directory, change):
     """Change the manifest, its own digest included."""
-    content = manifest.read(str(directory))
+    content = manifest.load(manifest.read_bytes(str(directory)), manifest.NAME)
     change(content)
     (directory / manifest.NAME).write_bytes(manifest.dump(content))
 

@@ -472,7 +472,7 @@ def test_manifests_and_chunk_lists_that_are_no_files(copied: Callable[[str], Pat
 def read_presharded(path: Path) -> None:
     from shardkit.formats.dcp import chunk_list
 
-    manifest.read(str(path))
+    manifest.load(manifest.read_bytes(str(path)), manifest.NAME)
     chunk_list.read(str(path), SHARD)
 
 

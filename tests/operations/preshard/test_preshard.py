@@ -104,8 +104,7 @@ def test_torch_converts_it_to_one_file(make_hub: MakeHub, tmp_path: Path) -> Non
 def test_digests_are_those_of_the_bytes(make_hub: MakeHub, tmp_path: Path) -> None:
     tensors, out = every_kind(), tmp_path / "out"
     shardkit.preshard(str(make_hub(tensors)), str(out), world_size=3, wrap="none")
-    content = manifest.read(str(out))
-    assert content is not None
+    content = manifest.load(manifest.read_bytes(str(out)), manifest.NAME)
     for name, tensor in tensors.items():
         assert content["tensors"][name]["crc32"] == crc32(raw(tensor)), name
     for file in (*content["files"], *(f["chunks"] for f in content["files"]), content["metadata"]):
@@ -127,7 +126,7 @@ def test_digests_do_not_depend_on_the_layout(make_hub: MakeHub, tmp_path: Path) 
     for world_size in (1, 2, 5):
         out = str(tmp_path / str(world_size))
         shardkit.preshard(source, out, world_size=world_size, wrap="none")
-        content = manifest.read(out)
+        content = manifest.load(manifest.read_bytes(out), manifest.NAME)
         assert content is not None
         found.append({name: tensor["crc32"] for name, tensor in content["tensors"].items()})
     assert found[0] == found[1] == found[2]
@@ -143,8 +142,7 @@ def test_without_digests_records_say_not_recorded(make_hub: MakeHub, tmp_path: P
     (tmp_path / "record").write_bytes(data[chunk.record_start : chunk.record_start + chunk.record_nbytes])
     with zipfile.ZipFile(tmp_path / "record") as archive:
         assert archive.getinfo("archive/data/0").CRC == 0
-    content = manifest.read(str(out))
-    assert content is not None
+    content = manifest.load(manifest.read_bytes(str(out)), manifest.NAME)
     assert "crc32" not in content["tensors"]["scalar"]
 
 

@@ -387,8 +387,7 @@ def test_lists_of_another_run_are_found_though_their_checksums_are_right(
 
 def rewrite(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the manifest, its own digest included."""
-    content = manifest.read(str(directory))
-    assert content is not None
+    content = manifest.load(manifest.read_bytes(str(directory)), manifest.NAME)
     change(content)
     (directory / manifest.NAME).write_bytes(manifest.dump(content))
 
@@ -424,7 +423,15 @@ def test_manifest_names_stay_in_the_directory(copied: Callable[[str], Path]) -> 
 def test_manifest_of_a_training_state(copied: Callable[[str], Path]) -> None:
     directory = copied("stock")
     size = os.path.getsize(directory / SHARD)
-    content = {"format": 1, "kind": "checkpoint", "files": [{"name": SHARD, "size": size}]}
+    content = manifest.SavedState(
+        tool=manifest.TOOL,
+        model_class="Model",
+        world_size=2,
+        meshes=("dp_shard=2",),
+        units=(),
+        ties=(),
+        files=(manifest.SavedFile(name=SHARD, size=size),),
+    )
     (directory / manifest.NAME).write_bytes(manifest.dump(content))
     result = verify(directory, full=True)
     assert result.ok

@@ -80,7 +80,10 @@ def test_every_refusal_was_tried(world: Path) -> None:
 @pytest.mark.dist
 def test_names_of_the_hub_are_kept_where_they_are_known(world: Path) -> None:
     """A model's own names tell nothing of the Hub's."""
-    rules = [manifest.read(str(world / name)) for name in ("saved-vl", "saved-own")]
+    rules = [
+        manifest.load(manifest.read_bytes(str(world / name)), manifest.NAME)
+        for name in ("saved-vl", "saved-own")
+    ]
     assert rules[0] is not None
     assert rules[0]["key_rules"]
     assert not (rules[1] or {}).get("key_rules")

@@ -342,7 +342,7 @@ def test_chunk_lists_that_cover_less_are_refused(
     assert len(caught.value.problems) > 20
     content["files"][0]["name"] = "../x.distcp"
     (broken / "shardkit.json").write_bytes(manifest.dump(content))
-    with pytest.raises(IntegrityError, match="is no file name"):
+    with pytest.raises(SourceError, match=r"files\[0\]\.name: expected a file name"):
         opened(build_model(str(hub("qwen3"))), broken)
 
 
