@@ -19,7 +19,7 @@ IMPORTED = (
         "shardkit.operations.consolidate",
         "shardkit.operations.verify.verify",
     ),
-    *("shardkit.formats.hub.push", "shardkit.formats.hub.repo"),
+    "shardkit.formats.hub.repo",
     "shardkit.formats.registry",
 )
 

@@ -1,4 +1,4 @@
-"""Fetching a model from the Hub: only the files that are needed, all of one commit, or their headers alone.
+"""Models on the Hub: fetching the files that are needed, all of one commit, or their headers alone; and uploading.
 
 All traffic goes through huggingface_hub, with its session, cache, token, retries, progress bars and environment
 (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). The header of a safetensors file comes by two HTTP range requests;
@@ -33,6 +33,8 @@ _REPO_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _MAX_REPO_ID = 96
 _NUM_CONNECTIONS = 8
 _DOWNLOADED = "{name}: what a legacy file holds can be told only once it is here: the weights were downloaded into the cache"
+# Weights of an earlier upload in other files would be a second model beside the new ones.
+_REPLACED = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 _FILE_ENDINGS = (".safetensors", ".bin", ".json", ".git", ".distcp", ".ckpt", ".pt", ".pth")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)", re.ASCII)  # RFC 9110, 14.4
 _PARTIAL, _UNSATISFIABLE = 206, 416
@@ -400,4 +402,70 @@ def _senseless(name: str, reason: str) -> ResourceError:
     return ResourceError(
         f"{escape(name)}: the server cannot be understood: {reason}",
         hint="check HF_ENDPOINT and any proxy; without --dry-run the whole file is downloaded",
+    )
+
+
+def check_push(repo_id: str) -> None:
+    """Refuse a repo that nothing can be uploaded to, before any work is done.
+
+    Raises:
+        UsageError: not a repo id, nobody is logged in, or huggingface_hub is told to stay offline.
+    """
+    if not looks_like_repo_id(repo_id):
+        raise UsageError(
+            f"--push-to-hub {escape(repo_id)!r} is not a repo id", hint="write it as organisation/name"
+        )
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise UsageError("--push-to-hub: HF_HUB_OFFLINE is set", hint="unset it, or leave --push-to-hub out")
+    if get_token() is None:
+        raise UsageError(
+            "--push-to-hub: nobody is logged in to the Hub",
+            hint="log in with `hf auth login`, or set HF_TOKEN",
+        )
+
+
+def push(directory: str, repo_id: str, *, private: bool, branch: str | None) -> str:
+    """Upload a directory; return the address of the repo.
+
+    Files of the same name are replaced. Weights of an earlier upload in other files are removed. Everything else in the
+    repo stays.
+
+    Args:
+        directory: complete and checked.
+        repo_id: created where it does not exist.
+        private: whether a new repo is private.
+        branch: created where it does not exist; None is the default one.
+
+    Raises:
+        ResourceError: the Hub refuses, or cannot be reached; the directory stays as it is.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        url = str(api.create_repo(repo_id, private=private or None, exist_ok=True))
+        if branch is not None:
+            api.create_branch(repo_id, branch=branch, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo_id,
+            folder_path=directory,
+            revision=branch,
+            commit_message=f"Upload {os.path.basename(directory)} with shardkit",
+            delete_patterns=list(_REPLACED),  # removes those that are not uploaded anew
+        )
+    except Exception as error:  # also whatever the HTTP client and the Xet client raise
+        raise _refused(error, directory, repo_id) from error
+    return url if branch is None else f"{url}/tree/{branch}"
+
+
+def _refused(error: Exception, directory: str, repo_id: str) -> ResourceError:
+    status = _status(error)
+    first = (str(error).strip().splitlines() or [""])[0]
+    reason = f"{f'HTTP {status}' if status else type(error).__name__}: {escape(first)}"
+    login = "check HF_TOKEN or log in with `hf auth login`, then " if status in (401, 403) else ""
+    return ResourceError(
+        f"{escape(repo_id)}: the model cannot be uploaded: {reason}",
+        hint=f"it is complete in {escape(directory)}: {login}run `hf upload {escape(repo_id)} {escape(directory)}`",
     )

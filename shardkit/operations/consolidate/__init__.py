@@ -200,7 +200,7 @@ class _Publishing:
             ResourceError: huggingface_hub is missing.
         """
         if self.repo_id is not None:
-            from shardkit.formats.hub.push import check_push
+            from shardkit.formats.hub.repo import check_push
 
             check_push(self.repo_id)
         elif self.private or self.branch is not None:
@@ -210,7 +210,7 @@ class _Publishing:
         """Upload a directory where a repo is named; return the repo's address."""
         if self.repo_id is None:
             return None
-        from shardkit.formats.hub.push import push
+        from shardkit.formats.hub.repo import push
 
         return push(directory, self.repo_id, private=self.private, branch=self.branch)
 

@@ -20,8 +20,6 @@ from shardkit.formats.checkpoint import Checkpoint, HubModel
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.ties import ties_embeddings
 from shardkit.operations.inspect.result import (
-    NO_LAYOUT,
-    NOT_SHARDED,
     InspectedFile,
     InspectedUnits,
     InspectResult,
@@ -88,19 +86,11 @@ def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
         path=path,
         kind="hub",
         format=catalog.format,
-        made_by=None,
-        source=None,
         model_class=model_class(config),
-        **NO_LAYOUT,
         **tensor_fields(found, unfold=unfold),
         files=tuple(_hub_files(model.identity, held)),
-        imbalance=None,
-        ties=(),
         objects=catalog.objects,
-        omitted=(),
-        **NOT_SHARDED,
         notes=notes,
-        warnings=(),
     )
 
 
@@ -129,21 +119,16 @@ def _inspect_sharded(
         kind="dcp" if is_dcp else "sharded",
         format=checkpoint.format,
         made_by=checkpoint.writer or None,
-        source=None,
-        model_class=None,
-        **NO_LAYOUT,
         **tensor_fields(found, unfold=unfold),
         files=files,
         imbalance=imbalance([file.file_bytes for file in files]),
         ties=ties,
         objects=catalog.objects,
-        omitted=(),
         roots=tuple((kind, ".".join(map(str, root))) for kind, root in checkpoint.roots.items()),
         assets=checkpoint.assets,
         refused=tuple(checkpoint.refused_weights.items()),
         skipped=(*checkpoint.skipped, *stray),
         notes=(*checkpoint.notes, *(beside(catalog.directory) if is_dcp else ())),
-        warnings=(),
     )
 
 
@@ -202,7 +187,6 @@ def _inspect_presharded(
         format="dcp",
         made_by=f"{said.tool.name} {said.tool.version}",
         source=_source(said.source),
-        model_class=None,
         world_size=said.mesh.world_size,
         mesh=",".join(f"{axis.name}={axis.size}" for axis in said.mesh.axes),
         layout=said.layout.origin,
@@ -214,7 +198,6 @@ def _inspect_presharded(
         ties=said.ties,
         objects=said.objects or (),
         omitted=tuple((tensor.name, tensor.reason) for tensor in said.omitted),
-        **NOT_SHARDED,
         notes=tuple(beside(directory)),
         warnings=tuple(_differences(directory, said)),
     )

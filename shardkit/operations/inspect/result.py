@@ -1,4 +1,4 @@
-"""What inspect answers: the result object, and the parts of it that every kind of source has."""
+"""The answer of inspect, and the parts of it that every kind of source has."""
 
 from __future__ import annotations
 
@@ -70,46 +70,46 @@ class InspectResult:
     format."""
     format: str
     """Of the files: "safetensors", "torch-bin" or "dcp"; for kind "sharded" the checkpoint's, e.g. "lightning"."""
-    made_by: str | None
+    made_by: str | None = None
     """Tool and version, where they are recorded; for sharded checkpoints the trainer, where it can be told."""
-    source: str | None
+    source: str | None = None
     """What it was made from: repo and commit, or file names."""
-    model_class: str | None
+    model_class: str | None = None
     """From config.json."""
-    world_size: int | None
+    world_size: int | None = None
     """Ranks of the mesh; None where no mesh is recorded."""
-    mesh: str | None
-    layout: str | None
+    mesh: str | None = None
+    layout: str | None = None
     """"traced" or "declared"."""
-    policy: str | None
+    policy: str | None = None
     """The wrap policy as it was asked for."""
-    units: tuple[InspectedUnits, ...]
+    units: tuple[InspectedUnits, ...] = ()
     num_tensors: int
-    """Each counted once; the other names of tied ones are in `ties`."""
+    """Tied tensors count once; their other names are in `ties`."""
     tensor_bytes: int
     tensors: tuple[InspectedTensors, ...]
     dtypes: tuple[InspectedDType, ...]
     """Most bytes first."""
     files: tuple[InspectedFile, ...]
-    imbalance: float | None
+    imbalance: float | None = None
     """Largest shard file over the mean; None for a Hub model."""
-    ties: tuple[tuple[str, ...], ...]
+    ties: tuple[tuple[str, ...], ...] = ()
     """Names that share their bytes; the first of each is among `tensors`."""
-    objects: tuple[str, ...]
-    """Entries that are not tensors; never decoded."""
-    omitted: tuple[tuple[str, str], ...]
-    """(name, reason) of tensors that the source had and this has not."""
-    roots: tuple[tuple[str, str], ...]
+    objects: tuple[str, ...] = ()
+    """Entries that are not tensors; they are never decoded."""
+    omitted: tuple[tuple[str, str], ...] = ()
+    """(name, reason) of tensors that the source had and this lacks."""
+    roots: tuple[tuple[str, str], ...] = ()
     """(kind, beginning of its names), e.g. ("model", "app.model"), where the trainer fixes them."""
-    assets: tuple[str, ...]
+    assets: tuple[str, ...] = ()
     """Directories with the config, tokenizer and the like that come with a sharded checkpoint, best first."""
-    refused: tuple[tuple[str, str], ...]
-    """(kind of weights, reason) of those that are there in part and cannot be recovered."""
-    skipped: tuple[tuple[str, str], ...]
+    refused: tuple[tuple[str, str], ...] = ()
+    """(kind of weights, reason) of weights that are there in part and cannot be recovered."""
+    skipped: tuple[tuple[str, str], ...] = ()
     """(file or entry, reason) of what was not read."""
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-    """What is not as it should be."""
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Differences from what the manifest lists."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
@@ -117,7 +117,7 @@ class InspectResult:
 
 
 class Tensor(NamedTuple):
-    """One tensor, before those that are alike are folded."""
+    """One tensor, before those that are alike become one entry."""
 
     name: str
     dtype: str
@@ -169,12 +169,6 @@ def model_class(config: Mapping[str, object]) -> str | None:
 def imbalance(sizes: Sequence[int]) -> float:
     """Return the largest size over the mean."""
     return round(max(sizes) * len(sizes) / sum(sizes), 4) if sum(sizes) else 1.0
-
-
-NO_LAYOUT: dict[str, Any] = {"world_size": None, "mesh": None, "layout": None, "policy": None, "units": ()}
-"""Fields of a result where no mesh is recorded."""
-NOT_SHARDED: dict[str, Any] = {"roots": (), "assets": (), "refused": (), "skipped": ()}
-"""Fields of a result that only checkpoints of trainers have."""
 
 
 def beside(directory: str) -> Iterator[str]:
