@@ -218,10 +218,10 @@ def asset_directories(*candidates: str | None) -> tuple[str, ...]:
 
 def _has_assets(path: str) -> bool:
     names = listing(path)
-    return has_any(names, *_ASSETS) or ("config.json" in names and _is_model_config(path))
+    return has_any(names, *_ASSETS) or ("config.json" in names and has_model_config(path))
 
 
-def _is_model_config(path: str) -> bool:
+def has_model_config(path: str) -> bool:
     """True for a config.json as on the Hub; trainers keep their own settings under that name too."""
     try:
         content = json.loads(read_inside(path, "config.json", _MAX_CONFIG))

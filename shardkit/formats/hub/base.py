@@ -19,7 +19,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
-from shardkit.formats.checkpoint import Checkpoint, HubModel
+from shardkit.formats.checkpoint import Checkpoint, HubModel, has_model_config
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
 from shardkit.formats.hub.directory import open_model, read_config
 from shardkit.formats.hub.files import select_weights
@@ -167,18 +167,17 @@ def _manifest_of(checkpoint: Checkpoint) -> manifest.Manifest | None:
 
 
 def _open(label: str, directory: str, *, is_given: bool) -> Base:
-    tensors, catalog, notes, beside = None, None, [], tuple[tuple[str, str], ...]()
+    model, notes = None, list[str]()
     if _has_weights(directory, legacy=is_given):
         try:
             model = open_model(directory)
-            tensors, catalog, beside = _tensors_of(model), model.catalog, model.beside
         except ShardkitError as error:
             if is_given:
                 raise
             notes.append(f"the weights in {escape(label)} were not looked at: {error.message}")
     assets, refused = list_assets(directory)
-    config = read_config(directory)
-    if is_given and config is None and ADAPTER_CONFIG not in os.listdir(directory):
+    base = _describe(label, directory, model, assets, is_given=is_given)
+    if is_given and base.config is None and ADAPTER_CONFIG not in os.listdir(directory):
         raise _no_config(label, directory)
     if refused:
         notes.append(
@@ -186,16 +185,22 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
             + ", ".join(map(escape, refused))
             + "; --follow-links copies what they lead to"
         )
+    return replace(base, catalog=model.catalog if model else None, notes=tuple(notes))
+
+
+def _describe(
+    label: str, directory: str, model: HubModel | None, assets: Mapping[str, str], *, is_given: bool
+) -> Base:
+    tensors = model.catalog.tensors.values() if model else ()
+    beside = model.beside if model and is_given else ()
     return Base(
         label=label,
         directory=directory,
-        config=config,
-        tensors=tensors,
-        catalog=catalog,
+        config=read_config(directory),
+        tensors={entry.fqn: BaseTensor(entry.dtype, entry.shape) for entry in tensors} if model else None,
         assets=assets,
-        left_out=tuple(each for each in beside if each[0] not in assets) if is_given else (),
+        left_out=tuple(each for each in beside if each[0] not in assets),
         is_given=is_given,
-        notes=tuple(notes),
     )
 
 
@@ -203,7 +208,7 @@ def _no_config(label: str, directory: str) -> SourceError:
     """Return the error for a directory without a config; a sentence-transformers model has it in a module's."""
     parts = [folder for folder in module_folders(directory) if read_config(os.path.join(directory, folder))]
     models = [part for part in parts if _has_weights(os.path.join(directory, part), legacy=True)]
-    models = [part for part in models if _is_model(os.path.join(directory, part))]
+    models = [part for part in models if has_model_config(os.path.join(directory, part))]
     if not models:
         hint = "give the directory of a Hub model, or its repo id"
         return SourceError(f"--base {escape(label)} has no {CONFIG}", hint=hint)
@@ -217,11 +222,6 @@ def _no_config(label: str, directory: str) -> SourceError:
     )
 
 
-def _is_model(directory: str) -> bool:
-    config = read_config(directory) or {}
-    return "model_type" in config or "architectures" in config
-
-
 def _has_weights(directory: str, *, legacy: bool) -> bool:
     """True where there are headers to read; legacy files need torch for that."""
     try:
@@ -231,33 +231,17 @@ def _has_weights(directory: str, *, legacy: bool) -> bool:
     return legacy or weights.kind == "safetensors"
 
 
-def _tensors_of(model: HubModel) -> dict[str, BaseTensor]:
-    return {fqn: BaseTensor(entry.dtype, entry.shape) for fqn, entry in model.catalog.tensors.items()}
-
-
 def _fetch(repo_id: str, revision: str | None) -> Base:
     """Download everything but the weights into the cache; of the weights, only the headers."""
     folder = fetch_files(repo_id, (*asset_patterns(), ADAPTER_CONFIG), revision=revision)
     modules = [f"{glob.escape(place)}/*" for place in module_folders(folder)]
     if modules:
         fetch_files(repo_id, modules, revision=os.path.basename(folder))
-    config = read_config(folder)
-    if config is None and not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
+    if not any(os.path.isfile(os.path.join(folder, name)) for name in (CONFIG, ADAPTER_CONFIG)):
         raise SourceError(f"--base {escape(repo_id)} has no {CONFIG}", hint="name the repo of a model")
-    assets, _ = list_assets(folder)
     model = open_headers(repo_id, os.path.basename(folder))
-    notes = (
-        ()
-        if model
-        else (f"{escape(repo_id)} has no safetensors weights: names and shapes were not compared with it",)
-    )
-    return Base(
-        label=repo_id,
-        directory=folder,
-        config=config,
-        tensors=_tensors_of(model) if model else None,
-        assets=assets,
-        left_out=tuple(each for each in model.beside if each[0] not in assets) if model else (),
-        is_given=True,
-        notes=notes,
-    )
+    base = _describe(repo_id, folder, model, list_assets(folder)[0], is_given=True)
+    if model is not None:
+        return base
+    note = f"{escape(repo_id)} has no safetensors weights: names and shapes were not compared with it"
+    return replace(base, notes=(note,))

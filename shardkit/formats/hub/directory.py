@@ -25,6 +25,7 @@ MAX_CONFIG_BYTES = 16 << 20
 
 # A search for the nearest name takes a second among 20,000; a wrong index lacks all of them at once.
 _MAX_SUGGESTIONS = 3
+_FILES = (".safetensors", ".safetensors.index.json", ".bin.index.json")
 _PLAIN_STEMS = ("model", "pytorch_model")
 _CONTENT = SafetensorsHeader | BinFile
 
@@ -353,9 +354,6 @@ def read_config(directory: str) -> dict[str, object] | None:
     if not isinstance(config, dict):
         raise SourceError(f"config.json: expected an object, found {type(config).__name__}")
     return config
-
-
-_FILES = (".safetensors", ".safetensors.index.json", ".bin.index.json")
 
 
 def is_hub_directory(path: str) -> bool:
