@@ -1,7 +1,7 @@
 """The small list beside each shard file: what the file holds, so that a rank never parses `.metadata`.
 
-`.metadata` describes every chunk of every rank and takes seconds to parse at a thousand ranks; a rank's
-own list has one line for each of its tensors. docs/format.md is the contract.
+`.metadata` describes every chunk of every rank, and takes seconds to parse at a thousand ranks. A rank's own
+list has one line for each of its tensors. docs/format.md is the contract.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ListedChunk(NamedTuple):
     """First byte of the data in the file."""
     data_nbytes: int
     crc32: int | None
-    """Of the data; None where digests are off."""
+    """CRC-32 of the data; None where digests are off."""
 
 
 class ChunkList(NamedTuple):
@@ -47,7 +47,7 @@ class ChunkList(NamedTuple):
     size: int
     """Bytes of the file."""
     aliases: dict[str, tuple[str, ...]]
-    """For a chunk's tensor, the other names of the same parameter."""
+    """By tensor, the other names of the same parameter."""
     chunks: tuple[ListedChunk, ...]
 
 
@@ -57,7 +57,7 @@ def name_for(file: str) -> str:
 
 
 class Lines:
-    """Makes the lines of a tensor's chunks of one size: what they have in common is made only once."""
+    """Makes the lines of a tensor's chunks of one size; makes only once what they have in common."""
 
     __slots__ = ("_before", "_data_nbytes", "_head", "_record_nbytes", "_sizes")
 
@@ -68,23 +68,36 @@ class Lines:
 
         Args:
             fqn: the tensor's name.
-            dtype: its own.
-            shape: of the whole tensor.
-            sizes: of the chunks' regions.
-            record: bytes of each record, bytes in it before the data, bytes of the data.
+            dtype: the tensor's dtype.
+            shape: of the whole tensor, in elements.
+            sizes: of the chunks' regions, in elements.
+            record: bytes of each record, bytes before the data in it, bytes of the data.
         """
         self._head = json.dumps([fqn, dtype.name, list(shape)], separators=(",", ":"))[:-1]
         self._sizes = str(list(sizes))
         self._record_nbytes, self._before, self._data_nbytes = record
 
     def line(self, offsets: list[int], start: int, crc: int | None) -> str:
-        """Return one chunk's line: record start and bytes, data start and bytes, CRC-32 or null."""
+        """Return one chunk's line.
+
+        Args:
+            offsets: of its region, in elements.
+            start: first byte of its record in the file.
+            crc: CRC-32 of its data, None where digests are off.
+        """
         places = f"{start},{self._record_nbytes},{start + self._before},{self._data_nbytes}"
         return f"{self._head},{offsets},{self._sizes},{places},{'null' if crc is None else crc}]"
 
 
 def dump(file: str, size: int, aliases: Mapping[str, Sequence[str]], lines: Sequence[str]) -> bytes:
-    """Return a chunk list as bytes, one chunk on each line."""
+    """Return a chunk list as bytes, one chunk on each line.
+
+    Args:
+        file: name of the shard file.
+        size: its bytes.
+        aliases: by tensor, the other names of the same parameter.
+        lines: of its chunks in file order, from `Lines`.
+    """
     head = json.dumps({"format": FORMAT, "file": file, "size": size, "aliases": aliases})
     rows = ",\n".join(lines)
     return f'{head[:-1]}, "chunks": [\n{rows}\n]}}\n'.encode()
@@ -93,10 +106,14 @@ def dump(file: str, size: int, aliases: Mapping[str, Sequence[str]], lines: Sequ
 def read(directory: str, file: str) -> ChunkList:
     """Return the chunk list of a shard file.
 
+    Args:
+        directory: where both lie.
+        file: name of the shard file.
+
     Raises:
-        SourceError: there is none, or it is not one; it or its shard file is no regular file, or a link that
+        SourceError: there is no list, or it is not one; either file is not a regular one, or is a link that
             leaves the directory.
-        IntegrityError: it disagrees with the size of its file.
+        IntegrityError: the list disagrees with the name or size of its file.
         ResourceError: one of the two may not be read.
     """
     name = name_for(file)
@@ -134,7 +151,7 @@ def _parse(content: Mapping[str, object]) -> ChunkList:
 def _chunk(row: Sequence[Any], file_size: int) -> ListedChunk:
     fqn, dtype, shape, offsets, sizes, start, nbytes, data, data_nbytes, crc = row
     numbers = [*shape, *offsets, *sizes, start, nbytes, data, data_nbytes, 0 if crc is None else crc]
-    # One look at all of them: a thousand ranks have hundreds of thousands of rows. A bool is no int here.
+    # One look at all of them: a thousand ranks have hundreds of thousands of rows. A bool is not an int here.
     if set(map(type, numbers)) != {int} or min(numbers) < 0:
         raise TypeError("not a list of non-negative ints")
     if not isinstance(fqn, str) or not start <= data <= data + data_nbytes <= start + nbytes <= file_size:

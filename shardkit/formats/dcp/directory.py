@@ -70,14 +70,14 @@ class DcpDirectory:
         Their records, and no others, are opened and compared with what `.metadata` says.
 
         Raises:
-            SourceError, IntegrityError, ResourceError: naming file and tensor; all problems of a kind at once.
+            SourceError, IntegrityError, ResourceError: names file and tensor; all problems of a kind at once.
         """
         if not self.has_records:
             return subset(self.catalog, names)
         return select_raw(self.catalog, self.transforms, names)
 
     def check(self, names: Collection[str]) -> Iterator[str]:
-        """Read the bytes of some tensors and yield a line for each record whose CRC-32 is not the recorded one.
+        """Read the bytes of some tensors and yield a line for each record with another CRC-32 than recorded.
 
         Raises:
             SourceError, IntegrityError, ResourceError: records that cannot be read.
@@ -384,7 +384,7 @@ def check_tiling(metadata: DcpMetadata, hint: str = _ANOTHER_COPY) -> None:
 
 
 def are_row_shards(shape: Shape, boxes: array[int]) -> bool:
-    """True where chunks, in their order, cut a tensor along its first dim; empty ones may lie anywhere inside it.
+    """True where chunks, in their order, cut a tensor along its first dim; empty ones may lie anywhere in it.
 
     Args:
         shape: the tensor's.

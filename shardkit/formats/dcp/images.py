@@ -1,9 +1,10 @@
 """The `.distcp` files of a layout, as images with holes.
 
-Each stored chunk is one `torch.save` record. Readers find records only through `.metadata`, so there may be gaps
-between them. A large record is put where its data has the same offset modulo 4,096 as its source bytes: file
-systems that share extents then need not move them, and elsewhere page-aligned copies stay page-aligned. Where
-the bytes are converted or gathered there is no such choice, and large data starts at a multiple of 4,096.
+Each stored chunk is one `torch.save` record. Readers find records only through `.metadata`, so there may be
+gaps between them. A large record is put where its data has the same offset modulo 4,096 as its source bytes:
+file systems that share extents then need not move them, and elsewhere page-aligned copies stay page-aligned.
+Where the bytes are converted or gathered there is no such choice, and large data starts at a multiple of
+4,096.
 
 The order of the records is that of the names. A wrap policy does not change it, nor does tracing the model.
 
@@ -89,8 +90,8 @@ class DcpImages:
     """Every record of a checkpoint to be written: where it lies and what it holds.
 
     `catalog` describes the finished checkpoint, with one extent for each record. The rows of a tensor in the
-    chunk table have the order of its regions. The rows of a file have the natural order of their names, objects
-    last.
+    chunk table have the order of its regions. The rows of a file have the natural order of their names,
+    objects last.
     """
 
     def __init__(

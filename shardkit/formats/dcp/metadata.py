@@ -8,8 +8,8 @@ What the places point at is checked where the directory is opened (`formats.dcp.
 are the checkpoint. The ranks must be there without a gap, and the chunks must make up each tensor. A tensor
 that every rank holds whole is taken from the first.
 
-Source: torch 2.2 to 2.13, torch/distributed/checkpoint/metadata.py, filesystem.py (`finish`), _nested_dict.py,
-state_dict_saver.py.
+Source: torch 2.2 to 2.13, torch/distributed/checkpoint/metadata.py, filesystem.py (`finish`),
+_nested_dict.py, state_dict_saver.py.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def join_fields(fields: Mapping[str, object], where: str) -> DcpMetadata:
 
 
 def _check_number(entries: Mapping[str, object], storage: StorageTable, where: str) -> None:
-    """Refuse names that share one description so often that there are far more chunks than the file can place.
+    """Refuse names that share one description so often that the file cannot place all their chunks.
 
     Tied names may share one. Each of their chunks still has a place of its own, unless it has no elements.
     """
@@ -255,7 +255,7 @@ class _Join:
 
 
 def _match_columns(tensor: Tensor, storage: StorageTable, rows: array[int]) -> Columns | None:
-    """Return the files, starts, lengths and boxes of a tensor's chunks, as `ChunkTable.extend_columns` takes them.
+    """Return the columns of a tensor's chunks that `ChunkTable.extend_columns` takes.
 
     None unless the chunks are listed in the order of their offsets, and placed in the same order, each once:
     the arrangement that trainers write. The caller then looks chunk by chunk, and says what is wrong.

@@ -3,8 +3,8 @@
 A record says itself what it holds. Where that is not what `.metadata` says, nothing is guessed.
 
 The bytes of some chunks lie in no file as they are. A dense tensor that was not contiguous is stored with its
-strides. A record that went through a stream extension (torch's `ZStandard`) is stored compressed. Such a chunk
-becomes a file of its own, which exists only after decoding (`SourceFile.decode`).
+strides. A record that went through a stream extension (torch's `ZStandard`) is stored compressed. Such a
+chunk becomes a file of its own, which exists only after decoding (`SourceFile.decode`).
 
 Source: torch 2.13, torch/distributed/checkpoint/_extension.py.
 """
@@ -56,8 +56,8 @@ Transforms = Mapping[int, tuple[str, ...]]
 def select_raw(catalog: Catalog, transforms: Transforms, names: Collection[str]) -> Catalog:
     """Return a catalog of some of the tensors whose extents are the chunks' bytes; encoding "raw".
 
-    Their records are opened and compared with what the catalog says. No other record is opened, and no data is
-    read.
+    Their records are opened and compared with what the catalog says. No other record is opened, and no data
+    is read.
 
     Args:
         catalog: with encoding "torch-record".
@@ -150,7 +150,7 @@ def _attach(catalog: Catalog, row: int, file: SourceFile) -> None:
 
 
 class _Scan:
-    """Opens the records of some tensors, file by file and front to back, and collects what is wrong with them."""
+    """Opens the records of some tensors, file by file and front to back, and collects their problems."""
 
     def __init__(self, catalog: Catalog, transforms: Transforms, names: Collection[str]) -> None:
         self.chosen = subset(catalog, names)
@@ -166,7 +166,7 @@ class _Scan:
         self._different: list[str] = []
 
     def files(self) -> Iterator[tuple[int, int, SourceFile, list[int]]]:
-        """Yield (number, descriptor, file, its chunks in the order of their bytes); one file is open at a time."""
+        """Yield (number, descriptor, file, its chunks by their bytes); one file is open at a time."""
         for file, group in groupby(self._rows, key=self.chosen.chunks.file.__getitem__):
             source = self.chosen.files[file]
             with open_regular(source.path, source.name, follow=False) as (fd, _):
@@ -288,8 +288,8 @@ class _BulkPointer:
             rows: its chunks, in the order of their bytes.
 
         Returns:
-            The chunks left over, and of each of the others where its data lies: (first byte, bytes, CRC-32), the
-            CRC-32 being 0 where none is recorded.
+            The chunks left over; and for each of the others, where its data lies: (first byte, bytes,
+            CRC-32), the last 0 where none is recorded.
         """
         import numpy as np
 

@@ -1,10 +1,10 @@
 """DCP saved with `serialization_format=SAFETENSORS`: each `.distcp` ends with one safetensors file.
 
-The places in its `.metadata` are not true: every tensor of a file is placed where the safetensors part begins,
-with the length of its bare bytes. (torch's own reader cannot load it.) The header of that part says where the
-bytes lie, and must agree with `.metadata` on everything else. Its DCP_SHARDING_INFO says which part of a tensor
-the file holds. The writer keeps the parts by name, so of several chunks of one tensor in one file only the last
-is there.
+The places in its `.metadata` are not true: every tensor of a file is placed where the safetensors part
+begins, with the length of its bare bytes. (torch's own reader cannot load it.) The header of that part says
+where the bytes lie, and must agree with `.metadata` on everything else. Its DCP_SHARDING_INFO says which part
+of a tensor the file holds. The writer keeps the parts by name, so of several chunks of one tensor in one file
+only the last is there.
 
 Source: torch 2.13, torch/distributed/checkpoint/filesystem.py (`_write_files_from_queue`).
 """
@@ -34,7 +34,7 @@ _LIMIT = 1 << 62
 
 
 def holds_bare_bytes(metadata: DcpMetadata) -> bool:
-    """True where every chunk is given just the bytes of its elements: no record is as short as that."""
+    """True where every chunk has exactly the bytes of its elements: no record is as short as that."""
     table = metadata.chunks
     return bool(metadata.tensors) and all(
         table.nbytes[row] == table.region(row).num_elements * entry.dtype.itemsize
@@ -77,7 +77,7 @@ def _point_in_file(
     if len(starts) > 1:
         raise SourceError(
             f"{metadata.where} places the tensors of {escape(source.name)} at {len(starts)} different bytes, "
-            "as bare data and not as records: not a file that torch writes"
+            "as bare data and not as records: torch writes no such file"
         )
     base = starts.pop()
     with open_regular(source.path, source.name, follow=False) as (fd, size):
@@ -98,7 +98,7 @@ def _point_in_file(
 
 
 def _read_part(fd: int, base: int, size: int, name: str) -> SafetensorsHeader:
-    """Read the header at byte `base` of a file; its places count from there."""
+    """Read the header at byte `base` of a file; the places in it count from there."""
     size -= base
     if size < 0:
         raise SourceError(f"{escape(name)}: its safetensors part would begin at byte {base}, past its end")
@@ -124,11 +124,14 @@ def _difference(
 
 
 def saved_offsets(header: SafetensorsHeader, name: str) -> dict[str, Shape] | None:
-    """Return the offsets of each tensor's part in the whole tensor, None where the file has no such info.
+    """Return the offsets of each tensor's part in the whole tensor, as DCP_SHARDING_INFO gives them.
 
     Args:
         header: of the file.
         name: of the file, for messages.
+
+    Returns:
+        By name; None where the file has no such info.
 
     Raises:
         SourceError: malformed, or at odds with the header; names file and tensors.

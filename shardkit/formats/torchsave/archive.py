@@ -1,7 +1,7 @@
 """Find the entries of a zip that `torch.save` wrote, and read the small ones.
 
-All entries are stored, so their bytes lie in the file as they are; anything else is refused. Only the directory
-and the headers are read: two `pread` calls for a zip of a single tensor.
+All entries are stored, so their bytes lie in the file as they are; anything else is refused. Only the
+directory and the headers are read: two `pread` calls for a zip of a single tensor.
 
 Source: torch 2.2 and 2.13, caffe2/serialize/inline_container.cc; APPNOTE.TXT 6.3.9.
 """

@@ -1,8 +1,9 @@
 """Legacy weights, `pytorch_model.bin`: a pickled state dict, read through torch's restricted unpickler.
 
-torch maps a zip file instead of loading it. The place of a contiguous tensor in the mapping gives the place of
-its bytes in the file, and they are read from there. Other tensors (transposed ones, lazy views, files from before
-torch 1.6) come with a function that returns their bytes. Only tensors and plain containers are ever unpickled.
+torch maps a zip file instead of loading it. The place of a contiguous tensor in the mapping gives the place
+of its bytes in the file, and they are read from there. Other tensors (transposed ones, lazy views, files from
+before torch 1.6) come with a function that returns their bytes. Only tensors and plain containers are ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class BinTensor(NamedTuple):
     start: int | None
     """First byte in the file, None where the bytes do not lie there as they are."""
     decode: Callable[[OnRead], memoryview] | None
-    """Without a start, gives the bytes: read-only, row-major, contiguous, little-endian."""
+    """Without a start, returns the bytes: read-only, row-major, contiguous, little-endian."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +78,11 @@ def read_bin(path: str, name: str) -> BinFile:
         name: how to call it in messages.
 
     Raises:
-        SourceError: not a regular file, damaged, not a state dict, holds code or tensors that have no
-            dense bytes; names the file and the entries.
+        SourceError: not a regular file, damaged, not a state dict, or with code or tensors without dense
+            bytes in it; names the file and the entries.
         ResourceError: the file may not be read.
 
-    Source: torch 2.13, torch.load; `mmap` is refused there for files older than the zip format (1.6).
+    Source: torch 2.13, torch.load, which refuses `mmap` for files older than the zip format (1.6).
     """
     with open_regular(path, name) as (fd, size):
         is_zip = read_exactly(fd, 0, min(size, 4), name) == _ZIP_MAGIC
@@ -92,7 +93,7 @@ def read_bin(path: str, name: str) -> BinFile:
         checksum, checksums = _screen(path, name)
     entries = _load(path, name, is_zip)
     tensors, objects = _split(entries, name, path, _mappings(stamp) if is_zip else [])
-    note = f"{escape(name)} has the format of before torch 1.6: it is held in memory as a whole"
+    note = f"{escape(name)} has the format from before torch 1.6: it is held in memory as a whole"
     return BinFile(
         tensors=tensors,
         objects=objects,
@@ -105,7 +106,7 @@ def read_bin(path: str, name: str) -> BinFile:
 
 
 def _screen(path: str, name: str) -> tuple[int, Checksums]:
-    """Refuse a pickle that would make torch hash without end or fill memory. torch itself refuses unknown names.
+    """Refuse a pickle that would make torch hash without end or fill memory; torch refuses unknown names.
 
     Returns:
         A checksum that changes with any entry, and what the zip's directory says of the storages.
@@ -132,9 +133,9 @@ def _load(path: str, name: str, is_zip: bool) -> Mapping[object, object]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about storages and types of old files
+            warnings.simplefilter("ignore")  # they are about storages and types of old files
             entries = torch.load(path, weights_only=True, mmap=is_zip, map_location="cpu")
-    except Exception as error:  # a damaged pickle ends in any exception there is
+    except Exception as error:  # a damaged pickle can end in any exception
         raise _refusal(error, name) from error
     if not isinstance(entries, Mapping):
         raise SourceError(f"{escape(name)}: expected a state dict, found {type(entries).__name__}")
@@ -142,7 +143,7 @@ def _load(path: str, name: str, is_zip: bool) -> Mapping[object, object]:
 
 
 def _refusal(error: Exception, name: str) -> SourceError:
-    """Put torch's refusal into one line; torch's own text advises to run the file's code."""
+    """Put torch's refusal into one line; its own text advises running the file's code."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found:
         return SourceError(
@@ -157,7 +158,9 @@ def _refusal(error: Exception, name: str) -> SourceError:
 def _mappings(stamp: FileStamp) -> _Mappings:
     """Return (first address, end, first byte in the file) of every mapping of a file in this process.
 
-    Source: man 5 proc, /proc/pid/maps. Empty where there is no such thing; then tensors are decoded.
+    Empty where the system has no such list; tensors are then decoded.
+
+    Source: man 5 proc, /proc/pid/maps.
     """
     device = f"{os.major(stamp.device):02x}:{os.minor(stamp.device):02x}"
     found = []
@@ -219,7 +222,7 @@ def _describe(fqn: str, tensor: torch.Tensor, path: str, mappings: _Mappings) ->
 
 
 def _place(tensor: torch.Tensor, mappings: _Mappings) -> int | None:
-    """Return the first byte of a tensor in the file, None where its bytes do not lie there in order."""
+    """Return the first byte of a tensor in the file, None where its bytes do not lie in the file in order."""
     if tensor.numel() == 0 or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     return _in_file(tensor.data_ptr(), tensor.numel() * tensor.element_size(), mappings)
@@ -236,7 +239,7 @@ def _in_file(address: int, nbytes: int, mappings: _Mappings) -> int | None:
 def _row_major_bytes(
     tensor: torch.Tensor, path: str, mappings: _Mappings, on_read: OnRead = lambda *_: None
 ) -> memoryview:
-    """Return a tensor's bytes, copied only where it does not lie row-major already."""
+    """Return a tensor's bytes; copy them only where they are not row-major already."""
     import torch
 
     if tensor.numel() == 0:
@@ -246,6 +249,6 @@ def _row_major_bytes(
     if start is not None:
         stored = torch.empty(0, dtype=torch.uint8).set_(held)
         on_read(path, start, stored.numpy().data)
-    # The conjugate and negative bits are marks on a view, the stored bytes do not have them.
+    # The conjugate and negative bits are marks on a view; the stored bytes do not contain them.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data.toreadonly()

@@ -1,8 +1,8 @@
 """Open a file of `torch.save` without torch: what it holds, and where the bytes of its tensors lie.
 
-The pickle inside is looked into, never executed (`inert_pickle`), and no tensor data is read. A tensor is
-a `TensorRef` or, where it is one rank's part of a larger one, a `DistributedRef`; everything that is not
-plain data is an `Opaque`.
+The pickle inside is interpreted, never executed, and no tensor data is read. A tensor becomes a `TensorRef`,
+or a `DistributedRef` where it is one rank's part of a larger one. Everything else that is not plain data
+becomes an `Opaque`.
 
 Source: torch 2.13, torch/serialization.py (`_save`); zip files since torch 1.6.
 """
@@ -52,14 +52,14 @@ class TorchFile:
     stamp: FileStamp
     """The file's, when its description was read."""
     tree: object
-    """None, bool, int, float, str, bytes, lists, tuples, dicts with strings and integers as keys, and in
-    the place of tensors and everything else `TensorRef`, `DistributedRef` and `Opaque`. It is a tree of
-    bounded size and depth (100 levels), though equal parts may be one object. What was set on a dict or
-    tensor as an attribute is not in it."""
+    """None, bool, int, float, str, bytes, lists, tuples, dicts with strings and integers as keys.
+    `TensorRef`, `DistributedRef` and `Opaque` stand for tensors and everything else. Size and depth (100
+    levels) of the tree are bounded, though equal parts may be one object. It leaves out attributes that were
+    set on a dict or tensor."""
     num_dropped: int
-    """Entries of dicts that are left out, because their keys are neither strings nor integers."""
+    """Entries of dicts that are left out because their keys are neither strings nor integers."""
     storages: Mapping[str, Entry]
-    """Where the storages lie, by key; positions are those of the file."""
+    """Where the storages lie, by key; positions count from the first byte of the file."""
 
     @property
     def source(self) -> SourceFile:
@@ -75,23 +75,23 @@ class TorchFile:
 
 
 class Leaf(NamedTuple):
-    """Something in a tree that is no dict, list or tuple, and no empty one either."""
+    """Something in a tree that is not a dict, list or tuple."""
 
     path: tuple[str | int, ...]
-    """Its way from the top: keys, and indexes of lists."""
+    """Keys, and indexes of lists, from the top of the tree."""
     value: object
 
 
 def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None) -> TorchFile:
-    """Open a file that `torch.save` wrote; reads its directory and its pickle, not the tensors.
+    """Open a file that `torch.save` wrote. Reads its directory and its pickle, not the tensors.
 
     Args:
         path: where the file is.
         name: how to call it in messages.
-        extent: first byte and number of bytes, where it is only a record in the file.
+        extent: first byte and number of bytes, for a record inside the file.
 
     Raises:
-        SourceError: missing, not a regular file, damaged, or of before torch 1.6.
+        SourceError: missing, not a regular file, damaged, or from before torch 1.6.
         IntegrityError: its pickle is not the one that was written (CRC-32).
         ResourceError: the file may not be read.
     """
@@ -105,7 +105,7 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
             entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
             if "data.pkl" not in entries or "constants.pkl" in entries:
                 reader.refuse(
-                    "a zip, but none of torch.save: it has no data.pkl, or is a TorchScript program"
+                    "a zip, but none of torch.save: no data.pkl is in it, or it is a TorchScript program"
                 )
             order = reader.content("byteorder", entries["byteorder"]) if "byteorder" in entries else b"little"
             if order != b"little":
@@ -135,18 +135,18 @@ def _check_magic(magic: bytes, size: int, where: str) -> None:
         raise SourceError(f"{where}: the file is empty", hint=_ANOTHER_COPY)
     if magic.startswith(_PICKLE):
         raise SourceError(
-            f"{where}: a pickle that is not in a zip: the format of before torch 1.6, or not of torch",
+            f"{where}: a pickle that is not in a zip: the format from before torch 1.6, or not of torch",
             hint=_SAVE_AGAIN,
         )
     raise SourceError(f"{where}: not a file of torch.save (it is no zip)", hint=_SAVE_AGAIN)
 
 
 def leaves(tree: object, *, into: Callable[[object], bool] = lambda value: True) -> Iterator[Leaf]:
-    """Yield what a tree holds, in its order; empty dicts and lists are nothing.
+    """Yield what a tree holds, in its order; empty dicts and lists hold nothing.
 
     Args:
         tree: that of a file, or a part of it.
-        into: whether to go into a dict, list or tuple; it is a leaf where not.
+        into: whether to go into a dict, list or tuple; otherwise it is a leaf itself.
     """
     todo = [Leaf((), tree)]
     while todo:
@@ -162,7 +162,11 @@ def leaves(tree: object, *, into: Callable[[object], bool] = lambda value: True)
 def differing_storages(file: TorchFile, keys: Iterable[str]) -> Iterator[str]:
     """Read storages and yield the key of each whose CRC-32 is not the recorded one.
 
-    Storages without a CRC-32 are passed over.
+    Storages without a CRC-32 are skipped.
+
+    Args:
+        file: an opened file.
+        keys: of its storages; repeated ones are read once.
 
     Raises:
         SourceError, ResourceError: the file cannot be read.

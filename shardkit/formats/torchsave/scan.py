@@ -1,9 +1,9 @@
 """Read the descriptions of many `torch.save` records, most of which are spelled alike.
 
-A checkpoint of 1,024 ranks has hundreds of thousands of records. In all records of one dtype, shape and length,
-the bytes around the data are the same, except for the CRC-32 of the data and an id made from it. So one record
-is read entry by entry, and the others are compared with it: one after the other (`RecordScanner`), or many at
-once with numpy (`BulkScanner`). A record that is spelled otherwise is read entry by entry too.
+A checkpoint of 1,024 ranks has hundreds of thousands of records. In all records of one dtype, shape and
+length, the bytes around the data are the same, except for the CRC-32 of the data and an id made from it. So
+one record is read entry by entry, and the others are compared with it: one after the other (`RecordScanner`),
+or many at once with numpy (`BulkScanner`). A record that is spelled otherwise is read entry by entry too.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class RecordScanner:
         return storage.pread(self._fd, nbytes, start)
 
     def _bytes(self, start: int, nbytes: int) -> bytes:
-        """Return bytes of the file, fewer where it ends or fails; quick where they are wanted front to back."""
+        """Return bytes of the file, fewer where it ends or fails; quick when asked front to back."""
         at = start - self._at
         if at < 0 or at + nbytes > len(self._window):
             try:
@@ -154,7 +154,7 @@ class RecordScanner:
 
 
 def _moved(record: TensorRecord, offset: int, crc: int) -> TensorRecord:
-    """Return a record that lies `offset` bytes further on (`dataclasses.replace` takes three times as long)."""
+    """Return a record `offset` bytes further on (`dataclasses.replace` takes three times as long)."""
     return TensorRecord(
         dtype=record.dtype,
         shape=record.shape,
@@ -242,7 +242,7 @@ class _Order:
         self._plan_reads(starts.tolist(), tails, follows)
 
     def _plan_reads(self, starts: Sequence[int], tails: Sequence[int], follows: Sequence[bool]) -> None:
-        """Set what to read: for each call the record it counts from, the distance, the buffers and the bytes."""
+        """Set what each call reads: the record it counts from, the distance, the buffers and the bytes."""
         import numpy as np
 
         view, last = memoryview(self._buffer), len(self._templates) - 1

@@ -150,7 +150,7 @@ def _local_header(entry: _Entry) -> bytes:
 
 
 def _zip64_field(entry: _Entry, stored_size: int) -> bytes:
-    """Extra field with the sizes and the offset that do not fit into 32 bits; torch puts it into both headers."""
+    """Extra field with the sizes and offset that do not fit into 32 bits; torch puts it into both headers."""
     values = [entry.size, stored_size] if entry.size >= _U32_MAX else []
     values += [entry.header_at] if entry.header_at >= _U32_MAX else []
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
@@ -228,8 +228,8 @@ def pickle_int(value: int) -> bytes:
 def _pickle_tensor(dtype: DType, shape: Shape, num_elements: int) -> bytes:
     """`data.pkl` of a contiguous CPU tensor.
 
-    Source: torch 2.13, torch._tensor.Tensor._reduce_ex_internal. Types without a storage class of their own go
-    through `_rebuild_tensor_v3`, whose storage counts bytes.
+    Source: torch 2.13, torch._tensor.Tensor._reduce_ex_internal. Types without a storage class of their own
+    go through `_rebuild_tensor_v3`, whose storage counts bytes.
     """
     storage = _TYPED_STORAGES.get(dtype.name)
     pickler = _Pickler()
