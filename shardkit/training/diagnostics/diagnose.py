@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit._torch import (
+    Fsdp1Unit,
     Fsdp2Unit,
     class_before_sharding,
     fsdp1_unit,
@@ -54,15 +55,15 @@ class DiagnosedUnit:
     """Elements of its whole parameters."""
     local_parameters: int
     """Elements of them on this rank."""
-    mesh: str
+    mesh: str = ""
     """Axes and sizes: "dp_replicate=2, dp_shard=4"."""
     placements: tuple[str, ...]
     """Every combination that its parameters have, such as "R, S(0)"."""
-    reshard_after_forward: str
+    reshard_after_forward: str = ""
     """"True", "False", or the number of ranks that keep a part; for FSDP1 the sharding strategy."""
-    mixed_precision: str
+    mixed_precision: str = ""
     """dtypes of computing, reducing and outputs; empty if none is set."""
-    cpu_offload: bool
+    cpu_offload: bool = False
     dtypes: tuple[str, ...]
     """Of the parameters that are trained in it."""
 
@@ -268,15 +269,15 @@ def _read_units(model: nn.Module) -> tuple[list[StoredParameter], list[Diagnosed
             new = [group for group in groups if not sharded.keys() & group.parameters.keys()]
             for group in new:
                 sharded.update(group.parameters)
-                parts.append((clean_name(path), is_root, module, group))
+                parts.append((path, is_root, module, group))
             if not groups:
-                parts.append((clean_name(path), is_root, module, None))
+                parts.append((path, is_root, module, None))
     stored: dict[int, StoredParameter] = {}
     for path, module in model.named_modules():
         for name, registered in module.named_parameters(recurse=False):
             parameter = sharded.get((id(module), name), registered)
             stored.setdefault(id(parameter), _describe_parameter(full_name(path, name), parameter))
-    return list(stored.values()), [_unit(*part, stored) for part in parts]
+    return list(stored.values()), [_fsdp2_unit(*part, stored) for part in parts]
 
 
 def _describe_parameter(fqn: str, parameter: torch.Tensor) -> StoredParameter:
@@ -308,31 +309,35 @@ def _placement(placement: object) -> str:
     return f"S({dim})" if split == 1 else f"S({dim}) after {split} parts"
 
 
-def _unit(
-    path: str,
-    is_root: bool,
-    module: nn.Module,
-    group: Fsdp2Unit | None,
-    stored: Mapping[int, StoredParameter],
+def _fsdp2_unit(
+    path: str, is_root: bool, module: Any, group: Fsdp2Unit | None, stored: Mapping[int, StoredParameter]
 ) -> DiagnosedUnit:
-    own = [stored[key] for key in {id(p) for p in group.parameters.values()}] if group else []
-    policy = group.mixed_precision if group else None
+    if group is None:
+        return _unit(path, is_root, module, [])
+    policy = group.mixed_precision
     precision = {
-        "compute": group.compute_dtypes if group else (),
+        "compute": group.compute_dtypes,
         "reduce": (getattr(policy, "reduce_dtype", None),),
         "output": (getattr(policy, "output_dtype", None),),
     }
+    return replace(
+        _unit(path, is_root, module, [stored[key] for key in {id(p) for p in group.parameters.values()}]),
+        mesh=_mesh(group.mesh),
+        reshard_after_forward=str(group.reshard_after_forward),
+        mixed_precision=_precision(precision),
+        cpu_offload=bool(group.cpu_offload),
+    )
+
+
+def _unit(path: str, is_root: bool, module: nn.Module, own: list[StoredParameter]) -> DiagnosedUnit:
+    """Return a unit with certain parameters, without its settings."""
     return DiagnosedUnit(
-        path=path,
+        path=clean_name(path),
         is_root=is_root,
         class_name=plain_class(module),
         parameters=sum(p.numel for p in own),
         local_parameters=sum(p.local_numel for p in own),
-        mesh=_mesh(group.mesh) if group else "",
         placements=tuple(sorted({p.placements for p in own})),
-        reshard_after_forward=str(group.reshard_after_forward) if group else "",
-        mixed_precision=_precision(precision),
-        cpu_offload=bool(group and group.cpu_offload),
         dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in own if p.is_trainable})),
     )
 
@@ -357,48 +362,44 @@ def _read_fsdp1(model: nn.Module) -> tuple[list[StoredParameter], list[Diagnosed
     for path, module in model.named_modules():
         if not isinstance(module, FullyShardedDataParallel):
             continue
-        unit, numel, local = fsdp1_unit(module), 0, 0
+        unit, policy = fsdp1_unit(module), module.mixed_precision
         is_root = _is_outermost(path, roots)
         roots += [path] if is_root else []
-        if unit is not None:
-            numel, local = sum(unit.numels), unit.local.numel()
-            flat_ids.update(map(id, unit.registered))
-            stored.append(
-                StoredParameter(
-                    fqn=f"{clean_name(path)}.{count(len(unit.fqns), 'parameter')}".lstrip("."),
-                    numel=numel,
-                    itemsize=unit.local.element_size(),
-                    local_numel=local,
-                    num_parts=unit.num_shards,
-                    placements="flat",
-                    dtype=unit.local.dtype,
-                    is_trainable=True,
-                    is_uneven=bool(numel % unit.num_shards),
-                )
-            )
-        precision = module.mixed_precision
-        names = {"compute": "param_dtype", "reduce": "reduce_dtype", "buffers": "buffer_dtype"}
-        units.append(
-            DiagnosedUnit(
-                path=clean_name(path),
-                is_root=is_root,
-                class_name=plain_class(module.module),
-                parameters=numel,
-                local_parameters=local,
-                mesh=f"{unit.num_shards} ranks" if unit else "",
-                placements=("flat",) if unit else (),
-                reshard_after_forward=module.sharding_strategy.name,
-                mixed_precision=_precision(
-                    {text: (getattr(precision, name, None),) for text, name in names.items()}
-                ),
-                cpu_offload=bool(module.cpu_offload.offload_params),
-                dtypes=(str(unit.local.dtype).removeprefix("torch."),) if unit else (),
-            )
+        own = [_flat_parameter(clean_name(path), unit)] if unit is not None else []
+        flat_ids.update(map(id, unit.registered if unit is not None else ()))
+        stored += own
+        precision = {
+            "compute": (getattr(policy, "param_dtype", None),),
+            "reduce": (getattr(policy, "reduce_dtype", None),),
+            "buffers": (getattr(policy, "buffer_dtype", None),),
+        }
+        found = replace(
+            _unit(path, is_root, module, own),
+            mesh=f"{unit.num_shards} ranks" if unit else "",
+            reshard_after_forward=module.sharding_strategy.name,
+            mixed_precision=_precision(precision),
+            cpu_offload=bool(module.cpu_offload.offload_params),
         )
+        units.append(found)
     for name, parameter in model.named_parameters():
         if id(parameter) not in flat_ids:
             stored.append(_describe_parameter(clean_name(name), parameter))
     return stored, units
+
+
+def _flat_parameter(path: str, unit: Fsdp1Unit) -> StoredParameter:
+    numel = sum(unit.numels)
+    return StoredParameter(
+        fqn=f"{path}.{count(len(unit.fqns), 'parameter')}".lstrip("."),
+        numel=numel,
+        itemsize=unit.local.itemsize,
+        local_numel=unit.local.numel(),
+        num_parts=unit.num_shards,
+        placements="flat",
+        dtype=unit.local.dtype,
+        is_trainable=True,
+        is_uneven=bool(numel % unit.num_shards),
+    )
 
 
 def _is_outermost(path: str, roots: list[str]) -> bool:

@@ -96,7 +96,7 @@ def test_a_phase_that_fails_is_recorded() -> None:
 
 def test_only_inside_of_with() -> None:
     memory = PhaseMemory()
-    with pytest.raises(UsageError, match="inside of `with`"):
+    with pytest.raises(UsageError, match="only inside `with`"):
         memory.mark("x")
     with memory, pytest.raises(UsageError, match="recording already"):
         memory.__enter__()
