@@ -53,6 +53,6 @@ def hub_client() -> Iterator[HubClient]:
 def fast_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces of this test come from forks of a process that has imported everything."""
     from shardkit.layout import traced
-    from tests.distributed.processes import fork_server
+    from tests.worlds.processes import fork_server
 
     monkeypatch.setattr(traced, "_spawn", fork_server().trace)

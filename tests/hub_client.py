@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.processes import ROOT, ForkServer
+from tests.worlds.processes import ROOT, ForkServer
 
 IMPORTED = (
     *(

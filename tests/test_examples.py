@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from tests.distributed.processes import agent_store, run_script
+from tests.worlds.processes import agent_store, run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -70,7 +70,7 @@ def launched(printed: Path, num_processes: int, script: str, *arguments: object)
         "num_processes": num_processes,
         "printed": str(printed),
     }
-    run_script("launch_world.py", json.dumps(request), env={"CUDA_VISIBLE_DEVICES": ""})
+    run_script("distributed/launch_world.py", json.dumps(request), env={"CUDA_VISIBLE_DEVICES": ""})
     return printed.read_text()
 
 

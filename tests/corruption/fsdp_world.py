@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.distributed.processes import fork, wait
+from tests.worlds.processes import fork, wait
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")

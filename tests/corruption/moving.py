@@ -31,7 +31,7 @@ from shardkit.errors import IntegrityError
 from shardkit.transfer.checks import SourceCheck
 from tests.corruption.outputs import make, weights
 from tests.corruption.sweep import SCRATCH
-from tests.distributed.processes import ROOT, run_script
+from tests.worlds.processes import ROOT, run_script
 
 OPERATIONS = ("consolidate", "reshard", "finalize")
 _RANK_FILES = ("fsdp2", "hsdp", "fsdp2_tp", "fsdp1", "placed")

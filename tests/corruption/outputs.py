@@ -19,7 +19,7 @@ import shardkit
 from shardkit.core.mesh import Placement
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.preshard import job
-from tests.distributed.processes import run_script
+from tests.worlds.processes import run_script
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CONFIG = {"architectures": ["TinyForCausalLM"], "tie_word_embeddings": True}

@@ -27,8 +27,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.distributed.processes import fork, wait
 from tests.operations.consolidate.checkpoints import CONFIG
+from tests.worlds.processes import fork, wait
 
 torch.set_num_threads(1)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from tests.distributed.processes import agent_store, fork, wait
+from tests.worlds.processes import agent_store, fork, wait
 
 
 def run(request: dict[str, Any], place: Mapping[str, str], rank: int) -> None:

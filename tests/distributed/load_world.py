@@ -35,7 +35,7 @@ import shardkit
 from shardkit.layout import traced
 from tests.distributed.edges import Edges, random_bits
 from tests.distributed.policies import shard_columns
-from tests.distributed.processes import fork, forked_trace, wait
+from tests.worlds.processes import fork, forked_trace, wait
 
 torch.set_num_threads(1)
 

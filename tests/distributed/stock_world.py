@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 from shardkit.layout import trace_child
 from tests.distributed.edges import Edges
-from tests.distributed.processes import fork, wait
+from tests.worlds.processes import fork, wait
 
 torch.set_num_threads(1)
 

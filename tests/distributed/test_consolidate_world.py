@@ -12,8 +12,8 @@ import shardkit
 from shardkit.errors import IntegrityError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
-from tests.distributed.processes import run_script
 from tests.operations.consolidate.checkpoints import CONFIG, EMBED, HEAD, assert_bit_equal, hub, load, raw
+from tests.worlds.processes import run_script
 
 pytestmark = pytest.mark.dist
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("worlds")
-    run_script("consolidate_world.py", str(out))
+    run_script("distributed/consolidate_world.py", str(out))
     return out
 
 

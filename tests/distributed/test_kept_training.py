@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.kept_world import WORLDS
-from tests.distributed.processes import run_script
+from tests.worlds.processes import run_script
 
 pytestmark = pytest.mark.dist
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kept")
-    run_script("kept_world.py", str(path))  # compares bits of the optimizer's state as it goes
+    run_script("distributed/kept_world.py", str(path))  # compares bits of the optimizer's state as it goes
     return path
 
 

@@ -12,7 +12,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.layout.layout import Layout, declare
 from shardkit.layout.traced import read_answer
-from tests.distributed.processes import run_script
+from tests.worlds.processes import run_script
 
 pytestmark = pytest.mark.dist
 
@@ -70,7 +70,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "directories": str(base / "models"),
         "out": str(base / "out"),
     }
-    run_script("stock_world.py", json.dumps(jobs))
+    run_script("distributed/stock_world.py", json.dumps(jobs))
     return base / "out"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.processes import run_script
+from tests.worlds.processes import run_script
 
 WORLDS = ["one", "three", "four", "hsdp", "back"]
 
@@ -16,7 +16,7 @@ WORLDS = ["one", "three", "four", "hsdp", "back"]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("train")
-    run_script("train_world.py", str(path))  # compares bits as it goes
+    run_script("distributed/train_world.py", str(path))  # compares bits as it goes
     return path
 
 

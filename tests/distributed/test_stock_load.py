@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.processes import run_script
 from tests.distributed.test_layout_against_torch import LLAMA, MODELS, UNITS, WORLDS
+from tests.worlds.processes import run_script
 
 pytestmark = pytest.mark.dist
 
@@ -57,7 +57,7 @@ JOBS: list[dict[str, Any]] = [
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("load")
     request = {"base": str(base), "models": ALL_MODELS, "jobs": JOBS}
-    run_script("load_world.py", json.dumps(request))
+    run_script("distributed/load_world.py", json.dumps(request))
     return base
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import run_script
+from tests.worlds.processes import run_script
 
 pytestmark = [pytest.mark.dist, pytest.mark.parametrize("size", [3, 1])]
 
@@ -17,7 +17,7 @@ def run_trainers(package: str, base: Path) -> Path:
     """Run all trainers of a package, which is not imported here: that would take seconds."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    run_script(f"trainers/{package}_cases.py", str(base), env={"CUDA_VISIBLE_DEVICES": ""})
+    run_script(f"distributed/trainers/{package}_cases.py", str(base), env={"CUDA_VISIBLE_DEVICES": ""})
     return base
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import ROOT, run_script
+from tests.worlds.processes import ROOT, run_script
 
 pytestmark = pytest.mark.dist
 
@@ -43,7 +43,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]
     texts = {name: block_with((ROOT / file).read_text(), needle) for name, (file, needle) in TEXTS.items()}
     for old, new in CHANGES.items():
         texts = {name: code.replace(old, new) for name, code in texts.items()}
-    run_script("typed_world.py", json.dumps({"out": str(out), "texts": texts}))
+    run_script("distributed/typed_world.py", json.dumps({"out": str(out), "texts": texts}))
     return [json.loads((out / f"typed-{rank}.json").read_text()) for rank in range(2)]
 
 

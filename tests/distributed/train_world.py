@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from tests.distributed.processes import end_world, fork, wait
+from tests.worlds.processes import end_world, fork, wait
 
 torch.set_num_threads(1)
 

@@ -31,8 +31,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig
 import shardkit
 from shardkit.cli import main as command_line
 from shardkit.layout import traced
-from tests.distributed.processes import ROOT, end_world, fork, forked_trace, wait
 from tests.training.models import llama
+from tests.worlds.processes import ROOT, end_world, fork, forked_trace, wait
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

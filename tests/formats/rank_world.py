@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from tests.distributed.processes import fork, wait
+from tests.worlds.processes import fork, wait
 
 WORLD_SIZE = 4
 State = dict[str, torch.Tensor]

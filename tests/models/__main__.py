@@ -7,9 +7,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.distributed.processes import ROOT, run_script
 from tests.models.outcomes import expected, named
 from tests.models.zoo import ZOO
+from tests.worlds.processes import ROOT, run_script
 
 _TIMEOUT_S = 3600.0
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 3600.0
 def run(names: list[str], out: Path, *, timeout_s: float = _TIMEOUT_S) -> dict[str, dict[str, str]]:
     """Take models through everything, and return what each step of each said."""
     request = {"out": str(out), "names": names}
-    run_script(str(ROOT / "tests/models/zoo_world.py"), json.dumps(request), timeout_s=timeout_s)
+    run_script("models/zoo_world.py", json.dumps(request), timeout_s=timeout_s)
     found: dict[str, dict[str, str]] = json.loads((out / "results.json").read_text())
     return found
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 import transformers
 
-from tests.distributed.processes import ROOT
 from tests.models import __main__ as zoo
 from tests.models.outcomes import check_table, expected, named
 from tests.models.table import render
 from tests.models.zoo import IN_MAKE_TEST, ZOO
 from tests.models.zoo_world import difference
+from tests.worlds.processes import ROOT
 
 EVERY_STEP = "test_every_step_ends_as_expected"
 

@@ -36,9 +36,9 @@ from torch.distributed.tensor import DTensor
 import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.layout import traced
-from tests.distributed.processes import fork, forked_trace, wait
 from tests.models.architecture import Architecture
 from tests.models.zoo import BROADCAST, ZOO, from_pretrained, make_hub
+from tests.worlds.processes import fork, forked_trace, wait
 
 torch.set_num_threads(1)
 

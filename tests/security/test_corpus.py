@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.processes import run_script
 from tests.security import run_corpus
 from tests.security.case import ACCEPTED, REFUSED, Case
+from tests.worlds.processes import run_script
 
 SCRIPT = str(Path(__file__).with_name("run_corpus.py"))
 CASES = {case.id: case for case in [*run_corpus.good_cases(), *run_corpus.all_cases()]}

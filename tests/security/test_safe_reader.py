@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 import shardkit
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.training.safe_reader import vetted
-from tests.distributed.processes import run_script
 from tests.formats.dcp.samples import quiet
 from tests.security import dcp_cases, payloads
 from tests.security.case import REFUSED
+from tests.worlds.processes import run_script
 
 W, STEP = "model.w", "step"
 STATE = {

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.errors import ShardkitError
-from tests.distributed.processes import end_world, fork, wait
 from tests.distributed.trainers.accelerate_cases import allow_cpu
 from tests.training.models import inputs, reference
+from tests.worlds.processes import end_world, fork, wait
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

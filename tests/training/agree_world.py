@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardkit.errors import IntegrityError, LayoutError, ResourceError, ShardkitError
 from shardkit.training.ranks.agree import agree, gather_json
-from tests.distributed.processes import fork, wait
+from tests.worlds.processes import fork, wait
 
 torch.set_num_threads(1)
 SIZE = 4

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardkit
 from shardkit.errors import ShardkitError
-from tests.distributed.processes import fork, wait
+from tests.worlds.processes import fork, wait
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")

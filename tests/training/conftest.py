@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.distributed.processes import ROOT, run_script
+from tests.worlds.processes import run_script
 
 
 class World(NamedTuple):
@@ -21,7 +21,7 @@ class World(NamedTuple):
 
 def run_world(name: str, out: Path) -> World:
     """Run a script of worlds, and return what they left in `out`."""
-    run_script(str(ROOT / "tests/training" / name), str(out))
+    run_script(f"training/{name}", str(out))
 
     def found(world: str) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(out.glob(f"{world}-*.json"))]

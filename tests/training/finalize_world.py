@@ -33,8 +33,8 @@ from shardkit.training.finalize import finalize, load_into
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import local_shards
 from shardkit.training.wrap import wrap
-from tests.distributed.processes import fork, wait
 from tests.training.models import inputs, save
+from tests.worlds.processes import fork, wait
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

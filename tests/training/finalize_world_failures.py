@@ -31,7 +31,7 @@ from shardkit.errors import ShardkitError
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import local_shards
-from tests.distributed.processes import fork
+from tests.worlds.processes import fork
 
 torch.set_num_threads(1)
 SIZE = 3

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardkit
 from shardkit.training.finalize import load_into
 from shardkit.training.ranks.local import local_shards
-from tests.distributed.processes import fork, return_freed_memory, wait
+from tests.worlds.processes import fork, return_freed_memory, wait
 
 torch.set_num_threads(1)
 WIDTH, ROWS, LAYERS = 1024, 5000, 8  # 157 MiB in bf16, in tensors of 10 MiB

@@ -26,9 +26,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardkit
 from shardkit.errors import ShardkitError
-from tests.distributed.processes import fork, wait
 from tests.training.finalize_world import hybrid, one_axis, plain, run_model, same, whole
 from tests.training.models import reference, save
+from tests.worlds.processes import fork, wait
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

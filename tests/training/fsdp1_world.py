@@ -33,12 +33,12 @@ from torch.utils.data import DataLoader
 
 import shardkit
 from shardkit.errors import ShardkitError
-from tests.distributed.processes import agent_store, fork, return_freed_memory, wait
 from tests.distributed.trainers.accelerate_cases import allow_cpu
 from tests.distributed.trainers.lightning_cases import OnCpu
 from tests.training.finalize_world import blocks_of, run_model, same
 from tests.training.finalize_world_memory import Watch
 from tests.training.models import reference, save
+from tests.worlds.processes import agent_store, fork, return_freed_memory, wait
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

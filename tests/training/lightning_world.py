@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.training.diagnostics.lightning import FSDPDiagnosticsCallback
 from shardkit.training.wrap import bf16_mixed_precision, wrap
-from tests.distributed.processes import agent_store, fork, wait
 from tests.distributed.trainers.lightning_cases import OnCpu, let_fsdp_use_cpu
+from tests.worlds.processes import agent_store, fork, wait
 
 torch.set_num_threads(1)
 SIZE = 2

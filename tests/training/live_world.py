@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM
 
 import shardkit
-from tests.distributed.processes import fork, wait
 from tests.training import models
+from tests.worlds.processes import fork, wait
 
 torch.set_num_threads(1)
 

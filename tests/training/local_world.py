@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardkit.core.regions import Region
 from shardkit.errors import LayoutError, UsageError
 from shardkit.training.ranks.local import local_shards, materialise
-from tests.distributed.processes import fork, wait
+from tests.worlds.processes import fork, wait
 
 torch.set_num_threads(1)
 SIZE = 4

@@ -25,8 +25,8 @@ from shardkit.training.finalize import finalize, load_into
 from shardkit.training.prepare import prepare
 from shardkit.training.save import save
 from shardkit.training.wrap import wrap
-from tests.distributed.processes import end_world, fork, wait
 from tests.training import models
+from tests.worlds.processes import end_world, fork, wait
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

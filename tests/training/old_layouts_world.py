@@ -27,8 +27,8 @@ from shardkit.layout import traced
 from shardkit.training.finalize import finalize
 from shardkit.training.prepare import prepare
 from shardkit.training.wrap import wrap
-from tests.distributed.processes import end_world, fork, forked_trace, wait
 from tests.training import old_layouts
+from tests.worlds.processes import end_world, fork, forked_trace, wait
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

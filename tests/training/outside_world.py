@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardkit
 from shardkit.keys.names import clean_name
 from shardkit.training.gradients import clip_grad_norm_
-from tests.distributed.processes import end_world, fork, wait
+from tests.worlds.processes import end_world, fork, wait
 
 torch.set_num_threads(1)
 

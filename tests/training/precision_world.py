@@ -33,8 +33,8 @@ from shardkit.training.diagnostics.diagnose import diagnose
 from shardkit.training.finalize import finalize
 from shardkit.training.prepare import prepare
 from shardkit.training.wrap import wrap
-from tests.distributed.processes import end_world, fork, forked_trace, wait
 from tests.training import models
+from tests.worlds.processes import end_world, fork, forked_trace, wait
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -25,8 +25,8 @@ from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.context import describe
 from shardkit.training.source.weights import open_weights
-from tests.distributed.processes import end_world, fork, wait
 from tests.training import models
+from tests.worlds.processes import end_world, fork, wait
 
 torch.set_num_threads(1)
 SIZE = 2

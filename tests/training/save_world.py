@@ -34,7 +34,7 @@ from shardkit.files import staging, storage
 from shardkit.training.finalize import load_into
 from shardkit.training.save import save
 from shardkit.training.wrap import wrap
-from tests.distributed.processes import fork
+from tests.worlds.processes import fork
 
 torch.set_num_threads(1)
 

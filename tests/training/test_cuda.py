@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.processes import ROOT, agent_store
+from tests.worlds.processes import ROOT, agent_store
 
 pytestmark = [
     pytest.mark.cuda,

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.processes import ROOT, run_script
 from tests.training.finalize_world import SCENARIOS
 from tests.training.finalize_world_failures import KILLS
 from tests.training.finalize_world_failures import SIZE as NUM_FAILING
+from tests.worlds.processes import run_script
 
 pytestmark = pytest.mark.dist
 Told = dict[str, dict[str, Any]]
@@ -19,7 +19,7 @@ EVERY = [(size, scenario.name) for size, scenarios in SCENARIOS.items() for scen
 
 def run_world(script: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp(script)
-    run_script(str(ROOT / f"tests/training/{script}.py"), str(out))
+    run_script(f"training/{script}.py", str(out))
     return out
 
 

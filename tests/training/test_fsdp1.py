@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from shardkit.core.text import MIB
 from shardkit.errors import UsageError
 from shardkit.training.wrap import bf16_mixed_precision
-from tests.distributed.processes import ROOT, run_script
+from tests.worlds.processes import ROOT, run_script
 
 HAS_TRAINERS = all(importlib.util.find_spec(name) for name in ("accelerate", "lightning"))
 CHECKS = [

@@ -19,8 +19,8 @@ from shardkit.files import manifest
 from shardkit.training.ranks.context import Weights, describe, key_rules, recall, remember
 from shardkit.training.save import save
 from shardkit.training.source.weights import open_weights
-from tests.distributed.processes import ROOT, run_script
 from tests.training import models
+from tests.worlds.processes import run_script
 
 pytestmark = pytest.mark.usefixtures("fast_trace")
 
@@ -47,7 +47,7 @@ RULES = {
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("names")
-    run_script(str(ROOT / "tests/training/names_world.py"), str(place))
+    run_script("training/names_world.py", str(place))
     return place
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.processes import ROOT, run_script
 from tests.training import old_layouts
+from tests.worlds.processes import run_script
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The world proves names, values and logits; what preshard and consolidate said is left to look at."""
     place = tmp_path_factory.mktemp("old")
-    run_script(str(ROOT / "tests/training/old_layouts_world.py"), str(place))
+    run_script("training/old_layouts_world.py", str(place))
     found: dict[str, dict[str, Any]] = json.loads((place / "results.json").read_text())
     return found
 

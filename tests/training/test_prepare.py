@@ -16,8 +16,8 @@ from torch import nn
 from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.training.model.initialise import initialise
 from shardkit.training.prepare import prepare
-from tests.distributed.processes import ROOT, run_script
 from tests.training import models
+from tests.worlds.processes import run_script
 
 Told = list[dict[str, Any]]
 
@@ -45,7 +45,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     config = json.loads((root / "untied/config.json").read_text())
     hub_config = root / "hub/config.json"
     assert json.loads(hub_config.read_text())["tie_word_embeddings"] != config["tie_word_embeddings"]
-    run_script(str(ROOT / "tests/training/prepare_world.py"), str(root))
+    run_script("training/prepare_world.py", str(root))
     return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -40,8 +40,8 @@ from shardkit.training.gradients import clip_grad_norm_, grad_norm
 from shardkit.training.optimizer import parameter_names, rebind_optimizer
 from shardkit.training.save import save
 from shardkit.training.wrap import layer_policy, wrap
-from tests.distributed.processes import end_world, fork, wait
 from tests.training.models import inputs, reference
+from tests.worlds.processes import end_world, fork, wait
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -13,8 +13,8 @@ import pytest
 
 from shardkit.core.dtypes import BY_NAME
 from shardkit.transfer.cloner import Cloner, CloneRange
-from tests.distributed.processes import ROOT
 from tests.transfer.test_engine import Tensors, cut, planned, run, source, stored
+from tests.worlds.processes import ROOT
 
 TENSORS: Tensors = {
     "large": (BY_NAME["bfloat16"], (700, 600), 0),

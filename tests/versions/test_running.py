@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import run_script
 from tests.versions.conftest import FEW, unpack
+from tests.worlds.processes import run_script
 
 pytestmark = pytest.mark.dist
 

@@ -26,9 +26,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Shard
 
 import shardkit
-from tests.distributed.processes import fork, wait
 from tests.versions.model import start, train
 from tests.versions.values import CHECKPOINTABLE, NUM_RANKS, NUM_WIDE, SHARDED, WIDE, plain, value, wide_rows
+from tests.worlds.processes import fork, wait
 
 torch.set_num_threads(1)
 

@@ -21,8 +21,8 @@ from shardkit.cli import main
 from shardkit.layout import traced
 from shardkit.layout.traced import Question
 from shardkit.operations.consolidate import consolidate
-from tests.distributed.processes import ROOT
 from tests.operations.consolidate.checkpoints import save
+from tests.worlds.processes import ROOT
 
 transformers = pytest.importorskip("transformers")
 

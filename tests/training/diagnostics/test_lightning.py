@@ -11,7 +11,7 @@ import pytest
 
 from shardkit.errors import UsageError
 from shardkit.training.diagnostics import lightning
-from tests.distributed.processes import ROOT, run_script
+from tests.worlds.processes import ROOT, run_script
 
 HAS_LIGHTNING = importlib.util.find_spec("lightning") is not None
 POINTS = ["start", "after backward", "before optimizer step", "end"]

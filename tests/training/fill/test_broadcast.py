@@ -11,8 +11,8 @@ from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region, find_tiling_error, full_region, intersect
 from shardkit.training.fill.broadcast import BAND_NBYTES, Sent, build_steps, packed_layout
-from tests.distributed.processes import ROOT, run_script
 from tests.training.finalize_world_memory import LAYERS, MEASURES, ROWS, WIDTH
+from tests.worlds.processes import run_script
 
 MIB = 1 << 20
 SHAPES = [(), (3,), (0, 4), (5000, 1000), (7, 9), (1, 3 * BAND_NBYTES), (2, 2)]
@@ -64,7 +64,7 @@ def test_parts_of_a_packed_message_are_aligned_and_apart() -> None:
 def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank took, by measurement."""
     out = tmp_path_factory.mktemp("memory")
-    run_script(str(ROOT / "tests/training/finalize_world_memory.py"), str(out))
+    run_script("training/finalize_world_memory.py", str(out))
     return {
         name: [json.loads(Path(out, f"{name}-{rank}.json").read_text()) for rank in range(size)]
         for size, measures in MEASURES.items()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.processes import run_script
+from tests.worlds.processes import run_script
 
 NBYTES = 4 * (64 * 900 + 900 + 900 * 301 + 301)
 FILES = {

@@ -14,8 +14,8 @@ from shardkit._torch import non_persistent_buffers
 from shardkit.errors import LayoutError, UsageError
 from shardkit.training.model.buffers import unlike_computed
 from shardkit.training.model.build import build_model
-from tests.distributed.processes import return_freed_memory
 from tests.training import models
+from tests.worlds.processes import return_freed_memory
 
 MODELS = ["llama-tied", "gpt2", "bert-lm", "qwen2-vl", "qwen3-moe"]
 

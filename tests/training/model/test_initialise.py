@@ -16,8 +16,8 @@ from shardkit.errors import LayoutError
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.context import ModelInitializationContext
-from tests.distributed.processes import return_freed_memory
 from tests.training import models
+from tests.worlds.processes import return_freed_memory
 
 
 def scratch(build: Any, **options: Any) -> ModelInitializationContext:

@@ -8,7 +8,7 @@ import pytest
 
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 from shardkit.training.ranks.agree import agree, gather_json
-from tests.distributed.processes import ROOT, run_script
+from tests.worlds.processes import run_script
 
 Told = list[dict[str, Any]]
 PROBLEMS = ["a.distcp", "b.distcp"]
@@ -17,7 +17,7 @@ PROBLEMS = ["a.distcp", "b.distcp"]
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     out = tmp_path_factory.mktemp("agree")
-    run_script(str(ROOT / "tests/training/agree_world.py"), str(out))
+    run_script("training/agree_world.py", str(out))
     return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(3)]
 
 

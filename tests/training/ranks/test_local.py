@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import ROOT, run_script
 from tests.training.local_world import SIZE, WAYS
+from tests.worlds.processes import run_script
 
 pytestmark = pytest.mark.dist
 NAMES = [way.__name__ for way in WAYS]
@@ -16,7 +16,7 @@ NAMES = [way.__name__ for way in WAYS]
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What went wrong on each rank, by scenario."""
     out = tmp_path_factory.mktemp("local")
-    run_script(str(ROOT / "tests/training/local_world.py"), str(out))
+    run_script("training/local_world.py", str(out))
     return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(SIZE)]
 
 

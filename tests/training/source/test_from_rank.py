@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardkit.files import manifest
-from tests.distributed.processes import ROOT, run_script
+from tests.worlds.processes import run_script
 
 CHECKS = [
     *((1, name) for name in ("plain", "odd")),
@@ -48,7 +48,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("from-rank")
-    run_script(str(ROOT / "tests/training/from_rank_world.py"), str(out))
+    run_script("training/from_rank_world.py", str(out))
     return out
 
 

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import shardkit
 from shardkit.layout import traced
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ _OF_WORLDS = (
     "accelerate",
     "safetensors.torch",
     "shardkit.layout.trace_child",
-    "shardkit.training",
+    *sorted(home for home in shardkit._HOMES if home.startswith("shardkit.training.")),
     "torch._dynamo",  # which the first step of an optimizer imports, in each rank
     "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.checkpoint.state_dict",
@@ -190,8 +191,8 @@ def fork_server() -> ForkServer:
 def run_script(
     name: str, argument: str, *, timeout_s: float = _HANGS_S, env: Mapping[str, str] | None = None
 ) -> None:
-    """Run a script of this directory, or the one at an absolute path, in a process of its own."""
-    script = str(Path(__file__).parent / name)
+    """Run a script of tests/, or the one at an absolute path, in a process of its own."""
+    script = str(ROOT / "tests" / name)
     done = fork_server().run({"script": script, "argument": argument}, timeout_s=timeout_s, env=env)
     assert done.returncode == 0, done.stdout.decode(errors="replace")[-4000:]
 
