@@ -1,30 +1,36 @@
-"""Checks on where an operation is about to write, before it reads or writes anything."""
+"""Where a verb may write: a directory, or a single file that appears whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shardkit.core.text import escape, format_size, listed
 from shardkit.errors import ResourceError, ShardkitError, UsageError
-from shardkit.files import manifest
-from shardkit.files.staging import reclaimable_bytes, recover
+from shardkit.files import manifest, storage
+from shardkit.files.staging import Staging, reclaimable_bytes, recover, remove_abandoned
 from shardkit.formats.hub.assets import is_asset, is_asset_folder
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _BESIDE = (manifest.NAME, "adapter_config.json", ".gitattributes")
 _METADATA = ".metadata"
+_ANOTHER = "choose another name, or replace it: --overwrite (overwrite=True)"
 
 
 Replaceable = Callable[[str], str | None]
-"""Tells why a directory may not be replaced, None where it may."""
+"""Tells why a directory may not be replaced; None where it may."""
 
 
 def is_sharded_checkpoint(path: str) -> str | None:
-    """Let only a directory with the manifest or `.metadata` in it be replaced, or a trainer's with ours in its folders."""
+    """Say why a directory may not be replaced by a sharded checkpoint; None where it may.
+
+    It may if the manifest or `.metadata` lies in it, or if it is a trainer's and everything in its folders is ours.
+    """
     if is_hub_model(path) is None:  # with a manifest of its own, perhaps
         return "holds a Hub model"
     if os.path.isfile(os.path.join(path, _METADATA)) or _has_manifest(path) or _is_resharded(path):
@@ -33,7 +39,7 @@ def is_sharded_checkpoint(path: str) -> str | None:
 
 
 def _has_manifest(path: str) -> bool:
-    """True for the manifest of what shardkit wrote, a damaged one too; one that lists somebody's files says nothing."""
+    """True for the manifest of an output of shardkit, even a damaged one; one that lists somebody's files does not count."""
     if not os.path.isfile(os.path.join(path, manifest.NAME)):
         return False
     try:
@@ -44,7 +50,7 @@ def _has_manifest(path: str) -> bool:
 
 
 def _is_resharded(path: str) -> bool:
-    """True for a checkpoint of a trainer that keeps DCP directories in folders, where all of these are ours."""
+    """True for a trainer's checkpoint with DCP directories in its folders, if all of them are ours."""
     from shardkit.formats.registry import recognise
 
     format = recognise(path)
@@ -55,7 +61,7 @@ def _is_resharded(path: str) -> bool:
 
 
 def is_hub_model(path: str) -> str | None:
-    """Let only a directory that holds a Hub model, or an adapter, and nothing else be replaced.
+    """Say why a directory may not be replaced by a Hub model; None where it holds a model or an adapter and nothing else.
 
     A trainer's run directory has the final model beside all its checkpoints.
     """
@@ -84,18 +90,18 @@ def check_destination(
 ) -> str:
     """Return the absolute path of a destination that may be written.
 
-    What a run that was killed moved aside and did not replace is put back first, as nothing tells better that
-    the destination exists.
+    A run that was killed may have moved the old output aside without replacing it. That output is put back first: only
+    then does its name show that it exists.
 
     Args:
         output: as the user gave it.
-        source: directory that is read, or None for one in a cache of its own.
-        overwrite: an existing output may be replaced; nothing else ever is.
+        source: the directory that is read, or None if it lies in a cache of its own.
+        overwrite: an existing output may be replaced. Nothing else ever is.
         why_not: tells an output of the same kind from anything else.
 
     Raises:
-        UsageError: it exists, or lies in, on or around the source.
-        ResourceError: its parent does not exist or cannot be written.
+        UsageError: it exists, or is the source, lies in it or around it.
+        ResourceError: its parent directory is missing or cannot be written.
     """
     path = os.path.join(
         os.path.realpath(os.path.dirname(os.path.abspath(output))), os.path.basename(os.path.abspath(output))
@@ -108,14 +114,18 @@ def check_destination(
     recover(path)
     if os.path.lexists(path):
         check_replaceable(path, shown, overwrite=overwrite, why_not=why_not)
-    parent = os.path.dirname(path)
     if len(os.fsencode(os.path.basename(path))) > _MAX_NAME_BYTES:
         raise UsageError(f"the name {shown} is longer than {_MAX_NAME_BYTES} bytes")
+    _check_parent(path)
+    return path
+
+
+def _check_parent(path: str) -> None:
+    parent = os.path.dirname(path)
     if not os.path.isdir(parent):
         raise ResourceError(f"{escape(parent)} does not exist", hint=f"create it: mkdir -p {escape(parent)}")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ResourceError(f"{escape(parent)} cannot be written", hint="choose another destination")
-    return path
 
 
 def _check_apart(path: str, source: str, shown: str) -> None:
@@ -123,7 +133,7 @@ def _check_apart(path: str, source: str, shown: str) -> None:
     if nested in (path, source):
         relation = "is" if path == source else "lies inside" if nested == source else "contains"
         raise UsageError(
-            f"the destination {shown} {relation} the source", hint="choose a destination of its own"
+            f"the destination {shown} {relation} the source", hint="choose a destination apart from it"
         )
 
 
@@ -132,7 +142,7 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
 
     Args:
         path: of something that exists.
-        shown: how to call it, safe to print.
+        shown: its name in messages, safe to print.
         overwrite: an existing output may be replaced.
         why_not: tells an output of the same kind from anything else.
 
@@ -140,9 +150,7 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
         UsageError: with the reason.
     """
     if not overwrite:
-        raise UsageError(
-            f"{shown} exists", hint="choose another name, or replace it: --overwrite (overwrite=True)"
-        )
+        raise UsageError(f"{shown} exists", hint=_ANOTHER)
     if not os.path.isdir(path):
         raise UsageError(f"{shown} exists and is not a directory: it is not replaced")
     reason = why_not(path) if os.listdir(path) else None
@@ -154,20 +162,20 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
 
 
 def free_bytes(path: str) -> int:
-    """Return the bytes free for this user on the file system of a destination's parent."""
+    """Return the bytes that are free for this user on a destination's file system."""
     return shutil.disk_usage(os.path.dirname(path)).free
 
 
 def check_space(path: str, needed_bytes: int, *, resume_from: str | None = None) -> None:
-    """Refuse to begin what cannot end. What dead runs left beside `path` counts as free.
+    """Refuse to begin what cannot end. The leftovers of dead runs beside `path` count as free.
 
     Args:
         path: absolute.
-        needed_bytes: of everything that is to be written.
-        resume_from: a staging directory that is resumed from; it counts as free too.
+        needed_bytes: room for everything that is to be written.
+        resume_from: the staging directory to resume from; it counts as free too.
 
     Raises:
-        ResourceError: with needed and free bytes.
+        ResourceError: there is less room; the message has both sizes.
     """
     free = free_bytes(path) + reclaimable_bytes(path, resume_from)
     if needed_bytes > free:
@@ -176,3 +184,66 @@ def check_space(path: str, needed_bytes: int, *, resume_from: str | None = None)
             f"{format_size(free)} ({free} bytes) are available",
             hint="free some space or choose another file system",
         )
+
+
+def check_sidecar(path: str, *, overwrite: bool, outside: Sequence[str] = ()) -> str:
+    """Return the absolute path of a file that may be written.
+
+    Args:
+        path: as the user gave it.
+        overwrite: an existing file may be replaced.
+        outside: directories that it must not lie in.
+
+    Raises:
+        UsageError: it exists, or is not a file, or lies in one of those directories.
+        ResourceError: its directory is missing or cannot be written.
+    """
+    full, shown = os.path.abspath(path), escape(path)
+    for directory in outside:
+        home = os.path.realpath(directory)
+        if os.path.join(os.path.realpath(full), "").startswith(os.path.join(home, "")):
+            raise UsageError(f"{shown} lies in {escape(directory)}", hint="choose a place outside it")
+    if os.path.lexists(full):
+        if os.path.islink(full) or not os.path.isfile(full):
+            raise UsageError(f"{shown} exists and is not a regular file: it is not replaced")
+        if not overwrite:
+            raise UsageError(f"{shown} exists", hint=_ANOTHER)
+    _check_parent(full)
+    return full
+
+
+def write_sidecar(path: str, data: bytes, *, overwrite: bool) -> None:
+    """Write a file beside its place, sync it, and only then give it its name.
+
+    Args:
+        path: absolute, and checked by `check_sidecar`.
+        data: the whole content.
+        overwrite: an existing file is replaced.
+
+    Raises:
+        UsageError: it exists.
+        ResourceError: the system refuses.
+    """
+    remove_abandoned(path)
+    staging = Staging.create(path)
+    written = os.path.join(staging.data, os.path.basename(path))
+    with contextlib.ExitStack() as stack:
+        stack.callback(staging.discard)
+        try:
+            storage.write_file(written, data)
+            _put(written, path, overwrite=overwrite)
+            storage.sync_directory(os.path.dirname(path))
+        except FileExistsError as error:
+            raise UsageError(f"{escape(path)} appeared while it was being written") from error
+        except OSError as error:
+            raise ResourceError(f"cannot write {escape(path)}: {error.strerror}") from error
+
+
+def _put(written: str, path: str, *, overwrite: bool) -> None:
+    """Give a file its name, in one step."""
+    if overwrite:
+        storage.rename(written, path)
+    elif not storage.renameat2(written, path, storage.RENAME_NOREPLACE):
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        storage.rename(written, path)

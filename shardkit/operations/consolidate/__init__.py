@@ -19,10 +19,9 @@ from shardkit.keys import Naming
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate.result import ConsolidateResult, make_result
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
-from shardkit.operations.destination import is_hub_model
+from shardkit.operations.destination import is_hub_model, write_sidecar
 from shardkit.operations.resolve import take
 from shardkit.operations.resolve_order import EXPORT_ENDING
-from shardkit.operations.sidecar import write_sidecar
 from shardkit.operations.write import Moving, OnWarning, Writer, Writing
 
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".safetensors.index.json", ".bin.index.json")

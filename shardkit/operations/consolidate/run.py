@@ -29,7 +29,7 @@ from shardkit.layout.traced import Answer, Question
 from shardkit.operations.companions import BesideFile, copy_file
 from shardkit.operations.consolidate.assets import Asset, TrainedModule
 from shardkit.operations.consolidate.job import ConsolidateJob
-from shardkit.operations.sidecar import check_sidecar
+from shardkit.operations.destination import check_sidecar
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 

@@ -17,8 +17,8 @@ from shardkit.files import manifest
 from shardkit.files.file_bytes import FileBytes, place_of
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.formats.registry import directory_of, format_of
+from shardkit.operations.destination import check_sidecar, write_sidecar
 from shardkit.operations.manifest.digests import Digests
-from shardkit.operations.sidecar import check_sidecar, write_sidecar
 from shardkit.operations.verify.in_threads import check_jobs, in_threads
 from shardkit.operations.verify.listing import Listing, list_files
 from shardkit.operations.verify.result import Report
