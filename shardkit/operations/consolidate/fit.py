@@ -1,4 +1,4 @@
-"""Names and shapes of the output, held against those of the base."""
+"""Names and shapes of the output, compared with those of the base."""
 
 from __future__ import annotations
 
@@ -23,34 +23,41 @@ _OTHER_NAMES = (
     "--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others"
 )
 _FUSED = (
-    "transformers holds experts fused into one tensor, and the base stores them one by one: they are not taken apart "
-    "yet; --allow-missing and --allow-unexpected together write them as they are"
+    "transformers fuses the experts into one tensor, and the base stores them one by one; shardkit does not take them "
+    "apart yet; --allow-missing and --allow-unexpected together write them as they are"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What has to be said about how the output fits its base."""
+    """What to tell about how the output fits its base."""
 
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    """Warnings of weights that the base has and the output lacks."""
+    """Warnings about weights that the base has and the output lacks."""
     is_whole: bool = False
-    """The base's weights are known, and all of them are in the output."""
+    """The base's weights are known, and the output has all of them."""
+
+
+def base_shapes(base: Base | None) -> dict[str, Shape] | None:
+    """Return the shape of each tensor of a base; None where they are not known."""
+    if base is None or base.tensors is None:
+        return None
+    return {name: tensor.shape for name, tensor in base.tensors.items()}
 
 
 def name_merged(names: Mapping[str, str], catalog: Catalog, base: Base | None) -> HubNames:
-    """Name a model that an adapter was added to; only now are its names without PEFT's own.
+    """Name a model that an adapter was added to. Only now are its names free of PEFT's own.
 
     Args:
         names: name in the catalog -> the model's name in memory.
         catalog: has the shapes.
         base: None, or one without known tensors, changes nothing.
     """
-    theirs = base.tensors if base is not None else None
+    theirs = base_shapes(base)
     shapes = {source: catalog.tensors[source].shape for source in names}
-    named = name_as_hub(names, shapes, None, {n: t.shape for n, t in theirs.items()} if theirs else None)
+    named = name_as_hub(names, shapes, None, theirs or None)
     by_output = {name: source for source, name in named.names.items()}
     if len(by_output) < len(names):
         return named
@@ -66,28 +73,28 @@ def check_fit(
     allow_unexpected: bool,
     asked: ModelNames | None = None,
 ) -> Fit:
-    """Compare the output with the base; a given one is binding, one that was found is not.
+    """Compare the output with the base. A base that a person gave is binding; one that was found is not.
 
     Args:
         shapes: by name in the output.
         base: None, or one without known tensors, has nothing to compare with.
         ties: groups of names that are one parameter.
         allow_missing: names of the base may be missing.
-        allow_unexpected: names may be there that the base does not have.
+        allow_unexpected: there may be names that the base does not have.
         asked: what the model's class says of the base's names, where it was asked.
 
     Raises:
-        LayoutError: with every name that is missing, unexpected or of another shape.
+        LayoutError: lists every name that is missing, unexpected or of another shape.
     """
-    if base is None or base.tensors is None:
+    theirs = base_shapes(base)
+    if base is None or theirs is None:
         return Fit()
-    theirs = {name: tensor.shape for name, tensor in base.tensors.items()}
     found, said = compare_with_base(shapes, theirs, ties=ties), list[str]()
     label = escape(base.label)
     if found.computed:
-        said.append(f"not held against {label}, every model computes them: {listed(found.computed)}")
+        said.append(f"not compared with {label}, every model computes them: {listed(found.computed)}")
     if asked is not None:
-        # A block that the class has no place for was none of another objective's heads: it may be another model's.
+        # A block that the class has no place for is no head of another objective: it may belong to another model.
         spare = [
             name
             for name in found.missing
@@ -106,7 +113,7 @@ def check_fit(
             unexpected=tuple(name for name in found.unexpected if name not in made),
         )
     if found.is_equal:
-        return Fit(notes=(f"names and shapes are those of {label}", *said), is_whole=True)
+        return Fit(notes=(f"names and shapes are the same as in {label}", *said), is_whole=True)
     is_whole = not (found.missing or found.wrong_shapes)
     if not base.is_given:
         missing, *others = _summary(found, f"the weights in {label}")
@@ -130,10 +137,10 @@ def check_fit(
 
 
 def may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]) -> bool:
-    """True where a misfit may be the class's own doing: what it leaves out or computes, ties, heads and names of its own."""
-    if base is None or base.tensors is None or not base.is_given:
+    """True where the class itself may explain a misfit: by what it leaves out or computes, ties, its heads and names."""
+    theirs = base_shapes(base)
+    if base is None or theirs is None or not base.is_given:
         return False
-    theirs = {name: tensor.shape for name, tensor in base.tensors.items()}
     found = compare_with_base(shapes, theirs, ties=ties)
     return bool(found.missing or found.unexpected) and not found.wrong_shapes
 
@@ -163,11 +170,11 @@ def name_by_class(names: Mapping[str, str], base: Base, asked: ModelNames) -> Hu
 
 def ask_class(base: Base) -> ModelNames | None:
     """Ask the class that a base's config names, in a process of its own; None where it cannot be asked."""
-    if not (base.config or {}).get("architectures"):
+    shapes = base_shapes(base)
+    if shapes is None or not (base.config or {}).get("architectures"):
         return None
-    assert base.tensors is not None
     try:
-        return ask_names(base.directory, {name: tensor.shape for name, tensor in base.tensors.items()})
+        return ask_names(base.directory, shapes)
     except ShardkitError:
         return None
 

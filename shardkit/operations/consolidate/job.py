@@ -36,7 +36,15 @@ from shardkit.operations.consolidate.assets import (
     model_assets,
     trained_modules,
 )
-from shardkit.operations.consolidate.fit import Fit, ask_class, check_fit, may_ask, name_by_class, name_merged
+from shardkit.operations.consolidate.fit import (
+    Fit,
+    ask_class,
+    base_shapes,
+    check_fit,
+    may_ask,
+    name_by_class,
+    name_merged,
+)
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.operations.write import hash_plan
 from shardkit.transfer.plan import TransferPlan, build_plan
@@ -47,14 +55,14 @@ _NO_TIES = Ties(dropped={}, diverged=(), untied=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """What is asked of a job."""
+    """What a person asks for."""
 
     naming: Naming
-    """Which tensors, and their names."""
+    """Which tensors are wanted, and what becomes of their names."""
     allow_missing: bool = False
     """Tensors of the base may be missing."""
     allow_unexpected: bool = False
-    """Tensors may be there that the base does not have."""
+    """There may be tensors that the base does not have."""
     dtype: str = "keep"
     """"keep", "base", "bf16", "fp16" or "fp32"."""
     max_shard_bytes: int | None = None
@@ -64,7 +72,7 @@ class JobOptions:
     merge_lora: bool = False
     """Add an adapter to the weights that it was trained on."""
     adapter_config: str | None = None
-    """An adapter's settings, a file or the directory that it lies in."""
+    """An adapter's settings: a file, or the directory that it lies in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,27 +146,12 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
 
     Raises:
         UsageError: an option has no such value, or cannot be carried out.
-        SourceError: the weights that are asked for are not there, cannot be told or recovered, or have no place
+        SourceError: the weights that are asked for are missing, cannot be told apart or recovered, or have no place
             in safetensors.
-        LayoutError: names or shapes are not the given base's.
+        LayoutError: names or shapes differ from those of the given base.
     """
     _check_options(checkpoint, base, options)
-    if not options.naming.chooses_names:
-        refuse_factors(checkpoint.catalog.tensors)  # now: names that fit nothing would be refused for that
-    selection = _select(checkpoint, base, options)
-    refuse_factors(selection.names)
-    _refuse_objects(checkpoint.catalog.objects, selection)
-    chosen = choose_tensors(
-        checkpoint,
-        selection.names,
-        base,
-        merge=options.merge_lora,
-        adapter_config=options.adapter_config,
-    )
-    if chosen.kind == "merged" and not options.naming.changes_names:
-        named = name_merged(chosen.names, chosen.catalog, base)
-        chosen = replace(chosen, names=named.names)
-        selection = replace(selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings))
+    selection, chosen = _choose(checkpoint, base, options)
     is_adapter, catalog = chosen.kind == "adapter", chosen.catalog
     ties, fit = _NO_TIES, Fit()
     if not is_adapter:
@@ -170,11 +163,9 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         OutputTensor(name, source, dtypes.chosen[name], catalog.tensors[source].shape)
         for source, name in names.items()
     )
-    output = (
-        SafetensorsImages(tensors, max_shard_bytes=None, stem=ADAPTER_STEM)  # PEFT has no index
-        if is_adapter
-        else SafetensorsImages(tensors, max_shard_bytes=options.max_shard_bytes)
-    )
+    output = SafetensorsImages(tensors, max_shard_bytes=options.max_shard_bytes)
+    if is_adapter:
+        output = SafetensorsImages(tensors, max_shard_bytes=None, stem=ADAPTER_STEM)  # PEFT has no index
     assets, changed = _assets(chosen, base, ties, tensors)
     modules, untaken = trained_modules(
         checkpoint,
@@ -186,9 +177,10 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         takes=options.naming.weights == "model" and not options.naming.chooses_names,
     )
     written = {module.file for module in modules}
-    unloadable = (
-        () if is_adapter else (*selection.unloadable, *fit.missing, *_gap_warnings(tensors, base, options))
-    )
+    unloadable, base_warnings = tuple[str, ...](), list[str]()
+    if not is_adapter:
+        unloadable = (*selection.unloadable, *fit.missing, *_gap_warnings(tensors, base, options))
+        base_warnings = _base_warnings(base)
     return ConsolidateJob(
         checkpoint=checkpoint,
         options=options,
@@ -215,7 +207,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         unloadable=unloadable,
         warnings=(
             *unloadable,
-            *([] if is_adapter else _base_warnings(base)),
+            *base_warnings,
             *fit.warnings,
             *selection.warnings,
             *chosen.warnings,
@@ -227,24 +219,48 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
     )
 
 
+def _choose(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> tuple[Selection, Chosen]:
+    """Choose the tensors and name them; errors as for `build_job`."""
+    naming = options.naming
+    if not naming.chooses_names:
+        refuse_factors(
+            checkpoint.catalog.tensors
+        )  # first: otherwise their names would be refused for fitting nothing
+    selection = _select(checkpoint, base, naming)
+    refuse_factors(selection.names)
+    _refuse_objects(checkpoint.catalog.objects, selection)
+    chosen = choose_tensors(
+        checkpoint,
+        selection.names,
+        base,
+        merge=options.merge_lora,
+        adapter_config=options.adapter_config,
+    )
+    if chosen.kind == "merged" and not naming.changes_names:
+        named = name_merged(chosen.names, chosen.catalog, base)
+        chosen = replace(chosen, names=named.names)
+        selection = replace(selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings))
+    return selection, chosen
+
+
 def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:
-    """Refuse entries that are not tensors where one layer more has a tensor of that name: a weight is lost there."""
+    """Refuse an entry that is no tensor if another layer has a tensor of that name: a weight is lost there."""
     patterns = {_NUMBER.sub("#", name) for name in selection.names if _NUMBER.search(name)}
     lost = [
         name for name in objects if _NUMBER.sub("#", name) in patterns and not name.endswith("_extra_state")
     ]
     if lost:
         raise SourceError(
-            f"{len(lost)} entries are no tensors, and those of the same name in other layers are: they are never decoded",
+            f"{len(lost)} entries are not tensors, while those of the same name in other layers are",
             problems=map(escape, lost),
-            hint="the checkpoint is damaged, or was changed: use another copy",
+            hint="the checkpoint is damaged or was changed (such entries are never decoded): use another copy",
         )
 
 
 def _fit(
     chosen: Chosen, base: Base | None, options: JobOptions
 ) -> tuple[Chosen, Ties, Fit, tuple[KeyRule, ...]]:
-    """Decide on ties, and hold names and shapes against the base's; where they differ, its class may know why."""
+    """Decide on ties, and compare names and shapes with the base's. Where they differ, its class may know why."""
     declared = ties_embeddings(base.config) if base else None
     base_tensors = base.tensors if base else None
 
@@ -270,12 +286,9 @@ def _fit(
 
     asked, renamed = None, tuple[KeyRule, ...]()
     ties, shapes, groups = decide(chosen, None)
-    if (
-        base is not None
-        and base_tensors is not None
-        and may_ask(shapes, base, groups)
-        and (asked := ask_class(base)) is not None
-    ):
+    if base is not None and may_ask(shapes, base, groups):
+        asked = ask_class(base)
+    if base is not None and base_tensors is not None and asked is not None:
         if not options.naming.changes_names:
             named = name_by_class(chosen.names, base, asked)
             chosen, renamed = replace(chosen, names=named.names), named.rules
@@ -310,24 +323,23 @@ def _assets(
 def _check_options(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> None:
     check_choice(options.dtype, base)
     if (options.allow_missing or options.allow_unexpected) and (base is None or base.tensors is None):
-        raise UsageError("--allow-missing and --allow-unexpected compare with a base: name it with --base")
+        raise UsageError("--allow-missing and --allow-unexpected are about a base: name it with --base")
     reason = checkpoint.refused_weights.get(options.naming.weights)
     if reason is not None:
         raise SourceError(
             f"--weights {escape(options.naming.weights)}: {reason}",
-            hint="leave --weights out for the model's",
+            hint="leave --weights out to take the model's",
         )
 
 
-def _select(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> Selection:
+def _select(checkpoint: Checkpoint, base: Base | None, naming: Naming) -> Selection:
     catalog = checkpoint.catalog
-    if checkpoint.hub is not None and not catalog.tensors:  # a file without tensors is a file all the same
+    if checkpoint.hub is not None and not catalog.tensors:  # even a file without tensors is a model
         return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
-    rules = saved_key_rules(checkpoint) if options.naming.weights == "model" else None
+    rules = saved_key_rules(checkpoint) if naming.weights == "model" else None
     root = SAVED_ROOT
     if rules is None and (of_source := hub_key_rules(checkpoint)):
         rules, root = of_source, ""
-    naming = options.naming
     if rules is not None and naming.root is None and not naming.strip_prefix:
         naming = replace(naming, root=root)
     return select_model(
@@ -336,9 +348,7 @@ def _select(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> S
         catalog.paths,
         checkpoint.roots,
         naming=naming,
-        base_shapes={name: each.shape for name, each in base.tensors.items()}
-        if base and base.tensors is not None
-        else None,
+        base_shapes=base_shapes(base),
         key_rules=rules,
     )
 
@@ -347,19 +357,18 @@ def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
     says = base is not None and base.config is not None and may_be_untied(base.config)
     said = " and the written config says tie_word_embeddings: false" if says else ""
     return [
-        f"{escape(kept)} and {escape(other)} are tied in the base, but training has made them differ: both are "
-        f"kept{said}"
+        f"{escape(kept)} and {escape(other)} are tied in the base, but training made them differ: both are kept{said}"
         for kept, other in ties.diverged
     ]
 
 
 def _gap_warnings(tensors: Sequence[OutputTensor], base: Base | None, options: JobOptions) -> list[str]:
-    """Return what the output seems to lack, where there are no weights to hold it against and nobody asked for a part."""
+    """Return what the output seems to lack, if no weights are there to compare it with and nobody asked for a part."""
     config = base.config if base is not None and base.tensors is None else None
     if not config or "model_type" not in config or options.naming.chooses_part:
         return []
     return [
-        f"from_pretrained would initialise at random what {CONFIG} calls for and the output does not have: {gap}; "
+        f"from_pretrained would initialise at random what {CONFIG} calls for and the output lacks: {gap}; "
         "--base MODEL, with its weights, compares every name"
         for gap in find_gaps({tensor.fqn: tensor.shape for tensor in tensors}, config)
     ]
@@ -368,7 +377,7 @@ def _gap_warnings(tensors: Sequence[OutputTensor], base: Base | None, options: J
 def _base_warnings(base: Base | None) -> list[str]:
     if base is None or base.config is None:
         return [
-            f"there is no {CONFIG} for the model: name the model that it was trained from with --base, and the "
+            f"there is no {CONFIG} for the model: name the model that it was trained from with --base, so that the "
             "output can be loaded by itself"
         ]
     return []

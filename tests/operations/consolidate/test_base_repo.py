@@ -76,7 +76,7 @@ def test_only_headers_of_its_weights_are_read(
 
     assert given["base"] == "org/base"
     assert given["assets"] == ["chat_template.jinja", "config.json", "tokenizer.json"]
-    assert "names and shapes are those of org/base" in given["notes"]
+    assert "names and shapes are the same as in org/base" in given["notes"]
     assert_bit_equal(load(given["output"]), weights())
     assert (Path(given["output"]) / "chat_template.jinja").read_bytes() == b"hello"
     assert [part["what"] for part in given["skipped"]] == ["training_args.bin"]

@@ -140,7 +140,7 @@ class TestWhatComesOut:
 
     def test_a_weight_that_is_no_tensor_is_lost(self, tmp_path: Path) -> None:
         state = {"layers.0.w": torch.ones(2), "layers.1.w": 5, "layers.1._extra_state": 6, "step": 7}
-        with pytest.raises(SourceError, match="1 entries are no tensors") as raised:
+        with pytest.raises(SourceError, match="1 entries are not tensors") as raised:
             shardkit.consolidate(save(state, tmp_path / "c"))
         assert raised.value.problems == ("layers.1.w",)
         del state["layers.1.w"]
