@@ -1,7 +1,7 @@
 """Checkpoints of PEFT models: the adapter by itself, or merged into the weights that it was trained on.
 
-Merging is W + scale * B A, tensor by tensor, and deciding it is pure: what has to be computed becomes a tensor of the
-catalog whose bytes are made when they are asked for, so that everything else treats it like one that was stored.
+Merging is W + scale * B A, tensor by tensor. Deciding it is pure: a tensor that has to be computed becomes a tensor of
+the catalog whose bytes are made when they are asked for. So everything else treats it like a stored one.
 
 Source: peft 0.21, tuners/lora/layer.py (Linear.merge, Embedding.merge), tuners/lora/dora.py.
 """
@@ -51,7 +51,7 @@ class Settings:
 
     values: Mapping[str, Any]
     is_whole: bool
-    """From an `adapter_config.json`; otherwise what a trainer noted of it."""
+    """They come from an `adapter_config.json`; otherwise they are a trainer's notes."""
     origin: str
     """The file, for people."""
 
@@ -67,7 +67,7 @@ class Chosen:
     names: dict[str, str]
     """Name in the catalog -> name in the output."""
     adapter_config: bytes | None = None
-    """Of an adapter, where its settings are known."""
+    """The settings of an adapter, where they are known."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -90,12 +90,12 @@ def choose_tensors(
         adapter_config: an `adapter_config.json`, or the directory that it lies in, given by a person.
 
     Raises:
-        SourceError: no adapter to merge, one that cannot be, or settings that are not known.
-        UsageError: settings for an adapter that is not there.
+        SourceError: there is no adapter to merge, it cannot be merged, or its settings are not known.
+        UsageError: settings are given, and there is no adapter.
     """
     peft = classify_peft(names.values())
     if adapter_config is not None and peft.kind == "none":
-        raise UsageError("--adapter-config is about an adapter, and the tensors that are taken hold none")
+        raise UsageError("--adapter-config is about an adapter, and the chosen tensors hold none")
     settings = _find_settings(checkpoint, base, adapter_config) if merge or peft.kind != "none" else None
     if merge:
         return _merged(checkpoint, names, settings)
@@ -116,7 +116,9 @@ def choose_tensors(
     )
 
 
-_NO_CONFIG = f"there is no {ADAPTER_CONFIG}, and PEFT cannot load an adapter without it: name one with --adapter-config"
+_NO_CONFIG = (
+    f"there is no {ADAPTER_CONFIG}, without which PEFT cannot load an adapter: name one with --adapter-config"
+)
 
 
 def _adapter_notes(peft: PeftNames, settings: Settings | None) -> Iterator[str]:
@@ -126,16 +128,16 @@ def _adapter_notes(peft: PeftNames, settings: Settings | None) -> Iterator[str]:
             "--merge-lora writes the merged model"
         )
     if peft.others:
-        yield f"the adapter {escape(peft.adapter or '')} was taken, beside it: {', '.join(map(escape, peft.others))}"
+        yield f"the adapter {escape(peft.adapter or '')} was taken; also there: {', '.join(map(escape, peft.others))}"
     if settings is not None and not settings.is_whole:
-        yield f"{ADAPTER_CONFIG} was made from {settings.origin} and the names of the tensors: look it over"
+        yield f"{ADAPTER_CONFIG} was made from {settings.origin} and the names of the tensors: check it"
 
 
 def _merged(checkpoint: Checkpoint, names: Mapping[str, str], settings: Settings | None) -> Chosen:
     plan = plan_merge(checkpoint.catalog.tensors, names, settings.values if settings else {})
     catalog = merged_catalog(checkpoint.select(list(names)), plan)
     origin = f", scaled as {settings.origin} says" if settings else ""
-    note = f"{len(plan.merges)} tensors have the adapter added to them{origin}"
+    note = f"the adapter was added to {len(plan.merges)} tensors{origin}"
     return Chosen(kind="merged", catalog=catalog, names=plan.names, notes=(note,))
 
 
@@ -167,7 +169,7 @@ def _read(path: str) -> Mapping[str, Any]:
 def _config_of(
     settings: Settings | None, peft: PeftNames, shapes: Mapping[str, tuple[int, ...]], base: str | None
 ) -> bytes | None:
-    """Return an `adapter_config.json`, which names the base; None where too little is known for one."""
+    """Return an `adapter_config.json` that names the base; None where too little is known for one."""
     if settings is None:
         return None
     if settings.is_whole:
@@ -199,7 +201,7 @@ def _config_of(
 
 
 def _repo_of(base: Base | None) -> str | None:
-    """Return the repo id that a person gave; a path means nothing to whoever gets the adapter."""
+    """Return the repo id that a person gave. A path means nothing to whoever gets the adapter."""
     is_repo = base is not None and base.is_given and base.label != base.directory
     return base.label if base is not None and is_repo else None
 
@@ -213,16 +215,16 @@ class LoraMerge:
     """One tensor that is computed. Names are those of the catalog."""
 
     base: str
-    """The tensor that is added to; the result takes its name, shape and dtype."""
+    """The tensor to add to; the result has its name, shape and dtype."""
     a: str | None
     """(r, in), or (r, num_embeddings); None for a bias."""
     b: str
-    """(out, r), or (dim, r); for a bias, what is added to it."""
+    """(out, r), or (dim, r); for a bias, the vector to add to it."""
     magnitude: str | None
     """DoRA's vector, one value for each output."""
     scale: float
     kind: Literal["linear", "transposed", "bias"]
-    """How the base is stored: (out, in); (in, out), as Conv1D and embeddings are; or a vector."""
+    """How the base is stored: "linear" is (out, in), "transposed" is (in, out) as Conv1D and embeddings are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +235,7 @@ class MergePlan:
     """Name in the catalog -> name in the output."""
     merges: tuple[LoraMerge, ...]
     peft: PeftNames
-    """What the names said."""
+    """What the names tell."""
 
 
 def plan_merge(
@@ -248,8 +250,8 @@ def plan_merge(
             `alpha_pattern`, `use_rslora` and `fan_in_fan_out` count where they are there.
 
     Raises:
-        SourceError: there is nothing to merge or to merge it into; an adapter that is no LoRA; shapes that do
-            not fit. All problems of a kind at once.
+        SourceError: there is nothing to merge or to merge it into, the adapter is not LoRA's, or shapes do not fit.
+            All problems of a kind are listed.
     """
     stored = {name: source for source, name in names.items()}
     peft = classify_peft(names.values())
@@ -257,7 +259,7 @@ def plan_merge(
         held = "an adapter alone" if peft.kind == "adapter" else "no adapter"
         raise SourceError(
             f"there is nothing to merge: the checkpoint holds {held}",
-            hint="--merge-lora is for checkpoints with both the adapter and the weights that it was trained on",
+            hint="--merge-lora is for checkpoints that hold both an adapter and the weights that it was trained on",
         )
     _check_settings(peft, config)
     merges, problems = list[LoraMerge](), list[str]()
@@ -283,7 +285,7 @@ def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
         )
     if config.get("lora_alpha") is None:
         raise SourceError(
-            "the adapter's lora_alpha is not known, so its scale is not",
+            "the adapter's lora_alpha is not known, so neither is its scale",
             hint="name the adapter_config.json that was used with --adapter-config",
         )
     problems = [
@@ -307,7 +309,7 @@ def _pattern_problems(patterns: object) -> Iterator[str]:
         shown = escape(str(pattern))
         if type(value) not in (int, float):
             yield f"{shown}: its value is not a number"
-        # They come from a file: a repeated group can take exponentially long to match.
+        # A pattern comes from a file, and a repeated group can take exponentially long to match.
         if _REPEATED.search(str(pattern)) or len(str(pattern)) > _MAX_PATTERN:
             yield f"{shown}: too costly to match"
             continue
@@ -366,7 +368,7 @@ def _shape_problem(base: TensorEntry, a: TensorEntry, b: TensorEntry, is_transpo
 
 
 def _pattern(patterns: Mapping[str, float] | None, path: str, default: Any) -> Any:
-    """Return the value whose pattern the path ends with, as PEFT matches them."""
+    """Return the value of the pattern that matches the path's end, as PEFT matches it."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", path):
             return value
@@ -374,10 +376,10 @@ def _pattern(patterns: Mapping[str, float] | None, path: str, default: Any) -> A
 
 
 def merged_catalog(catalog: Catalog, plan: MergePlan) -> Catalog:
-    """Return a catalog in which the tensors to be merged are whole, and made when they are read.
+    """Return a catalog in which the tensors to merge are whole, and are computed when they are read.
 
     Args:
-        catalog: of raw extents; holds every tensor that the plan names.
+        catalog: raw extents; it holds every tensor that the plan names.
         plan: from `plan_merge`.
     """
     assert catalog.encoding == "raw"
@@ -404,8 +406,8 @@ def merged_catalog(catalog: Catalog, plan: MergePlan) -> Catalog:
 def compute_merge(catalog: Catalog, merge: LoraMerge, on_read: OnRead = lambda *_: None) -> memoryview:
     """Return the bytes of a merged tensor, row-major, in the dtype of its base.
 
-    In float32 and rounded once at the end. Beside the tensor and the adapter's, memory is needed for one
-    block of rows.
+    It is computed in float32 and rounded once, at the end. Beside the tensor and the adapter's, this takes memory for
+    one block of rows.
     """
     base, b = _read_tensor(catalog, merge.base, on_read), _read_tensor(catalog, merge.b, on_read).float()
     if merge.kind == "bias":
@@ -417,7 +419,7 @@ def compute_merge(catalog: Catalog, merge: LoraMerge, on_read: OnRead = lambda *
     if merge.magnitude:
         magnitude = _read_tensor(catalog, merge.magnitude, on_read).float().reshape(-1)
     is_transposed = merge.kind == "transposed"
-    # DoRA's norm goes over the inputs: those of a transposed matrix lie in different rows.
+    # DoRA's norm goes over the inputs, which lie in different rows of a transposed matrix.
     step = max(_BLOCK_BYTES // (4 * max(base.shape[1], 1)), 1)
     step = len(base) if magnitude is not None and is_transposed else step
     for start in range(0, len(base), max(step, 1)):
@@ -439,7 +441,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _read_tensor(catalog: Catalog, name: str, on_read: OnRead) -> torch.Tensor:
-    """Return a tensor of a catalog of raw extents, put together from its chunks."""
+    """Return a tensor, put together from its chunks in a catalog of raw extents."""
     import numpy as np
     import torch
 

@@ -1,8 +1,8 @@
-"""What lies beside the weights of the output: the base's config and files, and what has to change in them.
+"""What lies beside the weights of the output: the base's config and other files, with the changes they need.
 
-A model may have modules with weights of their own (`2_Dense/` of sentence-transformers). They are copied from the base.
-Where the names in the checkpoint say for certain which of its tensors belong to a module, the output gets the trained
-values instead; where they do not, a warning says so.
+A model may have modules with weights of their own (`2_Dense/` of sentence-transformers), which are copied from the base.
+If the checkpoint's names show for certain which tensors belong to a module, the output gets the trained values instead.
+If they do not, a warning says so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DTYPE, _OLD_DTYPE = "dtype", "torch_dtype"
 _NEW_DTYPE_SINCE = (4, 56)  # transformers, PretrainedConfig.to_dict
 _TIE = "tie_word_embeddings"
 _ENDING = ".safetensors"
-# What an adapter may change of its model's files: tokens that were added, the template of a chat.
+# The files of its model that an adapter may change: added tokens, the chat template.
 _ADAPTERS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
@@ -44,15 +44,15 @@ class Asset(NamedTuple):
     name: str
     """Relative to the output."""
     path: str | None
-    """Where it is copied from; None where `content` is all."""
+    """The file to copy; None where `content` is the whole file."""
     content: bytes
-    """What it holds, where it is not copied as it is."""
+    """What it holds if it is not a copy."""
 
     def read(self) -> bytes:
-        """Return what is to be written.
+        """Return the content to write.
 
         Raises:
-            SourceError, ResourceError: the file is gone, or not a regular one.
+            SourceError, ResourceError: the file is gone, or is not a regular file.
         """
         return self.content if self.path is None else read_small(self.path, self.name, _MAX_BYTES)
 
@@ -63,7 +63,7 @@ class Asset(NamedTuple):
 
 
 def main_dtype(tensors: Iterable[OutputTensor]) -> DType | None:
-    """Return the dtype of most bytes of ordinary floating tensors; None where there are none."""
+    """Return the dtype that most bytes of ordinary floating tensors have; None where there are no such tensors."""
     sizes: dict[DType, int] = {}
     for tensor in tensors:
         if tensor.dtype.is_convertible:
@@ -72,11 +72,11 @@ def main_dtype(tensors: Iterable[OutputTensor]) -> DType | None:
 
 
 def model_assets(base: Base | None, dtype: DType | None, *, untie: bool) -> tuple[list[Asset], list[str]]:
-    """Return what to write beside a model's weights, and what has to be said about it.
+    """Return what to write beside a model's weights, and what to tell about it.
 
     Args:
-        base: None where there is none.
-        dtype: what the weights are.
+        base: the model that the checkpoint was trained from, if it is known.
+        dtype: of the weights.
         untie: the config must say that embeddings are not tied.
     """
     if base is None:
@@ -102,7 +102,7 @@ def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:
 
 
 def _model_config(base: Base, dtype: DType | None, *, untie: bool) -> tuple[bytes, list[str]]:
-    """Return config.json with the dtype that was written; what it says otherwise is the base's."""
+    """Return the base's config.json with the dtype of the output."""
     assert base.config is not None
     config, notes = dict(base.config), list[str]()
     if dtype is not None:
@@ -112,14 +112,14 @@ def _model_config(base: Base, dtype: DType | None, *, untie: bool) -> tuple[byte
     if base.is_trainers:
         if config.get("use_cache") is False:  # as trainers set it for gradient checkpointing
             config["use_cache"] = True
-            notes.append(f"use_cache, which training had switched off in {escape(base.label)}, is on again")
+            notes.append(f"use_cache is on again; training had switched it off in {escape(base.label)}")
         if os.path.isabs(str(config.get("_name_or_path", ""))):
             del config["_name_or_path"]
     return _dump(config), notes
 
 
 def _set_dtype(config: dict[str, object], name: str) -> None:
-    """Set the dtype where the config, or one of a part of it, says one."""
+    """Set the dtype wherever the config, or the config of a part, has one."""
     keys = [key for key in (_DTYPE, _OLD_DTYPE) if key in config]
     for key in keys or [_DTYPE if _is_new(config) else _OLD_DTYPE]:
         config[key] = name
@@ -158,12 +158,12 @@ def _dump(config: Mapping[str, object]) -> bytes:
 
 
 class _Place(NamedTuple):
-    """A module whose weights are copied, and which the checkpoint has tensors of."""
+    """A module whose weights would be copied, though the checkpoint has tensors of it."""
 
     file: str
     """Its weights, relative to the model."""
     place: str
-    """What its tensors' names begin with in the checkpoint."""
+    """Beginning of its tensors' names in the checkpoint."""
     trained: list[str]
     """These names."""
 
@@ -175,9 +175,9 @@ class TrainedModule:
     file: str
     """Relative to the output."""
     place: str
-    """What its tensors' names begin with in the checkpoint."""
+    """Beginning of its tensors' names in the checkpoint."""
     catalog: Catalog
-    """Of its tensors."""
+    """Its tensors."""
     output: SafetensorsImages
     """One image."""
     plan: TransferPlan
@@ -186,7 +186,7 @@ class TrainedModule:
     def note(self) -> str:
         """What a person should be told."""
         number = count(len(self.catalog.tensors), "tensor")
-        return f"{escape(self.file)} is the checkpoint's ({number} of {escape(self.place)}), not the base's"
+        return f"{escape(self.file)} comes from the checkpoint ({number} of {escape(self.place)}), not from the base"
 
 
 def trained_modules(
@@ -199,16 +199,16 @@ def trained_modules(
     dtype: str,
     takes: bool,
 ) -> tuple[list[TrainedModule], list[str]]:
-    """Return the modules that are written from the checkpoint, and a warning for each that stays the base's though trained.
+    """Return the modules to write from the checkpoint, and a warning for each trained one that stays the base's.
 
     Args:
         checkpoint: what is consolidated.
         base: a sentence-transformers model, or any other.
-        assets: names of what is copied beside the weights.
-        root: where the model begins in the checkpoint, dotted, as "0.auto_model".
-        left: names of tensors that are no part of the model.
-        dtype: as `--dtype`.
-        takes: False where a person chose by name what is written.
+        assets: names of the files that are copied beside the weights.
+        root: where the model begins in the checkpoint, dotted, such as "0.auto_model".
+        left: names of tensors that do not belong to the model.
+        dtype: as for `--dtype`.
+        takes: False where a person chose the tensors by name.
 
     Raises:
         SourceError: a trained tensor cannot be read.
@@ -225,8 +225,8 @@ def trained_modules(
             why = made
         trained = f"{count(len(module.trained), 'tensor')} of that module ({listed(module.trained)})"
         warnings.append(
-            f"{escape(module.file)} is the base's, though the checkpoint has {trained}: {why}; "
-            f"--root {escape(module.place)} writes these, to put in its place"
+            f"{escape(module.file)} comes from the base, though the checkpoint has {trained}: {why}; "
+            f"--root {escape(module.place)} writes these, to put them in its place"
         )
     return found, warnings
 
@@ -246,10 +246,10 @@ def _places(base: Base | None, assets: Iterable[str], root: str, left: Iterable[
 
 
 def _made(checkpoint: Checkpoint, base: Base, module: _Place, dtype: str) -> TrainedModule | str:
-    """Return what is written, or why it is not certain that these are the module's tensors."""
+    """Return the module to write, or why it is not certain that these tensors are its own."""
     directory, file = os.path.split(base.assets[module.file])
     if not file.endswith(_ENDING):
-        return "its file is not of safetensors"
+        return "its file is not a safetensors file"
     try:
         held = open_weights(directory, select_file(file), chosen_by_hand=True).catalog.tensors
     except ShardkitError as error:

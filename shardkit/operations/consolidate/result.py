@@ -1,4 +1,4 @@
-"""What consolidate answers: the result object and its parts."""
+"""What consolidate answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SkippedPart:
     what: str
     """"optimizer", "random state", a file's name, ..."""
     where: str
-    """What its names begin with, or why it was not read."""
+    """The beginning of its names, or why it was not read."""
     num_tensors: int
     num_objects: int
     """Entries that are not tensors."""
@@ -56,11 +56,11 @@ class ConsolidateResult(WriteResult):
     weights: str
     """"model", "ema", ..."""
     root: str
-    """What was taken as the model's beginning, dotted; empty for the top."""
+    """Where the model was found to begin, dotted; empty for the top."""
     stripped: tuple[tuple[str, int], ...]
-    """(prefix or segment that was taken out of names, of how many)."""
+    """(prefix or segment that was taken out of names, number of these names)."""
     renamed: tuple[tuple[str, str, int], ...]
-    """(prefix of names in memory, the Hub's in its place, of how many); whole names have no dot at the end."""
+    """(prefix of names in memory, the Hub's prefix instead, number of these names); a whole name has no dot at its end."""
     skipped: tuple[SkippedPart, ...]
     candidates: tuple[str, ...]
     """Other roots with weights of their own."""
@@ -71,26 +71,26 @@ class ConsolidateResult(WriteResult):
     assets: tuple[str, ...]
     """Names of the files beside the weights."""
     ties: tuple[tuple[str, str], ...]
-    """(name that is kept, its equal that is left out)."""
+    """(name that is kept, equal one that is left out)."""
     untied: tuple[tuple[str, str], ...]
-    """(embedding, output layer) that ought to be tied and differ: both are kept."""
+    """(embedding, output layer) that ought to be tied but differ: both are kept."""
     cast: str
     """"keep", "base", "bf16", "fp16" or "fp32"."""
     dtypes: tuple[DTypeCount, ...]
-    """Of what is written."""
+    """The tensors of the output by dtype."""
     num_parameters: int
-    """Numbers in all tensors."""
+    """Elements of all tensors."""
     file_names: tuple[str, ...]
-    """Of the weight files."""
+    """Names of the weight files."""
     checked: bool
-    """The bytes of the checkpoint were compared with the checksums in it before any was moved."""
+    """The checkpoint was compared with the checksums in it before a byte moved."""
     pushed_to: str | None
     """Address of the repo on the Hub."""
     unloadable: tuple[str, ...] = ()
     """Why `from_pretrained` would not load all weights of the output; in `warnings` too."""
     held_against: str | None = None
-    """What told whether `from_pretrained` finds all weights: "base", "class", or None: then names and shapes alone did,
-    and a note says why."""
+    """What told whether `from_pretrained` finds all weights: "base" or "class". None if names and shapes alone told; a note
+    says why."""
     missing: tuple[str, ...] = ()
     """Names of all weights that the class says `from_pretrained` would initialise at random."""
     misfits: tuple[tuple[str, str], ...] = ()

@@ -1,7 +1,7 @@
-"""While the weights move: what lies beside them, the check of it all before it appears, the question to its class.
+"""While the weights move: what lies beside them is written, the model's class is asked, and all of it is checked.
 
-The class that the output's config names is asked, in a process of its own, whether `from_pretrained` would find all
-weights.
+The class is the one that the output's config names. A process of its own asks it whether `from_pretrained` would find
+all weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SWITCHED_OFF = "--ask-class off"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What is written down of the output, and where."""
+    """What is recorded of the output, and where."""
 
     manifest: bool = False
     """Put `shardkit.json` into the output."""
@@ -54,10 +54,10 @@ class Recording:
         return self.manifest or self.manifest_file is not None
 
     def check(self) -> None:
-        """Refuse a digest that nothing would record.
+        """Refuse to take a sha256 that nothing would record.
 
         Raises:
-            UsageError: it is so.
+            UsageError: no manifest is to be written.
         """
         if self.sha256 and not self.is_wanted:
             raise UsageError(
@@ -66,22 +66,22 @@ class Recording:
             )
 
     def check_file(self, outside: Sequence[str], *, overwrite: bool) -> str | None:
-        """Return where the manifest goes beside the output, if anywhere; arguments and errors as `check_sidecar`."""
+        """Return where the manifest goes apart from the output, if anywhere; otherwise as `check_sidecar`."""
         if self.manifest_file is None:
             return None
         return check_sidecar(os.fspath(self.manifest_file), overwrite=overwrite, outside=outside)
 
 
 class Descriptions:
-    """Writes config, tokenizer and the like, then the index; then reads everything back.
+    """Writes config, tokenizer and the like, then the index. Then it reads everything back.
 
     Args:
         job: what is being written.
-        manifests: of the checkpoint; files that are copied are compared with them.
-        directory: where; the weights lie there too.
+        manifests: of the checkpoint. Copied files are compared with them.
+        directory: where the files go; the weights lie there too.
         moving: how to write the weights of modules.
         recording: what the manifest is to say, and whether it lies in the output.
-        on_manifest: gets the manifest, which may lie elsewhere too.
+        on_manifest: gets the manifest.
         on_written: called when all weights are on disk, before the rest is written.
     """
 
@@ -110,7 +110,7 @@ class Descriptions:
         pass
 
     def add_file(self, digest: FileDigest) -> None:
-        """Write a header that no tensor follows; else nothing lies beside a single file."""
+        """Write a header that no tensor follows, and take a finished file's sha256."""
         for image in self._job.output:
             if image.name == digest.name and not image.tensors:
                 self._write_synced(image.name, image.header)
@@ -119,14 +119,14 @@ class Descriptions:
             self._hashes[digest.name] = sha256_of(path, digest.name)
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
-        """Write the rest, the index last, and check that what is there is what was decided.
+        """Write the rest, the index last, and check that the output is what was decided.
 
         Args:
             digests: of every file, those of an interrupted run included.
-            scattered: not needed: a tensor lies in one file, and its pieces have digests of their own.
+            scattered: not used: a tensor lies in one file, and its pieces have digests of their own.
 
         Raises:
-            IntegrityError: it is not.
+            IntegrityError: it is something else.
             SourceError, ResourceError: a file beside the weights cannot be read or written.
         """
         self._on_written()
@@ -148,7 +148,7 @@ class Descriptions:
         if self._recording.is_wanted:
             self._write_manifest(digests, others)
         if index is not None:
-            # Under its name it is whole: that is what makes a directory of several files a model.
+            # The index makes a model of a directory of several files. So it gets its name only when it is whole.
             name = self._job.output.index_name
             self._write_synced(name + _PART, index)
             storage.rename(os.path.join(self._directory, name + _PART), os.path.join(self._directory, name))
@@ -186,7 +186,7 @@ class Descriptions:
         }
 
     def _tensor_crcs(self, digests: Mapping[str, FileDigest]) -> dict[str, int]:
-        """Return the CRC-32 of every tensor; its holes are neighbours in its file, in order."""
+        """Return the CRC-32 of every tensor: its holes are neighbours in its file, and in order."""
         found = dict[str, int]()
         for image in self._job.output:
             crcs = iter(digests[image.name].data_crcs)
@@ -196,12 +196,12 @@ class Descriptions:
         return found
 
     def _write_listed(self, name: str, data: bytes) -> dict[str, Any]:
-        """Write a file; return what the manifest says of it."""
+        """Write a file; return its entry in the manifest."""
         self._write_synced(name, data)
         return self._entry(name, data)
 
     def _copy(self, asset: Asset) -> dict[str, Any]:
-        """Copy a module's own weights block by block; return what the manifest says of them."""
+        """Copy a module's own weights block by block; return their entry in the manifest."""
         assert asset.path is not None
         try:
             status = os.stat(asset.path)
@@ -219,7 +219,7 @@ class Descriptions:
         return manifest.file_entry(asset.name, stamp.size, crc, sha256)
 
     def _move(self, module: TrainedModule) -> dict[str, Any]:
-        """Write a module's weights from the checkpoint; return what the manifest says of them."""
+        """Write a module's weights from the checkpoint; return their entry in the manifest."""
         storage.make_directories(os.path.join(self._directory, os.path.dirname(module.file)))
         digests, _ = Execution(
             module.plan,
@@ -245,10 +245,10 @@ class Descriptions:
 
 
 def check_output(job: ConsolidateJob, directory: str) -> None:
-    """Open an output as any other model is opened, and hold it against what was decided.
+    """Open an output as any other model is opened, and compare it with what was decided.
 
     Raises:
-        IntegrityError: with every tensor that is missing, there twice or otherwise than decided.
+        IntegrityError: lists every tensor that is missing, there twice, or not as decided.
         ResourceError: it cannot be read.
     """
     try:
@@ -257,12 +257,12 @@ def check_output(job: ConsolidateJob, directory: str) -> None:
         raise
     except ShardkitError as error:
         raise IntegrityError(
-            f"what was written cannot be opened: {error.message}", problems=error.problems
+            f"the output cannot be opened again: {error.message}", problems=error.problems
         ) from error
     problems = list(_differences(job, model))
     if problems:
         raise IntegrityError(
-            f"what was written is not what was decided: {count(len(problems), 'difference')}",
+            f"the output is not what was decided: {count(len(problems), 'difference')}",
             problems=problems,
         )
 
@@ -294,12 +294,12 @@ def _differences(job: ConsolidateJob, model: HubModel) -> Iterator[str]:
 
 
 class ClassCheck:
-    """The question to the class that the output's config names; leaving it ends the process that asks.
+    """The question to the class that the output's config names. Leaving the context ends the process that asks.
 
     Args:
-        job: decided.
+        job: the decided job.
         is_on: False asks nobody.
-        warn: told what the class says as soon as it is waited for.
+        warn: is told what the class says, once somebody waits for the answer.
     """
 
     def __init__(self, job: ConsolidateJob, *, is_on: bool, warn: Callable[[Iterable[str]], None]) -> None:
@@ -319,7 +319,7 @@ class ClassCheck:
             self._question.close()
 
     def settle(self) -> ConsolidateJob:
-        """Return the job with the answer, waiting for it; the class's word replaces what names and shapes alone told."""
+        """Wait for the answer and return the job with it. It replaces what names and shapes alone told."""
         if not self._is_settled:
             self._is_settled = True
             answer = self._question.answer() if self._question else Answer(failure=_SWITCHED_OFF)
@@ -330,7 +330,7 @@ class ClassCheck:
 
 
 def _may_ask(job: ConsolidateJob) -> bool:
-    """True where nothing else tells: a model with a config that is no chosen part, and has not all a base's weights."""
+    """True where nothing else tells: a whole model with a config, not known to have all of its base's weights."""
     is_part = job.kind == "adapter" or job.options.naming.include or job.options.naming.exclude
     return not (is_part or job.fit.is_whole) and any(asset.name == CONFIG for asset in job.assets)
 
@@ -342,7 +342,7 @@ def _with_answer(job: ConsolidateJob, answer: Answer) -> ConsolidateJob:
     found = tuple(_lines(answer))
     unloadable = (*job.selection.unloadable, *found)
     others = job.warnings[len(job.unloadable) :]
-    # What a base has and the class does not miss is a difference all the same.
+    # A weight that the base has is a difference even if the class does not miss it.
     differs = () if found else job.fit.missing
     return replace(job, answer=answer, unloadable=unloadable, warnings=(*unloadable, *differs, *others))
 
@@ -353,7 +353,7 @@ def _lines(answer: Answer) -> Iterator[str]:
         folded = [each.pattern for each in fold((fqn, None) for fqn in answer.missing)]
         yield (
             f"{name}.from_pretrained would initialise {count(len(answer.missing), 'tensor')} at random, which the output "
-            f"does not have: {listed(folded)}"
+            f"lacks: {listed(folded)}"
         )
     if answer.misfits:
         shown = [each.pattern for each in fold((fqn, None) for fqn, _ in answer.misfits)]

@@ -175,7 +175,7 @@ def test_the_first_line_and_the_document_name_what_is_missing(
     result = CliRunner().invoke(main, ["consolidate", str(checkpoint), str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     said = (
-        "Qwen3ForCausalLM.from_pretrained would initialise 3 tensors at random, which the output does not have: "
+        "Qwen3ForCausalLM.from_pretrained would initialise 3 tensors at random, which the output lacks: "
         "model.layers.{0..2}.post_attention_layernorm.weight"
     )
     assert result.stdout.splitlines()[0] == (

@@ -95,7 +95,7 @@ def test_a_module_that_was_trained_too(tmp_path: Path, prefix: str) -> None:
     result = consolidate(checkpoint, tmp_path / "out", base=model, manifest=True, sha256=True)
     assert result.warnings == ()
     assert result.skipped == ()
-    assert f"{DENSE} is the checkpoint's (2 tensors of {prefix}2), not the base's" in result.notes
+    assert f"{DENSE} comes from the checkpoint (2 tensors of {prefix}2), not from the base" in result.notes
     assert result.assets.count(DENSE) == 1
     found = load_file(tmp_path / "out" / DENSE)
     assert found.keys() == dense().keys()
@@ -129,7 +129,7 @@ def test_a_trained_module_is_compared_with_its_checksum(tmp_path: Path) -> None:
     [
         ({"2.linear.scale": torch.ones(8)}, {}, "its file has other names (linear.scale)"),
         ({"2.linear.bias": torch.ones(9)}, {}, "its file has other shapes (linear.bias)"),
-        ({"3.norm.weight": torch.zeros(8)}, {}, "its file is not of safetensors"),
+        ({"3.norm.weight": torch.zeros(8)}, {}, "its file is not a safetensors file"),
         ({}, {"root": "0.auto_model"}, "names were chosen by hand"),
     ],
 )
@@ -140,9 +140,9 @@ def test_where_it_is_not_certain_the_bases_is_copied(
     model = sentence_model(tmp_path / "model")
     checkpoint = save(trained_state(**changed), tmp_path / "step-3")
     result = consolidate(checkpoint, tmp_path / "out", base=model, **options)
-    (warning,) = (line for line in result.warnings if "is the base's" in line)
+    (warning,) = (line for line in result.warnings if "comes from the base" in line)
     file, place = ("late/norm/pytorch_model.bin", "3") if "3.norm.weight" in changed else (DENSE, "2")
-    assert warning.startswith(f"{file} is the base's")
+    assert warning.startswith(f"{file} comes from the base")
     assert f": {why}; --root {place} writes these" in warning
     assert (tmp_path / "out" / file).read_bytes() == (model / file).read_bytes()
     trained = consolidate(checkpoint, tmp_path / "alone", root=place)
