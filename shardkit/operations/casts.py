@@ -1,4 +1,4 @@
-"""What each tensor is stored as: `--dtype`, and what is never narrowed."""
+"""The dtype that each tensor is stored in: `--dtype`, and what it never narrows."""
 
 from __future__ import annotations
 
@@ -19,53 +19,52 @@ _FP32 = BY_NAME["float32"]
 
 
 def check_cast(option: str, dtype: str, choices: Iterable[str] = (KEEP, *CASTS)) -> None:
-    """Refuse what an option for a dtype cannot be.
+    """Refuse a value that an option for a dtype does not have.
 
     Raises:
-        UsageError: it is not one of `choices`.
+        UsageError: `dtype` is not one of `choices`.
     """
     if dtype not in choices:
         raise UsageError(f"{option} {escape(dtype)!r} is not one of {', '.join(choices)}")
 
 
 def check_choice(dtype: str, base: Base | None) -> None:
-    """Refuse what `--dtype` cannot be.
+    """Refuse a value that consolidate's `--dtype` does not have.
 
     Raises:
-        UsageError: not one of its values, or "base" without a base whose dtypes are known.
+        UsageError: it is not one of CHOICES, or it is "base" and no base's dtypes are known.
     """
     check_cast("--dtype", dtype, CHOICES)
     if dtype == BASE and (base is None or base.tensors is None):
         raise UsageError(
-            "--dtype base needs a base whose weights say their dtypes",
+            "--dtype base needs a base whose weights tell their dtypes",
             hint="name it with --base, or ask for bf16, fp16 or fp32",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """What each tensor is stored as."""
+    """The dtype that each tensor is stored in."""
 
     chosen: Mapping[str, DType]
     """By name in the output."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-    """What has to be said about it."""
 
 
 def choose_dtypes(
     catalog: Catalog, names: Mapping[str, str], dtype: str, base: Base | None, directory: str
 ) -> Dtypes:
-    """Return what each tensor is stored as, and what has to be said about it.
+    """Return the dtype that each tensor is stored in, and what to tell about it.
 
-    Only floating tensors whose values stand for themselves are converted: no integer, and no fp8 or fp4.
+    Only floating tensors whose values stand for themselves are converted: no integers, no fp8 and no fp4.
 
     Args:
         catalog: of the checkpoint.
         names: stored name -> name in the output.
         dtype: one of CHOICES.
-        base: what is known of the model before it was trained.
-        directory: the checkpoint's, where a manifest may lie.
+        base: the model before it was trained, if it is known.
+        directory: the checkpoint, in which a manifest may lie.
     """
     held = {name: catalog.tensors[source].dtype for source, name in names.items()}
     chosen, notes = _choose(held, names, dtype, base, directory)
@@ -91,7 +90,7 @@ def _choose(
 
 
 def _narrowed(held: Mapping[str, DType], chosen: Mapping[str, DType], base: Base | None) -> Iterator[str]:
-    """Yield what is narrower than it was, where nobody asked for just that."""
+    """Yield warnings about tensors that become narrower though nobody asked for it."""
     if base is not None and base.tensors is not None:
         theirs = {name: tensor.dtype for name, tensor in base.tensors.items()}
         # What is narrowed here was asked for with --dtype.
@@ -105,7 +104,7 @@ def _narrowed(held: Mapping[str, DType], chosen: Mapping[str, DType], base: Base
 
 
 def rounded_wide(held: Mapping[str, DType], chosen: Mapping[str, DType]) -> Iterator[str]:
-    """Yield a warning where tensors are rounded that a source in half precision holds in a wider dtype on purpose.
+    """Yield a warning about rounded tensors that a source, mostly in half precision, holds in a wider dtype on purpose.
 
     Args:
         held: dtypes in the source, by name.
@@ -114,13 +113,13 @@ def rounded_wide(held: Mapping[str, DType], chosen: Mapping[str, DType]) -> Iter
     lost = sorted((wide_among_half(held) or frozenset()).intersection(narrower(chosen, held)))
     if lost:
         yield (
-            f"{count(len(lost), 'tensor')} rounded that the source, mostly in half precision, holds in a wider dtype: "
+            f"{count(len(lost), 'tensor')} rounded, though the source, mostly in half precision, holds a wider dtype: "
             f"{_changes(lost, held, chosen)}"
         )
 
 
 def _changes(lost: list[str], before: Mapping[str, DType], after: Mapping[str, DType]) -> str:
-    """Return the names by dtypes: "float32 -> bfloat16: a, b"."""
+    """Return the names grouped by dtypes, such as "float32 -> bfloat16: a, b"."""
     kinds: dict[str, list[str]] = {}
     for name in lost:
         kinds.setdefault(f"{before[name].name} -> {after[name].name}", []).append(name)
@@ -138,7 +137,7 @@ def _as_base(held: Mapping[str, DType], base: Base | None) -> tuple[dict[str, DT
         elif found.is_convertible and wanted.dtype.is_convertible:
             chosen[name] = wanted.dtype
     notes = (
-        [f"not in the base, so their dtype is kept: {count(len(absent), 'tensor')}: {listed(absent)}"]
+        [f"their dtype is kept, as the base lacks them: {count(len(absent), 'tensor')}: {listed(absent)}"]
         if absent
         else []
     )
@@ -148,16 +147,17 @@ def _as_base(held: Mapping[str, DType], base: Base | None) -> tuple[dict[str, DT
 def _keep_fp32(
     wide: list[str], names: Mapping[str, str], base: Base | None, directory: str, target: DType
 ) -> tuple[frozenset[str], list[str]]:
-    """Return which of the tensors in fp32 stay so when the others become half precision, and what to say.
+    """Return which of the tensors in fp32 stay in fp32 when the others become half precision, and what to tell.
 
-    The base's dtypes tell; then a manifest beside the checkpoint; then the model's class, if transformers is here.
+    The base's dtypes decide; otherwise a manifest in the checkpoint; otherwise the model's class, if transformers is
+    installed.
     """
     if not wide:
         return frozenset(), []
     known = _from_base(wide, base)
     origin = "the base stores them so"
     if known is None:
-        known, origin = _from_manifest(wide, names, directory), "the manifest of the checkpoint says so"
+        known, origin = _from_manifest(wide, names, directory), "the checkpoint's manifest says so"
     if known is None:
         known, origin = _from_transformers(wide, base, target), "the model's class asks for it"
     if known is None:
@@ -165,7 +165,7 @@ def _keep_fp32(
             "its class cannot be built here" if base and base.config else "there is no base and no config"
         )
         return frozenset(), [
-            f"which tensors the model keeps in fp32 is not known, {lacking}: all were converted"
+            f"nobody knows which tensors the model keeps in fp32, as {lacking}: all were converted"
         ]
     if not known:
         return known, []
@@ -207,7 +207,7 @@ def _from_transformers(wide: list[str], base: Base | None, target: DType) -> fro
         model = build_model(base.directory, trust_remote_code=False, dtype=wanted)
     except (
         Exception
-    ):  # no transformers, no such class, or whatever a model's constructor raises: then nobody knows
+    ):  # transformers or the class may be missing, and a model's constructor may raise anything
         return None
     found = built_dtypes(model, wanted)
     return frozenset(name for name in wide if found.of_stored(name) is torch.float32)
@@ -216,7 +216,7 @@ def _from_transformers(wide: list[str], base: Base | None, target: DType) -> fro
 def _quantised(held: Mapping[str, DType]) -> list[str]:
     found = [name for name, dtype in held.items() if dtype.is_floating and not dtype.is_convertible]
     return (
-        [f"{count(len(found), 'fp8 or fp4 tensor')} not converted: the scales stand in other tensors"]
+        [f"{count(len(found), 'fp8 or fp4 tensor')} not converted: their scales are in other tensors"]
         if found
         else []
     )

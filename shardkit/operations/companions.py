@@ -1,4 +1,4 @@
-"""What lies in the directory of a checkpoint: DCP folders, and files beside them that are copied as they are."""
+"""What lies in a checkpoint's directory: DCP folders, and files beside them that are copied as they are."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Survey:
     folders: list[str] = field(default_factory=list)
     """DCP directories; "" for the directory itself."""
     unfinished: list[str] = field(default_factory=list)
-    """Directories of a DCP save that did not finish."""
+    """Directories in which a DCP save did not finish."""
     files: list[BesideFile] = field(default_factory=list)
     empty: list[str] = field(default_factory=list)
     """Directories with nothing in them."""
@@ -51,12 +51,12 @@ class Survey:
     """Pipes, sockets and devices, which are not copied."""
 
     def notes(self) -> Iterator[str]:
-        """Yield what a person should be told about what is left behind."""
+        """Yield what to tell about files that are left behind."""
         if self.links:
             are = "1 symbolic link is" if len(self.links) == 1 else f"{len(self.links)} symbolic links are"
             yield f"{are} not copied: {listed(self.links)}"
         if self.special:
-            yield f"not copied, for they are pipes, sockets or devices: {listed(self.special)}"
+            yield f"pipes, sockets and devices are not copied: {listed(self.special)}"
 
 
 def survey(path: str) -> Survey:
@@ -81,7 +81,9 @@ def survey(path: str) -> Survey:
         ]
         for name in sorted(names):
             is_own = folder in found.folders[-1:] and _OWN.fullmatch(name)
-            if not is_own and os.path.join(folder, name) != manifest.NAME:  # which would be of the old files
+            if (
+                not is_own and os.path.join(folder, name) != manifest.NAME
+            ):  # a manifest is about the old files
                 _add(found, os.path.join(here, name), os.path.join(folder, name))
     found.files.sort()
     found.links.sort()
@@ -92,8 +94,8 @@ def check_survey(path: str, found: Survey) -> None:
     """Refuse what could not become a whole checkpoint.
 
     Raises:
-        SourceError: folders of a save that did not finish, or very many files.
-        ResourceError: files that may not be read.
+        SourceError: a save did not finish in some folders, or there are very many files.
+        ResourceError: some files may not be read.
     """
     if found.unfinished:
         raise SourceError(
@@ -102,7 +104,7 @@ def check_survey(path: str, found: Survey) -> None:
                 f"{escape(folder or os.curdir)}: .distcp files without .metadata"
                 for folder in found.unfinished
             ],
-            hint="take an older checkpoint, or move these folders away if they are not needed",
+            hint="take an older checkpoint, or move these folders away if you do not need them",
         )
     if len(found.files) > _MAX_FILES:
         raise SourceError(
@@ -114,13 +116,14 @@ def check_survey(path: str, found: Survey) -> None:
         raise ResourceError(
             f"{count(len(closed), 'file')} beside the checkpoint cannot be read",
             problems=map(escape, closed),
-            hint="they must be readable by you",
+            hint="give yourself permission to read them",
         )
 
 
 def _cannot_list(error: OSError) -> NoReturn:
     raise ResourceError(
-        f"{escape(str(error.filename))} cannot be listed: {error.strerror}", hint="it must be readable by you"
+        f"{escape(str(error.filename))} cannot be listed: {error.strerror}",
+        hint="give yourself permission to read it",
     ) from None
 
 
@@ -173,21 +176,21 @@ def copy_file(
     digest: bool = False,
     sha256: bool = False,
 ) -> tuple[int | None, str | None]:
-    """Copy a file from one directory into another, its holes as holes; whoever may execute it still may.
+    """Copy a file from one directory into another. Holes stay holes, and an executable stays executable.
 
     Args:
         source: the directory that it lies in.
-        file: relative to that.
+        file: the file, relative to `source`.
         directory: where it goes, under the same name.
-        path: where it lies, links resolved; by default under its name in `source`.
+        path: where it lies if that is not its name in `source`; links are resolved.
         digest: take its CRC-32 on the way.
-        sha256: take that too.
+        sha256: take its sha256 on the way.
 
     Returns:
         CRC-32, and sha256 in hex; None for what was not taken.
 
     Raises:
-        IntegrityError: it is not the file that was looked at, or changed meanwhile.
+        IntegrityError: it is not the file that was looked at before, or it changed meanwhile.
         ResourceError: it cannot be read or written.
     """
     target, hashes = os.path.join(directory, file.name), _Hashes(digest=digest, sha256=sha256)
@@ -216,7 +219,7 @@ def copy_file(
 def _changed(name: str) -> IntegrityError:
     return IntegrityError(
         f"{escape(name)} changed while it was copied",
-        hint="nothing was written to the destination; start again once the source is at rest",
+        hint="nothing was written to the destination; start again when nobody writes to the source",
     )
 
 
@@ -236,7 +239,7 @@ def _copy_data(fd: int, out: int, file: BesideFile, hashes: _Hashes) -> None:
 
 
 def _data_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the parts of a file that are no holes."""
+    """Yield (start, stop) of the parts of a file that are not holes."""
     if not hasattr(os, "SEEK_DATA"):
         yield 0, size
         return

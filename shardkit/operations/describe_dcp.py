@@ -1,7 +1,7 @@
 """Describing a checkpoint beside its shard files: chunk lists, `.metadata`, the manifest.
 
-`.metadata` says nothing that is known only after the bytes have moved, and a file's chunk list needs that
-file's digests alone; so both are written while other files are still on their way to the disk.
+Nothing in `.metadata` has to wait for the bytes, and a file's chunk list needs the digests of that file alone. So both
+are written while other files are still on their way to the disk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PART = METADATA + ".part"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpOutput:
-    """One DCP directory to be written: its images, and all that is said about them."""
+    """One DCP directory to be written: its images, and everything that is recorded about them."""
 
     output: DcpImages
     layout: Layout
@@ -59,14 +59,14 @@ class DcpOutput:
     paths: Mapping[str, tuple[str | int, ...]] | None = None
     """The path of each name in a nested state; None where names are flat."""
     key_rules: tuple[KeyRule, ...] = ()
-    """What makes the Hub's names of the model's."""
+    """Rules that turn the model's names into the Hub's."""
     optimizer_cast: str | None = None
-    """`cast` for the state of an optimizer; None where the checkpoint holds a model alone, and no byte entries."""
+    """`cast` for an optimizer's state; None where the checkpoint can hold neither an optimizer nor byte entries."""
     objects: tuple[str, ...] = ()
     """Names of the byte entries."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the part of the manifest that is known before a byte moves; docs/format.md explains it."""
+        """Return the part of the manifest that is known before a byte moves; see docs/format.md."""
         layout, mesh, is_whole = self.layout, self.layout.mesh, self.optimizer_cast is not None
         placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
         return {
@@ -101,12 +101,12 @@ class DcpOutput:
 
 
 class Descriptions:
-    """Writes what lies beside the shard files. A context manager: it waits for its threads.
+    """Writes what lies beside the shard files. A context manager that waits for its threads.
 
     Args:
         job: what is being written.
-        directory: where; the shard files lie there too.
-        sha256: take it of every file; of the shard files when they are finished, by reading them once more.
+        directory: where the files go; the shard files lie there too.
+        sha256: take the sha256 of every file too; of shard files when they are finished, by reading them once more.
     """
 
     def __init__(self, job: DcpOutput, directory: str, *, sha256: bool = False) -> None:
@@ -137,7 +137,7 @@ class Descriptions:
         self._lists[image.name] = manifest.entry_of(name, data, digest=True, sha256=self._sha256)
 
     def _lines_of(self, kind: RecordKind) -> chunk_list.Lines | None:
-        """Return what makes the lines of such records; byte entries have none."""
+        """Return what makes the lines for such records; byte entries have no lines."""
         if kind.fqn in self._job.output.objects:
             return None
         shape, skeleton = self._job.output.catalog.tensors[kind.fqn].shape, kind.skeleton
@@ -165,7 +165,7 @@ class Descriptions:
         Args:
             digests: of every file, those of an interrupted run included.
             scattered: CRC-32 of every scattered tensor, by its source name.
-            others: what the manifest says of files that lie beside.
+            others: entries of the manifest for files that lie beside.
         """
         list(
             self._pool.map(
@@ -197,8 +197,8 @@ class Descriptions:
     def _tensor_crcs(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> dict[str, int]:
         """Return the CRC-32 of every tensor's logical bytes.
 
-        A tensor whose chunks are neighbours in row-major order has the combination of theirs; of one that
-        was cut another way it was taken on the source's side, where it was contiguous.
+        If a tensor's chunks are neighbours in row-major order, their CRC-32s are combined. If it was cut another way, its
+        CRC-32 was taken on the source's side, where it was contiguous.
         """
         output, found = self._job.output, dict[str, int]()
         crcs = [iter(digests[image.name].data_crcs) for image in output]

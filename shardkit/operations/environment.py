@@ -36,13 +36,13 @@ class Environment:
     packages: dict[str, str | None]
     """Versions; None where a package is not installed."""
     num_cpus: int
-    """That this process may use."""
+    """CPUs that this process may use."""
     memory_bytes: int | None
-    """Of the machine."""
+    """Memory of the machine."""
     huggingface: dict[str, str]
-    """HF_* variables that are set; of most only that they are, because some are secrets."""
+    """The HF_* variables that are set. Most values are hidden, because some are secrets."""
     notes: tuple[str, ...]
-    """What a person should be told: a torch that shardkit was not tried with."""
+    """What to tell: this torch was not tried with shardkit."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""

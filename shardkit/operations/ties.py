@@ -1,7 +1,7 @@
-"""Tied weights: one copy where the copies are equal, both where training has made them differ.
+"""Tied weights: one copy if the copies are equal, both if training made them differ.
 
-A sharded checkpoint holds tied tensors once for each name. The Hub keeps the embedding and drops what is
-tied to it, and says `tie_word_embeddings` in the config.
+A sharded checkpoint holds a tied tensor once for each name. The Hub keeps the embedding, drops what is tied to it, and
+says `tie_word_embeddings` in the config.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Ties:
     """What became of tied tensors."""
 
     dropped: Mapping[str, str]
-    """Name that is left out -> name of its equal that is kept."""
+    """Name that is left out -> name of the equal tensor that is kept."""
     diverged: tuple[tuple[str, str], ...]
-    """(embedding, head) that ought to be tied and differ: both are kept."""
+    """(embedding, head) that ought to be tied but differ: both are kept."""
     untied: bool
-    """Head and embedding are both kept and differ, whether or not they ought to be tied."""
+    """Head and embedding differ and are both kept, whether or not they ought to be tied."""
 
 
 def resolve_ties(
@@ -38,18 +38,18 @@ def resolve_ties(
 ) -> Ties:
     """Decide which of the tensors that may be tied are left out.
 
-    Equal values alone do not make a tie: the config must say so, or a base that lacks the name, or the checkpoint,
-    which has one record for both. A name that the base stores is never left out, nor is any where the config says
-    that nothing is tied: `from_pretrained` would initialise it. Of equal names that are tied, those that the base
-    lacks are left out. Two names that the base stores with two values are not tied, whatever its config says.
+    Equal values alone do not make a tie. The config must say so, or the base must lack the name, or the checkpoint must
+    have one record for both. A name that the base stores is never left out, and no name is if the config says that
+    nothing is tied: `from_pretrained` would initialise it. Of equal names that are tied, those that the base lacks are
+    left out. Two names that the base stores with two values are not tied, whatever its config says.
 
     Args:
         catalog: raw extents, by stored name.
         names: stored name -> name in the output.
         declared: whether the config ties embeddings; None where it does not say.
         base_names: names that the base stores; None where that is not known.
-        known: groups of names that are one parameter of the model, as its class says.
-        equal_in_base: whether the base stores the same bytes under two of its names.
+        known: groups of names that are one parameter of the model, according to its class.
+        equal_in_base: tells whether the base stores the same bytes under two of its names.
     """
     known = list(known)
     stored = {name: source for source, name in names.items()}
@@ -87,7 +87,7 @@ def resolve_ties(
 
 
 def _last(dropped: Mapping[str, str], name: str) -> str:
-    """Return the name that is kept for one that is left out: what it equals may be left out too."""
+    """Return the name that is kept for one that is left out; the name that it equals may be left out too."""
     while name in dropped:
         name = dropped[name]
     return name
@@ -96,7 +96,7 @@ def _last(dropped: Mapping[str, str], name: str) -> str:
 def _one_record(
     catalog: Catalog, stored: Mapping[str, str], dropped: Collection[str], base_names: Collection[str] | None
 ) -> dict[str, str]:
-    """Return names that the base lacks of tensors that it has, where the checkpoint has one record for both."""
+    """Return the names that the base lacks, if the checkpoint has one record for such a name and one that the base has."""
     if base_names is None:
         return {}
     kept: dict[object, str] = {}
@@ -110,7 +110,7 @@ def _one_record(
 
 
 def place_of(catalog: Catalog, stored: str) -> tuple[object, ...] | None:
-    """Return where a tensor's bytes lie; None where there are none, or they exist only after decoding."""
+    """Return where a tensor's bytes lie; None if it has none, or they exist only after decoding."""
     entry, chunks = catalog.tensors[stored], catalog.chunks
     rows = entry.chunk_ids
     if not entry.nbytes or any(catalog.files[chunks.file[row]].decode for row in rows):
@@ -120,11 +120,11 @@ def place_of(catalog: Catalog, stored: str) -> tuple[object, ...] | None:
 
 
 def tie_groups(found: Ties, names: Collection[str], *, declared: bool | None) -> list[tuple[str, ...]]:
-    """Return groups of names that are one parameter, of which one side may store only some.
+    """Return groups of names that are one parameter; one side may store only some of a group.
 
     Args:
         found: what was decided.
-        names: of both sides.
+        names: the names of both sides.
         declared: whether the config ties embeddings.
     """
     groups: list[tuple[str, ...]] = [*found.diverged, *((kept, name) for name, kept in found.dropped.items())]
@@ -134,7 +134,7 @@ def tie_groups(found: Ties, names: Collection[str], *, declared: bool | None) ->
 def tie_candidates(
     catalog: Catalog, stored: Mapping[str, str]
 ) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yield what `tied_names` does of the tensors of a catalog.
+    """Yield what `tied_names` yields for the tensors of a catalog.
 
     Args:
         catalog: has their shapes.

@@ -68,7 +68,7 @@ def test_what_is_no_file_is_named(source: Path, tmp_path: Path, monkeypatch: pyt
         result = shardkit.reshard(source, str(tmp_path / "out"), world_size=2)
     assert result.copied == ("scheduler.pt",)
     assert "2 symbolic links are not copied: away, folder" in result.notes
-    assert "not copied, for they are pipes, sockets or devices: pipe, sock" in result.notes
+    assert "pipes, sockets and devices are not copied: pipe, sock" in result.notes
 
 
 def test_links_beside_are_copied_on_request(source: Path, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_links_beside_are_copied_on_request(source: Path, tmp_path: Path) -> Non
     result = shardkit.reshard(source, str(tmp_path / "out"), world_size=2, follow_links=True)
     assert result.copied == ("away", "scheduler.pt")
     assert "2 symbolic links are not copied: dangling, folder" in result.notes
-    assert "not copied, for they are pipes, sockets or devices: piped" in result.notes
+    assert "pipes, sockets and devices are not copied: piped" in result.notes
     copied = tmp_path / "out" / "away"
     assert (copied.read_text(), copied.is_symlink()) == ("x", False)
     assert shardkit.verify(tmp_path / "out", full=True).ok

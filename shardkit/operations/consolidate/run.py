@@ -257,12 +257,12 @@ def check_output(job: ConsolidateJob, directory: str) -> None:
         raise
     except ShardkitError as error:
         raise IntegrityError(
-            f"the output cannot be opened again: {error.message}", problems=error.problems
+            f"what was written cannot be opened: {error.message}", problems=error.problems
         ) from error
     problems = list(_differences(job, model))
     if problems:
         raise IntegrityError(
-            f"the output is not what was decided: {count(len(problems), 'difference')}",
+            f"what was written is not what was decided: {count(len(problems), 'difference')}",
             problems=problems,
         )
 

@@ -36,22 +36,22 @@ class PreshardResult(WriteResult):
     """"safetensors" or "torch-bin"."""
     world_size: int
     mesh: str
-    """Axis names and sizes, e.g. "dp_replicate=2,dp_shard=16"; `dp_shard` rank c reads file c."""
+    """Axis names and sizes, e.g. "dp_replicate=2,dp_shard=16". Rank c of `dp_shard` reads file c."""
     layout: str
     """"traced" from the real model, or "declared" from names and shapes."""
     num_units: int
     imbalance: float
-    """Largest file over the mean."""
+    """Size of the largest file over the mean."""
     num_tensors_with_empty_shards: int
     shares_extents: bool
-    """The file system shares blocks between files, so that most bytes are not copied."""
+    """Most bytes are not copied: the file system shares blocks between files."""
     download_bytes: int
-    """Still to be brought into the Hub's cache; 0 but for a dry run of a repo."""
+    """What is still to be fetched into the Hub's cache; 0 except in a dry run of a repo."""
     ties: tuple[tuple[str, ...], ...]
     omitted: tuple[tuple[str, str], ...]
     """(name, reason) of source tensors that are not in the output."""
     skipped: tuple[tuple[str, str], ...]
-    """(name, reason) of files with weights beside the model's own; they are not in the output either."""
+    """(name, reason) of files that hold weights beside the model's own; they are not in the output either."""
 
 
 @may_follow_links
@@ -83,9 +83,9 @@ def preshard(
 
     Args:
         source: a directory or file of a Hub model, or a Hub repo id.
-        output: the directory to make; by default a name that says model and mesh, in the working directory,
-            or beside the source where the working directory lies in it.
-        world_size: number of ranks; `mesh` may say it instead.
+        output: the directory to make. By default it is named after model and mesh and lies in the working directory,
+            or beside the source if the working directory lies in the source.
+        world_size: number of ranks; `mesh` may tell it instead.
         mesh: "dp_replicate=2,dp_shard=16"; by default one `dp_shard` axis of `world_size`.
         wrap: "auto", "none", class names, dotted paths, or "module:function".
         dtype: "keep", "bf16", "fp16" or "fp32"; only floating tensors are converted.
@@ -93,20 +93,20 @@ def preshard(
         variant: "fp16" for `model.fp16.safetensors` and the like.
         overwrite: replace an existing checkpoint, whole and in one step.
         dry_run: decide and check everything, and write nothing. Of a repo's safetensors files that are not in
-            the cache only the headers are read.
-        resume: go on with an interrupted run of the same plan, where its process is known to be dead.
-        resume_from: go on with this staging directory (`.<output>.shardkit-...`), of another host's run, say.
+            the cache, only the headers are read.
+        resume: go on with an interrupted run of the same plan if its process is known to be dead.
+        resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
         digest: "crc32" or "none".
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
             refused before the output appears.
         source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
-            `consolidate(manifest_file=...)`); one in it or beside it is taken by itself.
+            `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         trust_remote_code: the model's own code may run while its layout is traced.
-        follow_links: links that lead out of a checkpoint's directory are read and copied as the files that they lead
-            to. Weight files of a Hub model are read in any case.
+        follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
+            Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move.
 
     Raises:
@@ -151,9 +151,9 @@ def preshard(
 
 
 def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
-    """Say model and mesh: "Qwen3-8B-dp_shard32", "Qwen3-8B-dp_replicate2-dp_shard16"."""
+    """Return a name made of model and mesh: "Qwen3-8B-dp_shard32", "Qwen3-8B-dp_replicate2-dp_shard16"."""
     name = "-".join([model.label, *(f"{axis.name}{axis.size}" for axis in mesh.axes)])
-    if source is None or is_snapshot(source):  # what lies beside a snapshot is the Hub cache's own
+    if source is None or is_snapshot(source):  # the place beside a snapshot belongs to the Hub's cache
         return name
     home = os.path.realpath(source)
     return (
@@ -164,10 +164,10 @@ def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
 def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
     """Return the room that the run takes on the disk of its output.
 
-    That is all images but what is shared of them, the descriptions, and what is downloaded to the same disk first.
+    These are the images without their shared bytes, the descriptions, and a download to the same disk.
 
     Raises:
-        ResourceError: another disk, to which the source is downloaded, lacks the room.
+        ResourceError: the source is downloaded to another disk, which lacks the room.
     """
     needed = job.plan.written_bytes - shared_bytes + len(job.output.catalog.chunks) * DESCRIPTION_BYTES
     download, cache = job.model.download_bytes, nearest_existing(job.model.directory)
@@ -178,9 +178,9 @@ def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
 
 
 def _shareable_bytes(job: PreshardJob) -> int:
-    """Return how many bytes of the images lie in whole blocks of the source, where extents can be shared.
+    """Return how many bytes of the images lie in whole blocks of the source, so that their extents can be shared.
 
-    Cautious: the ragged ends of each hole count as two blocks, and the record around it lies in those.
+    It is a cautious estimate: the ragged ends of each hole count as two blocks, which hold the record around it too.
     """
     total, catalog = 0, job.model.catalog
     for holes in job.plan.images.tensors():

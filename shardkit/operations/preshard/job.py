@@ -1,4 +1,4 @@
-"""Everything that is decided before a byte moves: what preshard would read and write.
+"""What preshard decides before a byte moves: what it reads and writes.
 
     source -> layout -> stored tensors (ties, dtypes) -> images -> plan
 
@@ -35,7 +35,7 @@ class PreshardJob(DcpOutput):
 
     @property
     def plan_hash(self) -> str:
-        """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
+        """Stand for inputs, options and version; see `operations.write.Job`."""
         return hash_plan(self, identity=self.identity, description=self.describe())
 
 
@@ -53,7 +53,7 @@ def build_job(
         trust_remote_code: the model's own code may run, in the process that traces the layout.
 
     Raises:
-        UsageError: an option has no such value; a policy matches nothing.
+        UsageError: an option does not have such a value, or a policy matches nothing.
         LayoutError: model and source do not fit each other.
     """
     check_cast("--dtype", dtype)
@@ -82,13 +82,13 @@ def build_job(
 
 def _skipped(model: HubModel) -> list[str]:
     objects = model.catalog.objects
-    return [f"left out of the source, not tensors: {escape(', '.join(objects))}"] if objects else []
+    return [f"left out, as they are not tensors: {escape(', '.join(objects))}"] if objects else []
 
 
 def _resolve_ties(
     model: HubModel, layout: Layout
 ) -> tuple[Layout, dict[str, tuple[str, ...]], tuple[str, ...], tuple[str, ...]]:
-    """Store each group of tied names once; names whose bytes in the source differ are kept apart.
+    """Store each group of tied names once, but keep names apart whose bytes in the source differ.
 
     Returns:
         The layout with a tensor for every stored name, the aliases of each, notes and warnings.
@@ -100,8 +100,8 @@ def _resolve_ties(
         present = [name for name in others if name in layout.sources]
         if present and model.download_bytes:
             notes.append(
-                f"{' and '.join(map(escape, (first, *present)))} are one parameter in the model; that their values "
-                "in the source are equal is taken for granted until they are downloaded"
+                f"{' and '.join(map(escape, (first, *present)))} are one parameter in the model; whether their values "
+                "in the source are equal is not checked before they are downloaded"
             )
             present = []
         stored = layout.sources
@@ -125,7 +125,7 @@ def _resolve_ties(
 def _choose_dtypes(
     model: HubModel, layout: Layout, sources: Mapping[str, str], dtype: str
 ) -> tuple[dict[str, DType], list[str]]:
-    """Return what each tensor is stored as, and what has to be said about it."""
+    """Return the dtype that each tensor is stored in, and what to tell about it."""
     chosen, kept, quantised = dict[str, DType](), [], []
     target = CASTS.get(dtype)
     for fqn in layout.tensors:
@@ -143,21 +143,20 @@ def _choose_dtypes(
     notes = []
     if kept:
         notes.append(
-            f"float32, as in from_pretrained, because the model wants it so: {count(len(kept), 'tensor')}: {listed(kept)}"
+            f"stored in float32, as the model asks for it and from_pretrained does: {count(len(kept), 'tensor')}: "
+            f"{listed(kept)}"
         )
     if quantised:
         notes.append(
-            f"not converted: {count(len(quantised), 'fp8 or fp4 tensor')}, because the scales stand in other tensors"
+            f"not converted: {count(len(quantised), 'fp8 or fp4 tensor')}, because their scales are in other tensors"
         )
     if target is not None and target.name != "float32" and layout.keep_fp32 is None:
-        notes.append(
-            "which tensors the model keeps in fp32 is not known without the model: all were converted"
-        )
+        notes.append("without the model nobody knows which tensors it keeps in fp32: all were converted")
     return chosen, notes
 
 
 def _phase(model: HubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Phase:
-    """Return what tells images where a tensor's bytes lie in the source, for them to match."""
+    """Return a function that tells images where a tensor's bytes lie in the source, so that they can match it."""
     catalog = model.catalog
 
     def phase(fqn: str) -> int | None:

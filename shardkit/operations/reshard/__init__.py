@@ -1,4 +1,4 @@
-"""reshard: a sharded checkpoint, model and optimizer, for another mesh.
+"""reshard: a sharded checkpoint, model and optimizer, is written for another mesh.
 
 Internal: import from `shardkit`.
 """
@@ -35,14 +35,14 @@ from shardkit.transfer.execute import FileDigest
 
 
 class ReshardDescriptions:
-    """Describes every folder. A context manager, as `Descriptions` is.
+    """Describes every folder, and copies the files beside them. A context manager, as `Descriptions` is.
 
     Args:
-        source: the checkpoint that siblings are copied from.
+        source: the checkpoint that files are copied from.
         job: what is being written.
-        manifests: of the source; siblings are compared with them.
-        directory: where.
-        sha256: take it of every file.
+        manifests: of the source; copies are compared with them.
+        directory: where the output goes.
+        sha256: take the sha256 of every file.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ReshardDescriptions:
         self._of[folder].add_file(replace(digest, name=name))
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
-        """Copy what lies beside, then let each folder become a checkpoint."""
+        """Copy the files beside the folders, then let each folder become a checkpoint."""
         for name in self._job.parts.empty:
             storage.make_directories(os.path.join(self._directory, name))
         copied = [self._copy(file) for file in self._job.parts.files]
@@ -96,7 +96,7 @@ class ReshardDescriptions:
             self._write_manifest(copied)
 
     def _copy(self, file: BesideFile) -> dict[str, Any]:
-        """Copy a file; return what the manifest says of it."""
+        """Copy a file; return its entry in the manifest."""
         is_listed = self._manifests.crc_of(os.path.join(self._source, file.name)) is not None
         crc, sha256 = copy_file(
             self._source, file, self._directory, digest=self._has_digests or is_listed, sha256=self._sha256
@@ -104,7 +104,7 @@ class ReshardDescriptions:
         return manifest.file_entry(file.name, file.stamp.size, crc, sha256)
 
     def _write_manifest(self, copied: list[dict[str, Any]]) -> None:
-        """Write the manifest of the whole: the files beside the folders, and the manifests of those."""
+        """Write the manifest of the whole: the files beside the folders, and the folders' manifests."""
         own = [
             manifest.entry_of(
                 os.path.join(folder, manifest.NAME), each.manifest, digest=True, sha256=self._sha256
@@ -124,7 +124,7 @@ class ReshardDescriptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardResult(WriteResult):
-    """What reshard wrote, or with `dry_run` would write; `num_tensors` counts all but the optimizer's."""
+    """What reshard wrote, or with `dry_run` would write; `num_tensors` leaves out the optimizer's tensors."""
 
     source: str
     """As it was given."""
@@ -137,11 +137,11 @@ class ReshardResult(WriteResult):
     """Axis names and sizes."""
     num_optimizer_tensors: int
     num_objects: int
-    """Byte entries: those of DCP carried over unread, those of other forms plain settings."""
+    """Byte entries: those of a DCP checkpoint are carried over unread, those of other formats are plain settings."""
     folders: tuple[str, ...]
-    """Of the DCP directories, relative to the checkpoint; "" for the checkpoint itself."""
+    """The DCP directories, relative to the checkpoint; "" for the checkpoint itself."""
     copied: tuple[str, ...]
-    """Files beside them that were copied as they are."""
+    """Files beside these directories that were copied as they are."""
 
 
 @may_follow_links
@@ -172,26 +172,26 @@ def reshard(
 
     Args:
         checkpoint: a checkpoint, or a run directory, whose newest complete checkpoint is taken.
-        output: the directory to make. It is of the same trainer's kind: what lies beside the shards is copied.
-        world_size: number of ranks; `mesh` may say it instead.
+        output: the directory to make. The same trainer can read it: files beside the shards are copied.
+        world_size: number of ranks; `mesh` may tell it instead.
         mesh: "dp_replicate=2,dp_shard=16"; by default one `dp_shard` axis of `world_size`.
         dtype: "keep", "bf16", "fp16" or "fp32" for floating tensors outside the optimizer; scalars stay.
         optimizer_dtype: the same for the optimizer's state.
         overwrite: replace an existing checkpoint, whole and in one step.
         strict: refuse a run directory in which a newer checkpoint had to be passed over.
         dry_run: decide and check everything, and write nothing.
-        resume: go on with an interrupted run of the same plan, where its process is known to be dead.
-        resume_from: go on with this staging directory (`.<output>.shardkit-...`), of another host's run, say.
+        resume: go on with an interrupted run of the same plan if its process is known to be dead.
+        resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
         digest: "crc32" or "none".
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
             refused before the output appears.
         source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
-            `consolidate(manifest_file=...)`); one in it or beside it is taken by itself.
+            `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
-        follow_links: links that lead out of a checkpoint's directory are read and copied as the files that they lead
-            to. Weight files of a Hub model are read in any case.
+        follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
+            Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move.
         on_warning: told each warning before anything is written; the result has them all.
 

@@ -1,9 +1,9 @@
-"""Everything that is decided before a byte moves: what reshard would read and write.
+"""What reshard decides before a byte moves: what it reads and writes.
 
     checkpoint -> parts -> layout of each -> images -> one plan for all
 
-No model is needed: what was sharded is sharded for the new mesh by FSDP2's rule, and stock `dcp.load` finds
-its rows wherever they lie.
+No model is needed. What was sharded is sharded for the new mesh by FSDP2's rule, and stock `dcp.load` finds its rows
+wherever they lie.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReshardJob:
 
     @property
     def plan_hash(self) -> str:
-        """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
+        """Stand for inputs, options and version; see `operations.write.Job`."""
         folders = {folder: job.describe() for folder, job in self.folders.items()}
         return hash_plan(self, folders=folders, siblings=self.parts.siblings)
 
@@ -62,12 +62,12 @@ def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, dig
     Args:
         parts: the checkpoint, taken apart.
         mesh: of the job that will load it.
-        dtype: "keep", "bf16", "fp16" or "fp32", for floating tensors outside the optimizer; scalars stay.
-        optimizer_dtype: the same for the optimizer's state; its scalars (`step`) stay as they are.
+        dtype: "keep", "bf16", "fp16" or "fp32", for floating tensors outside the optimizer. Scalars stay as they are.
+        optimizer_dtype: the same for the optimizer's state. Its scalars (`step`) stay as they are.
         digest: "crc32" or "none".
 
     Raises:
-        UsageError: an option has no such value, or is about tensors that are copied as they are.
+        UsageError: an option does not have such a value, or is about tensors that are copied as they are.
         SourceError: there is nothing to reshard.
     """
     check_cast("--dtype", dtype)
@@ -76,7 +76,7 @@ def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, dig
         raise SourceError("the checkpoint holds no tensors")
     if parts.weights_beside is not None and dtype != "keep":
         raise UsageError(
-            f"--dtype {dtype}: the weights in {escape(parts.weights_beside)} are copied as they are, and not converted",
+            f"--dtype {dtype}: the weights in {escape(parts.weights_beside)} are copied as they are and cannot be converted",
             hint="convert them with shardkit consolidate --dtype",
         )
     folders = {part.folder: _part_job(part, mesh, dtype, optimizer_dtype, digest) for part in parts.parts}
@@ -129,11 +129,11 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
 
 
 def _no_phase(fqn: str) -> None:
-    """Rows come from many files: there is no place that their blocks could be shared from."""
+    """Return None: rows come from many files, so their blocks cannot be shared with a source file."""
 
 
 def _aliases(catalog: Catalog, objects: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the names that point at the same bytes as an earlier one: tied parameters, as shardkit stores them."""
+    """Return, by the first of them, the names that point at the same bytes: shardkit stores tied parameters so."""
     table, first, found = catalog.chunks, dict[object, str](), dict[str, tuple[str, ...]]()
     left_out = frozenset(objects)
     for name, entry in catalog.tensors.items():
@@ -149,7 +149,7 @@ def _aliases(catalog: Catalog, objects: Iterable[str]) -> dict[str, tuple[str, .
 
 
 def _layout(part: Part, names: list[str], mesh: Mesh) -> Layout:
-    """Shard on dim 0 whatever was sharded; where nothing was, or chunks do not tell, everything that has rows."""
+    """Shard on dim 0 whatever was sharded. If nothing was, or the chunks do not tell, shard everything with rows."""
     entries, objects = part.catalog.tensors, frozenset(part.objects)
     rows = {name for name in names if entries[name].shape and entries[name].dtype.is_floating}
     cut = {name for name in names if entries[name].num_chunks > 1} | (rows & part.unboxed)
@@ -175,11 +175,11 @@ def _target(entry: TensorEntry, wanted: DType | None, is_optimizer: bool) -> DTy
 
 
 def optimizer_state(entries: Iterable[TensorEntry], folder: str) -> frozenset[str]:
-    """Return the names of an optimizer's state: told by its leaves, or by where it stands.
+    """Return the names of an optimizer's state, told by its leaves or by its place.
 
     Args:
-        entries: of one folder.
-        folder: where it lies in the checkpoint; a folder of an optimizer (`optimizer_0`) holds nothing else.
+        entries: all entries of one folder.
+        folder: where it lies in the checkpoint. A folder of an optimizer (`optimizer_0`) holds nothing else.
     """
     found = list(entries)
     # OLMo-core's model_and_optim holds both
@@ -194,8 +194,8 @@ def optimizer_state(entries: Iterable[TensorEntry], folder: str) -> frozenset[st
 def is_convertible(entry: TensorEntry, *, is_optimizer: bool) -> bool:
     """True for a tensor whose values a cast may round.
 
-    A cast must never round a count: a step of 257 is 256 in bfloat16. So scalars stay, wherever they are, and so does
-    what schedulers, data loaders and random generators keep; `load_state_dict` converts them when it has to.
+    A cast must never round a count: a step of 257 is 256 in bfloat16. So scalars stay as they are, and so does the state
+    of schedulers, data loaders and random generators; `load_state_dict` converts them when it has to.
     """
     if not entry.shape or not entry.dtype.is_floating or not entry.dtype.is_convertible:
         return False

@@ -50,11 +50,11 @@ class Part:
     """planner_data of the save."""
     notes: tuple[str, ...]
     damaged: tuple[str, ...] = ()
-    """Why byte entries are not what torch wrote; a line for each."""
+    """Why byte entries are not what torch writes; a line for each."""
     unboxed: frozenset[str] = frozenset()
-    """Names of tensors whose chunks do not tell whether they were sharded: flat partitions, or saved whole."""
+    """Names of tensors whose chunks do not tell whether they were sharded: cut from flat partitions, or saved whole."""
     key_rules: tuple[KeyRule, ...] = ()
-    """What makes the Hub's names of the model's, where `shardkit.save` recorded it; carried over."""
+    """Rules that turn the model's names into the Hub's, if `shardkit.save` recorded them; they are carried over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +64,11 @@ class Parts:
     writer: str
     parts: tuple[Part, ...]
     files: tuple[BesideFile, ...] = ()
-    """Beside them, copied as they are."""
+    """Files beside the parts, copied as they are."""
     empty: tuple[str, ...] = ()
     """Directories with nothing in them."""
     weights_beside: str | None = None
-    """Where the weights lie in a form that fits any number of ranks, and is copied: a folder of DCP-HF shards."""
+    """The folder of DCP-HF shards that holds the weights. They fit any number of ranks and are copied."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
@@ -79,15 +79,15 @@ class Parts:
 
 
 def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
-    """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint of another kind.
+    """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint in another format.
 
     Args:
         taken: the checkpoint.
-        check_source: refuse byte entries that are not the zips that torch writes; otherwise they are carried over as they
-            lie, with a warning.
+        check_source: refuse byte entries that are not zips as torch writes them. Otherwise they are carried over as they
+            are, with a warning.
 
     Raises:
-        SourceError, IntegrityError, ResourceError: as opening does; a part of it was not saved to its end.
+        SourceError, IntegrityError, ResourceError: it cannot be opened, or the save of a part did not finish.
     """
     path = taken.resolved.path
     if not os.path.isdir(path) or not _keeps_folders(path):
@@ -108,7 +108,7 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
         raise SourceError(
             f"{count(len(damaged), 'byte entry is', 'byte entries are')} damaged",
             problems=damaged,
-            hint="use another copy of the checkpoint; --check-source off carries them over as they lie",
+            hint="use another copy of the checkpoint; --check-source off carries them over as they are",
         )
     beside = _weights_beside(path, checkpoint, found)
     of_ranks = [file.name for file in found.files if _OF_A_RANK.search(os.path.basename(file.name))]
@@ -132,15 +132,15 @@ def _keeps_folders(path: str) -> bool:
 def _state_warnings(states: list[str]) -> Iterator[str]:
     if states:
         yield (
-            f"the optimizer's state was not resharded: {listed(states)} are copied as they are, and fit the old "
-            "world size only"
+            f"the optimizer's state was not resharded: {listed(states)} are copied as they are and fit only the old "
+            "world size"
         )
 
 
 def _damage_warnings(damaged: list[str]) -> Iterator[str]:
     if damaged:
         yield (
-            f"{count(len(damaged), 'byte entry is', 'byte entries are')} damaged and carried over as they lie "
+            f"{count(len(damaged), 'byte entry is', 'byte entries are')} damaged and carried over as they are "
             f"(--check-source off): {'; '.join(damaged)}"
         )
 
@@ -156,7 +156,8 @@ def _notes(of_ranks: list[str], beside: str | None) -> list[str]:
     notes = []
     if of_ranks:
         notes.append(
-            f"{len(of_ranks)} files of single ranks are copied as they are, for the old world size: {listed(of_ranks)}"
+            f"{len(of_ranks)} files belong to single ranks of the old world size and are copied as they are: "
+            f"{listed(of_ranks)}"
         )
     if beside is not None:
         notes.append(
@@ -177,7 +178,7 @@ def _open_part(folder: str, opened: DcpFolder, key_rules: tuple[KeyRule, ...]) -
     packed = [name for name, place in placed.items() if place.transforms]
     if packed:
         raise SourceError(
-            "the byte entries of this checkpoint were saved through extensions, and cannot be carried over yet",
+            "the byte entries of this checkpoint were saved through extensions and cannot be carried over yet",
             problems=[escape(name) for name in packed],
             hint="load it with torch.distributed.checkpoint and save it without extensions",
         )
@@ -202,11 +203,11 @@ def _open_part(folder: str, opened: DcpFolder, key_rules: tuple[KeyRule, ...]) -
 
 
 def _record(catalog: Catalog, placed: Sequence[tuple[str, int, Place]]) -> list[str]:
-    """Let byte entries be compared, as they move, with the CRC-32s in the zips that they are.
+    """Have byte entries compared, as they move, with the CRC-32s that they hold: they are zips.
 
     Returns:
-        A line for each that is no zip as torch writes it: nothing is there to compare it with, and torch would not
-        load it, or something else.
+        A line for each entry that is not a zip as torch writes it. It has nothing to be compared with, and torch would
+        not load it, or would load something else.
     """
     damaged = list[str]()
     stretches: dict[int, list[tuple[int, int, int | None]]] = {}
@@ -233,13 +234,13 @@ def _pread(fd: int, start: int, nbytes: int) -> bytes:
 
 
 def _entry_notes(folder: str, objects: Mapping[str, Place | None]) -> Iterator[str]:
-    """Yield what a job of another size should know of the byte entries."""
+    """Yield what to tell about byte entries before a job of another size loads them."""
     of_ranks = [name for name, place in objects.items() if place and _ENTRY_OF_A_RANK.fullmatch(name)]
     where = f" of {escape(folder)}" if folder else ""
     if of_ranks:
         yield (
             f"{count(len(of_ranks), 'byte entry', 'byte entries')}{where} belong to single ranks of the old world "
-            f"size ({listed(of_ranks)}): a trainer may have to be told not to load them"
+            f"size ({listed(of_ranks)}): you may have to tell the trainer not to load them"
         )
     lost = [name for name, place in objects.items() if place is None]
     if lost:
@@ -247,7 +248,7 @@ def _entry_notes(folder: str, objects: Mapping[str, Place | None]) -> Iterator[s
 
 
 def _other(checkpoint: Checkpoint) -> Parts:
-    """A checkpoint that is no DCP directory becomes one, with all tensors that it has."""
+    """Make one DCP directory, with all its tensors, of a checkpoint that is not one."""
     catalog = checkpoint.select(tuple(checkpoint.catalog.tensors))
     skipped = list(checkpoint.skipped)
     opened = checkpoint.optimizer() if checkpoint.optimizer is not None else None
@@ -269,7 +270,7 @@ def _other(checkpoint: Checkpoint) -> Parts:
             reason = ""
         if states:
             warnings.append(
-                f"the optimizer's state was not taken over ({listed(states)}){reason}; only weights are written"
+                f"the optimizer's state is left out ({listed(states)}){reason}; only weights are written"
             )
     part = Part(
         folder="",

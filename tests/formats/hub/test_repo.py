@@ -309,8 +309,8 @@ def test_a_dry_run_takes_what_is_cached_and_no_more_when_offline(hub, fetch, tmp
 def test_a_dry_run_of_tied_copies_says_that_it_did_not_compare_them(fetch, tmp_path):
     (dry,) = fetch(tmp_path / "cache", ("org/tied", f"-> {tmp_path}/out -n"))
     (real,) = fetch(tmp_path / "cache", ("org/tied", f"-> {tmp_path}/out"))
-    assert any("taken for granted" in note for note in dry["notes"])
-    assert not any("taken for granted" in note for note in real["notes"])
+    assert any("is not checked before they are downloaded" in note for note in dry["notes"])
+    assert not any("is not checked before they are downloaded" in note for note in real["notes"])
     assert (len(dry["warnings"]), len(real["warnings"])) == (0, 1)
 
 

@@ -250,12 +250,15 @@ class TestDtypes:
         result = shardkit.consolidate(save(mixed, tmp_path / "mixed"), dtype="bf16")
         (warning,) = (text for text in result.warnings if "rounded" in text)
         assert warning.startswith(
-            "5 tensors rounded that the source, mostly in half precision, holds in a wider"
+            "5 tensors rounded, though the source, mostly in half precision, holds a wider"
         )
 
     def test_it_says_where_nobody_knows(self, trained: Path) -> None:
         result = shardkit.consolidate(trained, dtype="bf16")
-        assert any("is not known, there is no base and no config" in note for note in result.notes)
+        assert any(
+            "nobody knows which tensors the model keeps in fp32, as there is no base" in note
+            for note in result.notes
+        )
 
     def test_or_where_the_class_is_not_known(self, trained: Path, tmp_path: Path) -> None:
         base = hub(tmp_path / "base", config={**CONFIG, "model_type": "nobodys"})
