@@ -38,10 +38,10 @@ _COMMANDS = {
 
 
 class Commands(click.Group):
-    """A group whose commands are imported when they are run, and which maps errors to exit codes."""
+    """A group that imports a command when it is run, and maps errors to exit codes."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep what was typed: errors need it, for `--json` and for the command that resumes."""
+        """Keep what was typed. Errors need it, for `--json` and for the command that resumes."""
         ctx.obj = tuple(args)
         return super().parse_args(ctx, args)
 
@@ -59,7 +59,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that was named; an unknown name gets the nearest one for an answer."""
+        """Return the command that was named, or answer an unknown name with the nearest one."""
         if args[0] not in _COMMANDS and not ctx.resilient_parsing and not args[0].startswith("-"):
             ctx.fail(f"No such command {escape(args[0])!r}.{suggestion(args[0], _COMMANDS)}")
         return super().resolve_command(ctx, args)
@@ -70,7 +70,7 @@ class Commands(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; every error but click's own leaves as an exit code."""
+        """Run a command, and turn every error but click's own into an exit code."""
         _give_streams()
         try:
             with signals_raised():
@@ -86,7 +86,7 @@ class Commands(click.Group):
 
 
 def _give_streams() -> None:
-    """Let what nobody reads go nowhere: a stream that was closed by the caller is None in Python."""
+    """Open streams that go nowhere in place of those that the caller closed, which are None in Python."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
@@ -94,14 +94,14 @@ def _give_streams() -> None:
 
 @contextmanager
 def signals_raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGINT and `Terminated` for SIGTERM; a second signal ends the process.
+    """Raise KeyboardInterrupt for SIGINT and `Terminated` for SIGTERM. A second signal ends the process at once.
 
-    Nothing is lost by ending at once: files in the journal are on disk, and nothing else counts.
+    Ending at once loses nothing: files in the journal are on disk, and nothing else counts.
     """
     if threading.current_thread() is not threading.main_thread():  # signal.signal refuses
         yield
         return
-    # A signal that is ignored stays so: `nohup` and background jobs of a plain shell want that.
+    # An ignored signal stays ignored: `nohup` and background jobs of a plain shell want that.
     chosen = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
     handler = _Handler()
     before = {signum: signal.signal(signum, handler) for signum in chosen}

@@ -108,7 +108,7 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
 
 
 def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
-    """What was taken for the model, and what went out of its names."""
+    """Yield what was taken for the model, and what was taken out of its names."""
     root = f"everything below {escape(result.root)}" if result.root else "names as they are"
     others = f"; also there: {', '.join(map(escape, result.candidates))}" if result.candidates else ""
     yield "weights", f"{escape(result.weights)}, {root}{others}"
@@ -125,7 +125,7 @@ def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
 
 
 def _base(result: ConsolidateResult) -> str:
-    # An adapter's config is the adapter's own, wherever it came from.
+    # An adapter's config belongs to the adapter, wherever it came from.
     names = [name for name in result.assets if result.kind != "adapter" or name != _ADAPTER_CONFIG]
     shown = f", {count(len(names), 'file')}: {', '.join(map(escape, names))}"
     return escape(result.base or "") + (shown if names else "")

@@ -27,11 +27,14 @@ Examples:
 @click.argument("a")
 @click.argument("b")
 @click.option("--rtol", type=float, metavar="X", help="Equal where |a - b| <= atol + rtol * |b|.")
-@click.option("--atol", type=float, metavar="X", help="The same; each is 0 where only the other is given.")
-@click.option("--stats", is_flag=True, help="Say how much: largest differences, ulps, cosine.")
+@click.option("--atol", type=float, metavar="X", help="The same; each is 0 if only the other is given.")
+@click.option("--stats", is_flag=True, help="Show how much they differ: largest differences, ulps, cosine.")
 @opt.globs
 @click.option(
-    "--all", "all_tensors", is_flag=True, help="The optimizer's and all others too, under their stored names."
+    "--all",
+    "all_tensors",
+    is_flag=True,
+    help="All other tensors too, such as the optimizer's, under their stored names.",
 )
 @opt.strict
 @click.option(
@@ -39,7 +42,7 @@ Examples:
     type=click.Choice(SORTS),
     default="name",
     show_default=True,
-    help="difference: what differs most first; it takes --stats.",
+    help="difference: what differs most comes first; it turns on --stats.",
 )
 @opt.max_memory
 @click.option("--quiet", "-q", is_flag=True, help="Print no result; the exit code tells.")
@@ -48,9 +51,9 @@ Examples:
 def command(*, out: Output, a: str, b: str, quiet: bool, **options: Any) -> None:
     """Compare the weights of A and B: Hub models or sharded checkpoints, in any two formats.
 
-    Tensors are paired by what the Hub calls them: = equal, ~ equal after rounding, - only in A, + only in B,
-    * differs. Bits are compared, unless a tolerance is given. Exit code 0 means equal, be it after rounding to
-    bf16 or fp16; 1 that something differs.
+    Tensors are paired by their names on the Hub: = equal, ~ equal after rounding, - only in A, + only in B,
+    * differs. Bits are compared, unless a tolerance is given. Exit code 0 means equal, perhaps after rounding to
+    bf16 or fp16; 1 means that something differs.
     """
     if quiet and out.as_json:
         raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
@@ -64,7 +67,7 @@ def command(*, out: Output, a: str, b: str, quiet: bool, **options: Any) -> None
         for note in result.notes:
             out.say("note", note)
     if not result.is_equal_after_rounding:
-        sys.stdout.flush()  # whoever reads it may be gone, which is told where other errors are
+        sys.stdout.flush()  # the reader may be gone, and this error is reported like any other
         click.get_current_context().exit(_DIFFERS)
 
 

@@ -1,4 +1,4 @@
-"""From what went wrong to what a person reads and which code the shell gets.
+"""From an error to what a person reads and to the exit code that the shell gets.
 
 0   done                       5    disk, permission, memory or network
 1   the answer is no           70   our bug
@@ -28,7 +28,7 @@ _SIGINT = 2
 
 
 def report(error: BaseException, args: Sequence[str]) -> int:
-    """Say what went wrong and return the exit code.
+    """Print an error and return the exit code.
 
     Args:
         error: what a command raised.
@@ -52,7 +52,7 @@ def report(error: BaseException, args: Sequence[str]) -> int:
 
 
 def report_usage(error: click.ClickException, args: Sequence[str]) -> None:
-    """With `--json`, put a usage error on stdout too; click itself says it on stderr and exits with 2."""
+    """Print a usage error on stdout too, with `--json`. click itself prints it on stderr and exits with 2."""
     if "--json" in args:
         content = ShardkitError(error.format_message()).to_json()
         Output(as_json=True).document({**content, "error": "UsageError", "exit_code": error.exit_code})
@@ -101,8 +101,8 @@ def _say(out: Output, error: BaseException, content: dict[str, Any], resume: str
 def resume_command(args: Sequence[str]) -> str:
     """Return the command that goes on with an interrupted one, as the shell takes it.
 
-    It is the command that was typed, without `--no-resume`, which would begin anew, and `--resume-from`: what
-    it named has become this run's, which is known to be over.
+    It is the command that was typed, without `--no-resume`, which would begin anew, and without `--resume-from`: the
+    directory that it named now belongs to this run, which is known to be over.
     """
     kept, rest = [*_program()], iter(args)
     for arg in rest:
@@ -125,7 +125,7 @@ def _program() -> list[str]:
 
 
 def _silence_stdout() -> int:
-    """Let the interpreter's last flush of stdout go nowhere; return the exit code, as after SIGPIPE."""
+    """Let the interpreter's last flush of stdout go nowhere, and return the exit code as after SIGPIPE."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):  # a stdout without a descriptor

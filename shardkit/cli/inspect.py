@@ -30,7 +30,7 @@ Examples:
 def command(*, path: str, as_json: bool, **options: Any) -> None:
     """Show what PATH holds: a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint.
 
-    Headers and metadata are read, no tensor data. What is not as it should be is said on stderr.
+    Headers and metadata are read, but no tensor data. Anything odd about the checkpoint is reported on stderr.
     """
     out, result = Output(as_json=as_json), inspect(path, **options)
     out.result(result, render, max_warnings=MAX_LINES)
@@ -116,7 +116,7 @@ def _tensor_lines(result: InspectResult) -> list[str]:
 
 
 def _file_lines(files: tuple[InspectedFile, ...]) -> list[str]:
-    """List the files; where they are many, runs of equal size are one line."""
+    """List the files; if there are many, runs of equal size share a line."""
     if len(files) <= _MAX_FILES:
         return table([(escape(file.name), format_size(file.file_bytes)) for file in files], right=(1,))
     rows = [(_span(files, numbers), size) for numbers, size in size_runs([file.file_bytes for file in files])]

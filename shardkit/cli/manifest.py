@@ -37,7 +37,7 @@ def command(*, out: Output, path: str, output: str | None, **options: Any) -> No
     """Write down the size and the checksum of every file and tensor of PATH, for `shardkit verify`.
 
     PATH is any checkpoint, whoever made it: a Hub model, a trainer's sharded checkpoint, a pre-sharded directory.
-    All of it is read, and held against the checksums in it: what is damaged already gets no manifest.
+    All of it is read and compared with the checksums in it: a checkpoint that is damaged already gets no manifest.
     """
     from shardkit.operations.manifest.manifest import write_manifest
 

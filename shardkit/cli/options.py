@@ -1,4 +1,4 @@
-"""The options that several commands have, each written once, in groups of what a person decides together."""
+"""The options that several commands share. Options that belong together form a group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Option = Callable[[Command], Command]
 
 
 def group(*options: Option) -> Option:
-    """Return options as one decorator; help lists them in this order."""
+    """Return several options as one decorator. Help lists them in this order."""
 
     def add(command: Command) -> Command:
         for option in reversed(options):
@@ -26,7 +26,7 @@ def group(*options: Option) -> Option:
 
 
 def on_or_off(name: str, *, help: str) -> Option:
-    """Return an option that is on unless it is said to be off; the command gets a bool."""
+    """Return an option that is on by default; the command gets a bool."""
     return click.option(
         name,
         type=click.Choice(["on", "off"]),
@@ -38,13 +38,13 @@ def on_or_off(name: str, *, help: str) -> Option:
 
 
 def dtype(name: str, *choices: str, help: str) -> Option:
-    """Return an option for what floating tensors are converted to: "keep", `choices`, or a dtype."""
+    """Return an option for the dtype that floating tensors are converted to; `choices` are allowed too."""
     values = click.Choice(["keep", *choices, "bf16", "fp16", "fp32"])
     return click.option(name, type=values, default="keep", show_default=True, help=help)
 
 
 def overwrite(what: str) -> Option:
-    """Return `--overwrite`, for a command that writes such a thing."""
+    """Return `--overwrite`; `what` is what the command writes."""
     return click.option("--overwrite", is_flag=True, help=f"Replace an existing {what}.")
 
 
@@ -54,7 +54,7 @@ as_json = click.option(
 
 
 def reporting(function: Command) -> Command:
-    """Add `--json` and `--no-progress`; the command gets an `Output` as `out` in their place."""
+    """Add `--json` and `--no-progress`. The command gets an `Output` as `out` instead of them."""
 
     @as_json
     @click.option("--no-progress", is_flag=True, help="Show no progress bars.")
@@ -66,7 +66,7 @@ def reporting(function: Command) -> Command:
 
 
 def silence_hub() -> None:
-    """Switch off huggingface_hub's bars; only for a command that is going to use it, as this imports it."""
+    """Switch off huggingface_hub's bars. This imports it, so it is only for commands that are going to use it."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()

@@ -1,4 +1,4 @@
-"""One sink for all that a command says: its result on stdout, everything else, bars too, on stderr."""
+"""Everything that a command prints: its result on stdout; notes, warnings, errors and bars on stderr."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REDRAW_S = 0.1
 
 
 def check_facts(result: WriteResult) -> Iterator[tuple[str, str]]:
-    """Yield what was compared, and what could not be and why."""
+    """Yield what was compared, and what could not be compared and why."""
     if result.checked_bytes:
         yield (
             "checked",
@@ -48,7 +48,7 @@ def check_facts(result: WriteResult) -> Iterator[tuple[str, str]]:
 
 
 def headline(result: WriteResult) -> str:
-    """Return the first line of what a verb wrote."""
+    """Return the first line of a verb's result."""
     return f"{'dry run: nothing was written to' if result.dry_run else 'wrote'} {escape(result.output)}"
 
 
@@ -56,9 +56,9 @@ def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True)
     """Yield the last facts of a verb that writes: what it would take, or how it went.
 
     Args:
-        result: of the verb.
-        more: facts that stand before the time that it took.
-        shows_rate: say how many bytes were written in a second, too.
+        result: the verb's.
+        more: facts to put before the time.
+        shows_rate: show bytes per second beside the time.
     """
     if result.dry_run:
         yield "memory", f"at most {format_size(result.peak_memory_bytes)} of buffers"
@@ -73,20 +73,20 @@ def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True)
 
 
 class Result(Protocol):
-    """What an operation returns, as far as every command prints it."""
+    """The part of a result that every command prints."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a person should be told."""
+        """What a person should know."""
         ...
 
     @property
     def warnings(self) -> Sequence[str]:
-        """What a person should look at."""
+        """What a person should check."""
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as plain data."""
+        """Return the result as plain data."""
         ...
 
 
@@ -94,11 +94,11 @@ R = TypeVar("R", bound=Result)
 
 
 class Output:
-    """Where a command's words go.
+    """Where a command prints.
 
     Args:
-        as_json: the result is one JSON document, and nothing else goes to stdout.
-        shows_bars: a person wants to see progress.
+        as_json: print the result as one JSON document, and nothing else to stdout.
+        shows_bars: a person wants to see progress bars.
     """
 
     def __init__(self, *, as_json: bool = False, shows_bars: bool = False) -> None:
@@ -106,7 +106,7 @@ class Output:
         self._warned = set[str]()
 
     def warn(self, text: str) -> None:
-        """Print a warning, each once: what it is about may not have been done yet, and the result has it again."""
+        """Print a warning once; it may come before anything is done, and again with the result."""
         if text not in self._warned:
             self._warned.add(text)
             self.say("warning", text)
@@ -118,8 +118,8 @@ class Output:
 
         Args:
             result: of an operation.
-            render: makes lines of it, for people.
-            max_warnings: how many of them a person is shown; None is all.
+            render: turns it into lines for people.
+            max_warnings: how many warnings a person sees; None for all.
         """
         if self.as_json:
             self.document(result.to_json())
@@ -154,15 +154,15 @@ _COLORS = {"error": "red", "internal error": "red", "warning": "yellow", "hint":
 
 
 def painted(label: str, stream: TextIO) -> str:
-    """Return a label in its colour, where the stream is a terminal that wants colours."""
+    """Return a label, in its colour if the stream is a terminal that wants colours."""
     wants = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return click.style(label, fg=_COLORS.get(label), bold=True) if wants else label
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """Return one line of text with what a terminal might act on, or the encoding lacks, as escapes.
+    """Return one line of text, with escapes for what a terminal might act on or what the encoding lacks.
 
-    Names were escaped where they entered the text; this is for messages of the system and of libraries.
+    Names were escaped when they were put into the text. This is for messages of the system and of libraries.
     """
     encoding = stream.encoding or "ascii"
     if not text.isprintable():
@@ -171,10 +171,10 @@ def printable(text: str, stream: TextIO) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: str = "  ") -> list[str]:
-    """Return rows as aligned lines; columns that are empty in every row are left out.
+    """Return rows as aligned lines, without the columns that are empty in every row.
 
     Args:
-        rows: cells, each row as long as the first.
+        rows: cells; every row has as many as the first.
         right: columns to align on the right.
         indent: put before every line.
     """
@@ -193,7 +193,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: s
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Return (label, text) pairs as aligned lines; a label that repeats is shown once."""
+    """Return (label, text) pairs as aligned lines. A label that repeats is shown once."""
     rows: list[tuple[str, str]] = []
     previous = None
     for label, text in pairs:
@@ -203,13 +203,13 @@ def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def limited(label: str, items: Sequence[str]) -> list[tuple[str, str]]:
-    """Return one fact for each item, at most MAX_LINES of them and then how many more there are."""
+    """Return one fact for each item: at most MAX_LINES of them, then how many more there are."""
     pairs = [(label, item) for item in items[:MAX_LINES]]
     return [*pairs, (label, more(len(items)))] if len(items) > MAX_LINES else pairs
 
 
 def more(num_items: int) -> str:
-    """Return the line that stands for all items after the first MAX_LINES."""
+    """Return the line that stands for the items after the first MAX_LINES."""
     return f"... {num_items - MAX_LINES} more, see --json"
 
 
@@ -219,7 +219,7 @@ def short_dtype(name: str) -> str:
 
 
 def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:
-    """Return (range of indexes, size) for runs of files that have the same size as people read it.
+    """Return (range of indexes, size) for runs of files whose sizes read the same.
 
     Args:
         sizes: bytes, by index.
@@ -240,15 +240,14 @@ def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:
 
 
 def make_progress(*, enabled: bool) -> Progress:
-    """Return a bar, or what shows nothing where it is not wanted or stderr is no terminal."""
+    """Return a bar, or one that shows nothing if nobody wants it or stderr is not a terminal."""
     return ByteBar() if enabled and sys.stderr.isatty() else NoProgress()
 
 
 class ByteBar:
     """A tqdm bar that counts bytes.
 
-    The engine calls `advance` for every MiB from several threads: it only adds up, and draws ten times a
-    second.
+    The engine calls `advance` for every MiB, from several threads. It only adds up, and draws ten times a second.
     """
 
     def __init__(self) -> None:
@@ -260,7 +259,7 @@ class ByteBar:
         """Begin a bar of `total_bytes`."""
         from tqdm import tqdm
 
-        tqdm.set_lock(threading.RLock())  # tqdm's own is one between processes: it costs a semaphore
+        tqdm.set_lock(threading.RLock())  # tqdm's own lock works between processes, which costs a semaphore
         self._bar = tqdm(
             total=total_bytes,
             desc=label,

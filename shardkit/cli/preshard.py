@@ -62,7 +62,7 @@ def command(*, out: Output, source: str, output: str | None, **options: Any) -> 
 
 
 def warn_of_torch(out: Output) -> None:
-    """Say so where torch is of a version that shardkit was not tried with."""
+    """Warn about a version of torch that shardkit was not tried with."""
     from shardkit.operations.environment import package_version
 
     note = torch_note(package_version("torch"))
@@ -110,7 +110,7 @@ def _layout(result: PreshardResult) -> str:
 
 
 def _per_rank(result: PreshardResult) -> Iterator[tuple[str, str]]:
-    """Bytes of each shard file, runs of equal ones together."""
+    """Yield the bytes of each shard file; runs of equal sizes share a line."""
     yield from limited(
         "per rank", [f"shard {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
     )

@@ -25,15 +25,17 @@ Examples:
   shardkit verify Qwen3-8B-dp_shard32 --full""",
 )
 @click.argument("path")
-@click.option("--full", is_flag=True, help="Read every byte that a checksum was recorded of.")
+@click.option("--full", is_flag=True, help="Read every byte that has a recorded checksum.")
 @click.option(
-    "--read", metavar="AMOUNT", help="Read so much, in chunks chosen at random: 5% of the bytes, or 50GiB."
+    "--read", metavar="AMOUNT", help="Read this much, in chunks chosen at random: 5% of the bytes, or 50GiB."
 )
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of that choice.")
-@click.option("--manifest", metavar="FILE", help="Hold it against this manifest, which lies elsewhere.")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of that choice.")
+@click.option("--manifest", metavar="FILE", help="Compare with this manifest, which lies elsewhere.")
 @click.option("--against", metavar="OTHER", help="Compare its weights, bit by bit, with another checkpoint.")
 @click.option(
-    "--rounded", is_flag=True, help="They may be rounded to bf16 or fp16 even where dtypes are the same."
+    "--rounded",
+    is_flag=True,
+    help="Weights may be rounded to bf16 or fp16 even where the dtypes are the same.",
 )
 @opt.strict
 @click.option("--hub", metavar="REPO", help="Compare its files with a repo on the Hub, without a download.")
@@ -45,9 +47,9 @@ def command(*, out: Output, path: str, **options: Any) -> None:
     """Check that PATH is whole, and holds the bytes that were written.
 
     PATH is a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint. By default metadata, headers,
-    sizes and manifests are held against each other; with --read and --full bytes against checksums. A manifest is
-    looked for in PATH, then beside it (PATH.shardkit.json). Exit code 0: nothing is wrong; 1: something is;
-    3: not a checkpoint; 5: nothing is wrong but that some files cannot be read.
+    sizes and manifests are compared with each other; --read and --full compare bytes with checksums. A manifest is
+    looked for in PATH, then beside it (PATH.shardkit.json). Exit code 0: nothing is wrong; 1: something is wrong;
+    3: not a checkpoint; 5: nothing is wrong, but some files cannot be read.
     """
     result = verify(path, progress=make_progress(enabled=out.shows_bars), **options)
     out.result(result, render, max_warnings=MAX_LINES)

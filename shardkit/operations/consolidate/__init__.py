@@ -73,49 +73,49 @@ def consolidate(
     """Write a sharded checkpoint as a Hub model: safetensors, config, tokenizer.
 
     Args:
-        checkpoint: a checkpoint, or a run's directory, whose newest complete one is taken.
+        checkpoint: a checkpoint, or a run's directory, whose newest complete checkpoint is taken.
         output: the directory to make; by default beside the checkpoint and named after it.
-        base: the model that it was trained from, a directory or a repo id: config and tokenizer are taken
-            from it, names and shapes must be its. By default what the trainer put into the checkpoint.
+        base: the model that it was trained from, a directory or a repo id. Config and tokenizer are taken from it, and
+            names and shapes must be the same. By default it is what the trainer put into the checkpoint.
         base_revision: branch, tag or commit of a repo id.
         dtype: "keep", "base" (as the base stores each tensor), "bf16", "fp16" or "fp32"; only floating tensors
             are converted.
         max_shard_size: most bytes of tensors in a file, as a number or as "5GB".
         single_file: one file, whatever its size.
         weights: "model", "ema", or another part of the checkpoint by its name.
-        root: dotted; the model begins there, and nothing is guessed.
-        strip_prefix: taken off names instead of a guessed root.
+        root: where the model begins, dotted; then nothing is guessed.
+        strip_prefix: prefixes to take off names, instead of a guessed root.
         add_prefix: put before every name.
         rename: REGEX=REPL, in order.
-        include: globs; only these tensors.
-        exclude: globs; not these tensors.
+        include: globs; only these tensors are written.
+        exclude: globs; these tensors are not written.
         allow_missing: tensors of the base may be missing.
-        allow_unexpected: tensors may be there that the base does not have.
+        allow_unexpected: there may be tensors that the base does not have.
         ask_class: ask the class that the config names, in a process of its own while bytes move, whether
-            `from_pretrained` would find all of its weights; only where no base's weights tell.
+            `from_pretrained` would find all of its weights; only if no base's weights tell.
         merge_lora: add an adapter to the weights that it was trained on; otherwise the adapter is written.
         adapter_config: an `adapter_config.json` or its directory; by default from the base or the checkpoint.
-        check: compare the checkpoint's bytes with the checksums in it first, before any is moved.
+        check: first compare the checkpoint's bytes with the checksums in it, before any byte moves.
         check_source: compare the checkpoint, as its bytes move, with the CRC-32s that its files record; a difference is
             refused before the output appears.
         source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
-            `consolidate(manifest_file=...)`); one in it or beside it is taken by itself.
+            `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
         manifest: put `shardkit.json` with sizes and digests into the output.
-        manifest_file: write the same there, once the output is complete; for `verify(..., manifest=...)`.
+        manifest_file: write the same to this file once the output is complete; for `verify(..., manifest=...)`.
         sha256: take the sha256 of every file too, for the manifest.
         overwrite: replace an existing Hub model, whole and in one step.
         strict: refuse a run directory in which a newer checkpoint had to be passed over.
         dry_run: decide and check everything, and write nothing.
-        resume: go on with an interrupted run of the same plan, where its process is known to be dead.
-        resume_from: go on with this staging directory (`.<output>.shardkit-...`), of another host's run, say.
+        resume: go on with an interrupted run of the same plan if its process is known to be dead.
+        resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
         digest: "crc32" or "none".
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         push_to_hub: a repo id; the finished directory is uploaded there.
-        private: a repo that has to be made is private.
-        branch: of the repo, made where it is absent.
-        follow_links: links that lead out of a checkpoint's directory are read and copied as the files that they lead
-            to. Weight files of a Hub model are read in any case.
+        private: make the repo private if it has to be made.
+        branch: a branch of the repo, made if it is missing.
+        follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
+            Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move.
         on_warning: told each warning before anything is written; the result has them all.
 
@@ -195,7 +195,7 @@ class _Publishing:
         """Refuse what could not be uploaded, before anything is read.
 
         Raises:
-            UsageError: options without a repo, or a name that is none of a repo.
+            UsageError: the options lack a repo, or its name is not a repo id.
             ResourceError: huggingface_hub is missing.
         """
         if self.repo_id is not None:
@@ -286,10 +286,10 @@ def _shard_limit(max_shard_size: str | int, single_file: bool) -> int | None:
 
 
 def _check(job: ConsolidateJob) -> tuple[str, ...]:
-    """Compare the bytes that are about to be moved with the checksums that lie with them; return what is to be said.
+    """Compare the bytes that are about to move with the checksums in the checkpoint, and return notes.
 
     Raises:
-        IntegrityError: naming every place that differs.
+        IntegrityError: lists every place that differs.
     """
     check = job.checkpoint.check
     if check is None:
