@@ -1,4 +1,4 @@
-"""Which rank holds which region of which tensor: wrap policies, traced from the real model or declared.
+"""Which rank holds which region of which tensor: traced from the real model by a wrap policy, or declared.
 
 Internal: import from `shardkit`.
 """

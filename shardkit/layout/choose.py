@@ -1,4 +1,5 @@
-"""Traced where a model can be built, declared where not; and do the model and its source fit?"""
+"""The choice of a layout: traced where a model can be built, else declared; and whether model and source
+fit."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError
+from shardkit.keys.names import COMPILED
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, declare
 from shardkit.layout.traced import Trace, trace_model, why_no_class
 from shardkit.layout.wrap_policy import parse_policy
@@ -19,13 +21,12 @@ from shardkit.layout.wrap_policy import parse_policy
 # A search for the nearest name takes a second among 20,000 of them.
 _MAX_SUGGESTIONS = 3
 _MAX_PREFIXES = 20
-_COMPILED = "_orig_mod."
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 
 
 class Model(Protocol):
-    """A model of the Hub, opened: what a layout needs of it."""
+    """What a layout needs of an open model of the Hub."""
 
     @property
     def catalog(self) -> Catalog:
@@ -49,15 +50,15 @@ def make_layout(
         model: the source.
         mesh: the device mesh that training will use.
         wrap: see `wrap_policy`.
-        dtype: what floating tensors are to become; None keeps the stored ones.
-        trust_remote_code: may the model's own code run, in the tracing child.
+        dtype: dtype that floating tensors will have; None keeps the stored ones.
+        trust_remote_code: whether the model's own code may run, in the tracing child.
 
     Returns:
-        Layout whose tensors are all in the source: `sources` has their names there. A declared one has a note
-        that says why no model was at hand.
+        Layout whose tensors are all in the source, under the names in `sources`. A declared layout has a note
+        that says why there was no model.
 
     Raises:
-        PolicyError: the policy matches nothing, or needs a model and there is none.
+        PolicyError: the policy matches nothing, or needs a model where there is none.
         LayoutError: the model and the source differ in names or shapes, or the model fails to build.
         ResourceError: the tracing child was killed or took too long.
     """
@@ -81,7 +82,7 @@ def make_layout(
 
 
 def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:
-    """Return a traced layout made to stand on a source's names: what is omitted, which tied name is stored.
+    """Fit a traced layout to a source: what is omitted, and under which of its tied names a tensor is stored.
 
     Args:
         found: the live model.
@@ -89,7 +90,7 @@ def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
         config: config.json, for the hint.
 
     Raises:
-        LayoutError: names or shapes differ; lists every difference.
+        LayoutError: names or shapes differ. Lists every difference.
     """
     names = found.names if found.names is not None else {name: name for name in source}
     layout = _store_present_names(found.layout, names)
@@ -105,9 +106,8 @@ def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
     ]
     spare = [name for name in unknown if not _IN_BLOCK.search(name)]
     is_quantised = "quantization_config" in (config or {})
-    if (
-        not missing and not shapes and not is_quantised and len(spare) == len(unknown)
-    ):  # `from_pretrained` leaves them out too
+    # `from_pretrained` leaves spare tensors out too.
+    if not missing and not shapes and not is_quantised and len(spare) == len(unknown):
         omitted = (*omitted, *((name, f"{found.model_class} has no place for it") for name in spare))
     elif unknown or missing or shapes:
         raise _misfit(found, source, unknown=unknown, missing=missing, shapes=shapes, config=config)
@@ -137,7 +137,7 @@ def _notes(found: Trace, sources: Mapping[str, str], made: Sequence[str]) -> Ite
 
 
 def _live_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Shape of every name of the live model's state dict, aliases too."""
+    """Return the shape of every name of the live model's state dict, including aliases."""
     shapes = {name: tensor.shape for name, tensor in layout.tensors.items()}
     for group in layout.ties:
         shapes.update(dict.fromkeys(group, shapes[group[0]]))
@@ -145,7 +145,7 @@ def _live_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 def _store_present_names(layout: Layout, source: Mapping[str, str]) -> Layout:
-    """Put a name that is found in the source first in every tie, and into the tensors."""
+    """Make a name that the source has the first of every tie, and the name of its tensor."""
     renamed: dict[str, str] = {}
     ties = []
     for group in layout.ties:
@@ -160,7 +160,7 @@ def _store_present_names(layout: Layout, source: Mapping[str, str]) -> Layout:
 
 
 def _sort_unknown(found: Trace, names: Iterable[str]) -> tuple[list[str], tuple[tuple[str, str], ...]]:
-    """Split source tensors that the model's state dict lacks: real differences, and (name, reason) to omit."""
+    """Split source tensors that the state dict lacks: true differences, and (name, reason) to omit."""
     unknown, omitted = [], []
     for name in names:
         pattern = next((p for p in found.ignored_patterns if re.search(p, name)), None)
@@ -220,8 +220,8 @@ def _misfit(
 def _hint(config: Mapping[str, Any], *, is_compiled: bool) -> str:
     if is_compiled:
         return (
-            f"the names differ by {_COMPILED!r}, which torch.compile puts into them:"
-            " save the model that was compiled (its _orig_mod), or take that out of the names"
+            f"the names differ by '{COMPILED}.', which torch.compile puts into them:"
+            f" save the model inside (its {COMPILED}), or remove that from the names"
         )
     if "quantization_config" in config:
         return "the config asks for quantized weights, which shardkit cannot build a model for yet"
@@ -229,13 +229,13 @@ def _hint(config: Mapping[str, Any], *, is_compiled: bool) -> str:
 
 
 def _is_compiled(unknown: list[str], missing: list[str]) -> bool:
-    """True where all that is missing stands in the files under the name that a compiled model has for it."""
-    plain = {name.replace(_COMPILED, "") for name in unknown if _COMPILED in name}
+    """True where the files hold every missing tensor under the name that a compiled model has for it."""
+    plain = {name.replace(f"{COMPILED}.", "") for name in unknown if f"{COMPILED}." in name}
     return bool(missing) and plain.issuperset(missing)
 
 
 def _is_renamed(unknown: list[str], missing: list[str], source: Mapping[str, TensorEntry]) -> bool:
-    """True where names differ as a whole: most of them, a prefix, or experts that the model fuses."""
+    """True where names differ as a whole: most of them, by a prefix, or by experts that the model fuses."""
     if not unknown or not missing:
         return False
     fused = any(_EXPERT.search(name) for name in unknown) and any(".experts." in name for name in missing)
@@ -243,7 +243,7 @@ def _is_renamed(unknown: list[str], missing: list[str], source: Mapping[str, Ten
 
 
 def _differ_by_prefix(unknown: list[str], missing: list[str]) -> bool:
-    """True where one prefix, put before one side's names, gives most of the other's."""
+    """True where one prefix before one side's names gives most of the other side's."""
     for shorter, longer in ((unknown, missing), (missing, unknown)):
         wanted = set(longer)
         ends = {name[: -len(shorter[0])] for name in longer if name.endswith(f".{shorter[0]}")}
@@ -254,7 +254,7 @@ def _differ_by_prefix(unknown: list[str], missing: list[str]) -> bool:
 
 
 def _name_problems(model_class: str, unknown: list[str], missing: list[str]) -> list[str]:
-    """One line for each name; the nearest is looked for among those without a partner."""
+    """Return a line for each name, with the nearest of the names without a partner."""
     lines = []
     for names, others, place in (
         (unknown, missing, f"in the files, not in {model_class}"),

@@ -1,8 +1,17 @@
-"""The dtype of each tensor of a transformers model, as `from_pretrained` gives it for a wanted one.
+"""What the classes of transformers tell: the model of a config, the dtype of each tensor, the ties.
 
-`from_pretrained` builds the class with the wanted dtype as torch's default: what the class makes fp32 by itself (a
-router, a bias) stays so. Beside that a class lists modules that half precision would harm. prepare, wrap, preshard and
-consolidate all ask here.
+Models are built on the meta device: every name and shape, and no memory for weights.
+
+Dtypes are those that `from_pretrained` gives for a wanted dtype. It builds the class with the wanted dtype as
+torch's default, so whatever the class makes fp32 by itself (a router, a bias) stays fp32. A class also lists
+modules that half precision would harm.
+
+Ties break in silence. transformers 5.0 builds on meta without them. `init_empty_weights` and `.to("meta")`
+make two parameters of one, and so do `fully_shard` and `parallelize_module` where each name is wrapped by
+itself. Filled with the same values, the two then train apart. The class still knows the tie.
+
+prepare, wrap, preshard and consolidate all ask here. Importing this module imports torch, but not
+transformers.
 
 Source: transformers 5.23, PreTrainedModel.from_pretrained, _get_dtype_plan, and core_model_loading,
 convert_and_load_state_dict_in_model.
@@ -30,7 +39,7 @@ from shardkit.keys.peft import without_base_layers, without_peft_modules
 from shardkit.layout.layout import CannotBuildError
 from shardkit.layout.wrap_policy import no_split_names
 
-# `_keep_in_fp32_modules` is about fp16 alone, the strict ones about bf16 too.
+# `_keep_in_fp32_modules` is about fp16 only, the strict ones are about bf16 too.
 _KEPT = {
     torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
     torch.bfloat16: ("_keep_in_fp32_modules_strict",),
@@ -43,11 +52,11 @@ class ClassDtypes:
 
     wanted: torch.dtype
     kept: re.Pattern[str] | None = None
-    """Found in names of what stays fp32; None where there is nothing."""
+    """Matches names of tensors that stay fp32; None where there are none."""
     made: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """FQN -> dtype, of floating parameters that the class makes in another dtype than the wanted one."""
+    """FQN -> dtype, for floating parameters that the class makes in another dtype than the wanted one."""
     buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """FQN -> dtype that the class makes, of floating buffers."""
+    """FQN -> dtype that the class makes, for floating buffers."""
 
     def of(self, fqn: str) -> torch.dtype:
         """Return the dtype of a floating tensor, by its name in the model."""
@@ -56,7 +65,7 @@ class ClassDtypes:
         return self.made.get(without_peft_modules(fqn), self.wanted)
 
     def of_stored(self, name: str) -> torch.dtype:
-        """Return the dtype of a floating tensor, by its name in a file, where outer modules may be named otherwise."""
+        """Return the dtype of a floating tensor by its name in a file, which may lack outer modules."""
         found = self.of(name)
         if found is not self.wanted or not self.made:
             return found
@@ -69,23 +78,23 @@ class ClassDtypes:
 
 
 def is_transformers(module: object) -> bool:
-    """True for a model of transformers; without importing transformers for any other."""
+    """True for a model of transformers. Does not import transformers."""
     return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
 def built_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
-    """Return what a class makes of a dtype, told by a model of it that was built with that dtype as torch's default."""
+    """Return what a class makes of a dtype, given a model that was built with it as torch's default."""
     return ClassDtypes(wanted=wanted, kept=_kept(model, wanted), made=dict(_made(model, wanted)))
 
 
 def class_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
-    """Return what the classes of a live model make of a dtype, in whatever dtype it was built.
+    """Return what the classes of a live model make of a dtype, whatever dtype the model was built in.
 
-    Each model of transformers in it is built once more, on meta. What cannot be (a class of somebody's own that takes
-    more than a config) is judged by its list of modules alone.
+    Each model of transformers in it is built once more, on meta. A class that cannot be built (somebody's
+    own, which takes more than a config) is judged by its list of modules alone.
 
     Args:
-        model: any model; wrappers around it and adapters in it do not matter.
+        model: any model. Wrappers around it and adapters in it do not matter.
         wanted: a floating dtype.
     """
     made, buffers = dict[str, torch.dtype](), dict[str, torch.dtype]()
@@ -100,7 +109,7 @@ def class_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
 
 
 def _kept(model: nn.Module, wanted: torch.dtype) -> re.Pattern[str] | None:
-    """Patterns are regular expressions that are searched anywhere in a name; `*` stands for anything."""
+    """Join the patterns, regular expressions that match anywhere in a name; `*` stands for anything."""
     patterns = {pattern for attribute in _KEPT.get(wanted, ()) for pattern in collect(model, attribute)}
     return re.compile("|".join(f"(?:{p.replace('*', '.*')})" for p in sorted(patterns))) if patterns else None
 
@@ -115,17 +124,25 @@ def meta_twins(model: nn.Module, wanted: torch.dtype | None) -> Iterator[tuple[s
     """Build each outermost model of transformers in a live model once more, on meta.
 
     Args:
-        model: any model; wrappers around it and adapters in it do not matter.
+        model: any model. Wrappers around it and adapters in it do not matter.
         wanted: a floating dtype; None is the config's.
 
     Yields:
-        What the twin's names have before them in the model, and the twin; None where the class cannot be built.
+        (what precedes the twin's names in the model, the twin). The twin is None where the class cannot be
+        built.
     """
-    outermost: list[str] = []
+    for path, module in _outermost(model):
+        yield without_peft_modules(path), _twin(module, wanted)
+
+
+def _outermost(model: nn.Module, method: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path with its dot, module) of each outermost model of transformers that has this method."""
+    found: list[str] = []
     for path, module in model.named_modules():
-        if is_transformers(module) and not any(f"{path}.".startswith(outer) for outer in outermost):
-            outermost.append(f"{path}." if path else "")
-            yield without_peft_modules(outermost[-1]), _twin(module, wanted)
+        is_inside = any(f"{path}.".startswith(outer) for outer in found)
+        if not is_inside and is_transformers(module) and (not method or hasattr(module, method)):
+            found.append(f"{path}." if path else "")
+            yield found[-1], module
 
 
 def _twin(model: Any, wanted: torch.dtype | None) -> nn.Module | None:
@@ -144,10 +161,10 @@ def _twin(model: Any, wanted: torch.dtype | None) -> nn.Module | None:
 
 @contextlib.contextmanager
 def safe_creation() -> Iterator[None]:
-    """Do as `from_pretrained` does: code that reads a `torch.linspace` while it builds gets real numbers."""
+    """Do as `from_pretrained` does: code that reads a `torch.linspace` while building gets real numbers."""
     try:
         from transformers.initialization import meta_device_safe_creation_ops
-    except ImportError:  # transformers 5.0 has no such thing
+    except ImportError:  # transformers 5.0 lacks it
         yield
         return
     with meta_device_safe_creation_ops():
@@ -162,16 +179,16 @@ def build_model(directory: str, *, trust_remote_code: bool, dtype: torch.dtype |
 
     Args:
         directory: holds config.json.
-        dtype: the wanted one; None is the config's.
-        trust_remote_code: may code in the directory be imported.
+        dtype: the wanted dtype; None is the config's.
+        trust_remote_code: whether code in the directory may be imported.
 
     Raises:
-        CannotBuildError: no config, no architecture, or one that is not known or may not be run.
+        CannotBuildError: there is no config or no architecture, or it is not known or may not run.
     """
     model_class, config = find_class(directory, trust_remote_code=trust_remote_code)
     try:
         with torch.device("meta"), safe_creation():
-            # The attention's implementation owns no parameters; the fast ones need packages.
+            # The implementation of attention owns no parameters, and the fast ones need packages.
             options = {} if dtype is None else {"dtype": dtype}
             model = model_class._from_config(config, attn_implementation="eager", **options)
     except ImportError as error:
@@ -184,16 +201,16 @@ def build_model(directory: str, *, trust_remote_code: bool, dtype: torch.dtype |
 
 
 def find_class(directory: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Return the class of the model that a directory's config describes, and the config; nothing is built.
+    """Return the class of the model that a directory's config describes, and the config. Nothing is built.
 
     Args:
         directory: holds config.json.
-        trust_remote_code: may code in the directory be imported.
+        trust_remote_code: whether code in the directory may be imported.
 
     Raises:
-        CannotBuildError: no config, no architecture, or one that is not known or may not be run.
+        CannotBuildError: as `build_model`.
     """
-    import transformers  # seconds, which those who only ask for a live model's dtypes need not spend
+    import transformers  # takes seconds, which questions about a live model need not cost
 
     raw = _read_config(directory)
     model_class = _find_class(raw, directory, trust_remote_code)
@@ -214,7 +231,7 @@ def _read_config(directory: str) -> dict[str, Any]:
 
 
 def _find_class(raw: dict[str, Any], directory: str, trust_remote_code: bool) -> Any:
-    """The class that `architectures` names, from transformers or from the model's own code."""
+    """Return the class that `architectures` names, from transformers or from the model's own code."""
     import transformers
 
     names = raw.get("architectures")
@@ -240,7 +257,7 @@ def _find_class(raw: dict[str, Any], directory: str, trust_remote_code: bool) ->
 
 
 def _remote_reference(auto_map: object, name: str) -> str | None:
-    """The auto_map's "module.Class" whose class is `name`."""
+    """Return the auto_map's "module.Class" whose class is `name`."""
     if not isinstance(auto_map, dict):
         return None
     references = (value for value in auto_map.values() if isinstance(value, str))
@@ -250,8 +267,9 @@ def _remote_reference(auto_map: object, name: str) -> str | None:
 def ignored_patterns(model: nn.Module) -> tuple[str, ...]:
     """Return the patterns of source names that `from_pretrained` leaves out in silence.
 
-    Source: transformers 5.23, PreTrainedModel._adjust_missing_and_unexpected_keys: besides the class's
-    own patterns two for buffers that used to be persistent.
+    These are the class's own patterns, and two for buffers that used to be persistent.
+
+    Source: transformers 5.23, PreTrainedModel._adjust_missing_and_unexpected_keys.
     """
     patterns = list(collect(model, "_keys_to_ignore_on_load_unexpected"))
     buffers = [name for name, _ in model.named_buffers()]
@@ -263,10 +281,10 @@ def ignored_patterns(model: nn.Module) -> tuple[str, ...]:
 
 
 class BrokenTie(NamedTuple):
-    """Two parameters of a model that its class has as one."""
+    """Two parameters of a model that are one in its class."""
 
     kept: str
-    """FQN of the one that the class ties the other to."""
+    """FQN of the parameter that the class ties the other to."""
     other: str
     """FQN of the other."""
 
@@ -282,10 +300,10 @@ class _Place(NamedTuple):
 
 
 def broken_ties(model: nn.Module) -> list[BrokenTie]:
-    """Return what a model's classes and configs tie and the model has as several parameters of one shape.
+    """Return what a model's classes and configs tie, but the model has as several parameters of one shape.
 
     Args:
-        model: wrapped or not. What is no model of transformers, and holds none, ties nothing that could be known.
+        model: wrapped or not. Only models of transformers, or models that hold one, can have known ties.
 
     Source: transformers 5.23, PreTrainedModel.tie_weights and get_expanded_tied_weights_keys.
     """
@@ -293,7 +311,7 @@ def broken_ties(model: nn.Module) -> list[BrokenTie]:
 
 
 def tie(model: nn.Module) -> list[BrokenTie]:
-    """Tie what a model's classes tie, where both parameters are on meta and nothing holds them yet; return what was done.
+    """Tie what a model's classes tie, where both parameters are on meta and unsharded; return what was tied.
 
     Args:
         model: not wrapped.
@@ -332,28 +350,17 @@ def _broken(model: nn.Module) -> Iterator[tuple[_Place, _Place]]:
 
 
 def _declared(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield (name, the name that it is tied to), as the outermost models of transformers say it, now and when they were built.
+    """Yield (name, the name that it is tied to) for ties that the outermost models have and had when built.
 
-    Now: a config may have been changed. When they were built: what `from_pretrained` found to differ in a file is
-    tied no more.
+    Now, because a config may have changed. When built, because what `from_pretrained` found to differ in a
+    file is no longer tied.
     """
-    outermost: list[str] = []
-    for path, module in model.named_modules():
-        expand = getattr(module, "get_expanded_tied_weights_keys", None)
-        if (
-            not is_transformers(module)
-            or expand is None
-            or any(f"{path}.".startswith(outer) for outer in outermost)
-        ):
-            continue
-        outermost.append(f"{path}." if path else "")
-        before = without_base_layers(f".{clean_name(path)}.").lstrip(".")
+    for path, module in _outermost(model, "get_expanded_tied_weights_keys"):
+        before = without_base_layers(f".{clean_name(path.removesuffix('.'))}.").lstrip(".")
         built = getattr(module, "all_tied_weights_keys", None)
         try:
-            now = expand(all_submodels=True)
-        except (
-            ValueError
-        ):  # patterns that find nothing, because wrappers have changed names or modules are gone
+            now = module.get_expanded_tied_weights_keys(all_submodels=True)  # type: ignore[operator]
+        except ValueError:  # patterns match nothing, because wrappers changed names or modules are gone
             now = built
         if isinstance(built, dict) and isinstance(now, dict):
             named = ((clean_name(other), clean_name(kept)) for other, kept in now.items())
@@ -361,10 +368,10 @@ def _declared(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def collect(model: nn.Module, attribute: str) -> tuple[str, ...]:
-    """Return the strings of a class attribute over all modules; it may be a str, list, set or None.
+    """Return the strings of a class attribute over all modules. It may be a str, list, set or None.
 
-    transformers 5 puts a `set()` of the attribute on each instance, which makes single letters of a str;
-    so the class is asked as well, and single letters count for nothing.
+    transformers 5 puts a `set()` of the attribute on each instance, which turns a str into single letters. So
+    the class is asked as well, and single letters are ignored.
     """
     values = (getattr(holder, attribute, None) for part in model.modules() for holder in (type(part), part))
     return tuple(dict.fromkeys(name for value in values for name in no_split_names(value) if len(name) > 1))

@@ -1,4 +1,9 @@
-"""Which rank stores which regions of each tensor: a mesh, a placement for each tensor, units and ties."""
+"""Which rank stores which regions of each tensor; and the layout that FSDP2's rule gives without a model.
+
+A layout is a mesh, a placement for each tensor, units and ties. FSDP2 places every parameter as `Shard(0)` on
+the shard axis and replicates buffers. A name does not tell whether a tensor is a buffer, so the rule
+replicates in case of doubt: `dcp.load` reads either way.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +22,17 @@ from shardkit.layout.wrap_policy import WrapPolicy, list_candidates, match_paths
 
 
 class CannotBuildError(LayoutError):
-    """No model can be made from the config: a fact about the model, not about the policy or the mesh."""
+    """No model can be built from the config. This is about the model, not about the policy or the mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """The parameters that one `fully_shard` call manages; the root unit has the path ""."""
+    """The parameters that one `fully_shard` call manages. The root unit has the path ""."""
 
     path: str
     """Module path, e.g. "model.layers.0"."""
     class_name: str | None
-    """The module's class, None where no model was at hand."""
+    """The module's class; None where there was no model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +45,7 @@ class TensorLayout:
     placements: Placements
     """One for each mesh axis."""
     unit: int
-    """Index into `Layout.units`; buffers and unsharded parameters stand in their module's unit."""
+    """Index into `Layout.units`. Buffers and unsharded parameters belong to their module's unit."""
     is_buffer: bool = False
 
     @property
@@ -53,30 +58,31 @@ class TensorLayout:
 class Layout:
     """A mesh and the placement of every tensor.
 
-    Ties are resolved: a group's first name is the one that has a `TensorLayout`, the others are its aliases.
+    Ties are resolved: the first name of a group has a `TensorLayout`, the others are its aliases.
     """
 
     origin: Literal["traced", "declared"]
     """Whether a real model was wrapped, or rules were applied to names and shapes."""
     mesh: Mesh
     units: tuple[Unit, ...]
-    """In forward order: the root first, because its parameters are needed first."""
+    """Units in forward order. The root is first, because its parameters are needed first."""
     tensors: dict[str, TensorLayout]
-    """By name, in any order: files have an order of their own, whatever the units are."""
+    """Tensors by name, in any order: files have an order of their own, whatever the units are."""
     ties: tuple[tuple[str, ...], ...] = ()
-    """Groups of names that are one parameter in the live model; every name is in its `state_dict()`.
-    The first name is the one whose bytes are stored."""
+    """Groups of names that are one parameter in the live model. Every name is in its `state_dict()`, and the
+    bytes are stored under the first."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """The source's name of every tensor, and of those aliases that it has; the model may have others."""
+    """The source's name of every tensor, and of those aliases that the source has. The model may have
+    others."""
     omitted: tuple[tuple[str, str], ...] = ()
     """(name, reason) of source tensors that the live model does not load."""
     keep_fp32: frozenset[str] | None = None
-    """Names that the model's class has in fp32 under the half precision that `--dtype` asks for; None where that is not
-    known."""
+    """Names that the model's class keeps in fp32 under the half precision that `--dtype` asks for; None where
+    that is not known."""
     policy: str = "auto"
-    """The wrap policy as it was asked for."""
+    """The wrap policy as it was given."""
     notes: tuple[str, ...] = ()
-    """What a person should be told about this layout."""
+    """What a person should know about this layout."""
 
     def owners(self, fqn: str) -> Iterator[tuple[int, Region]]:
         """Yield (shard coordinate, region) of every stored chunk of a tensor."""
@@ -86,7 +92,7 @@ class Layout:
 
 UNCHECKED = "names were not checked against a model"
 
-# Buffers of torch's and transformers' modules, by the last part of their names.
+# Buffers of torch's and transformers' modules, by the last segment of their names.
 _BUFFERS = frozenset(
     (
         "running_mean running_var num_batches_tracked inv_freq position_ids token_type_ids"
@@ -108,16 +114,16 @@ def declare(
     Args:
         tensors: by name.
         mesh: at most one replicate axis, then one shard axis.
-        wrap: `auto` makes a unit of each child of an outermost numbered container ("model.layers.N."),
-            `none` one unit; module paths are matched against the tensor names.
+        wrap: `auto` makes a unit of each child of an outermost numbered container ("model.layers.N."), `none`
+            makes one unit. Module paths are matched against the tensor names.
         config: config.json, for ties; None where there is none.
-        reason: why no model was traced; goes into the note and into errors.
+        reason: why no model was traced, for the note and for errors.
 
     Returns:
         Layout of origin "declared".
 
     Raises:
-        PolicyError: a policy that needs the model, or that matches no module path.
+        PolicyError: the policy needs the model, or matches no module path.
     """
     ties = stored_ties({fqn: entry.shape for fqn, entry in tensors.items()}, config)
     aliases = {name for group in ties for name in group[1:]}
@@ -139,7 +145,7 @@ def declare(
 
 
 def _place(entry: TensorEntry, mesh: Mesh, unit: int) -> TensorLayout:
-    """FSDP2 refuses scalars, and integers are buffers in all but quantized models."""
+    """Place a tensor. FSDP2 refuses scalars, and integers are buffers in all but quantized models."""
     is_buffer = entry.dtype.kind in ("int", "bool") or entry.fqn.rpartition(".")[2] in _BUFFERS
     sharded = Placement(0) if entry.shape and not is_buffer else REPLICATE
     placements: Placements = tuple(sharded if axis.role == "shard" else REPLICATE for axis in mesh.axes)
@@ -149,7 +155,7 @@ def _place(entry: TensorEntry, mesh: Mesh, unit: int) -> TensorLayout:
 
 
 def _find_unit(fqn: str, unit_of: Mapping[str, int]) -> int:
-    """Index of the innermost unit that holds the tensor."""
+    """Return the index of the innermost unit that holds the tensor."""
     path = fqn.rpartition(".")[0]
     while path and path not in unit_of:
         path = path.rpartition(".")[0]
@@ -196,8 +202,8 @@ def _named_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[s
 def find_containers(fqns: Iterable[str]) -> dict[str, int]:
     """Return the outermost numbered containers: path to number of children, in order of appearance.
 
-    A container's children are modules named 0 .. n-1 ("model.layers" with "model.layers.0.mlp..."); one
-    inside another's child (the experts of a layer) does not count.
+    A container's children are modules named 0 .. n-1 ("model.layers" with "model.layers.0.mlp..."). A
+    container inside a child of another (the experts of a layer) does not count.
     """
     children: dict[str, set[str]] = {}
     for fqn in fqns:
@@ -223,7 +229,7 @@ def _is_inside(path: str, containers: Mapping[str, int]) -> bool:
 
 
 def _module_paths(fqns: Iterable[str]) -> list[str]:
-    """Every module that the tensor names pass through, parents first."""
+    """Return every module that the tensor names pass through, parents first."""
     found: dict[str, None] = {}
     for fqn in fqns:
         parts = fqn.split(".")
@@ -233,12 +239,12 @@ def _module_paths(fqns: Iterable[str]) -> list[str]:
 
 
 def _templates(paths: Iterable[str]) -> Counter[str]:
-    """Module paths with `*` for numbers, and how many modules each stands for."""
+    """Return module paths with `*` for numbers, and how many modules each stands for."""
     return Counter(".".join("*" if part.isdecimal() else part for part in path.split(".")) for path in paths)
 
 
 def _natural_order(paths: Iterable[str]) -> list[str]:
-    """Children of one parent by number (layers.2 before layers.10), parents by first appearance."""
+    """Sort children of one parent by number (layers.2 before layers.10), parents by first appearance."""
     place: dict[str, int] = {}
     keyed = []
     for path in paths:
@@ -253,6 +259,6 @@ def _natural_order(paths: Iterable[str]) -> list[str]:
 
 def _needs_model(message: str, reason: str) -> PolicyError:
     return PolicyError(
-        f"{message}, and {reason or 'no model is at hand'}",
+        f"{message}, and {reason or 'there is no model'}",
         hint="--wrap auto, none and module paths (model.layers) work without a model",
     )

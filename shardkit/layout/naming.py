@@ -1,4 +1,5 @@
-"""Which stored tensor is which of a model's: names that differ by wrappers, a prefix, PEFT or transformers' renamings."""
+"""Which stored tensor is which of a model's, where names differ by wrappers, a prefix, PEFT or transformers'
+renamings."""
 
 from __future__ import annotations
 
@@ -25,22 +26,22 @@ from shardkit.layout.classes import build_model, collect, ignored_patterns, is_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameMatch:
-    """Stored names beside a model's."""
+    """Stored names matched with a model's names."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """FQN -> stored name."""
     unused: tuple[str, ...] = ()
-    """Stored names that the model has no place for."""
+    """Stored names for which the model has no place."""
     fused: Mapping[str, str] = field(default_factory=dict)
-    """Stored name -> FQN that it would be a part of, or that holds it in another form."""
+    """Stored name -> the FQN that it is a part of, or that holds it in another form."""
     ignored: tuple[str, ...] = ()
-    """Stored names of what the model computes itself; older versions of it had them in the file."""
+    """Stored names of tensors that the model computes itself. Files of older versions have them."""
     made: tuple[str, ...] = ()
-    """FQNs that are not stored and that the model makes itself, as its class says."""
+    """FQNs that are not stored and that the model makes itself, according to its class."""
     is_transformers: bool = False
     """The model is one of transformers, or holds one."""
     renamed: int = 0
-    """How many are found under another name than their own, wrappers aside."""
+    """How many were found under another name than their own, apart from wrappers."""
 
 
 class Lacking(NamedTuple):
@@ -49,13 +50,13 @@ class Lacking(NamedTuple):
     missing: tuple[str, ...]
     """FQNs of weights that it would initialise at random."""
     misfits: tuple[tuple[str, str], ...]
-    """(FQN, why) of weights that it could not load, and would refuse the files for."""
+    """(FQN, why) of weights that it could not load and for which it would refuse the files."""
 
 
 class _Renamed(NamedTuple):
     name: str
     pattern: str | None = None
-    """Of transformers' converter, where more than its name would change."""
+    """Pattern of transformers' converter, where more than the name would change."""
 
 
 _Rename = Callable[[str], _Renamed]
@@ -69,17 +70,18 @@ def match_names(
     computed: Iterable[str] = (),
     model: nn.Module | None = None,
 ) -> NameMatch:
-    """Find the stored tensor of each of a model's.
+    """Find the stored tensor for each tensor of a model.
 
     Args:
-        stored: stored name -> what it is called once a checkpoint's own root is taken off.
-        wanted: names of all parameters and buffers in the model's state dict, those of a tie each.
-        shapes: by stored name; they tell the masks of old files from biases.
+        stored: stored name -> its name below the checkpoint's own root.
+        wanted: names of all parameters and buffers in the model's state dict, with every name of a tie.
+        shapes: by stored name. They tell the masks of old files from biases.
         computed: names of buffers that are in no state dict.
-        model: its class may know renamings and names to leave out; not needed for plain modules.
+        model: its class may know renamings and names to leave out. Not needed for plain modules.
 
     Returns:
-        The match with the most stored tensors: by names as they are, or as `from_pretrained` renames them.
+        The match with the most stored tensors: by names as they are, or by names as `from_pretrained` changes
+            them.
 
     Raises:
         SourceError: several stored tensors would be one of the model's.
@@ -111,7 +113,7 @@ def match_names(
 
 
 class _Targets:
-    """A model's names, and under which others each may be stored."""
+    """A model's names, and the other names under which each may be stored."""
 
     def __init__(self, wanted: Iterable[str]) -> None:
         self.own = dict.fromkeys(wanted)
@@ -122,7 +124,7 @@ class _Targets:
                 self.by_base.setdefault(base, []).append(fqn)
 
     def find(self, name: str, prefixes: Iterable[tuple[str, str]]) -> list[str]:
-        """Return the FQNs that a stored tensor of that name fills."""
+        """Return the FQNs that a stored tensor of this name fills."""
         if name in self.own:
             return [name]
         for old, new in (("", ""), *prefixes):
@@ -136,10 +138,10 @@ class _Targets:
 
 
 def _transformers_root(model: nn.Module | None) -> tuple[str, nn.Module] | None:
-    """Return the outermost transformers model inside a model and its path there, as the base calls it."""
+    """Return the outermost transformers model in a model, and its path there in the base's words."""
     for path, module in model.named_modules() if model is not None else ():
         if is_transformers(module):
-            # The name of something inside it shows what PEFT and wrappers put before.
+            # The name of something inside it shows what PEFT and wrappers add before it.
             inside = base_name(clean_name(f"{path}.x" if path else "x")) or "x"
             return inside.removesuffix("x").removesuffix("."), module
     return None
@@ -148,7 +150,7 @@ def _transformers_root(model: nn.Module | None) -> tuple[str, nn.Module] | None:
 def _prefixes(
     stored: Iterable[str], targets: _Targets, root: tuple[str, nn.Module] | None
 ) -> list[tuple[str, str]]:
-    """Return (prefix of stored names, what to put in its place), those that transformers knows first."""
+    """Return (prefix of stored names, its replacement), those that transformers knows first."""
     known = []
     if root is not None:
         path, module = root
@@ -176,7 +178,9 @@ def _match(
     for key, plain in stored.items():
         new = rename(plain)
         found = targets.find(new.name, prefixes)
-        if not found and new.name != plain:  # as from_pretrained: it should probably not have been renamed
+        if (
+            not found and new.name != plain
+        ):  # as from_pretrained does: it should probably not have been renamed
             found, new = targets.find(plain, prefixes), _Renamed(plain)
         if not found:
             unused.append(key)
@@ -211,7 +215,7 @@ def find_lacking(model: nn.Module, shapes: Mapping[str, Shape]) -> Lacking:
     """Return which weights of a model `from_pretrained` would not find in files.
 
     Args:
-        model: as transformers builds it from its config, tied; on the meta device.
+        model: built by transformers from its config, tied, on the meta device.
         shapes: by name in the files.
 
     Raises:
@@ -226,7 +230,7 @@ def find_lacking(model: nn.Module, shapes: Mapping[str, Shape]) -> Lacking:
     transforms = _Transforms.of(model) if found.fused else None
     if transforms is not None:
         have |= transforms.convert(model, found.fused, shapes)
-    held = {id(state[name]) for name in have if name in state}  # a tie needs one of its names
+    held = {id(state[name]) for name in have if name in state}  # one name of a tie is enough
     missing = (name for name, tensor in state.items() if name not in have and id(tensor) not in held)
     misfits = [
         (name, given if isinstance(given, str) else f"{list(given)}, in the model {list(state[name].shape)}")
@@ -261,7 +265,7 @@ class _Transforms(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> _Transforms | None:
-        """Return those of a model; None where this transformers has none."""
+        """Return the transforms of a model; None where this transformers has none."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -275,7 +279,7 @@ class _Transforms(NamedTuple):
         )
 
     def rename(self, name: str) -> _Renamed:
-        """Return a stored tensor's name in the model, and the pattern of what would convert it."""
+        """Return a stored tensor's name in the model, and the pattern of its converter."""
         from transformers.core_model_loading import rename_source_key
 
         return _Renamed(*rename_source_key(name, self.renamings, self.converters))
@@ -283,11 +287,11 @@ class _Transforms(NamedTuple):
     def convert(
         self, model: nn.Module, fused: Mapping[str, str], shapes: Mapping[str, Shape]
     ) -> dict[str, Shape | str]:
-        """Return the shape of each tensor that is made of stored ones, or why it cannot be made.
+        """Return the shape of each tensor that stored ones make, or why they cannot make it.
 
         Args:
-            model: that they are made for.
-            fused: stored name -> FQN of the first tensor that it becomes a part of.
+            model: the model that they are made for.
+            fused: stored name -> FQN of the first tensor of which it becomes a part.
             shapes: by stored name.
         """
         by_pattern = {pattern: each for each in self.converters for pattern in each.source_patterns}
@@ -300,7 +304,7 @@ class _Transforms(NamedTuple):
         for fqn, converter in collected.items():
             try:
                 values = converter.convert(fqn, model=model, config=getattr(model, "config", None))
-            except Exception as error:  # whatever an operation says of tensors that do not fit together
+            except Exception as error:  # an operation may raise anything for tensors that do not fit together
                 made[fqn] = f"cannot be made of what is there: {escape(str(error).partition(chr(10))[0])}"
                 continue
             for name, value in values.items():
@@ -310,7 +314,7 @@ class _Transforms(NamedTuple):
 
 @contextlib.contextmanager
 def _own_classes(model: nn.Module) -> Iterator[None]:
-    """Undo for a moment that `fully_shard` has given modules classes of its own: transformers goes by their names."""
+    """Give modules back the classes that `fully_shard` replaced, for code that goes by their names."""
     changed: list[tuple[Any, type]] = [
         (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
     ]
@@ -324,7 +328,7 @@ def _own_classes(model: nn.Module) -> Iterator[None]:
 
 
 def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[str, ...]:
-    """Return which names the files of a model may lack: `from_pretrained` lets it make them, in silence.
+    """Return the names that the files of a model may lack, because the model makes them in silence.
 
     Source: transformers 5.23, PreTrainedModel._adjust_missing_and_unexpected_keys.
     """
@@ -335,7 +339,7 @@ def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[st
 
 
 def _ignored_names(model: nn.Module) -> Callable[[str], object]:
-    """Return what tells names that the model's class leaves out."""
+    """Return a function that tells names that the model's class leaves out."""
     patterns = ignored_patterns(model)
     return (
         re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).search if patterns else lambda _: None
@@ -343,7 +347,7 @@ def _ignored_names(model: nn.Module) -> Callable[[str], object]:
 
 
 def _without_ignored(found: NameMatch, is_left_out: Callable[[str], bool]) -> NameMatch:
-    """Set aside what a model computes itself."""
+    """Set aside the tensors that a model computes itself."""
     ignored = {name: None for name in found.unused if is_left_out(name)}
     return replace(
         found, unused=tuple(name for name in found.unused if name not in ignored), ignored=tuple(ignored)

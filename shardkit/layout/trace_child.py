@@ -1,13 +1,13 @@
 """The child process of a trace: build the model, wrap it, read the placements, answer with JSON.
 
-    request (stdin)    {"directory", "axes": [[name, size, role]], "wrap", "dtype", "trust_remote_code",
-                       "names", "answer"}
-                       without axes nothing is wrapped: the answer is about names alone;
-                       with "asks": "lacking" about what `from_pretrained` would not find under them
+    request (stdin)    {"directory", "axes": [[name, size, role]], "wrap", "dtype", "trust_remote_code", "names",
+                       "answer"}
+                       Without axes nothing is wrapped, and the answer is about names alone. With "asks": "lacking" it
+                       is about what `from_pretrained` would not find under these names.
     answer (a file)    {"status": "ok", ...} as `_read_model` and `_match` list it, or an error: {"status":
                        "cannot_build" | "policy" | "layout" | "source", "message", "problems", "hint", "show_output"}
 
-stdout and stderr are noise that the parent shows when something fails.
+stdout and stderr are noise, which the parent shows when something fails.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ from shardkit.layout.units import (
 )
 from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy
 
-# Far above what the largest models take: 12 s and 400 MiB.
+# Far above what the largest models need, which is 12 s and 400 MiB.
 _MAX_CPU_S, _MAX_DATA_BYTES = 300, 16 << 30
 
 
 def main() -> None:
-    """Serve the one request on stdin, and end the process."""
+    """Serve the one request on stdin and end the process."""
     request = json.loads(sys.stdin.buffer.read())
     answer = answer_request(request)
     sys.stdout.flush()
     sys.stderr.flush()
     with open(request["answer"], "w", encoding="utf-8") as file:
         json.dump(answer, file)
-    os._exit(0)  # leaving a fake process group in good order takes time and serves nothing
+    os._exit(0)  # an orderly end of a fake process group takes time and serves nothing
 
 
 def answer_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request, errors included. Works once in a process: it makes a world."""
+    """Return the answer to a request, errors included. This makes a world, so it works once in a process."""
     try:
         return {"status": "ok", **_trace(request)}
     except PolicyError as error:
@@ -83,7 +83,7 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
     except SourceError as error:
         return {"status": "source", **error.to_json()}
     except (Exception, SystemExit) as error:
-        # Anything may come out of a model's own code. All of it goes to the parent, none is hidden.
+        # A model's own code may raise anything. All of it goes to the parent, and nothing is hidden.
         traceback.print_exc()
         failure = LayoutError(
             f"the model cannot be built and wrapped: {describe(error)}",
@@ -93,7 +93,7 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limit() -> None:
-    """Let a config that describes something endless end this process, not the machine."""
+    """Limit this process, so that a config that describes something endless does not end the machine."""
     for what, most in ((resource.RLIMIT_CPU, _MAX_CPU_S), (resource.RLIMIT_DATA, _MAX_DATA_BYTES)):
         allowed = resource.getrlimit(what)[1]
         least = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
@@ -113,7 +113,8 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]))
     policy = parse_policy(request["wrap"])
     built = wanted or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
-    # A model that is stored in fp32 is trained in bf16: what its class has in fp32 then is a unit of its own.
+    # A model that is stored in fp32 is trained in bf16. What its class keeps in fp32 is then a unit of its
+    # own.
     wide = built_dtypes(model, built) if built.itemsize == 2 else class_dtypes(model, torch.bfloat16)
     keep_fp32 = [] if wide.wanted is not wanted else _in_fp32(model, wide)
     before = _State.of(model)
@@ -127,16 +128,15 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_fp32(model: nn.Module, wide: ClassDtypes) -> list[str]:
-    """Names of the state dict that the model's class has in fp32 under half precision."""
+    """Return the state dict's names that the model's class keeps in fp32 under half precision."""
     state = model.state_dict(keep_vars=True)
     return [name for name, x in state.items() if x.is_floating_point() and wide.of(name) is torch.float32]
 
 
 def _match(model: nn.Module, names: dict[str, list[int]], state: _State) -> dict[str, Any]:
-    """Find each of the model's tensors in the source, as `from_pretrained` would; asked of the model as it is built."""
-    plain = [
-        name for name in names if clean_name(name) == name
-    ]  # what a compiled model saved is told by the parent
+    """Find each tensor of a model that is not wrapped yet in the source, as `from_pretrained` would."""
+    # The parent tells what a compiled model saved.
+    plain = [name for name in names if clean_name(name) == name]
     computed = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state.tensors]
     shapes = {name: tuple(names[name]) for name in plain}
     found = match_names(
@@ -154,16 +154,16 @@ def _match(model: nn.Module, names: dict[str, list[int]], state: _State) -> dict
 def wrap_model(
     model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy, wide: ClassDtypes | None = None
 ) -> None:
-    """Apply a policy: `fully_shard` on each unit, children before parents, and on the root; as `training.wrap` does.
+    """Apply a policy as `training.wrap` does: `fully_shard` on units, children first, then on the root.
 
     Args:
-        model: on the meta device; sharded in place.
+        model: on the meta device. It is sharded in place.
         mesh: shard axis, or replicate axis and shard axis.
-        policy: parsed `--wrap`.
-        wide: what the model's class has in fp32, for units of its own.
+        policy: the parsed `--wrap`.
+        wide: tells what the model's class keeps in fp32, in units of its own.
 
     Raises:
-        PolicyError: it matches nothing, or its function cannot be imported or fails.
+        PolicyError: the policy matches nothing, or its function cannot be imported or fails.
     """
     if policy.kind == "function":
         _call_function(model, mesh, policy)
@@ -195,17 +195,17 @@ def _call_function(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> No
 
 
 def _import_from_here() -> None:
-    """Let what a person named be imported from the current directory too. By now torch is loaded and safe."""
+    """Allow imports from the current directory too. By now torch is loaded and safe."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """A state dict, as far as layouts go."""
+    """A state dict, as far as layouts need it."""
 
     tensors: dict[str, torch.Tensor]
-    """In the model's order; parameters as the objects that they are."""
+    """Tensors in the model's order; parameters are the objects themselves."""
     others: tuple[str, ...]
     """Names of entries that are not tensors (`_extra_state`)."""
 
@@ -218,7 +218,7 @@ class _State:
         )
 
     def ties(self) -> list[tuple[str, ...]]:
-        """Groups of names that are one tensor."""
+        """Return the groups of names that are one tensor."""
         groups: dict[int, list[str]] = {}
         for name, tensor in self.tensors.items():
             groups.setdefault(id(tensor), []).append(name)
@@ -226,7 +226,7 @@ class _State:
 
 
 def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int, str]) -> dict[str, Any]:
-    """The answer: units, tensors, ties and the rest of what the parent makes a Trace from."""
+    """Return the answer: units, tensors, ties and the rest from which the parent makes a Trace."""
     after = _State.of(model)
     units = _units(model, classes)
     index = {path: at for at, (path, _) in enumerate(units)}
@@ -260,7 +260,7 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def _units(model: nn.Module, classes: dict[int, str]) -> list[tuple[str, str]]:
-    """(path, class) of the root and of every module that `fully_shard` was called on, in module order."""
+    """Return (path, class) of the root and of every module that is a unit, in module order."""
     found = [("", classes[id(model)])]
     for path, module in model.named_modules():
         if path and isinstance(module, FSDPModule):
@@ -269,7 +269,7 @@ def _units(model: nn.Module, classes: dict[int, str]) -> list[tuple[str, str]]:
 
 
 def _unit(name: str, index: dict[str, int]) -> int:
-    """Index of the innermost unit around a tensor."""
+    """Return the index of the innermost unit around a tensor."""
     path = name.rpartition(".")[0]
     while path not in index:
         path = path.rpartition(".")[0]
@@ -277,7 +277,7 @@ def _unit(name: str, index: dict[str, int]) -> int:
 
 
 def _check_ties(before: _State, after: _State, index: dict[str, int], units: list[tuple[str, str]]) -> None:
-    """Refuse ties that a function put into different units, where `fully_shard` split the parameter in two."""
+    """Refuse ties that a function put into different units, where `fully_shard` split the parameter."""
     split = [
         {name: units[_unit(name, index)][0] for name in group}
         for group in before.ties()
@@ -305,11 +305,11 @@ def _placements(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, Place
 
 
 class _UnsupportedError(Exception):
-    """A placement that a layout cannot express; the text says which."""
+    """A placement that a layout cannot express. The text says which."""
 
 
 def _placement(tensor: torch.Tensor, mesh: Mesh) -> Placements:
-    """Placements on the mesh's axes; an axis that the tensor's own mesh lacks holds copies."""
+    """Return placements on the mesh's axes. An axis that the tensor's own mesh lacks holds copies."""
     if not isinstance(tensor, DTensor):
         return (REPLICATE,) * len(mesh.axes)
     names = tensor.device_mesh.mesh_dim_names or ()

@@ -1,7 +1,14 @@
-"""A layout read off the real model: built on the meta device, wrapped by the real `fully_shard`.
+"""What the real model tells, in a child process: its layout, its names, and which weights its files lack.
 
-The work is done in a child process (`trace_child`): a fake process group cannot be made where a real one
-is up, importing a model may run much code, and torch need not be loaded here. The child answers with JSON.
+The model is built on the meta device and wrapped by the real `fully_shard`. A child process does it
+(`trace_child`), because a fake process group cannot be made where a real one is up, importing a model may run
+much code, and torch need not be loaded here. The child answers with JSON.
+
+    trace_model   config.json, mesh, policy -> Trace, a layout
+    ask_names     config.json, names in files -> ModelNames
+    Question      config, names in files -> Answer: what `from_pretrained` would not find; asked while bytes move
+
+Nothing that a file says is executed, unless a person trusts the model's own code.
 """
 
 from __future__ import annotations
@@ -35,22 +42,15 @@ Child = subprocess.Popen[bytes]
 ChildTimeoutError = subprocess.TimeoutExpired
 _LAST_LINES = 12
 
-# The child gets this process's import path and nothing more: `python -m` would put the current directory
-# first, and that may well be a downloaded model with a json.py in it.
+# The child gets this process's import path and nothing more. `python -m` would put the current directory
+# first, and that may be a downloaded model with a json.py in it.
 _BOOT = "import sys; sys.path[:] = sys.argv[1:]; from shardkit.layout.trace_child import main; main()"
 
-# What a launcher sets for real process groups would leak into the fake one; and a library's warning is no
+# A launcher's settings for real process groups would leak into the fake one, and a library's warning is no
 # reason to fail.
-_DROPPED = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCH_DISTRIBUTED_DEBUG",
-    "PYTHONWARNINGS",
+_DROPPED = frozenset(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCH_DISTRIBUTED_DEBUG"
+    " PYTHONWARNINGS".split()
 )
 _SET = {
     "HF_HUB_OFFLINE": "1",
@@ -62,21 +62,22 @@ _SET = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What the child found: the layout, and what it takes to compare its names with a source's."""
+    """What the child found: the layout, and what is needed to compare its names with a source's."""
 
     layout: Layout
     model_class: str
     """E.g. "LlamaForCausalLM"."""
     absent_buffers: frozenset[str]
-    """Non-persistent buffers: the live model has them, its state dict does not."""
+    """Non-persistent buffers: the live model has them, its state dict lacks them."""
     ignored_patterns: tuple[str, ...]
     """Regular expressions for names that transformers leaves out when it loads this model."""
     names: Mapping[str, str] | None = None
-    """FQN -> the source's name, of all that were found; None where the child was told no names: they are the same."""
+    """FQN -> the source's name, of all that were found; None, for equal names, where the child was given
+    none."""
     fused: Mapping[str, str] = field(default_factory=dict)
-    """The source's name -> FQN that it would be a part of, or that holds it in another form."""
+    """The source's name -> the FQN that it is a part of, or that holds it in another form."""
     ignored: frozenset[str] = frozenset()
-    """Names of the source that the model makes itself, or leaves out when it loads."""
+    """Names of the source that the model makes itself or leaves out when it loads."""
     computed: frozenset[str] = frozenset()
     """FQNs that the source lacks and that the model makes itself."""
 
@@ -94,52 +95,47 @@ def trace_model(
     """Build a model without weights, wrap it as training will, and read every tensor's placements.
 
     Args:
-        directory: holds config.json, and the model's own code where it has such.
-        mesh: of any size; one process stands for all ranks.
+        directory: holds config.json, and the model's own code if there is any.
+        mesh: of any size. One process stands for all ranks.
         wrap: see `wrap_policy`.
-        dtype: what floating tensors are to become; None keeps the stored ones.
-        names: of the source's tensors, with their shapes, which are found in the model as `from_pretrained` finds them;
-            None asks nothing.
-        trust_remote_code: may the model's own code run.
+        dtype: dtype that floating tensors will have; None keeps the stored ones.
+        names: shapes of the source's tensors by name. They are looked up in the model as `from_pretrained`
+            does it; None asks nothing.
+        trust_remote_code: whether the model's own code may run.
         timeout_s: seconds for the whole child.
 
     Returns:
-        Trace whose layout has origin "traced"; names are those of the live model's state dict.
+        Trace whose layout has origin "traced", with the names of the live model's state dict.
 
     Raises:
-        CannotBuildError: the config names no model that transformers (or the code it may run) can make.
+        CannotBuildError: neither transformers nor code that may run can build the model of the config.
         PolicyError: the policy matches nothing, or its function cannot be imported or fails.
-        LayoutError: placements that are not supported yet, ties across units, a model that fails to build.
+        LayoutError: placements are not supported yet, ties cross units, or the model fails to build.
         SourceError: several of the source's tensors would be one of the model's.
         ResourceError: the child was killed or took too long.
     """
-    parse_policy(wrap)  # a mistake in the text is told before seconds of importing
-    request = {
-        "directory": os.path.abspath(directory),
-        "axes": [[axis.name, axis.size, axis.role] for axis in mesh.axes],
-        "wrap": wrap,
-        "dtype": None if dtype is None else dtype.name,
-        "trust_remote_code": trust_remote_code,
-        "names": None if names is None else dict(names),
-    }
+    parse_policy(wrap)  # so that a mistake in the text shows before seconds of importing
+    axes = [[axis.name, axis.size, axis.role] for axis in mesh.axes]
+    about = {"axes": axes, "wrap": wrap, "dtype": None if dtype is None else dtype.name}
+    request = _request(directory, names, trust_remote_code) | about
     return read_answer(_run_child(request, timeout_s), mesh, wrap)
 
 
 class ModelNames(NamedTuple):
-    """What a model's class says of the names in its files."""
+    """What a model's class tells about the names in its files."""
 
     names: Mapping[str, str]
-    """FQN -> the name in the files, of all that were found."""
+    """FQN -> the name in the files, for all that were found."""
     unused: frozenset[str]
     """Names of the files that the model has no place for."""
     ignored: frozenset[str]
-    """Names of the files that it leaves out, as `from_pretrained` does in silence."""
+    """Names of the files that it leaves out in silence, as `from_pretrained` does."""
     made: frozenset[str]
-    """Names of the model that the files lack, and that it makes itself."""
+    """Names of the model that the files lack and the model makes itself."""
     unsaved: frozenset[str]
     """Names of the model that `save_pretrained` leaves out, because the model makes them itself."""
     ties: tuple[tuple[str, ...], ...]
-    """Groups of the files' names, and of the model's, that are one parameter."""
+    """Groups of names that are one parameter: the files' names, else the model's."""
 
 
 def ask_names(
@@ -148,21 +144,16 @@ def ask_names(
     """Ask the class of a model, as the installed transformers has it, about the names in its files.
 
     Args:
-        directory: holds config.json; code in it does not run.
-        names: of the tensors in the files, with their shapes.
+        directory: holds config.json. Code in it does not run.
+        names: shapes of the tensors in the files, by name.
         timeout_s: seconds for the child.
 
     Raises:
-        LayoutError: there is no such class, or it fails to build.
+        LayoutError: there is no such class, or the model fails to build.
         SourceError: several of the tensors would be one of the model's.
         ResourceError: the child was killed or took too long.
     """
-    request = {
-        "directory": os.path.abspath(directory),
-        "axes": None,
-        "trust_remote_code": False,
-        "names": dict(names),
-    }
+    request = _request(directory, names, False) | {"axes": None}
     answer = _run_child(request, timeout_s)
     theirs: Mapping[str, str] = answer["names"]
     return ModelNames(
@@ -175,6 +166,14 @@ def ask_names(
     )
 
 
+def _request(directory: str, names: Mapping[str, Shape] | None, trust_remote_code: bool) -> dict[str, Any]:
+    return {
+        "directory": os.path.abspath(directory),
+        "names": None if names is None else dict(names),
+        "trust_remote_code": trust_remote_code,
+    }
+
+
 def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory(prefix="shardkit-trace-") as scratch:
         # A file, not stdout: importing a model may print anything.
@@ -182,7 +181,7 @@ def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
         payload = json.dumps(request | {"answer": answer_path}).encode()
         try:
             done = _spawn(payload, timeout_s)
-        except OSError as error:  # an interpreter inside of another program may have no name
+        except OSError as error:  # an interpreter inside another program may have no name
             raise ResourceError(
                 f"cannot start Python ({escape(sys.executable or 'sys.executable is empty')}) to trace the model: "
                 f"{error.strerror}",
@@ -205,7 +204,7 @@ def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
 
 
 def start_child(stdin: IO[bytes]) -> Child:
-    """Start the child on a request, and let it run; what it prints is lost.
+    """Start the child on a request and let it run. What it prints is lost.
 
     Args:
         stdin: a file that holds the request.
@@ -246,7 +245,7 @@ def _died(done: subprocess.CompletedProcess[bytes]) -> ShardkitError:
 
 
 def _refusal(answer: Mapping[str, Any], output: bytes) -> ShardkitError:
-    """The error that the child raised, raised here."""
+    """Return the error that the child raised."""
     kinds: dict[str, type[ShardkitError]] = {
         "cannot_build": CannotBuildError,
         "policy": PolicyError,
@@ -305,27 +304,31 @@ _MAX_COUNT = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a class says of names."""
+    """What a class tells about names."""
 
     model_class: str = ""
-    """E.g. "LlamaForCausalLM"; empty where none was asked."""
+    """E.g. "LlamaForCausalLM"; empty where no class was asked."""
     missing: tuple[str, ...] = ()
-    """Names of weights that `from_pretrained` would initialise at random, as the class calls them."""
+    """The class's names of weights that `from_pretrained` would initialise at random."""
     misfits: tuple[tuple[str, str], ...] = ()
-    """(name, why) of weights that it would refuse the files for."""
+    """(name, why) of weights for which it would refuse the files."""
     failure: str | None = None
-    """Why the class was not asked; None where it was."""
+    """Why the class was not asked; None where it was asked."""
 
 
-# By config, names and shapes: a process that consolidates one checkpoint after the other asks once.
+# By config, names and shapes, so that a process that consolidates many checkpoints asks once.
 _answers: dict[str, Answer] = {}
 
 
 class Question:
-    """A question that is under way; to be closed, which ends the child whatever it does.
+    """A question to the class of a config: which weights would `from_pretrained` not find in files?
+
+    Where transformers is already loaded, it is asked at once, in this process. Otherwise a child is asked
+    while bytes move. No failure is an error: then the answer says why the class was not asked. Close the
+    question to end the child.
 
     Args:
-        config: of the model, as plain data.
+        config: the model's config, as plain data.
         shapes: by name in its files.
     """
 
@@ -355,11 +358,11 @@ class Question:
         self.close()
 
     def close(self) -> None:
-        """End the child, if it is still at it."""
+        """End the child if it still runs."""
         self._stack.close()
 
     def answer(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Answer:
-        """Return the answer, waiting for it."""
+        """Wait for the answer and return it."""
         if self._answer is None:
             assert self._child is not None
             try:
@@ -380,14 +383,9 @@ class Question:
         if _may_ask_here():
             self._answer = self._remember(_ask_here(scratch, shapes))
             return
-        request = {
-            "asks": "lacking",
-            "directory": scratch,
-            "names": dict(shapes),
-            "answer": self._answer_path,
-        }
+        about = {"asks": "lacking", "directory": scratch, "names": dict(shapes)}
         stdin = opened.enter_context(tempfile.TemporaryFile())
-        stdin.write(json.dumps(request).encode())
+        stdin.write(json.dumps(about | {"answer": self._answer_path}).encode())
         stdin.seek(0)
         try:
             self._child = start_child(stdin)
@@ -410,11 +408,11 @@ def _end(child: Child) -> None:
 
 
 def _why_not(config: Mapping[str, Any]) -> str | None:
-    """Return why the class of a config cannot be asked, as far as can be told without importing anything."""
+    """Return why the class of a config cannot be asked, as far as one can tell without importing anything."""
     if (reason := why_no_class(config)) is not None:
         return reason
     if config.get("quantization_config"):
-        return "the weights are quantised, and have names of their own"
+        return "the weights are quantised and have names of their own"
     if _counts_too_many(config):
         return "config.json counts more layers than can be built"
     return None
@@ -430,10 +428,10 @@ def _counts_too_many(config: Mapping[str, Any]) -> bool:
 
 
 def _may_ask_here() -> bool:
-    """True where it costs no import and disturbs nobody.
+    """True where asking costs no import and disturbs nobody.
 
-    Building a model sets torch's default dtype for a moment, which another thread may be using; and DeepSpeed would have
-    it built by all ranks together.
+    Building a model sets torch's default dtype for a moment, and another thread may be using it. DeepSpeed
+    would make all ranks build the model together.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and "transformers" in sys.modules and "deepspeed" not in sys.modules
@@ -476,7 +474,7 @@ def _parse(answer: Mapping[str, Any]) -> Answer:
 
 
 def why_no_class(config: Mapping[str, Any] | None) -> str | None:
-    """Return why a config's class cannot be built, as far as can be told without importing it; None where it may be."""
+    """Return why a config's class cannot be built, as far as one can tell without importing it, or None."""
     if config is None:
         return "there is no config.json"
     if not config.get("architectures") or not config.get("model_type"):

@@ -1,7 +1,13 @@
-"""Which modules of a live model a policy makes units. The tracing child and `wrap` both choose by this, so that
-what was written for a policy is what training asks for with it.
+"""From a policy to calls of `fully_shard` on a live model: which modules are units, and how units are split.
 
-Imported only where there is a model: it imports torch, and nothing heavier.
+The tracing child and `wrap` both choose units here, so training asks for what was written for its policy.
+This module is imported only where there is a model. It imports torch, and nothing heavier.
+
+FSDP2 gathers the parameters of a unit in one dtype. At the first forward it refuses a unit whose trainable
+parameters are stored in several. So parameters that a model keeps in fp32 beside half precision are split
+off. Each goes to a unit on a module inside the policy's unit, as far out as possible, because modules around
+a parameter may look at it too. Parameters directly on the unit's own module have no such place and stay
+outside of FSDP. So do parameters without a dim (CLIP's `logit_scale`), which `fully_shard` refuses.
 """
 
 from __future__ import annotations
@@ -40,14 +46,14 @@ def find_units(model: nn.Module, policy: WrapPolicy, wording: Wording = OPTION) 
     Args:
         model: not wrapped yet.
         policy: of any kind but "function".
-        wording: how the policy was asked for.
+        wording: how the policy was given.
 
     Returns:
-        Paths in module order; children come after the modules that they lie in.
+        Paths in module order. Children come after the modules that they lie in.
 
     Raises:
-        PolicyError: it matches nothing, or a class cannot be imported.
-        LayoutError: names that are one parameter would lie in different units.
+        PolicyError: the policy matches nothing, or a class cannot be imported.
+        LayoutError: names of one parameter would lie in different units.
     """
     if policy.kind == "auto":
         return without_ties(model, match_auto(model, wording))
@@ -62,7 +68,7 @@ def match_auto(model: nn.Module, wording: Wording) -> list[str]:
     """Return the modules that the model itself names, else the blocks of its outermost numbered containers.
 
     Raises:
-        PolicyError: it has neither.
+        PolicyError: the model has neither.
     """
     names = collect(model, "_no_split_modules")
     matched = [path for path, module in model.named_modules() if path and type(module).__name__ in names]
@@ -78,9 +84,9 @@ def match_auto(model: nn.Module, wording: Wording) -> list[str]:
 
 
 def _blocks(model: nn.Module) -> Iterator[str]:
-    """Yield the children of `model.layers`, `transformer.h` and their like: modules made of modules, numbered from 0.
+    """Yield the children of `model.layers`, `transformer.h` and the like: modules that are numbered from 0.
 
-    What lies inside a block (the experts of a layer) is none.
+    A block is made of modules itself. Modules inside a block (the experts of a layer) are not blocks.
     """
     inside: list[str] = []
     for path, module in model.named_modules():
@@ -103,10 +109,10 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def match_names(model: nn.Module, names: Iterable[str], wording: Wording = OPTION) -> list[str]:
-    """Return the modules of every name: a class, a place in the model, or an import path, tried in that order.
+    """Return the modules of every name: a class, else a place in the model, else an import path.
 
     Raises:
-        PolicyError: names that match nothing, all at once with what exists; an import that fails.
+        PolicyError: names match nothing (lists them all, and what exists), or an import fails.
     """
     modules = {path: module for path, module in model.named_modules() if path}
     found: set[str] = set()
@@ -130,7 +136,7 @@ def _match_import(name: str, modules: dict[str, nn.Module], wording: Wording) ->
         wanted = import_name(module_name, attribute, wording)
     except PolicyError as error:
         if isinstance(error.__cause__, ModuleNotFoundError | AttributeError):
-            return []  # then the list of what exists says more
+            return []  # then the list of what exists tells more
         raise
     if not isinstance(wanted, type):
         raise PolicyError(
@@ -149,7 +155,7 @@ def import_name(module_name: str, attribute: str, wording: Wording = OPTION) -> 
     """Import what a person named.
 
     Raises:
-        PolicyError: it cannot be imported, whatever its code raised; that is the error's cause.
+        PolicyError: it cannot be imported. The cause is whatever its code raised.
     """
     try:
         return getattr(importlib.import_module(module_name), attribute)
@@ -161,7 +167,7 @@ def import_name(module_name: str, attribute: str, wording: Wording = OPTION) -> 
 
 
 def describe(error: BaseException) -> str:
-    """Return what somebody's own code raised as one line."""
+    """Return one line for what somebody's own code raised."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({repr(error.code)[:_MAX_SHOWN]})"
     text = str(error).strip().splitlines()
@@ -169,9 +175,9 @@ def describe(error: BaseException) -> str:
 
 
 def split_ties(model: nn.Module, paths: Iterable[str]) -> list[dict[str, str]]:
-    """Return the parameters whose names lie in different units: of each, name to unit's path ("" is the root).
+    """Return parameters whose names lie in different units: name to unit's path for each ("" is the root).
 
-    `fully_shard` takes them apart, or fails at the first forward.
+    `fully_shard` splits such a parameter in two, or fails at the first forward.
     """
     modules = dict(model.named_modules())
     units = {id(modules[path]): path for path in paths}
@@ -182,7 +188,7 @@ def split_ties(model: nn.Module, paths: Iterable[str]) -> list[dict[str, str]]:
 
 
 def unit_of(model: nn.Module, fqn: str, units: dict[int, str]) -> str:
-    """The innermost unit on a parameter's way; told by the module, which may stand in several places."""
+    """Return the innermost unit around a parameter, found by module: it may be in several places."""
     module, unit = model, ""
     for part in fqn.split(".")[:-1]:
         module = getattr(module, part)
@@ -191,10 +197,10 @@ def unit_of(model: nn.Module, fqn: str, units: dict[int, str]) -> str:
 
 
 def check_ties(model: nn.Module, paths: Sequence[str], wording: Wording) -> None:
-    """Refuse units that would take a tie apart.
+    """Refuse units that would split a tie.
 
     Raises:
-        LayoutError: every such parameter with its names and their units, and a policy that works.
+        LayoutError: lists every such parameter with its names and their units, and a policy that works.
     """
     split = split_ties(model, paths)
     if split:
@@ -226,15 +232,15 @@ def tie_error(
 
 
 def without_ties(model: nn.Module, paths: list[str]) -> list[str]:
-    """Return units without those that would take a tie apart: their parameters go to the unit around them."""
+    """Return units without those that would split a tie: their parameters go to the unit around them."""
     while split := split_ties(model, paths):
         bad = {path for names in split for path in names.values()}
         paths = [path for path in paths if path not in bad]
     return paths
 
 
-# (class, parameter). transformers 5.23 adds these to half precision and then multiplies the sum with half precision,
-# which torch refuses: DeBERTa runs in bf16 only where they are rounded.
+# (class, parameter). transformers 5.23 adds these to half precision and then multiplies the sum with half
+# precision. torch refuses that, so DeBERTa runs in bf16 only where they are rounded.
 _ROUNDED = {("DisentangledSelfAttention", "q_bias"), ("DisentangledSelfAttention", "v_bias")}
 
 
@@ -243,13 +249,13 @@ class PlannedUnit:
     """One call of `fully_shard`."""
 
     path: str
-    """Of the module."""
+    """Path of the module."""
     around: str
-    """The policy's module that it was split off from; the same one where it was not."""
+    """Path of the policy's module that it was split off from; the same where it was not."""
     is_wide: bool
-    """It is computed with in fp32, whatever the rest is."""
+    """It is computed in fp32, whatever the rest is computed in."""
     parameters: tuple[nn.Parameter, ...] | None = None
-    """Those that were split off; None is all that no other unit has."""
+    """The parameters that were split off; None for all that no other unit has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,18 +263,19 @@ class UnitPlan:
     """All calls of `fully_shard`."""
 
     units: tuple[PlannedUnit, ...]
-    """In their order: the policy's modules, inner ones first, the root, then what is split off."""
+    """Units in the order of the calls: the policy's modules, inner ones first, the root, what is split
+    off."""
     outside: Mapping[str, nn.Parameter]
-    """Name in the model -> parameter that no unit can have."""
+    """Name in the model -> parameter that no unit can take."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What parameters have in common that one unit may hold."""
+    """What all parameters of a unit have in common."""
 
     is_wide: bool
     stored: torch.dtype | None
-    """None for what is not trained: FSDP2 takes it with any."""
+    """None for parameters that are not trained: FSDP2 takes them with any dtype."""
 
 
 @dataclass(slots=True)
@@ -287,19 +294,17 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
     Args:
         model: not wrapped yet.
         paths: modules of the policy, without the root.
-        wide: what the model's classes have in fp32 is computed in fp32, and so is what is stored wider than the rest
-            of its unit. None computes everything alike, and splits by stored dtypes alone.
+        wide: tells what the model's classes keep in fp32. That is computed in fp32, and so is anything that
+            is stored wider than the rest of its unit. None computes everything alike, and splits by stored
+            dtypes alone.
     """
     units, split, outside = list[PlannedUnit](), list[PlannedUnit](), dict[str, nn.Parameter]()
     members = _members(model, paths, wide)
-    for path in (
-        *sorted(paths, key=lambda path: -path.count(".")),
-        "",
-    ):  # stable: module order within a depth
-        cut = [each for each in members.get(path, []) if each.parameter.ndim]
-        outside |= {
-            each.names[0]: each.parameter for each in members.get(path, []) if not each.parameter.ndim
-        }
+    inner_first = sorted(paths, key=lambda path: -path.count("."))  # stable: module order within a depth
+    for path in (*inner_first, ""):
+        held_here = members.get(path, [])
+        cut = [each for each in held_here if each.parameter.ndim]
+        outside |= {each.names[0]: each.parameter for each in held_here if not each.parameter.ndim}
         kinds = _by_kind(cut, has_wide=wide is not None)
         main = _main(kinds, is_root=not path)
         units.append(PlannedUnit(path=path, around=path, is_wide=main is not None and main.is_wide))
@@ -326,11 +331,11 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
 def shard_units(
     plan: UnitPlan, modules: Mapping[str, nn.Module], shard: Callable[[PlannedUnit, nn.Module], object]
 ) -> None:
-    """Call `shard` for each unit, while its module shows no parameters but those of the unit.
+    """Call `shard` for each unit, while its module shows only the parameters of the unit.
 
     Args:
         plan: from `plan_units`.
-        modules: path of each unit -> its module, or what wraps that since.
+        modules: path of each unit -> its module, or what wraps the module by now.
         shard: calls `fully_shard`.
     """
     apart = {id(p) for unit in plan.units for p in unit.parameters or ()}
@@ -346,7 +351,7 @@ def shard_units(
 
 
 def _members(model: nn.Module, paths: Collection[str], wide: ClassDtypes | None) -> dict[str, list[_Member]]:
-    """Return the parameters of each unit of the policy, each once."""
+    """Return the parameters of each unit of the policy, each of them once."""
     modules = dict(model.named_modules())
     units = {id(modules[path]): path for path in paths}
     found: dict[int, _Member] = {}
@@ -372,7 +377,7 @@ def _is_rounded(modules: Mapping[str, nn.Module], name: str) -> bool:
 
 
 def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_Kind, list[_Member]]:
-    """Sort the parameters of a unit; those that are not trained go with others that are computed alike."""
+    """Sort the parameters of a unit; untrained ones go with others that are computed alike."""
     trained = {each.kind for each in members if each.kind.stored is not None}
     narrow = [kind.stored for kind in trained if kind.stored is not None and not kind.is_wide]
     is_half = has_wide and any(stored.is_floating_point and stored.itemsize == 2 for stored in narrow)
@@ -388,9 +393,11 @@ def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_Kind, list[
 
 
 def _main(kinds: Mapping[_Kind, Sequence[_Member]], *, is_root: bool) -> _Kind | None:
-    """Return the kind that stays in the policy's unit: the narrowest, because what is kept wide is the exception, and
-    embeddings, which models call from anywhere, are not. The root casts its inputs to what it computes in, so that it
-    never is a wide one."""
+    """Return the kind that stays in the policy's unit: the narrowest.
+
+    What is kept wide is the exception, and embeddings, which models call from anywhere, are no exception. The
+    root casts its inputs to the dtype that it computes in, so it is never a wide unit.
+    """
 
     def order(kind: _Kind) -> tuple[bool, int, int]:
         size = kind.stored.itemsize if kind.stored is not None else 0
@@ -400,7 +407,7 @@ def _main(kinds: Mapping[_Kind, Sequence[_Member]], *, is_root: bool) -> _Kind |
 
 
 def _host(model: nn.Module, unit: str, names: Sequence[str], taken: Collection[str]) -> str | None:
-    """Return the outermost module inside of a unit that is called and has a parameter under all of its names."""
+    """Return the outermost module in a unit that is called and holds a parameter under all its names."""
     inside = [name.removeprefix(f"{unit}." if unit else "").split(".")[:-1] for name in names]
     around = takewhile(lambda parts: len(set(parts)) == 1, zip(*inside, strict=False))
     for path in accumulate((part for part, *_ in around), "{}.{}".format):
@@ -413,7 +420,7 @@ def _host(model: nn.Module, unit: str, names: Sequence[str], taken: Collection[s
 
 @contextlib.contextmanager
 def _without(module: nn.Module, hidden: Collection[int]) -> Iterator[None]:
-    """While it is active, a module and those in it do not show some parameters; their order stays."""
+    """Hide some parameters of a module and the modules in it for a while; their order stays."""
     taken = [
         (part, name, parameter)
         for part in module.modules()

@@ -1,14 +1,14 @@
-"""What `--wrap` asks for: which modules become units, that is, get a `fully_shard` call of their own.
+"""What `--wrap` asks for: which modules become units, each with a `fully_shard` call of its own.
 
     auto                          the classes that the model itself names (`_no_split_modules`)
     none                          one unit, the whole model
     LlamaDecoderLayer,...         modules of these classes
-    pkg.mod.Class,...             the same, the class told by its import path
+    pkg.mod.Class,...             the same, with the import path of the class
     model.layers                  modules by their place in the model: the children of a numbered container,
     model.layers.*                or every module that a path with `*` matches
     pkg.mod:function              function(model, mesh) calls `fully_shard` itself
 
-Nothing is imported here: what a name means is decided where the model is, or the tensor names are.
+Nothing is imported here. What a name means is decided where the model or the tensor names are known.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from typing import Literal, NamedTuple
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import PolicyError
 
-# One part of a dotted name: an identifier, an index of a numbered container, or any.
+# One part of a dotted name: an identifier, an index of a numbered container, or a `*`.
 _NAME = re.compile(r"(?:\w+|\*)(?:\.(?:\w+|\*))*")
 _FUNCTION = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 _MAX_SUGGESTIONS = 3
 
 
 class Wording(NamedTuple):
-    """How a policy is spelled where it was asked for; messages speak the asker's language."""
+    """How a policy is written where it was given, so that messages use the same words."""
 
     name: str
-    """Of the option or argument."""
+    """Name of the option or argument."""
     value: str
     """The option with a value for `{}`."""
     usage: str
-    """What may be asked for; a hint."""
+    """What may be given; a hint."""
     effect: str = "makes one unit"
     """What "none" does."""
 
     def of(self, policy: str) -> str:
-        """Return a policy, spelled."""
+        """Return a policy as a person would write it."""
         return self.value.format(policy)
 
 
@@ -58,7 +58,7 @@ class WrapPolicy:
 
     kind: Literal["auto", "none", "names", "function"]
     text: str
-    """As it was asked for."""
+    """As it was given."""
     names: tuple[str, ...] = ()
     """Class names, import paths and module paths of the kind "names"."""
     function: tuple[str, str] | None = None
@@ -69,11 +69,11 @@ def parse_policy(text: str, wording: Wording = OPTION) -> WrapPolicy:
     """Return the policy that `--wrap` describes.
 
     Args:
-        text: see the module's text.
-        wording: where it was asked for.
+        text: see the docstring of this module.
+        wording: where it was given.
 
     Raises:
-        PolicyError: empty, or not of any of the forms.
+        PolicyError: the text is empty, or has none of the forms.
     """
     stripped = text.strip()
     if stripped == "auto":
@@ -99,7 +99,7 @@ def parse_policy(text: str, wording: Wording = OPTION) -> WrapPolicy:
 def no_split_names(value: object) -> tuple[str, ...]:
     """Return the class names of a `_no_split_modules`, which may be a str, list, tuple, set or None.
 
-    Sets are sorted: their order differs from run to run.
+    Sets are sorted, because their order differs from run to run.
     """
     if value is None:
         return ()
@@ -119,9 +119,6 @@ def match_paths(pattern: str, paths: Sequence[str]) -> list[str]:
         pattern: "model.layers.*" (each `*` is one part), or a path or its last parts: "model.layers",
             "layers". A numbered container stands for its children.
         paths: every module path of the model.
-
-    Returns:
-        Matching paths; empty when there is none.
     """
     wanted = pattern.split(".")
     ends = [path for path in paths if _ends_with(path.split("."), wanted)]
@@ -154,11 +151,11 @@ def unknown_names(
     """Return the error for names that match no module.
 
     Args:
-        names: the ones that matched nothing.
+        names: the names that matched nothing.
         candidates: what could be named, with the number of modules of each.
-        what: "module classes" or "module paths"; what `candidates` are.
+        what: what `candidates` are: "module classes" or "module paths".
         reason: why other kinds of names cannot be tried; one clause.
-        wording: where they were asked for.
+        wording: where the names were given.
     """
     asked = tuple(names)
     shown = ", ".join(
@@ -173,7 +170,7 @@ def unknown_names(
 
 
 def list_candidates(candidates: Mapping[str, int], asked: Iterable[str] = ()) -> list[str]:
-    """Return one line for each candidate, those most like the names that were asked for first."""
+    """Return one line for each candidate, those most like the given names first."""
     wanted = tuple(asked)
     ordered = sorted(candidates, key=lambda name: -_likeness(name, wanted))
     return [f"{escape(name)}  ({count(candidates[name], 'module')})" for name in ordered]
