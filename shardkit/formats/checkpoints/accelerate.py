@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -139,7 +138,7 @@ def _refuse_empty(directory: str, name: str) -> None:
 
 def is_accelerate_bin(path: str) -> bool:
     """True for a directory with `pytorch_model_fsdp*.bin` in it."""
-    return os.path.isdir(path) and any(map(_MODEL_FILE.fullmatch, listing(path)))
+    return any(map(_MODEL_FILE.fullmatch, listing(path)))
 
 
 def open_accelerate_bin(path: str) -> Checkpoint:
@@ -159,32 +158,23 @@ def open_accelerate_bin(path: str) -> Checkpoint:
             hint="move those that you do not mean into another directory, or give the file of a whole model",
         )
     names = _in_order(files)
-    skipped = tuple(explained(listing(path) - {*names}, _SKIPPED_FILES))
     if None in files:
-        checkpoint = open_full_file(locate(path, names[0]))
-        return replace(
-            checkpoint,
-            path=path,
-            format="accelerate-bin",
-            writer="accelerate (FSDP, full)",
-            optimizer=_optimizer(path, checkpoint.catalog, frozenset(checkpoint.catalog.tensors)),
-            has_boxes=False,
-            assets=asset_directories(path),
-            skipped=(*checkpoint.skipped, *skipped),
-        )
-    gathered = gather_files(path, [RankFile(name) for name in names])
-    refuse_flat(path, gathered.catalog)
-    return Checkpoint(
+        whole = open_full_file(locate(path, names[0]))
+        checkpoint = replace(whole, writer="accelerate (FSDP, full)", has_boxes=False)
+        plain = frozenset(whole.catalog.tensors)
+    else:
+        gathered = gather_files(path, [RankFile(name) for name in names])
+        refuse_flat(path, gathered.catalog)
+        checkpoint = gathered.as_checkpoint(path, "accelerate-bin", "accelerate (FSDP, a file for each rank)")
+        plain = gathered.plain
+    optimizer = _find(path, _OPTIMIZER_FILE)
+    return replace(
+        checkpoint,
         path=path,
         format="accelerate-bin",
-        writer="accelerate (FSDP, a file for each rank)",
-        catalog=gathered.catalog,
-        select=gathered.select,
-        check=gathered.check,
-        roots={"model": ()},
-        optimizer=_optimizer(path, gathered.catalog, gathered.plain),
+        optimizer=partial(_open_optimizer, path, optimizer, checkpoint.catalog, plain) if optimizer else None,
         assets=asset_directories(path),
-        skipped=skipped,
+        skipped=(*checkpoint.skipped, *explained(listing(path).difference(names), _SKIPPED_FILES)),
     )
 
 
@@ -215,14 +205,6 @@ def _in_order(files: _Files) -> list[str]:
     last = max(ranks)
     require_ranks(ranks[last].replace(f"_rank{last}.", "_rank{}."), ranks, last + 1)
     return [ranks[rank] for rank in sorted(ranks)]
-
-
-def _optimizer(
-    path: str, model: Catalog, plain: frozenset[str]
-) -> Callable[[], OptimizerState | Unmapped] | None:
-    """Return what opens the optimizer's state, None where there is none."""
-    found = _find(path, _OPTIMIZER_FILE)
-    return partial(_open_optimizer, path, found, model, plain) if found else None
 
 
 def _open_optimizer(

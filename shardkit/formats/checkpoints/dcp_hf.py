@@ -269,15 +269,19 @@ class _ShardName(NamedTuple):
     total: int
 
 
+class _Chunk(NamedTuple):
+    """Where a part lies."""
+
+    file: int
+    start: int
+    nbytes: int
+
+
 class _Parts(NamedTuple):
-    """One tensor's parts; the columns of its chunks."""
+    """One tensor's parts."""
 
     dtype: DType
-    files: list[int]
-    starts: list[int]
-    nbytes: list[int]
-    regions: list[Region]
-    seen: set[Region]
+    chunks: dict[Region, _Chunk]
 
 
 def _shard_names(names: Collection[str]) -> dict[str, _ShardName]:
@@ -349,34 +353,31 @@ def _read_shard(
     file = len(catalog.files) - 1
     for tensor in header.tensors:
         corner = corners[tensor.fqn] if corners is not None else (0,) * len(tensor.shape)
-        found = parts.setdefault(tensor.fqn, _Parts(tensor.dtype, [], [], [], [], set()))
+        found = parts.setdefault(tensor.fqn, _Parts(tensor.dtype, {}))
         region = Region(corner, tensor.shape)
         if found.dtype is not tensor.dtype:
             problems.append(
                 f"{escape(tensor.fqn)}: {escape(name)} has {tensor.dtype.name}, another {found.dtype.name}"
             )
-        elif found.regions and len(found.regions[0].sizes) != len(tensor.shape):
+        elif any(len(other.sizes) != len(tensor.shape) for other in islice(found.chunks, 1)):
             problems.append(
                 f"{escape(tensor.fqn)}: {escape(name)} has {len(tensor.shape)} dims, another does not"
             )
-        elif region not in found.seen:  # an equal one is a replica
-            found.seen.add(region)
-            found.files.append(file)
-            found.starts.append(tensor.start)
-            found.nbytes.append(tensor.nbytes)
-            found.regions.append(region)
+        else:  # an equal region is a replica
+            found.chunks.setdefault(region, _Chunk(file, tensor.start, tensor.nbytes))
 
 
 def _add(catalog: Catalog, fqn: str, found: _Parts, problems: list[str]) -> None:
-    shape: Shape = tuple(map(max, zip(*(region.stops for region in found.regions), strict=True)))
-    reason = _tiling_problem(shape, found.regions)
+    regions, chunks = list(found.chunks), list(found.chunks.values())
+    shape: Shape = tuple(map(max, zip(*(region.stops for region in regions), strict=True)))
+    reason = _tiling_problem(shape, regions)
     if reason:
-        files = ", ".join(escape(catalog.files[file].name) for file in dict.fromkeys(found.files[:3]))
-        problems.append(f"{escape(fqn)}: {reason} (parts lie in {files}{', ...' * (len(found.files) > 3)})")
+        names = dict.fromkeys(escape(catalog.files[chunk.file].name) for chunk in chunks[:3])
+        more = ", ..." if len(chunks) > 3 else ""
+        problems.append(f"{escape(fqn)}: {reason} (parts lie in {', '.join(names)}{more})")
         return
-    catalog.add_tensor_columns(
-        fqn, found.dtype, shape, found.files, found.starts, found.nbytes, found.regions
-    )
+    files, starts, nbytes = ([chunk[column] for chunk in chunks] for column in range(3))
+    catalog.add_tensor_columns(fqn, found.dtype, shape, files, starts, nbytes, regions)
 
 
 def _tiling_problem(shape: Shape, regions: list[Region]) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
@@ -60,13 +61,8 @@ def open_full_file(path: str) -> Checkpoint:
         raise SourceError(
             f"{escape(name)}: holds no tensors", hint="save model.state_dict(), not the model itself"
         )
-    return Checkpoint(
-        path=path,
-        format="full-file",
-        writer="Lightning (one file)" if is_lightning else "torch.save",
-        catalog=gathered.catalog,
-        select=gathered.select,
-        check=gathered.check,
+    return replace(
+        gathered.as_checkpoint(path, "full-file", "Lightning (one file)" if is_lightning else "torch.save"),
         roots=_roots(file.tree, is_lightning=is_lightning),
         assets=asset_directories(parent(path)),
         skipped=tuple(_skipped(file.tree, gathered.catalog.objects, gathering.left_out)),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shardkit.core.text import escape
@@ -46,10 +47,10 @@ class _Meta(NamedTuple):
 
     is_trainer: bool = False
     """A Trainer wrote it, not a Fabric script."""
-    ema: str | None = None
-    """Where in it the tensors of an EMA lie."""
-    is_averaged: bool = False
-    """The saved model is the average that a WeightAveraging callback keeps."""
+    refused: Mapping[str, str] = MappingProxyType({})
+    """As `Checkpoint.refused_weights`."""
+    notes: tuple[str, ...] = ()
+    """As in `Checkpoint`."""
     problem: str | None = None
     """Why it could not be looked into."""
 
@@ -80,13 +81,13 @@ def open_lightning(path: str) -> Checkpoint:
         format="lightning",
         writer=_STRATEGIES[model] if is_trainer and model else "Lightning Fabric",
         roots=roots,
-        refused_weights=_refused(meta),
+        refused_weights=meta.refused,
         assets=asset_directories(path),
         skipped=(
             *checkpoint.skipped,
             (_META, meta.problem or "state of the trainer: not decoded for weights"),
         ),
-        notes=(*checkpoint.notes, *_notes(meta)),
+        notes=(*checkpoint.notes, *meta.notes),
     )
 
 
@@ -98,9 +99,15 @@ def _read_meta(path: str) -> _Meta:
         return _Meta(problem=f"not looked into: {error.message}")
     if not isinstance(tree, Mapping):
         return _Meta()
-    is_averaged = AVERAGING in tree and _has_tensors(tree.get(CURRENT))
-    ema = None if is_averaged else next(_find_ema(tree), None)
-    return _Meta(VERSION in tree, ema, is_averaged)
+    is_trainer = VERSION in tree
+    if AVERAGING in tree and _has_tensors(tree.get(CURRENT)):
+        refused = {"current": _ONLY_RANK_0.format(f"the current weights are {CURRENT}")}
+        return _Meta(is_trainer, refused, (AVERAGED,))
+    ema = next(map(escape, _find_ema(tree)), None)
+    if ema is None:
+        return _Meta(is_trainer)
+    note = f"meta.pt holds an EMA ({ema}) that cannot be recovered: it is rank 0's part alone"
+    return _Meta(is_trainer, {"ema": _ONLY_RANK_0.format(f"the EMA is {ema}")}, (note,))
 
 
 def _find_ema(tree: object, path: tuple[str, ...] = ()) -> Iterator[str]:
@@ -121,21 +128,6 @@ def _has_tensors(tree: object) -> bool:
         isinstance(value, DistributedRef) or (isinstance(value, TensorRef) and bool(value.shape))
         for _, value in leaves(tree)
     )
-
-
-def _refused(meta: _Meta) -> dict[str, str]:
-    if meta.is_averaged:
-        return {"current": _ONLY_RANK_0.format(f"the current weights are {CURRENT}")}
-    if meta.ema is not None:
-        return {"ema": _ONLY_RANK_0.format(f"the EMA is {escape(meta.ema)}")}
-    return {}
-
-
-def _notes(meta: _Meta) -> Iterator[str]:
-    if meta.is_averaged:
-        yield AVERAGED
-    if meta.ema is not None:
-        yield f"meta.pt holds an EMA ({escape(meta.ema)}) that cannot be recovered: it is rank 0's part alone"
 
 
 OPENERS = {"lightning": Opener(is_lightning, open_lightning)}

@@ -12,6 +12,7 @@ Source: torch_checkpointing 0.1.1, metadata_serialization.py and checkpoint_layo
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
@@ -69,13 +70,8 @@ def open_torch_checkpointing(path: str) -> Checkpoint:
     gathered = gather_files(path, files)
     is_alone = len(names) == 1
     known = [name for name in names if name in ("model", "optimizer", "ema")]
-    return Checkpoint(
-        path=path,
-        format="torch-checkpointing",
-        writer="torch_checkpointing",
-        catalog=gathered.catalog,
-        select=gathered.select,
-        check=gathered.check,
+    return replace(
+        gathered.as_checkpoint(path, "torch-checkpointing", "torch_checkpointing"),
         roots={name: () if is_alone else (name,) for name in known},
         assets=asset_directories(path),
         skipped=tuple(explained(listing(path) - {file.name for file in files}, _SKIPPED)),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -67,14 +68,8 @@ def open_verl(path: str) -> Checkpoint:
     gathered = gather_files(home.path, [RankFile(name) for name in files])
     states = _optimizer_files(home.path, files)
     version = config.get("FSDP_version")
-    return Checkpoint(
-        path=path,
-        format="verl",
-        writer=f"verl (FSDP{version if version in (1, 2) else ''})",
-        catalog=gathered.catalog,
-        select=gathered.select,
-        check=gathered.check,
-        roots={"model": ()},
+    return replace(
+        gathered.as_checkpoint(path, "verl", f"verl (FSDP{version if version in (1, 2) else ''})"),
         optimizer=partial(_open_optimizer, home.path, states, gathered) if states else None,
         assets=asset_directories(inner(home.path, "huggingface"), home.path, inner(path, "huggingface")),
         skipped=tuple(_skipped(path, home, files)),

@@ -23,18 +23,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
-from shardkit.errors import IntegrityError, ShardkitError, SourceError
-from shardkit.files.links import locate, read_inside
+from shardkit.errors import ShardkitError, SourceError
+from shardkit.files.links import read_inside
 from shardkit.formats.checkpoint import inner, listing
 from shardkit.formats.optimizer import GROUPS, STATE, STEP, count_of, read_groups
+from shardkit.formats.rankfiles.files import open_each
 from shardkit.formats.rankfiles.flat import StateDict, without_tree
-from shardkit.formats.torchsave.file import Opaque, TensorRef, TorchFile, open_torch_file
+from shardkit.formats.torchsave.file import Opaque, TensorRef, TorchFile
 
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{2,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{2,6})_optim_states\.pt")
@@ -214,31 +215,13 @@ def require_files(tag: Tag, files: StateFiles, num_ranks: int, *, with_models: b
         )
 
 
-def open_states(tag: Tag, names: Iterable[str], read: Callable[[TorchFile], T]) -> list[T]:
-    """Open some of a tag's files, one after another, and return what `read` makes of each.
+def open_states(tag: Tag, names: Sequence[str], read: Callable[[TorchFile], T]) -> list[T]:
+    """Open some of a tag's files, and return what `read` makes of each.
 
     Raises:
-        SourceError: lists every file that cannot be read.
-        IntegrityError: the same, where the only thing wrong is a CRC-32.
-        ResourceError: a file may not be read.
+        SourceError, IntegrityError, ResourceError: as `open_each`.
     """
-    found: list[T] = []
-    failures: list[SourceError] = []
-    for name in names:
-        try:
-            found.append(read(open_torch_file(locate(tag.directory, name), tag.prefix + name)))
-        except SourceError as error:
-            failures.append(error)
-    if not failures:
-        return found
-    if len(failures) == 1:
-        raise failures[0]
-    kind = IntegrityError if all(isinstance(error, IntegrityError) for error in failures) else SourceError
-    raise kind(
-        f"{len(failures)} files of {escape(tag.directory)} cannot be read",
-        problems=[error.message for error in failures],
-        hint=failures[0].hint,
-    )
+    return list(open_each(tag.directory, names, read, tag.prefix))
 
 
 def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> ModelStates:

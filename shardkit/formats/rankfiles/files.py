@@ -8,16 +8,17 @@ another and only the places of their tensors are kept, so that 1,000 files fit i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, find_tiling_error, full_region
 from shardkit.core.text import count, escape
-from shardkit.errors import ResourceError, SourceError
+from shardkit.errors import IntegrityError, SourceError
 from shardkit.files.links import locate_all
+from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.optimizer import Path, path_name
 from shardkit.formats.torchsave.file import TorchFile, differing_storages, open_torch_file
 from shardkit.formats.torchsave.record import strided_file
@@ -27,6 +28,8 @@ _MAX_NAMES = 1 << 18  # of tensors, and of what lies beside them in lists and di
 _MAX_NAMED = 3  # tensors of a damaged storage: thousands may lie in a flat one
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
+
+T = TypeVar("T")
 
 
 class RankFile(NamedTuple):
@@ -52,6 +55,18 @@ class Gathered(NamedTuple):
     contents: Mapping[str, frozenset[tuple[Region, int]]]
     """The recorded CRC-32 of each part, for tensors where every part has its own: copies of a tensor have equal ones."""
 
+    def as_checkpoint(self, path: str, format: str, writer: str) -> Checkpoint:
+        """Return a checkpoint that holds these tensors, the model's alone, and nothing else."""
+        return Checkpoint(
+            path=path,
+            format=format,
+            writer=writer,
+            catalog=self.catalog,
+            select=self.select,
+            check=self.check,
+            roots={"model": ()},
+        )
+
 
 class _Chunk(NamedTuple):
     """Where a part lies."""
@@ -59,21 +74,20 @@ class _Chunk(NamedTuple):
     file: int
     start: int
     nbytes: int
+    storage: tuple[int, str]
+    """The number of its file among those opened, and the storage's key."""
+    crc: int | None
+    """Recorded of its bytes; None where others share the storage."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """A tensor while its parts are collected."""
 
     path: Path
     dtype: DType
     shape: Shape
     is_plain: bool
-    chunks: dict[Region, _Chunk] = field(default_factory=dict)
-    storages: list[tuple[int, str]] = field(default_factory=list)
-    """File and storage of each chunk."""
-    crcs: list[int | None] = field(default_factory=list)
-    """The recorded CRC-32 of each chunk's bytes; None where other tensors share the storage."""
+    chunks: dict[Region, _Chunk]
 
 
 def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
@@ -88,12 +102,14 @@ def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
             problems of a kind at once.
         ResourceError: a file may not be read.
     """
-    gathering = Gathering(directory)
-    opened = each_file(directory, [name for name, _ in files])
-    no_dicts: list[str] = []
-    for file, place in opened:
+    gathering, no_dicts = Gathering(directory), list[str]()
+    below: dict[str, list[Path]] = {}
+    for name, path in files:
+        below.setdefault(name, []).append(path)
+    for file in open_each(directory, list(below), lambda file: file):
         if isinstance(file.tree, dict):
-            gathering.add(file, file.tree, files[place].below)
+            for path in below[file.name]:
+                gathering.add(file, file.tree, path)
         else:
             no_dicts.append(f"{escape(file.name)}: no dict at its top, so no state dict either")
         del file  # its tree may be large; without this, it would live until the next file is open
@@ -106,27 +122,39 @@ def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
     return gathering.finish()
 
 
-def each_file(directory: str, names: Sequence[str]) -> Iterator[tuple[TorchFile, int]]:
-    """Open one file after another; yield each with its place among the names.
+def open_each(
+    directory: str, names: Sequence[str], read: Callable[[TorchFile], T], prefix: str = ""
+) -> Iterator[T]:
+    """Open one file after another, and yield what `read` makes of each.
+
+    Args:
+        directory: of the checkpoint.
+        names: of the files in it.
+        read: takes what is needed from a file; may raise SourceError.
+        prefix: put before the files' names in messages.
 
     Raises:
-        SourceError: links that leave the directory; or at the end, listing every damaged file.
+        SourceError: links that leave the directory; or at the end, every file that cannot be read.
+        IntegrityError: the same, if a CRC-32 is all that is wrong.
         ResourceError: a file may not be read.
     """
-    damaged: list[str] = []
-    for place, path in enumerate(locate_all(directory, names)):
+    failures: list[SourceError] = []
+    for name, path in zip(names, locate_all(directory, names), strict=True):
         try:
-            file = open_torch_file(path, names[place])
-        except ResourceError:
-            raise
+            found = read(open_torch_file(path, prefix + name))
         except SourceError as error:
-            damaged.append(error.message)
+            failures.append(error)
             continue
-        yield file, place
-        del file
-    if damaged:
-        raise SourceError(
-            f"{len(damaged)} of {len(names)} files cannot be read", problems=damaged, hint=_ANOTHER_COPY
+        yield found
+        del found
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        kind = IntegrityError if all(isinstance(error, IntegrityError) for error in failures) else SourceError
+        raise kind(
+            f"{len(failures)} of {len(names)} files cannot be read",
+            problems=[error.message for error in failures],
+            hint=failures[0].hint or _ANOTHER_COPY,
         )
 
 
@@ -237,21 +265,20 @@ class Gathering:
         tensor = self._tensors.get(name)
         if tensor is None:
             self._check_number(1, source)
-            tensor = _Tensor(path=path, dtype=whole.dtype, shape=whole.shape, is_plain=is_plain)
-            self._tensors[name] = tensor
+            tensor = self._tensors[name] = _Tensor(path, whole.dtype, whole.shape, is_plain, {})
         elif (reason := _difference(tensor, path, whole.dtype, whole.shape, is_plain)) is not None:
             self._different.setdefault(name, f"{source.name}: {reason}")
             return
         for region, part in parts:
             if region.num_elements and region not in tensor.chunks:
                 tensor.chunks[region] = self._place(name, part)
-                tensor.storages.append((len(self._opened) - 1, part.key))
-                tensor.crcs.append(part.crc32 if part.nbytes == part.data_nbytes else None)
 
     def _place(self, name: str, tensor: TensorRef) -> _Chunk:
         files, file = self._catalog.files, self._file_ids[-1]
+        storage = (len(self._opened) - 1, tensor.key)
+        crc = tensor.crc32 if tensor.nbytes == tensor.data_nbytes else None
         if tensor.is_contiguous:
-            return _Chunk(file, tensor.start, tensor.nbytes)
+            return _Chunk(file, tensor.start, tensor.nbytes, storage, crc)
         # Others may share the storage: only the stretch that this tensor reaches over is read.
         start = tensor.start
         record = replace(
@@ -259,7 +286,7 @@ class Gathering:
         )
         entry = TensorEntry(fqn=name, dtype=tensor.dtype, shape=tensor.shape, first_chunk=0, num_chunks=1)
         files.append(strided_file(files[file], entry, record))
-        return _Chunk(len(files) - 1, 0, tensor.nbytes)
+        return _Chunk(len(files) - 1, 0, tensor.nbytes, storage, crc)
 
     def finish(self) -> Gathered:
         """Return the tensors, each of them whole.
@@ -269,13 +296,15 @@ class Gathering:
                 parts.
         """
         self._raise_problems()
-        catalog, gaps = self._catalog, []
-        for name, tensor in self._tensors.items():
+        catalog, tensors, gaps = self._catalog, self._tensors, []
+        for name, tensor in tensors.items():
             reason = find_tiling_error(tensor.shape, list(tensor.chunks))
             if reason is not None:
                 gaps.append(f"{escape(name)}: {reason}")
                 continue
-            chunks = ((*chunk, region) for region, chunk in tensor.chunks.items())
+            chunks = (
+                (chunk.file, chunk.start, chunk.nbytes, region) for region, chunk in tensor.chunks.items()
+            )
             catalog.add_tensor(name, tensor.dtype, tensor.shape, chunks)
         if gaps:
             raise SourceError(
@@ -284,19 +313,20 @@ class Gathering:
                 hint="the file of a rank is missing, or files are from different saves: use another copy",
             )
         catalog.objects = tuple(self._objects)
-        catalog.paths = {name: tensor.path for name, tensor in self._tensors.items()}
-        storages = {name: tensor.storages for name, tensor in self._tensors.items()}
+        catalog.paths = {name: tensor.path for name, tensor in tensors.items()}
         return Gathered(
             catalog=catalog,
             select=partial(subset, catalog),
-            check=partial(differing, self._opened, storages.__getitem__),
-            plain=frozenset(name for name, tensor in self._tensors.items() if tensor.is_plain),
+            check=partial(
+                differing,
+                self._opened,
+                lambda name: (chunk.storage for chunk in tensors[name].chunks.values()),
+            ),
+            plain=frozenset(name for name, tensor in tensors.items() if tensor.is_plain),
             contents={
-                name: frozenset(
-                    (place, crc) for place, crc in zip(tensor.chunks, tensor.crcs, strict=True) if crc
-                )
-                for name, tensor in self._tensors.items()
-                if all(tensor.crcs)
+                name: frozenset((region, chunk.crc) for region, chunk in tensor.chunks.items() if chunk.crc)
+                for name, tensor in tensors.items()
+                if all(chunk.crc for chunk in tensor.chunks.values())
             },
         )
 

@@ -33,7 +33,7 @@ from shardkit.formats.optimizer import (
     read_groups,
     state_path,
 )
-from shardkit.formats.rankfiles.files import Gathering, each_file
+from shardkit.formats.rankfiles.files import Gathering, open_each
 from shardkit.formats.rankfiles.flat import FlatPiece, Pieces, StateDict, across, split_states
 from shardkit.formats.rankfiles.numbered import (
     Parameter,
@@ -73,10 +73,9 @@ def open_optimizer_files(
     others: dict[tuple[str, str], object] = {}
     shapes = {parameter.name: parameter.shape for parameter in parameters}
     first: StateDict | None = None
-    for file, _ in each_file(directory, names):
-        state = _read(file)
-        if state is None:
-            return _no_state_dict(names, file)
+    for state in open_each(directory, names, _read):
+        if isinstance(state, str):
+            return Unmapped(names, state)
         if first is None and len(names) > 1 and _is_flat(state, parameters):
             return _open_flat(directory, names, parameters)
         if first is None:
@@ -86,10 +85,10 @@ def open_optimizer_files(
             first, named = state, found
         reason = _problem(state, named, None if len(names) == 1 else shapes)
         if reason is not None:
-            return Unmapped(names, f"{escape(file.name)}: {reason}")
+            return Unmapped(names, f"{escape(state.file.name)}: {reason}")
         by_name = {named[key]: leaves for key, leaves in state.states.items()}
-        gathering.add(file, {STATE: {name: _tensors(leaves) for name, leaves in by_name.items()}})
-        agreement.add(file.name, by_name, state.groups)
+        gathering.add(state.file, {STATE: {name: _tensors(leaves) for name, leaves in by_name.items()}})
+        agreement.add(state.file.name, by_name, state.groups)
         for name, leaves in by_name.items():
             for leaf, value in leaves.items():
                 if not _is_tensor(value):
@@ -104,21 +103,19 @@ def open_optimizer_files(
     return writer.finish(_notes(first, named))
 
 
-def _read(file: TorchFile) -> StateDict | None:
+def _read(file: TorchFile) -> StateDict | str:
+    """Return the state dict in a file, or that it holds none."""
     tree = file.tree if isinstance(file.tree, dict) else {}
     states, groups = tree.get(STATE), read_groups(file.name, tree.get(GROUPS))
-    if not isinstance(states, dict) or not all(isinstance(leaves, dict) for leaves in states.values()):
-        return None
-    if groups is None or not all(_has_params(group) for group in groups):
-        return None
-    by_parameter = {
-        key: {str(leaf): value for leaf, value in leaves.items()} for key, leaves in states.items()
-    }
-    return StateDict(file, by_parameter, groups)
-
-
-def _no_state_dict(names: Sequence[str], file: TorchFile) -> Unmapped:
-    return Unmapped(names, f"{escape(file.name)} is no state dict of an optimizer")
+    if (
+        not isinstance(states, dict)
+        or not all(isinstance(leaves, dict) for leaves in states.values())
+        or groups is None
+        or not all(map(_has_params, groups))
+    ):
+        return f"{escape(file.name)} is no state dict of an optimizer"
+    leaves_of = {key: {str(leaf): value for leaf, value in leaves.items()} for key, leaves in states.items()}
+    return StateDict(file, leaves_of, groups)
 
 
 def _has_params(group: Mapping[str, Any]) -> bool:
@@ -236,10 +233,9 @@ def _open_flat(
 ) -> OptimizerState | Unmapped:
     """Open the states of flat parameters and take them apart."""
     ranks: list[StateDict] = []
-    for file, _ in each_file(directory, names):
-        state = _read(file)
-        if state is None:
-            return _no_state_dict(names, file)
+    for state in open_each(directory, names, _read):
+        if isinstance(state, str):
+            return Unmapped(names, state)
         ranks.append(state.without_tree())
     groups = ranks[0].groups or ()
     num_groups = sum(bool(group[PARAMS]) for group in groups)
@@ -302,33 +298,25 @@ def split_units(
         num_ranks: into how many parts each is cut.
         parameters: the model's, in its order.
     """
-    choices = [_with_root(sizes, num_ranks, parameters), _without_root(sizes, num_ranks, parameters)]
+    choices = [_units(sizes, num_ranks, parameters, has_root=has_root) for has_root in (True, False)]
     found = [choice for choice in choices if choice is not None]
     return found[0] if found and found.count(found[0]) == len(found) else None
 
 
-def _with_root(
-    sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter]
+def _units(
+    sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter], *, has_root: bool
 ) -> list[list[Parameter]] | None:
-    """Return the choice in which the first flat parameter has all that is in no wrapped module."""
-    runs = _only_runs(sizes[1:], num_ranks, parameters)
-    if runs is None or not sizes:
+    """Return the only choice with or without a root: a first flat parameter with all that is in no wrapped module."""
+    runs = _only_runs(sizes[has_root:], num_ranks, parameters) if sizes else None
+    if runs is None:
         return None
     inside = {place for run in runs for place in range(run.start, run.stop)}
     root = [parameter for place, parameter in enumerate(parameters) if place not in inside]
-    if not root or not _fits(sum(prod(parameter.shape) for parameter in root), sizes[0], num_ranks):
+    if bool(root) != has_root:
         return None
-    return [root, *(list(parameters[run.start : run.stop]) for run in runs)]
-
-
-def _without_root(
-    sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter]
-) -> list[list[Parameter]] | None:
-    """Return the choice in which every parameter is in a wrapped module, so that the root has none."""
-    runs = _only_runs(sizes, num_ranks, parameters)
-    if runs is None or sum(run.stop - run.start for run in runs) != len(parameters):
+    if has_root and not _fits(sum(prod(parameter.shape) for parameter in root), sizes[0], num_ranks):
         return None
-    return [list(parameters[run.start : run.stop]) for run in runs]
+    return [root] * has_root + [list(parameters[run.start : run.stop]) for run in runs]
 
 
 def _fits(num_elements: int, size: int, num_ranks: int) -> bool:

@@ -376,7 +376,7 @@ def test_every_damaged_file_is_listed(tmp_path: Path, ranks: tuple[int, int], de
     fifo = root / "global_step2/zero_pp_rank_1_mp_rank_00_model_states.pt"
     fifo.unlink()
     os.mkfifo(fifo)
-    with pytest.raises(SourceError, match="3 files of") as caught:
+    with pytest.raises(SourceError, match=r"3 of \d files cannot be read") as caught:
         open_deepspeed(str(root))
     assert all(any(path.name in problem for problem in caught.value.problems) for path in (*cut, fifo))
 

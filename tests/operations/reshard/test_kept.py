@@ -163,7 +163,7 @@ def test_several_optimizers_are_told(saved: Path, tmp_path: Path, name: str) -> 
 
 def test_a_damaged_optimizer_is_refused(saved: Path, tmp_path: Path) -> None:
     os.truncate(saved / "optimizer.bin", 1000)
-    with pytest.raises(shardkit.SourceError, match="1 of 1 files cannot be read"):
+    with pytest.raises(shardkit.SourceError, match=r"optimizer\.bin: .*cut short"):
         shardkit.reshard(saved, tmp_path / "out", world_size=2)
     assert not (tmp_path / "out").exists()
 
