@@ -39,7 +39,7 @@ ALLOWED = {
     "__init__.py": {"importlib": "public names load when they are first used; the names are ours"},
     "cli/__init__.py": {"importlib": "commands load when they are run; the names are ours"},
     "formats/dcp/records.py": {"importlib": "one of two zstd modules, both named here"},
-    "formats/registry.py": {"importlib": "layouts load when their turn comes; the names are ours"},
+    "formats/registry.py": {"importlib": "formats load when their turn comes; the names are ours"},
     "layout/traced.py": {
         "importlib": "whether transformers is installed",
         "subprocess": "models are built and traced in a child process",

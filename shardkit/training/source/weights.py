@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from shardkit.keys.check import refuse_factors
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules
 from shardkit.keys.select import select_model
-from shardkit.layout.naming import match_names
+from shardkit.layout.naming import NameMatch, match_names
 from shardkit.training.ranks.context import ExpectedTensor, KeyRules, Weights, key_rules
 from shardkit.training.source.from_rank import RankSource
 from shardkit.training.source.presharded import METADATA, Presharded, open_presharded
@@ -105,14 +105,6 @@ def open_weights(
         model=model,
     )
     catalog = opened.select(list(dict.fromkeys(found.names.values())))
-    notes = list(opened.notes)
-    if found.ignored:
-        shown = listed(found.ignored)
-        notes.append(f"left out of the source, the model computes them: {shown}")
-    if found.renamed:
-        notes.append(
-            f"{count(found.renamed, 'tensor')} of the source found under other names than the model's"
-        )
     return Weights(
         path=opened.path,
         catalog=catalog,
@@ -124,10 +116,17 @@ def open_weights(
         follows_class=found.is_transformers,
         fused=found.fused,
         quantised=opened.quantised or _scales(found.unused),
-        notes=tuple(notes),
+        notes=(*opened.notes, *_match_notes(found)),
         key_rules=_key_rules(opened, found.names),
         open_chunks=opened.open_chunks,
     )
+
+
+def _match_notes(found: NameMatch) -> Iterator[str]:
+    if found.ignored:
+        yield f"left out of the source, the model computes them: {listed(found.ignored)}"
+    if found.renamed:
+        yield f"{count(found.renamed, 'tensor')} of the source found under other names than the model's"
 
 
 def first_dtype(
