@@ -1,4 +1,4 @@
-"""Pickles read without running them: the interpreter, its policies, and records taken in columns.
+"""Pickles, read without being run: the interpreter, its two policies, and records taken in columns.
 
 Internal: import from `shardkit`.
 """

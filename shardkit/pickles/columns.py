@@ -1,10 +1,10 @@
-"""The second shortcut of `pickle_vm`: whole runs of records that are spelled alike, decoded in columns with numpy.
+"""The shortcut for large metadata: whole runs of records that are spelled alike, decoded in columns with numpy.
 
-A checkpoint of a thousand ranks is one unit, a chunk or a storage entry with its index, hundreds of
-thousands of times over. A unit that was executed gives the *form*: the bytes that all share, and between them
-numbers, texts and corners. Where the next units lie is guessed from the bytes that all begin with. Then every
-byte is held against the form, and each unit has to begin where the one before ended; so what is taken is what
-executing opcode by opcode would have made. The run ends at the first unit that is in any way different.
+A checkpoint of a thousand ranks repeats one unit hundreds of thousands of times: a chunk, or a storage entry with
+its index. The interpreter executes one unit. That gives the *form*: the bytes that all units share, and between
+them numbers, texts and corners. The bytes that all units begin with tell where the next ones may lie. Then every
+byte is compared with the form, and each unit has to begin where the one before ended. So what is taken is what
+the interpreter would have made, opcode by opcode. The run ends at the first unit that differs in any way.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Run the few pickle opcodes that checkpoint files need, without `pickle` and without calling anything.
+"""Interpret pickles with a table of opcodes, without `pickle` and without calling anything that a file names.
 
-A pickle is a program. This interpreter knows the opcodes that plain data, fixed record classes and a few
-named makers need, and a `Vocabulary` says which names exist: each stands for an inert value of ours, is
-never imported, and everything else in the file is an error. Three more rules keep a small file from
-costing much: only strings (and records that the vocabulary takes care of) are ever hashed, memo slots
-may not be numbered beyond what the file could have filled, and values that are never fetched again are
-not kept.
+A pickle is a program for a small stack machine. `Interpreter` is that machine: its state, its loop, and the
+opcodes that mean the same in every pickle. A policy (`shardkit.pickles.policies`) completes the table. It
+decides what names, calls and dict keys are allowed, what the memo keeps, and how much there may be of all.
 
-Source: CPython 3.13, Lib/pickletools.py (opcodes 2 to 5); pickles written by torch 2.2 to 2.13.
+Source: CPython 3.13, Lib/pickletools.py (opcodes of protocols 2 to 5).
 """
 
 from __future__ import annotations
@@ -15,377 +12,273 @@ from __future__ import annotations
 import gc
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.pickles.columns import RunKind, Runs
-from shardkit.pickles.slots import fetched_slots
+
+Handler = Callable[[Any, int], int]
+"""Executes an opcode on an `Interpreter`; given the position behind the opcode, returns that of the next one."""
 
 _MAX_NAME = 200  # bytes of a module or a name that GLOBAL may give
-_SIZE = b"\x94\x85\x94R\x94"  # what follows the tuple of a torch.Size: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE
-_STATE = b"\x94}\x94("  # what follows NEWOBJ of a record: MEMOIZE EMPTY_DICT MEMOIZE MARK
-_MAX_KEYS_SHOWN = 4
-_INT64 = 9  # bytes of the longest LONG1 that can be an unsigned 64-bit value
+_STOP = 0x2E
+_CUT = "it ends too early"
 
 
 class Refusal(Exception):
-    """Something in a pickle that the vocabulary does not admit; `parse` adds file and byte."""
+    """Something in a pickle that is not allowed; `Interpreter.run` adds the file and the byte."""
 
 
-class Record:
-    """An inert object: NEWOBJ makes it empty and BUILD, at most once, gives it its fields."""
+class Interpreter:
+    """Interprets one pickle. A policy is a subclass, so that an opcode finds all that it works on in one object.
 
-    __slots__ = ()
+    Args:
+        data: the whole pickle.
+        max_bytes: size beyond which it is not looked at.
+        names: (module, name) -> the inert value that it stands for; asked for every name.
+        persistent: what a persistent id stands for, None where that is refused.
+    """
 
-    def build(self, state: object) -> None:
-        """Check and take the fields.
+    opcodes: ClassVar[tuple[Handler, ...]]
+    """A handler for each of the 256 bytes; `table` makes them."""
+    hint: ClassVar[str]
+    faults: ClassVar[Mapping[type[Exception], str]] = {
+        KeyError: "a field or memo entry is missing",
+        ValueError: "text that is not UTF-8, or a name without an end",  # UnicodeDecodeError is one
+    }
+    """What it means that an opcode raises one of these."""
+    max_opcodes: ClassVar[int] = 1 << 62
+    """No file that is looked at has more."""
+    max_int_bytes: ClassVar[int]
+    passive: ClassVar[tuple[type, ...]] = ()
+    """Types of values that may get items, and keep none of them."""
+
+    def __init__(
+        self,
+        data: bytes,
+        max_bytes: int,
+        names: Callable[[str, str], object],
+        persistent: Callable[[object], object] | None,
+    ) -> None:
+        self.data, self.max_bytes, self.names, self.persistent = data, max_bytes, names, persistent
+        self.pos = 0  # of the latest opcode, once the interpreter has stopped
+        self.stack: list[Any] = []
+        self.outer: list[list[Any]] = []  # the stacks below each open MARK
+
+    def run(self, where: str) -> object:
+        """Return the value that the pickle describes.
+
+        Args:
+            where: the file, escaped, for messages.
 
         Raises:
-            Refusal: the class has no such state.
+            SourceError: too large, damaged, or not allowed by the policy; names the byte.
         """
-        raise Refusal(f"{type(self).__name__} takes no fields")
+        if len(self.data) > self.max_bytes:
+            raise SourceError(
+                f"{where} has {len(self.data)} bytes, more than the {self.max_bytes} that it may"
+            )
+        # A million records are made and none is garbage: the collector would walk them again and again.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return self.execute()
+        except Refusal as refusal:
+            reason = f"{refusal}{self.place()}"
+        except struct.error:
+            reason = _CUT
+        except IndexError:
+            reason = _CUT if self.pos + 1 >= len(self.data) else "an opcode finds nothing to work on"
+        except tuple(self.faults) as error:
+            reason = next(text for kind, text in self.faults.items() if isinstance(error, kind))
+        finally:
+            if collecting:
+                gc.enable()
+        raise SourceError(
+            f"{where} is damaged or not what torch writes: {reason} (near byte {self.pos})", hint=self.hint
+        ) from None
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Global:
-    """A name that a pickle may use in more ways than as a plain value."""
-
-    name: str
-    """For messages, e.g. "torch.Size"."""
-    new: Callable[[], Record] | None = None
-    """What NEWOBJ with no arguments makes, None where that is refused."""
-    call: Callable[[tuple[Any, ...]], object] | None = None
-    """What REDUCE makes of its arguments (it must check them), None where that is refused."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
-    """What the pickles of one kind of file may say."""
-
-    names: Mapping[tuple[str, str], object]
-    """(module, name) -> a `Global`, or the inert value that the name stands for."""
-    max_bytes: int
-    """Size beyond which a file is not looked at."""
-    persistent: Callable[[object], object] | None = None
-    """What BINPERSID makes of its argument (it must check it), None where that is refused."""
-    set_records: Callable[[dict[Any, Any], list[Any]], None] | None = None
-    """Stores [key, value, ...] with records as keys in a dict; None where keys are strings only."""
-    has_bytes: bool = False
-    """Bytes may stand as values; otherwise they are refused."""
-    runs: tuple[RunKind, ...] = ()
-    """Records that may come in columns (`pickle_batches`): one value then stands for many on the stack. What is
-    accepted is the same without them, but what is refused may be refused in other words."""
-
-
-def parse(data: bytes, vocabulary: Vocabulary, where: str) -> object:
-    """Return the inert value that a pickle describes.
-
-    Args:
-        data: the whole pickle.
-        where: the file, escaped, for messages.
-
-    Raises:
-        SourceError: damaged, or anything that the vocabulary does not admit.
-    """
-    if len(data) > vocabulary.max_bytes:
-        raise SourceError(f"{where} has {len(data)} bytes, more than the {vocabulary.max_bytes} that it may")
-    # A million records are being made and none is garbage: the collector would only walk them again and again.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        return _execute(data, vocabulary, where)
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def parse_in_columns(data: bytes, vocabulary: Callable[..., Vocabulary], where: str) -> object:
-    """Return the same, sooner: records that may come in columns do.
-
-    Args:
-        data: the whole pickle.
-        vocabulary: given the number of bytes and `runs`, makes one for a parse.
-        where: the file, escaped, for messages.
-
-    Raises:
-        SourceError: damaged, or anything that the vocabulary does not admit.
-    """
-    try:
-        return parse(data, vocabulary(len(data), runs=True), where)
-    except SourceError:
-        # Once more, step by step: what is wrong is then told by the record that it is wrong with.
-        return parse(data, vocabulary(len(data), runs=False), where)
-
-
-def _execute(data: bytes, vocabulary: Vocabulary, where: str) -> object:
-    """The interpreter's loop.
-
-    One long function with literal opcodes, in the order of their frequency: a call or a look-up of a constant for
-    each would be seconds where records do not come in columns (`Vocabulary.runs`).
-    Reading past the end raises IndexError or struct.error; a slice that comes out short does so at the
-    next opcode, because the last byte has to be STOP.
-    """
-    names, set_records, persistent = vocabulary.names, vocabulary.set_records, vocabulary.persistent
-    keep = fetched_slots(data)
-    memo: dict[int, Any] = {}
-    num_memoized = 0
-    stack: list[Any] = []
-    outer: list[list[Any]] = []  # the stacks below each open MARK
-    unbuilt: list[Record] = []
-    field_orders: dict[type[Record], list[str]] = {}  # the keys, checked, of the last of each class
-    runs = {kind.classes[-1]: Runs(data, kind, keep, memo, _call_of) for kind in vocabulary.runs}
-    unpack_u32, unpack_i32 = struct.Struct("<I").unpack_from, struct.Struct("<i").unpack_from
-    pos = 0
-    try:
-        while True:
-            op = data[pos]
-            pos += 1
-            if op == 0x6A:  # LONG_BINGET
-                stack.append(memo[unpack_u32(data, pos)[0]])
-                pos += 4
-            elif op == 0x68:  # BINGET
-                stack.append(memo[data[pos]])
-                pos += 1
-            elif op == 0x4B:  # BININT1
-                stack.append(data[pos])
-                pos += 1
-            elif op == 0x4D:  # BININT2
-                stack.append(data[pos] | data[pos + 1] << 8)
-                pos += 2
-            elif op == 0x4A:  # BININT
-                stack.append(unpack_i32(data, pos)[0])
-                pos += 4
-            elif op == 0x8A:  # LONG1
-                stop = pos + 1 + data[pos]
-                if data[pos] > _INT64:
-                    raise Refusal(f"an integer of {data[pos]} bytes")
-                stack.append(int.from_bytes(data[pos + 1 : stop], "little", signed=True))
-                pos = stop
-            elif op == 0x86 or op == 0x85:  # TUPLE2, TUPLE1
-                if op == 0x86:
-                    last = stack.pop()
-                    value: Any = (stack.pop(), last)
-                else:
-                    value = (stack.pop(),)
-                if data[pos : pos + 5] == _SIZE and not keep[num_memoized] and not keep[num_memoized + 1]:
-                    function = stack.pop()
-                    if type(function) is not Global or function.call is None:
-                        raise Refusal(f"REDUCE of {_describe(function)}")
-                    value = function.call((value,))
-                    num_memoized += 2  # the last MEMOIZE of the five opcodes is left to the loop
-                    pos += 4
-                stack.append(value)
-            elif op == 0x94:  # MEMOIZE
-                last = stack[-1]  # there has to be one, fetched or not
-                if keep[num_memoized]:
-                    memo[num_memoized] = last
-                num_memoized += 1
-            elif op == 0x29:  # EMPTY_TUPLE
-                if data[pos] != 0x81:
-                    stack.append(())
-                    continue
-                pos += 1  # NEWOBJ
-                cls = stack[-1]
-                if type(cls) is not Global or cls.new is None:
-                    raise Refusal(f"NEWOBJ of {_describe(cls)}")
-                record = stack[-1] = cls.new()
-                unbuilt.append(record)
-                if data[pos : pos + 4] == _STATE and not keep[num_memoized] and not keep[num_memoized + 1]:
-                    num_memoized += 2
-                    pos += 4
-                    stack.append({})
-                    outer.append(stack)
-                    stack = []
-            elif op == 0x75:  # SETITEMS
-                items, stack = stack, outer.pop()
-                if data[pos] != 0x62 or stack[-1] != {} or unbuilt[-1] is not stack[-2]:
-                    _set_items(stack[-1], items, set_records)
-                    continue
-                pos += 1  # BUILD of the latest record from just these items
-                state, record = stack.pop(), unbuilt.pop()
-                keys = items[::2]
-                if field_orders.get(type(record)) == keys and len(items) == 2 * len(keys):
-                    state = dict(zip(keys, items[1::2], strict=True))
-                else:
-                    _set_items(state, items, None)
-                    field_orders[type(record)] = list(state)
-                record.build(state)
-                kind = type(record)
-                if kind in runs and _may_begin(runs[kind].kind, stack, outer):
-                    taken = runs[kind].take(pos, num_memoized)
-                    if taken is not None:
-                        stack += taken.values
-                        pos, num_memoized = taken.stop, num_memoized + taken.num_slots
-            elif op == 0x4E:  # NONE
-                stack.append(None)
-            elif op == 0x28:  # MARK
-                outer.append(stack)
-                stack = []
-            elif op == 0x7D:  # EMPTY_DICT
-                stack.append({})
-            elif op == 0x81:  # NEWOBJ
-                raise Refusal("an object made with arguments")
-            elif op == 0x62:  # BUILD
-                state, record = stack.pop(), stack[-1]
-                # A record is built once, before whatever holds it; BytesStorageMetadata never is.
-                while not unbuilt or unbuilt.pop() is not record:
-                    if not unbuilt:
-                        raise Refusal(f"BUILD of {_describe(record)}")
-                record.build(state)
-            elif op == 0x52:  # REDUCE
-                args, function = stack.pop(), stack.pop()
-                if type(function) is not Global or function.call is None or type(args) is not tuple:
-                    raise Refusal(f"REDUCE of {_describe(function)}")
-                stack.append(function.call(args))
-            elif op == 0x8C:  # SHORT_BINUNICODE
-                stop = pos + 1 + data[pos]
-                stack.append(data[pos + 1 : stop].decode())
-                pos = stop
-            elif op == 0x71 or op == 0x72:  # BINPUT, LONG_BINPUT
-                slot = data[pos] if op == 0x71 else unpack_u32(data, pos)[0]
-                pos += 1 if op == 0x71 else 4
-                if slot >= len(keep):
-                    raise Refusal(f"memo slot {slot}")
-                if slot in memo:
-                    raise Refusal(f"memo slot {slot} set again")
-                last = stack[-1]
-                if keep[slot]:
-                    memo[slot] = last
-                num_memoized = len(keep)  # a MEMOIZE after it would have no number: no pickler mixes them
-            elif op == 0x58:  # BINUNICODE
-                stop = pos + 4 + unpack_u32(data, pos)[0]
-                stack.append(data[pos + 4 : stop].decode())
-                pos = stop
-            elif op == 0x74:  # TUPLE
-                items, stack = stack, outer.pop()
-                stack.append(tuple(items))
-            elif op == 0x87:  # TUPLE3
-                items = stack[-3:]
-                del stack[-2:]
-                stack[-1] = (items[0], items[1], items[2])
-            elif op == 0x88 or op == 0x89:  # NEWTRUE, NEWFALSE
-                stack.append(op == 0x88)
-            elif op == 0x5D:  # EMPTY_LIST
-                stack.append([])
-            elif op == 0x65:  # APPENDS
-                items, stack = stack, outer.pop()
-                if type(stack[-1]) is not list:
-                    raise Refusal("APPENDS to something that is not a list")
-                stack[-1].extend(items)
-            elif op == 0x61:  # APPEND
-                value = stack.pop()
-                if type(stack[-1]) is not list:
-                    raise Refusal("APPEND to something that is not a list")
-                stack[-1].append(value)
-            elif op == 0x73:  # SETITEM
-                value, key = stack.pop(), stack.pop()
-                _set_items(stack[-1], [key, value], set_records)
-            elif op == 0x93:  # STACK_GLOBAL
-                name, module = stack.pop(), stack.pop()
-                stack.append(_look_up(names, module, name))
-            elif op == 0x63:  # GLOBAL
-                middle = data.index(b"\n", pos, pos + _MAX_NAME)
-                stop = data.index(b"\n", middle + 1, middle + 1 + _MAX_NAME)
-                stack.append(_look_up(names, data[pos:middle].decode(), data[middle + 1 : stop].decode()))
-                pos = stop + 1
-            elif op == 0x51 and persistent is not None:  # BINPERSID
-                stack.append(persistent(stack.pop()))
-            elif (op == 0x43 or op == 0x42) and vocabulary.has_bytes:  # SHORT_BINBYTES, BINBYTES
-                start = pos + (1 if op == 0x43 else 4)
-                pos = start + int.from_bytes(data[pos:start], "little")
-                stack.append(data[start:pos])
-            elif op == 0x95:  # FRAME
-                pos += 8
-                if int.from_bytes(data[pos - 8 : pos], "little") > len(data) - pos:
-                    raise Refusal("a frame that reaches past the end")
-            elif op == 0x8D:  # BINUNICODE8
-                stop = pos + 8 + int.from_bytes(data[pos : pos + 8], "little")
-                stack.append(data[pos + 8 : stop].decode())
-                pos = stop
-            elif op == 0x80:  # PROTO
-                if pos != 1 or not 2 <= data[pos] <= 5:
-                    raise Refusal("a pickle protocol other than 2 to 5")
-                pos += 1
-            elif op == 0x2E:  # STOP
-                if pos != len(data):
-                    raise Refusal(f"{len(data) - pos} bytes follow the end of the pickle")
-                if len(stack) != 1 or outer:
-                    raise Refusal("the pickle does not end with one object")
-                return stack[0]
+    def execute(self) -> object:
+        """Execute all opcodes and return the one value that they leave."""
+        data, opcodes, pos = self.data, self.opcodes, 0
+        try:
+            for _ in range(self.max_opcodes):
+                op = data[pos]
+                if op == _STOP:
+                    break
+                pos = opcodes[op](self, pos + 1)
             else:
-                raise Refusal(f"opcode 0x{op:02x} is not one that checkpoints use")
-    except Refusal as refusal:
-        raise _error(where, pos, f"{refusal}{_place([*outer, stack])}") from None
-    except (IndexError, struct.error):
-        reason = "it ends too early" if pos >= len(data) else "an opcode finds nothing to work on"
-    except KeyError:
-        reason = "a field or memo entry is missing"
-    except AttributeError:
-        reason = "a record without its fields"
-    except ValueError:  # UnicodeDecodeError is one
-        reason = "text that is not UTF-8, or a name without an end"
-    raise _error(where, pos, reason)
+                raise Refusal(f"it has more than {self.max_opcodes} opcodes")
+        finally:
+            self.pos = pos
+        if pos + 1 != len(data):
+            raise Refusal(f"{len(data) - pos - 1} bytes follow the end of the pickle")
+        if len(self.stack) != 1 or self.outer:
+            raise Refusal("the pickle does not end with one object")
+        return self.stack[0]
+
+    def put_items(self, target: dict[Any, Any], items: list[Any]) -> None:
+        """Put [key, value, ...] into a dict; check the keys."""
+        raise NotImplementedError
+
+    def place(self) -> str:
+        """Return where in the result the value lies that is being made, for messages."""
+        return ""
+
+    def take(self, pos: int, nbytes: int) -> bytes:
+        """Return bytes of the file."""
+        if pos + nbytes > len(self.data):
+            raise Refusal(_CUT)
+        return self.data[pos : pos + nbytes]
+
+    def pop(self, num: int) -> list[Any]:
+        """Return the topmost values, and take them off the stack."""
+        if num > len(self.stack):
+            raise IndexError
+        items = self.stack[-num:]
+        del self.stack[-num:]
+        return items
+
+    def mark(self) -> None:
+        """Begin a new stack on top of this one."""
+        self.outer.append(self.stack)
+        self.stack = []
+
+    def pop_mark(self) -> list[Any]:
+        """Return what lies above the latest MARK, and take both off the stack."""
+        items, self.stack = self.stack, self.outer.pop()
+        return items
+
+    def push_bytes(self, pos: int, nbytes: int) -> int:
+        self.stack.append(self.take(pos, nbytes))
+        return pos + nbytes
+
+    def push_int(self, pos: int, nbytes: int) -> int:
+        if nbytes > self.max_int_bytes:
+            raise Refusal(f"an integer of {nbytes} bytes")
+        self.stack.append(int.from_bytes(self.take(pos, nbytes), "little", signed=True))
+        return pos + nbytes
+
+    def push_list(self) -> None:
+        items = self.pop_mark()
+        self.stack.append(items)
+
+    def push_tuple(self) -> None:
+        items = self.pop_mark()
+        self.stack.append(tuple(items))
+
+    def set_items(self, items: list[Any]) -> None:
+        """Put [key, value, ...] into the topmost value."""
+        target = self.stack[-1]
+        if len(items) % 2:
+            raise Refusal("a dict key without a value")
+        if type(target) is dict:
+            self.put_items(target, items)
+        elif not isinstance(target, self.passive):
+            raise Refusal("SETITEMS on something that is not a dict")
+
+    def append(self, items: list[Any]) -> None:
+        """Append to the topmost value."""
+        target = self.stack[-1]
+        if type(target) is list:
+            target.extend(items)
+        elif not isinstance(target, self.passive):
+            raise Refusal("APPENDS to something that is not a list")
+
+    def push_name(self, pos: int) -> int:
+        """Push what the name in the next two lines stands for."""
+        middle = self.data.index(b"\n", pos, pos + _MAX_NAME)
+        stop = self.data.index(b"\n", middle + 1, middle + 1 + _MAX_NAME)
+        self.stack.append(self.names(self.data[pos:middle].decode(), self.data[middle + 1 : stop].decode()))
+        return stop + 1
+
+    def push_named(self, module: object, name: object) -> None:
+        if type(name) is not str or type(module) is not str or len(name) + len(module) > 2 * _MAX_NAME:
+            raise Refusal("a global whose name is not text, or too long")
+        self.stack.append(self.names(module, name))
+
+    def push_persistent(self, pos: int) -> int:
+        if self.persistent is None:
+            return self.refuse(pos)
+        self.stack.append(self.persistent(self.stack.pop()))
+        return pos
+
+    def check_protocol(self, pos: int) -> int:
+        if pos != 1 or not 2 <= self.data[1] <= 5:
+            raise Refusal("a pickle protocol other than 2 to 5")
+        return pos + 1
+
+    def check_frame(self, pos: int, nbytes: int) -> int:
+        if nbytes > len(self.data) - pos:
+            raise Refusal("a frame that reaches past the end")
+        return pos
+
+    def refuse(self, pos: int) -> int:
+        """Refuse the opcode that was just read."""
+        raise Refusal(f"opcode 0x{self.data[pos - 1]:02x} is not one that checkpoints use")
 
 
-def _error(where: str, pos: int, reason: str) -> SourceError:
-    return SourceError(
-        f"{where} is damaged or not what torch writes: {reason} (near byte {pos})",
-        hint="nothing in it was executed; if it comes from another tool, its format is not supported",
-    )
+def plain(action: Callable[[Any], object]) -> Handler:
+    """Return a handler of an opcode that has nothing behind it."""
+
+    def handle(vm: Interpreter, pos: int) -> int:
+        action(vm)
+        return pos
+
+    return handle
 
 
-def _place(stacks: list[list[Any]]) -> str:
-    """Return where in the dicts the value lies that is being made: the last key of each that is open."""
-    keys = [next((item for item in reversed(stack) if type(item) is str), None) for stack in stacks]
-    found = [escape(key) for key in keys if key is not None]
-    return f", in {' / '.join(found[:_MAX_KEYS_SHOWN])}" if found else ""
+def sized(layout: str, action: Callable[[Any, int, int], int]) -> Handler:
+    """Return a handler that reads a number, which `struct` calls `layout`, and passes it to `action`."""
+    size, unpack = struct.calcsize(layout), struct.Struct(layout).unpack_from
+    return lambda vm, pos: action(vm, pos + size, unpack(vm.data, pos)[0])
 
 
-def _may_begin(kind: RunKind, stack: list[Any], outer: list[list[Any]]) -> bool:
-    """True where whole units, the last of which was just made, are about to go into the right holder."""
-    size = len(kind.classes)
-    return (
-        len(stack) % size == 0
-        and bool(outer and outer[-1])
-        and type(outer[-1][-1]) is kind.holder
-        and tuple(map(type, stack[-size:])) == kind.classes
-    )
+def number(layout: str) -> Handler:
+    """Return a handler that pushes the number behind the opcode, which `struct` calls `layout`."""
+    size, unpack = struct.calcsize(layout), struct.Struct(layout).unpack_from
+
+    def handle(vm: Interpreter, pos: int) -> int:
+        vm.stack.append(unpack(vm.data, pos)[0])
+        return pos + size
+
+    return handle
 
 
-def _set_items(
-    target: Any, items: list[Any], set_records: Callable[[dict[Any, Any], list[Any]], None] | None
-) -> None:
-    """Put [key, value, ...] into a dict; a key is a string, given once."""
-    if type(target) is not dict:
-        raise Refusal("SETITEMS on something that is not a dict")
-    if len(items) % 2:
-        raise Refusal("a dict key without a value")
-    if items and set_records is not None and isinstance(items[0], Record):
-        set_records(target, items)
-        return
-    for i in range(0, len(items), 2):
-        key = items[i]
-        if type(key) is not str:
-            raise Refusal(f"a dict key that is {_describe(key)}")
-        if key in target:
-            raise Refusal(f"dict key {escape(key)!r} is given twice")
-        target[key] = items[i + 1]
+def _push_byte(vm: Interpreter, pos: int) -> int:
+    vm.stack.append(vm.data[pos])
+    return pos + 1
 
 
-def _look_up(names: Mapping[tuple[str, str], object], module: object, name: object) -> object:
-    if type(module) is not str or type(name) is not str:
-        raise Refusal("a global whose name is not text")
-    if (module, name) not in names:
-        raise Refusal(f"it names {escape(module)}.{escape(name)}")
-    return names[module, name]
+_VM = Interpreter
+COMMON: Mapping[int, Handler] = {
+    0x28: plain(_VM.mark),  # MARK
+    0x29: plain(lambda vm: vm.stack.append(())),  # EMPTY_TUPLE
+    0x4A: number("<i"),  # BININT
+    0x4B: _push_byte,  # BININT1
+    0x4D: number("<H"),  # BININT2
+    0x4E: plain(lambda vm: vm.stack.append(None)),  # NONE
+    0x51: _VM.push_persistent,  # BINPERSID
+    0x5D: plain(lambda vm: vm.stack.append([])),  # EMPTY_LIST
+    0x61: plain(lambda vm: vm.append(vm.pop(1))),  # APPEND
+    0x63: _VM.push_name,  # GLOBAL
+    0x65: plain(lambda vm: vm.append(vm.pop_mark())),  # APPENDS
+    0x73: plain(lambda vm: vm.set_items(vm.pop(2))),  # SETITEM
+    0x74: plain(_VM.push_tuple),  # TUPLE
+    0x75: plain(lambda vm: vm.set_items(vm.pop_mark())),  # SETITEMS
+    0x7D: plain(lambda vm: vm.stack.append({})),  # EMPTY_DICT
+    0x80: _VM.check_protocol,  # PROTO
+    0x85: plain(lambda vm: vm.stack.append(tuple(vm.pop(1)))),  # TUPLE1
+    0x86: plain(lambda vm: vm.stack.append(tuple(vm.pop(2)))),  # TUPLE2
+    0x87: plain(lambda vm: vm.stack.append(tuple(vm.pop(3)))),  # TUPLE3
+    0x88: plain(lambda vm: vm.stack.append(True)),  # NEWTRUE
+    0x89: plain(lambda vm: vm.stack.append(False)),  # NEWFALSE
+    0x8A: sized("<B", _VM.push_int),  # LONG1
+    0x93: plain(lambda vm: vm.push_named(*vm.pop(2))),  # STACK_GLOBAL
+    0x95: sized("<Q", _VM.check_frame),  # FRAME
+}
+"""The opcodes that every policy has."""
 
 
-def _call_of(value: object) -> Callable[[tuple[Any, ...]], object] | None:
-    return value.call if type(value) is Global else None
-
-
-def _describe(value: object) -> str:
-    """Say what a value is, without its contents."""
-    return value.name if type(value) is Global else f"of type {type(value).__name__}"
+def table(rows: Mapping[int, Handler]) -> tuple[Handler, ...]:
+    """Return the handlers of a policy: `rows` before COMMON; all other bytes are refused."""
+    return tuple(rows.get(op) or COMMON.get(op, Interpreter.refuse) for op in range(256))

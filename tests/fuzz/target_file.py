@@ -22,8 +22,7 @@ from shardkit.core.regions import Region
 from shardkit.formats.torchsave.archive import Entry
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, leaves, open_torch_file
 from shardkit.formats.torchsave.values import TensorNames
-from shardkit.pickles.inert import InertPickle
-from shardkit.pickles.nodes import Opaque
+from shardkit.pickles.policies import Inert, Opaque
 from tests.formats.dcp.samples import as_rank, replicate
 from tests.fuzz.mutate import pick
 from tests.fuzz.mutate_pickle import change_pickle
@@ -112,7 +111,7 @@ def check_inert(data: bytes) -> bool:
     """
     tables = _storages()
     names, data = TensorNames(tables[data[0] % len(tables)] if data else {}), data[1:]
-    vm = InertPickle(data, names.look_up, names.storage)
+    vm = Inert(data, names.look_up, names.storage)
     found = attempt(lambda: [vm.run("f")])
     if found is None:
         return False

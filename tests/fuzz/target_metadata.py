@@ -35,7 +35,7 @@ from shardkit.formats.dcp.metadata import DcpMetadata, join_fields, parse_metada
 from shardkit.formats.dcp.vocabulary import Metadata, metadata_names, metadata_vocabulary
 from shardkit.formats.torchsave.record import parse_tensor
 from shardkit.pickles import columns as pickle_batches
-from shardkit.pickles.interpreter import parse
+from shardkit.pickles.policies import Strict
 from tests.fuzz.mutate import pick
 from tests.fuzz.mutate_pickle import change_pickle
 from tests.fuzz.reference import Fields, Top, Unpickler
@@ -97,7 +97,7 @@ def _eager() -> Iterator[None]:
 
 def _parse_slowly(data: bytes) -> DcpMetadata:
     """Parse opcode by opcode, and join chunk by chunk."""
-    top = parse(data, metadata_vocabulary(len(data)), ".metadata")
+    top = Strict(data, metadata_vocabulary(len(data)), in_columns=False).run(".metadata")
     if not isinstance(top, Metadata):
         raise ShardkitError("of another class")
     return join_fields(top.fields, ".metadata")
@@ -106,8 +106,8 @@ def _parse_slowly(data: bytes) -> DcpMetadata:
 def check_bytecheckpoint(data: bytes) -> bool:
     """The same for ByteCheckpoint's own classes; the pickles inside are read too."""
 
-    def read(runs: bool = False) -> tuple[DcpMetadata, Any]:
-        top = parse(data, bytecheckpoint_vocabulary(len(data), runs=runs), ".metadata")
+    def read(in_columns: bool = False) -> tuple[DcpMetadata, Any]:
+        top = Strict(data, bytecheckpoint_vocabulary(len(data)), in_columns=in_columns).run(".metadata")
         if not isinstance(top, ByteMetadata):
             raise ShardkitError("of another class")
         table = _pickles(top.fields.get("all_tensor_metadata"))
@@ -117,7 +117,7 @@ def check_bytecheckpoint(data: bytes) -> bool:
 
     found = attempt(read)
     with _eager():
-        in_columns = attempt(lambda: read(runs=True))
+        in_columns = attempt(lambda: read(in_columns=True))
     if found is None:
         assert in_columns is None, "the shortcut accepts what is refused"
         return False

@@ -25,7 +25,7 @@ from shardkit.formats.dcp.metadata import DcpMetadata, join_fields, parse_metada
 from shardkit.formats.dcp.vocabulary import Metadata as Parsed
 from shardkit.formats.dcp.vocabulary import metadata_vocabulary
 from shardkit.pickles import columns as pickle_batches
-from shardkit.pickles.interpreter import parse
+from shardkit.pickles.policies import Strict
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -76,7 +76,7 @@ def described(found: DcpMetadata) -> object:
 
 
 def step_by_step(data: bytes) -> DcpMetadata:
-    top = parse(data, metadata_vocabulary(len(data)), ".metadata")
+    top = Strict(data, metadata_vocabulary(len(data)), in_columns=False).run(".metadata")
     assert isinstance(top, Parsed)
     return join_fields(top.fields, ".metadata")
 

@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.errors import SourceError
-from shardkit.pickles import inert
-from shardkit.pickles.inert import InertPickle
-from shardkit.pickles.nodes import Opaque
+from shardkit.pickles import policies
+from shardkit.pickles.policies import Inert, Opaque
 
 PLAIN = st.recursive(
     st.none()
@@ -43,8 +42,8 @@ def look_into(data: bytes) -> Any:
     return pickle_of(data).run("file")
 
 
-def pickle_of(data: bytes) -> InertPickle:
-    return InertPickle(data, lambda module, name: Opaque(f"{module}.{name}"), lambda value: Opaque("storage"))
+def pickle_of(data: bytes) -> Inert:
+    return Inert(data, lambda module, name: Opaque(f"{module}.{name}"), lambda value: Opaque("storage"))
 
 
 @given(PLAIN, st.integers(2, 5))
@@ -163,7 +162,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", [data for data, _ in HOSTILE.values()], ids=HOSTILE)
 def test_hostile(data, monkeypatch):
-    monkeypatch.setattr(inert, "_MAX_CHARGED", 200_000)
+    monkeypatch.setattr(policies, "_MAX_CHARGED", 200_000)
     reason = next(reason for known, reason in HOSTILE.values() if known is data)
     with pytest.raises(SourceError, match=reason):
         look_into(data)

@@ -13,7 +13,7 @@ import pytest
 
 from shardkit.errors import SourceError
 from shardkit.formats.dcp.metadata import parse_metadata
-from shardkit.pickles.interpreter import Global, Record, Vocabulary, parse
+from shardkit.pickles.policies import Global, Record, Strict, Vocabulary
 
 METADATA = b"torch.distributed.checkpoint.metadata"
 
@@ -41,7 +41,7 @@ WORDS = Vocabulary(
 
 
 def run(data: bytes) -> object:
-    return parse(data, WORDS, "file.pkl")
+    return Strict(data, WORDS, in_columns=False).run("file.pkl")
 
 
 PLAIN: list[object] = [

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from shardkit.pickles import inert, walk
+from shardkit.pickles import policies
 from tests.security.case import HARMLESS, Case
 from tests.security.dcp_cases import good_pickle, saved, with_pickle
 from tests.security.hub_cases import put
 
 _FILE = "model_world_size_1_rank_0.pt"
-_BYTES = inert._MAX_BYTES - 64
+_BYTES = policies.MAX_INERT_BYTES - 64
 _HEAD, _KEY = b"\x80\x02", b"X\x01\0\0\0a"
 _CLASS = b"ctorch.distributed.x\ny\nq\0"
 
@@ -41,7 +41,7 @@ _PICKLES: Mapping[str, Callable[[], bytes]] = {
     "odd-memo": lambda: _HEAD + b"N" + b"".join(b"r" + struct.pack("<I", 2 * i + 1) for i in range(6_000_000)) + b".",
     "globals": lambda: _HEAD + b"".join(b"c%x\nb\n0" % i for i in range(2_500_000)) + b"N.",
     "objects": lambda: _list_of(b"h\0)R}K\1Nsb", _BYTES, _CLASS + b"0"),
-    "tensors-and-integers": lambda: _tensors(walk.MAX_THINGS - 10, b"](" + b"M\xff\xff" * 4_000_000 + b"e"),
+    "tensors-and-integers": lambda: _tensors(policies.MAX_THINGS - 10, b"](" + b"M\xff\xff" * 4_000_000 + b"e"),
 }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from shardkit.formats.optimizer import (
 )
 from shardkit.formats.torchsave.file import TorchFile, open_torch_file
 from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor, strided_file
-from shardkit.pickles.interpreter import parse_in_columns
+from shardkit.pickles.policies import parse_in_columns
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _OTHERS = {

@@ -18,7 +18,8 @@ from shardkit.formats.dcp.vocabulary import (
     metadata_names,
     store_places,
 )
-from shardkit.pickles.interpreter import Global, Record, Refusal, Vocabulary
+from shardkit.pickles.interpreter import Refusal
+from shardkit.pickles.policies import Global, Record, Vocabulary
 
 _META_TYPE = "bytecheckpoint.checkpointer.meta_type"
 _FIELDS = frozenset(
@@ -55,13 +56,8 @@ class ByteMetadata(Record):
         self.fields = checked_fields(state, "Metadata", _FIELDS)
 
 
-def bytecheckpoint_vocabulary(nbytes: int, *, runs: bool = False) -> Vocabulary:
-    """Return what a ByteCheckpoint's `.metadata` of `nbytes` bytes may say; for one parse.
-
-    Args:
-        nbytes: size of the file.
-        runs: take records that are spelled alike in columns.
-    """
+def bytecheckpoint_vocabulary(nbytes: int) -> Vocabulary:
+    """Return what a ByteCheckpoint's `.metadata` of `nbytes` bytes may say; for one parse."""
     return Vocabulary(
         names={
             **metadata_names(nbytes),
@@ -71,7 +67,7 @@ def bytecheckpoint_vocabulary(nbytes: int, *, runs: bool = False) -> Vocabulary:
         max_bytes=MAX_BYTES,
         set_records=_store_either,
         has_bytes=True,
-        runs=RUNS if runs else (),
+        runs=RUNS,
     )
 
 

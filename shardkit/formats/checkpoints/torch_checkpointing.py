@@ -19,8 +19,7 @@ from shardkit.errors import ShardkitError, SourceError
 from shardkit.files.links import read_inside
 from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, explained, listing
 from shardkit.formats.rankfiles.files import RankFile, gather_files
-from shardkit.pickles.inert import InertPickle
-from shardkit.pickles.nodes import Opaque
+from shardkit.pickles.policies import Inert, Opaque
 
 _METADATA = "metadata.pkl"
 _MAX_METADATA = 1 << 25
@@ -85,9 +84,7 @@ def _read_metadata(path: str) -> tuple[_Tree, int]:
         SourceError: not the metadata of torch_checkpointing.
     """
     data = read_inside(path, _METADATA, _MAX_METADATA)
-    pickle = InertPickle(
-        data, lambda module, name: Opaque(f"{module}.{name}"), lambda value: Opaque("storage")
-    )
+    pickle = Inert(data, lambda module, name: Opaque(f"{module}.{name}"), lambda value: Opaque("storage"))
     tree = pickle.run(_METADATA)
     items = tree.get("metadata") if isinstance(tree, dict) else None
     num_ranks = tree.get("world_size") if isinstance(tree, dict) else None

@@ -36,7 +36,7 @@ from shardkit.formats.dcp.vocabulary import (
     Tensor,
     metadata_vocabulary,
 )
-from shardkit.pickles.interpreter import parse_in_columns
+from shardkit.pickles.policies import parse_in_columns
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,7 +18,8 @@ from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.pickles.columns import Column, Corners, Fields, Numbers, RunKind, Texts
-from shardkit.pickles.interpreter import Global, Record, Refusal, Vocabulary
+from shardkit.pickles.interpreter import Refusal
+from shardkit.pickles.policies import Global, Record, Vocabulary
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -316,19 +317,9 @@ def count_chunks(chunks: list[object]) -> int:
     return sum(chunk.num_chunks if type(chunk) is ChunkRun else 1 for chunk in chunks)
 
 
-def metadata_vocabulary(nbytes: int, *, runs: bool = False) -> Vocabulary:
-    """Return what a `.metadata` of `nbytes` bytes may say; for one parse.
-
-    Args:
-        nbytes: size of the file.
-        runs: take records that are spelled alike in columns.
-    """
-    return Vocabulary(
-        names=metadata_names(nbytes),
-        max_bytes=MAX_BYTES,
-        set_records=store_places,
-        runs=RUNS if runs else (),
-    )
+def metadata_vocabulary(nbytes: int) -> Vocabulary:
+    """Return what a `.metadata` of `nbytes` bytes may say; for one parse."""
+    return Vocabulary(names=metadata_names(nbytes), max_bytes=MAX_BYTES, set_records=store_places, runs=RUNS)
 
 
 def metadata_names(nbytes: int) -> dict[tuple[str, str], object]:

@@ -20,8 +20,7 @@ from shardkit.files import storage
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
 from shardkit.formats.torchsave.archive import Entry, ZipReader, crc_of_range, read_directory
 from shardkit.formats.torchsave.values import DistributedRef, Part, TensorNames, TensorRef, UnreadableTensor
-from shardkit.pickles.inert import InertPickle
-from shardkit.pickles.nodes import Opaque
+from shardkit.pickles.policies import Inert, Opaque
 
 __all__ = [
     "DistributedRef",
@@ -121,7 +120,7 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
         if key.startswith("data/")
     }
     names = TensorNames(storages)
-    pickle = InertPickle(data, names.look_up, names.storage)
+    pickle = Inert(data, names.look_up, names.storage)
     tree = pickle.run(f"{where}, data.pkl")
     return TorchFile(
         path=path, name=name, stamp=stamp, tree=tree, num_dropped=pickle.num_dropped, storages=storages

@@ -23,7 +23,8 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.torchsave.archive import Entry, Pread, ZipReader, read_directory
-from shardkit.pickles.interpreter import Global, Refusal, Vocabulary, parse
+from shardkit.pickles.interpreter import Refusal
+from shardkit.pickles.policies import Global, Strict, Vocabulary
 
 _NAMES = frozenset(
     {"data.pkl", "byteorder", "data/0", "version", ".data/serialization_id"}
@@ -183,7 +184,7 @@ def parse_tensor(data: bytes, where: str) -> StoredTensor:
     Raises:
         SourceError: damaged, hostile, or not one plain tensor.
     """
-    value = parse(data, _VOCABULARY, where)
+    value = Strict(data, _VOCABULARY, in_columns=False).run(where)
     if not isinstance(value, StoredTensor):
         raise SourceError(f"{where}: it holds something other than one tensor")
     return value

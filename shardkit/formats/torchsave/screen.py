@@ -14,9 +14,8 @@ from typing import Any
 
 from shardkit.formats.torchsave.archive import Entry
 from shardkit.formats.torchsave.values import TensorNames
-from shardkit.pickles.inert import InertPickle
 from shardkit.pickles.interpreter import Refusal
-from shardkit.pickles.nodes import Maker, Opaque
+from shardkit.pickles.policies import Inert, Maker, Opaque
 
 _INT64 = 1 << 63
 _KEYS = (str, int, float, bool, bytes, type(None))
@@ -54,14 +53,14 @@ def screen(pickle: bytes, storages: Mapping[str, Entry], where: str) -> tuple[st
     return tuple(others)
 
 
-class _PlainPickle(InertPickle):
+class _PlainPickle(Inert):
     """Refuses keys whose hashes a file could choose, or make endless to take; what is hashed here torch hashes too."""
 
-    def _set_items(self, items: list[Any]) -> None:
+    def set_items(self, items: list[Any]) -> None:
         _check_keys(items[::2])
-        super()._set_items(items)
+        super().set_items(items)
 
-    def _set(self, num_operands: int) -> None:
+    def push_set(self, items: list[Any]) -> None:
         raise Refusal("a set as no file of torch.save spells it")
 
 

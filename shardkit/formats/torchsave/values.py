@@ -22,7 +22,7 @@ from shardkit.core.regions import Region, Shape, split_dim
 from shardkit.formats.torchsave.archive import Entry
 from shardkit.formats.torchsave.record import STORAGES, TensorRecord, is_extent
 from shardkit.pickles.interpreter import Refusal
-from shardkit.pickles.nodes import Fields, Maker, Opaque
+from shardkit.pickles.policies import Fields, Maker, Opaque
 
 _MAX_ELEMENTS = 1 << 62
 _REBUILDS = "_rebuild_"

@@ -30,7 +30,7 @@ from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import bytecheckpoin
 from shardkit.formats.dcp.vocabulary import metadata_vocabulary
 from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.operations.reshard import reshard
-from shardkit.pickles.interpreter import parse
+from shardkit.pickles.policies import Strict
 from tests.formats.dcp.samples import assert_holds, raw, save
 from tests.formats.reading import read_tensor
 
@@ -321,8 +321,10 @@ def test_both_descriptions_are_held_against_each_other(writer: Writer) -> None:
 
 def test_bytes_are_values_only_where_the_vocabulary_has_them() -> None:
     for data in (pickle.dumps(b"short", 4), pickle.dumps(bytes(300), 4)):
-        assert parse(data, bytecheckpoint_vocabulary(len(data)), "x") == pickle.loads(data)
+        assert Strict(data, bytecheckpoint_vocabulary(len(data)), in_columns=False).run("x") == pickle.loads(
+            data
+        )
         with pytest.raises(SourceError, match=r"opcode 0x4[23]"):
-            parse(data, metadata_vocabulary(len(data)), "x")
+            Strict(data, metadata_vocabulary(len(data)), in_columns=False).run("x")
         with pytest.raises(SourceError):
-            parse(data[:-3], bytecheckpoint_vocabulary(len(data)), "x")
+            Strict(data[:-3], bytecheckpoint_vocabulary(len(data)), in_columns=False).run("x")

@@ -34,7 +34,7 @@ from shardkit.formats.torchsave.file import (
     leaves,
     open_torch_file,
 )
-from shardkit.pickles.nodes import Opaque
+from shardkit.pickles.policies import Opaque
 
 Save = Callable[..., TorchFile]
 
