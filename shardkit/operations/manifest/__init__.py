@@ -1,4 +1,0 @@
-"""A manifest for a checkpoint that somebody else wrote.
-
-Internal: import from `shardkit`.
-"""
