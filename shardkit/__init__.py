@@ -37,17 +37,17 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.operations.environment import environment as environment
     from shardkit.operations.inspect import inspect as inspect
     from shardkit.operations.inspect.result import InspectResult as InspectResult
-    from shardkit.operations.manifest.manifest import ManifestResult as ManifestResult
-    from shardkit.operations.manifest.manifest import write_manifest as write_manifest
+    from shardkit.operations.manifest import ManifestResult as ManifestResult
+    from shardkit.operations.manifest import write_manifest as write_manifest
     from shardkit.operations.preshard import PreshardResult as PreshardResult
     from shardkit.operations.preshard import preshard as preshard
     from shardkit.operations.reshard import ReshardResult as ReshardResult
     from shardkit.operations.reshard import reshard as reshard
     from shardkit.operations.resolve import ResolvedCheckpoint as ResolvedCheckpoint
     from shardkit.operations.resolve import resolve_checkpoint as resolve_checkpoint
+    from shardkit.operations.verify import verify as verify
     from shardkit.operations.verify.result import VerifyProblem as VerifyProblem
     from shardkit.operations.verify.result import VerifyResult as VerifyResult
-    from shardkit.operations.verify.verify import verify as verify
     from shardkit.training.diagnostics.diagnose import Diagnosis as Diagnosis
     from shardkit.training.diagnostics.diagnose import diagnose as diagnose
     from shardkit.training.diagnostics.lightning import FSDPDiagnosticsCallback as FSDPDiagnosticsCallback
@@ -90,12 +90,12 @@ _HOMES = {
     "shardkit.operations.environment": ("Environment", "environment"),
     "shardkit.operations.inspect": ("inspect",),
     "shardkit.operations.inspect.result": ("InspectResult",),
-    "shardkit.operations.manifest.manifest": ("ManifestResult", "write_manifest"),
+    "shardkit.operations.manifest": ("ManifestResult", "write_manifest"),
     "shardkit.operations.preshard": ("PreshardResult", "preshard"),
     "shardkit.operations.reshard": ("ReshardResult", "reshard"),
     "shardkit.operations.resolve": ("ResolvedCheckpoint", "resolve_checkpoint"),
+    "shardkit.operations.verify": ("verify",),
     "shardkit.operations.verify.result": ("VerifyProblem", "VerifyResult"),
-    "shardkit.operations.verify.verify": ("verify",),
     "shardkit.training.diagnostics.diagnose": ("Diagnosis", "diagnose"),
     "shardkit.training.diagnostics.lightning": ("FSDPDiagnosticsCallback",),
     "shardkit.training.diagnostics.memory": ("PhaseMemory",),

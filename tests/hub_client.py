@@ -17,7 +17,7 @@ IMPORTED = (
     *(
         "shardkit.operations.preshard",
         "shardkit.operations.consolidate",
-        "shardkit.operations.verify.verify",
+        "shardkit.operations.verify",
     ),
     "shardkit.formats.hub.repo",
     "shardkit.formats.registry",

@@ -12,7 +12,7 @@ from shardkit.cli.output import MAX_LINES, Output, count, facts, make_progress
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
-    from shardkit.operations.manifest.manifest import ManifestResult
+    from shardkit.operations.manifest import ManifestResult
 
 
 @click.command(
@@ -39,7 +39,7 @@ def command(*, out: Output, path: str, output: str | None, **options: Any) -> No
     PATH is any checkpoint, whoever made it: a Hub model, a trainer's sharded checkpoint, a pre-sharded directory.
     All of it is read and compared with the checksums in it: a checkpoint that is damaged already gets no manifest.
     """
-    from shardkit.operations.manifest.manifest import write_manifest
+    from shardkit.operations.manifest import write_manifest
 
     result = write_manifest(path, output, progress=make_progress(enabled=out.shows_bars), **options)
     out.result(result, render, max_warnings=MAX_LINES)

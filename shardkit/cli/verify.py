@@ -11,8 +11,8 @@ from shardkit.cli import options as opt
 from shardkit.cli.output import MAX_LINES, Output, count, facts, make_progress, more
 from shardkit.core.text import escape, format_size
 from shardkit.errors import ResourceError
+from shardkit.operations.verify import verify
 from shardkit.operations.verify.result import VerifyProblem, VerifyResult
-from shardkit.operations.verify.verify import verify
 
 _PROBLEMS = 1
 

@@ -23,8 +23,8 @@ from shardkit.core.catalog import Catalog
 from shardkit.errors import ShardkitError
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.hub.directory import open_model
+from shardkit.operations.verify import verify
 from shardkit.operations.verify.result import VerifyProblem
-from shardkit.operations.verify.verify import verify
 from tests.corruption.damage import KINDS, SIZES, changed_bytes, damaged
 from tests.corruption.outputs import FOREIGN, OURS, make
 from tests.formats.dcp.samples import open_catalog

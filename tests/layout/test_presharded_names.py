@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.diff import diff
 from shardkit.operations.preshard import preshard
-from shardkit.operations.verify.verify import verify
+from shardkit.operations.verify import verify
 from tests.models.zoo import ZOO, make_hub
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

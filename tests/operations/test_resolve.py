@@ -21,7 +21,7 @@ from shardkit.operations.diff import diff
 from shardkit.operations.reshard import reshard
 from shardkit.operations.resolve import ResolvedCheckpoint, resolve_checkpoint
 from shardkit.operations.resolve_order import is_left_out, is_temporary, step_of
-from shardkit.operations.verify.verify import verify
+from shardkit.operations.verify import verify
 
 
 @pytest.fixture

@@ -43,8 +43,8 @@ ALSO = (
     "huggingface_hub.utils.tqdm",
     "shardkit.formats.checkpoints.bytecheckpoint",
     "shardkit.operations.environment",
-    "shardkit.operations.manifest.manifest",
-    "shardkit.operations.verify.verify",
+    "shardkit.operations.manifest",
+    "shardkit.operations.verify",
 )
 """What they import when they run; half of a run's time if each fork did so."""
 

@@ -17,7 +17,7 @@ from shardkit.errors import IntegrityError, SourceError
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.inspect import inspect
 from shardkit.operations.preshard import preshard
-from shardkit.operations.verify.verify import verify
+from shardkit.operations.verify import verify
 from tests.operations.consolidate.checkpoints import hub, save, weights
 
 pytestmark = [

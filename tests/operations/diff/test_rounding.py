@@ -15,7 +15,7 @@ from shardkit.errors import UsageError
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.diff import diff
 from shardkit.operations.diff.values import rounded
-from shardkit.operations.verify.verify import verify
+from shardkit.operations.verify import verify
 from tests.operations.consolidate.checkpoints import hub, save, training_state, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")

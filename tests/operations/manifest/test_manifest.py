@@ -27,11 +27,11 @@ from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageErr
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
 from shardkit.files.file_bytes import FileBytes
+from shardkit.operations.manifest import write_manifest
 from shardkit.operations.manifest.digests import Digests
-from shardkit.operations.manifest.manifest import write_manifest
 from shardkit.operations.preshard import preshard
+from shardkit.operations.verify import verify
 from shardkit.operations.verify.result import Report, VerifyResult
-from shardkit.operations.verify.verify import verify
 from tests.formats.dcp.samples import open_catalog
 from tests.operations.verify.test_verify import flip, flipped, state, tensors
 
@@ -478,7 +478,7 @@ def read_presharded(path: Path) -> None:
 
 def test_torch_is_not_imported(made: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from shardkit.operations.manifest.manifest import write_manifest\n"
+        "import sys; from shardkit.operations.manifest import write_manifest\n"
         "for number, path in enumerate(sys.argv[2:]): write_manifest(path, f'{sys.argv[1]}/{number}')\n"
         "assert 'torch' not in sys.modules"
     )

@@ -22,7 +22,7 @@ from shardkit.formats.dcp import chunk_list
 from shardkit.operations import describe_dcp
 from shardkit.operations.companions import BesideFile, copy_file
 from shardkit.operations.consolidate import run
-from shardkit.operations.verify.verify import verify
+from shardkit.operations.verify import verify
 from tests.operations.consolidate.checkpoints import hub, save, training_state, weights
 from tests.operations.reshard.test_reshard import trainer_directory
 from tests.operations.verify.test_verify import flip, flipped

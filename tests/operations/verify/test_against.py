@@ -9,7 +9,7 @@ import torch
 
 from shardkit.errors import SourceError
 from shardkit.operations.preshard import preshard
-from shardkit.operations.verify.verify import verify
+from shardkit.operations.verify import verify
 from tests.operations.consolidate.checkpoints import HEAD, hub, save, training_state, weights
 from tests.operations.verify.test_verify import flip
 

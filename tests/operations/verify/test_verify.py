@@ -24,9 +24,9 @@ from shardkit.formats.hub.directory import open_model
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
+from shardkit.operations.verify import verify
 from shardkit.operations.verify.result import VerifyResult
 from shardkit.operations.verify.spelling import Difference
-from shardkit.operations.verify.verify import verify
 from tests.formats.dcp.samples import open_catalog
 
 # torch's own: a save without a process group.
@@ -516,7 +516,7 @@ def test_full_and_a_share_do_not_go_together(made: Path) -> None:
 
 def test_torch_is_not_imported(made: Path) -> None:
     code = (
-        "import sys; from shardkit.operations.verify.verify import verify\n"
+        "import sys; from shardkit.operations.verify import verify\n"
         "for path in sys.argv[1:]: assert verify(path, full=True).ok\n"
         "assert 'torch' not in sys.modules"
     )

@@ -1,4 +1,7 @@
-"""verify: whether a checkpoint is whole, and holds the bytes that were written, as far as anything was recorded."""
+"""verify: whether a checkpoint is whole, and holds the bytes that were written, as far as anything was recorded.
+
+Internal: import from `shardkit`.
+"""
 
 from __future__ import annotations
 

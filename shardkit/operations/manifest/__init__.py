@@ -1,4 +1,7 @@
-"""A manifest for a checkpoint that somebody else made, so that it can be verified later."""
+"""A manifest for a checkpoint that somebody else made, so that it can be verified later.
+
+Internal: import from `shardkit`.
+"""
 
 from __future__ import annotations
 
