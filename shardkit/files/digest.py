@@ -2,15 +2,28 @@
 
 It is what torch's zip records hold, and the CRC-32s of neighbouring pieces combine; so a tensor has one
 digest whatever its layout. `isal` computes it at several GB/s and without the interpreter's lock.
+
+A `FileBytes` is a file and what is recorded of its bytes; a `ByteReader` reads one front to back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from isal.isal_zlib import crc32, crc32_combine
+from isal.isal_zlib import crc32 as crc32
+from isal.isal_zlib import crc32_combine as crc32_combine
 
-__all__ = ["combine", "crc32", "crc32_combine", "zeros"]
+from shardkit.core.catalog import SourceFile
+from shardkit.core.regions import Region
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, SourceError
+from shardkit.files import storage
+from shardkit.files.strict_json import open_regular
 
 
 def combine(pieces: Iterable[tuple[int, int]]) -> int:
@@ -29,3 +42,211 @@ def zeros(nbytes: int) -> int:
             crc = crc32_combine(crc, power, length)
         power, length, nbytes = crc32_combine(power, power, length), length * 2, nbytes >> 1
     return crc
+
+
+_BLOCK_BYTES = 1 << 20
+
+
+class Stretch(NamedTuple):
+    """The bytes of one chunk, or of an entry of a `torch.save` file."""
+
+    start: int
+    nbytes: int
+    tensor: str | None
+    """The first of them where several share the bytes; None for what is no tensor."""
+    region: Region | None
+    crc32: int | None
+    """As recorded; None where it was not."""
+    what: str = ""
+    """What is to be said of it besides."""
+
+
+class Archive(NamedTuple):
+    """A zip of `torch.save` in a file: a byte entry, or a legacy weight file as a whole."""
+
+    start: int
+    nbytes: int
+    name: str
+    """What it holds, for messages."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FileBytes:
+    """A file, and what is recorded of its bytes."""
+
+    name: str
+    """Relative to the checkpoint."""
+    path: str
+    follow: bool = False
+    """It may be a symbolic link, as all are in the Hub's cache."""
+    size: int
+    crc32: int | None = None
+    """Of the whole file."""
+    sha256: str | None = None
+    """Of the whole file, in hex."""
+    stretches: list[Stretch] = field(default_factory=list)
+    archives: list[Archive] = field(default_factory=list)
+    packed: list[tuple[Stretch, SourceFile]] = field(default_factory=list)
+    """Chunks that exist only after decoding, which checks them."""
+    is_spelled_as_torch: bool = False
+    """Most records of tensors are as torch 2.13 writes them, to the byte."""
+
+    @property
+    def has_digest(self) -> bool:
+        """True where something is recorded of the file as a whole."""
+        return self.crc32 is not None or self.sha256 is not None
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that a full check reads."""
+        other = sum(s.nbytes for s, _ in self.packed)
+        if self.has_digest:
+            return self.size + other
+        recorded = sum(s.nbytes for s in self.stretches if s.crc32 is not None)
+        return recorded + sum(a.nbytes for a in self.archives) + other
+
+
+def place_of(path: str) -> str:
+    """Return a path by which two names of one file are told to be the same; a link is a file of its own."""
+    folder, name = os.path.split(path)
+    return os.path.join(os.path.realpath(folder or os.curdir), name)
+
+
+class Scan:
+    """What one pass over a whole file found.
+
+    Args:
+        marks: positions in the file, sorted; the first is 0, the last the file's size.
+        crcs: for each, the CRC-32 of all bytes before it.
+        sha256: of the file, in hex; None where it was not taken.
+    """
+
+    __slots__ = ("_crcs", "_marks", "sha256")
+
+    def __init__(self, marks: list[int], crcs: list[int], sha256: str | None) -> None:
+        self._marks, self._crcs, self.sha256 = marks, crcs, sha256
+
+    @property
+    def crc32(self) -> int:
+        """Of the file."""
+        return self._crcs[-1]
+
+    def crc(self, start: int, nbytes: int) -> int:
+        """Return the CRC-32 of the bytes between two marks.
+
+        That of the beginning up to the second is that of the beginning up to the first, shifted by `nbytes`, and
+        the one that is asked for, added bit by bit.
+        """
+        before, upto = self._before(start), self._before(start + nbytes)
+        return int(crc32_combine(before, 0, nbytes)) ^ upto if nbytes else 0
+
+    def _before(self, at: int) -> int:
+        index = bisect_right(self._marks, at) - 1
+        assert self._marks[index] == at
+        return self._crcs[index]
+
+
+class ByteReader:
+    """An open file, read front to back in blocks.
+
+    Args:
+        fd: the file.
+        name: how to call it in messages.
+        size: bytes.
+        told: gets the number of bytes of each part that was read.
+        ahead: read whole blocks, for what follows.
+    """
+
+    def __init__(self, fd: int, name: str, size: int, told: Callable[[int], None], *, ahead: bool) -> None:
+        self._fd, self._name, self.size, self._told, self._ahead = fd, name, size, told, ahead
+        self._buffer = memoryview(bytearray(_BLOCK_BYTES))
+        self._at, self._held = 0, 0
+
+    def crc(self, start: int, nbytes: int) -> int:
+        """Return the CRC-32 of a range.
+
+        Raises:
+            SourceError: the file ends before.
+            ResourceError: the system cannot read it.
+        """
+        crc = 0
+        while nbytes:
+            part = self._part(start, nbytes)
+            crc = crc32(part, crc)
+            start, nbytes = start + len(part), nbytes - len(part)
+        return crc
+
+    def scan(self, marks: Iterable[int], *, sha256: bool) -> Scan:
+        """Read all of the file once.
+
+        Args:
+            marks: positions that CRC-32s will be asked for between; those outside the file are left out.
+            sha256: take it too.
+
+        Raises:
+            SourceError, ResourceError: as `crc`.
+        """
+        places = sorted({0, self.size, *(mark for mark in marks if 0 <= mark <= self.size)})
+        crcs, crc, at = [0], 0, 0
+        hashed = hashlib.sha256() if sha256 else None
+        for place in places[1:]:
+            while at < place:
+                part = self._part(at, place - at)
+                crc = crc32(part, crc)
+                if hashed is not None:
+                    hashed.update(part)
+                at += len(part)
+            crcs.append(crc)
+        return Scan(places, crcs, hashed.hexdigest() if hashed is not None else None)
+
+    def update(self, *hashes: hashlib._Hash) -> None:
+        """Read all of the file into hashes of hashlib.
+
+        Raises:
+            SourceError, ResourceError: as `crc`.
+        """
+        at = 0
+        while at < self.size:
+            part = self._part(at, self.size - at)
+            for each in hashes:
+                each.update(part)
+            at += len(part)
+
+    def _part(self, start: int, nbytes: int) -> memoryview:
+        """Return some bytes from `start` on, at most `nbytes`; valid until the next call."""
+        skip = start - self._at
+        if not 0 <= skip < self._held:
+            self._fill(start, _BLOCK_BYTES if self._ahead else min(nbytes, _BLOCK_BYTES))
+            skip = 0
+        part = self._buffer[skip : min(self._held, skip + nbytes)]
+        self._told(len(part))
+        return part
+
+    def _fill(self, start: int, nbytes: int) -> None:
+        try:
+            self._held = storage.preadv(self._fd, [self._buffer[:nbytes]], start)
+        except OSError as error:
+            raise ResourceError(
+                f"{escape(self._name)}: reading at byte {start}: {error.strerror}",
+                hint="the disk may be failing: copy what can be read, and use another copy of the rest",
+            ) from error
+        self._at = start
+        if not self._held:
+            raise SourceError(f"it ended at byte {start} while it was read")
+
+
+def sha256_of(path: str, name: str) -> str:
+    """Return the sha256 of a file in hex, read in blocks.
+
+    Args:
+        path: a regular file, no link.
+        name: how to call it in messages.
+
+    Raises:
+        SourceError: it is no regular file.
+        ResourceError: the system cannot read it.
+    """
+    hashed = hashlib.sha256()
+    with open_regular(path, name, follow=False) as (fd, size):
+        ByteReader(fd, name, size, lambda _: None, ahead=True).update(hashed)
+    return hashed.hexdigest()

@@ -19,8 +19,7 @@ from shardkit.core.regions import Region, is_contiguous
 from shardkit.core.text import KIB
 from shardkit.core.threads import until_done
 from shardkit.files import manifest, storage
-from shardkit.files.digest import combine
-from shardkit.files.file_bytes import sha256_of
+from shardkit.files.digest import combine, sha256_of
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.images import DcpImage, DcpImages, RecordKind
 from shardkit.formats.dcp.writer import write_metadata

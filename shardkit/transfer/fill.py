@@ -18,7 +18,7 @@ from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, blocks, flat_offset, intersect, relative_to, runs
 from shardkit.core.text import MIB
 from shardkit.files.digest import combine, crc32, crc32_combine, zeros
-from shardkit.files.reflink import BLOCK, shared_part
+from shardkit.files.storage import BLOCK, shared_part
 from shardkit.transfer.chains import Run
 from shardkit.transfer.cloner import Cloner, CloneRange, clone
 from shardkit.transfer.convert import Converter

@@ -15,7 +15,7 @@ from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.files.reflink import BLOCK
+from shardkit.files.storage import BLOCK
 from shardkit.transfer.chains import Run
 from shardkit.transfer.checks import Rest, Runs, SourceCheck
 

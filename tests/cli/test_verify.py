@@ -164,13 +164,13 @@ def test_ctrl_c(start, sharded):
     """A signal while bytes are compared ends it without a traceback."""
     code = (
         "import os, signal, sys\n"
-        "from shardkit.files import file_bytes\n"
+        "from shardkit.files import digest\n"
         "from shardkit.cli import main\n"
-        "plain = file_bytes.crc32\n"
+        "plain = digest.crc32\n"
         "def crc32(*args):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    return plain(*args)\n"
-        "file_bytes.crc32 = crc32\n"
+        "digest.crc32 = crc32\n"
         "main(['verify', 'out', '--full'])\n"
     )
     process = start("-c", code)

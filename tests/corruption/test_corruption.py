@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardkit.operations.verify import verify
-from shardkit.operations.verify.spelling import Difference
+from shardkit.operations.verify.bytes import Difference
 from tests.corruption.damage import KINDS, changed_bytes, damaged
 from tests.corruption.outputs import OURS, make
 from tests.corruption.sweep import DATA, HEADER, METADATA, RECORD, Extent, Places, sweep

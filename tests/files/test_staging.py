@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import ResourceError, UsageError
-from shardkit.files import owner as module
+from shardkit.files import staging as module
 from shardkit.files import storage
-from shardkit.files.owner import Owner
 from shardkit.files.staging import (
+    Owner,
     Staging,
     abandoned,
     named,

@@ -21,7 +21,7 @@ import shardkit
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.errors import ResourceError
 from shardkit.files import storage
-from shardkit.files.reflink import can_share_extents
+from shardkit.files.storage import can_share_extents
 from tests.operations.preshard.test_scale import sparse_model
 
 pytestmark = pytest.mark.root

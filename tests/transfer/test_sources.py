@@ -11,7 +11,7 @@ import pytest
 from shardkit.core.catalog import SourceFile
 from shardkit.errors import IntegrityError
 from shardkit.files import storage
-from shardkit.files.reflink import BLOCK
+from shardkit.files.storage import BLOCK
 from shardkit.transfer.sources import SourceFiles
 
 SIZE = 10 * BLOCK + 100

@@ -17,14 +17,13 @@ from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import manifest
-from shardkit.files.file_bytes import FileBytes, place_of
+from shardkit.files.digest import FileBytes, place_of
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.formats.registry import directory_of, format_of
 from shardkit.operations.destination import check_sidecar, write_sidecar
 from shardkit.operations.manifest.digests import Digests
-from shardkit.operations.verify.in_threads import check_jobs, in_threads
-from shardkit.operations.verify.listing import Listing, list_files
-from shardkit.operations.verify.result import Report
+from shardkit.operations.verify.manifest import Listing, list_files
+from shardkit.operations.verify.result import Report, check_jobs, in_threads
 from shardkit.operations.verify.structure import Structure, check_structure
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import is_contiguous
 from shardkit.files import manifest
-from shardkit.files.digest import combine
-from shardkit.files.file_bytes import FileBytes, Scan, place_of
+from shardkit.files.digest import FileBytes, Scan, combine, place_of
 from shardkit.operations.verify.bytes import scan_whole
 from shardkit.operations.verify.result import Report
 

@@ -16,7 +16,7 @@ from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.text import MIB
 from shardkit.core.threads import Progress
 from shardkit.files.links import is_snapshot, may_follow_links
-from shardkit.files.reflink import BLOCK, can_share_extents, nearest_existing
+from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.formats.checkpoint import HubModel
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, Descriptions
 from shardkit.operations.destination import check_space

@@ -11,13 +11,12 @@ from functools import partial
 from shardkit.core.text import count, parse_size
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import UsageError
-from shardkit.files.file_bytes import FileBytes
+from shardkit.files.digest import FileBytes
 from shardkit.files.links import may_follow_links
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.operations.resolve import take
 from shardkit.operations.verify.bytes import check_some, check_whole, choose
-from shardkit.operations.verify.in_threads import check_jobs, in_threads
-from shardkit.operations.verify.result import Level, Report, VerifyResult
+from shardkit.operations.verify.result import Level, Report, VerifyResult, check_jobs, in_threads
 from shardkit.operations.verify.structure import check_structure
 
 
@@ -93,7 +92,7 @@ def verify(
         compare(path, structure.checkpoint, os.fspath(against), other, report, rounded=rounded)
     commit = None
     if hub is not None:
-        from shardkit.operations.verify.repo import compare_with_repo
+        from shardkit.operations.verify.against import compare_with_repo
 
         commit = compare_with_repo(structure.directory, hub, revision, jobs, report)
     return _result(

@@ -12,7 +12,7 @@ from shardkit.core.catalog import SourceFile, TensorEntry
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, SourceError
-from shardkit.files.file_bytes import Archive, FileBytes, Stretch
+from shardkit.files.digest import Archive, FileBytes, Stretch
 from shardkit.files.strict_json import named_failures, open_regular
 from shardkit.formats.checkpoint import DcpFolder
 from shardkit.formats.dcp.chunk_list import ListedChunk
@@ -20,9 +20,9 @@ from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.records import Packed, check_transforms, difference, packed_file
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner
+from shardkit.operations.verify.bytes import Difference, spelling
 from shardkit.operations.verify.manifest import METADATA, Described, check_tensors
 from shardkit.operations.verify.result import Report
-from shardkit.operations.verify.spelling import Difference, spelling
 
 _SUFFIX = ".distcp"
 

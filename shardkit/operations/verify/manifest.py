@@ -1,26 +1,29 @@
-"""A manifest held against the directory that it describes: names, sizes, and digests of what describes the rest."""
+"""A manifest held against the directory that it describes: names, sizes, and digests of what describes the rest.
+
+`list_files` says what a directory holds; a manifest of files lists all of it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import ResourceError, ShardkitError
+from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest
-from shardkit.files.digest import crc32
-from shardkit.files.file_bytes import FileBytes, place_of
-from shardkit.files.strict_json import read_small
+from shardkit.files.digest import FileBytes, crc32, place_of
+from shardkit.files.links import locate
+from shardkit.files.strict_json import FOLLOWS_LINKS, read_small
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList
-from shardkit.operations.verify.listing import file_size, list_files
 from shardkit.operations.verify.result import Report
 
 METADATA = ".metadata"
@@ -303,3 +306,74 @@ def tensor_crc(described: Described, fqn: str, nbytes: int) -> int | None:
     said = manifest.all_tensors(described.content).get(fqn)
     is_whole = said is not None and prod(said.shape) * BY_NAME[said.dtype].itemsize == nbytes
     return said.crc32 if said is not None and is_whole else None
+
+
+_LEFT_OUT = (".git", os.path.join(".cache", "huggingface"))
+"""Directories of git and of `hf download`, which keep state of their own in a checkpoint's directory."""
+
+
+class Listing(NamedTuple):
+    """What a directory holds, at any depth. Names are relative to it."""
+
+    files: dict[str, int]
+    """Name -> bytes, of regular files; in the order of the names."""
+    unlisted: tuple[str, ...]
+    """Links that are not followed, pipes, sockets and devices."""
+
+
+def list_files(directory: str, *, follow: bool) -> Listing:
+    """Return the files below a directory; what git and `hf download` keep there is left out.
+
+    Args:
+        directory: of a checkpoint.
+        follow: a link counts as the file that it leads to, unless it leaves the directory (and, in the Hub's cache,
+            the repo). Where `FOLLOWS_LINKS` says so, every one does. Links to directories are never followed.
+
+    Raises:
+        ResourceError: a directory cannot be listed.
+    """
+    files, unlisted = dict[str, int](), list[str]()
+    for name in _names(directory):
+        size = file_size(directory, name, follow=follow)
+        if size is None:
+            unlisted.append(name)
+        else:
+            files[name] = size
+    return Listing(dict(sorted(files.items())), tuple(sorted(unlisted)))
+
+
+def _names(directory: str) -> Iterator[str]:
+    """Yield the name of everything that is no directory."""
+    for here, inner, names in os.walk(directory, onerror=_cannot_list):
+        folder = os.path.relpath(here, directory)
+        folder = "" if folder == os.curdir else folder
+        links = [name for name in inner if os.path.islink(os.path.join(here, name))]
+        inner[:] = [name for name in inner if os.path.join(folder, name) not in _LEFT_OUT]
+        yield from (os.path.join(folder, name) for name in (*links, *names))
+
+
+def file_size(directory: str, name: str, *, follow: bool) -> int | None:
+    """Return the bytes of a regular file; None for anything else, and for what leads out of the directory.
+
+    Args:
+        directory: that the name is relative to.
+        name: of a file at any depth.
+        follow: as for `list_files`.
+    """
+    path = os.path.join(directory, name)
+    try:
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode) and not (follow or FOLLOWS_LINKS.get()):
+            return None
+        if stat.S_ISLNK(status.st_mode) or os.sep in name:  # a directory on the way may be a link
+            locate(directory, name)
+            status = os.stat(path)
+    except (OSError, SourceError, ValueError):  # ValueError: a NUL in the name
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _cannot_list(error: OSError) -> NoReturn:
+    raise ResourceError(
+        f"{escape(str(error.filename))} cannot be listed: {error.strerror}", hint="it must be readable by you"
+    ) from None

@@ -33,7 +33,7 @@ from shardkit.core.regions import (
 from shardkit.core.text import MIB, escape
 from shardkit.core.threads import run_all
 from shardkit.errors import LayoutError, UsageError
-from shardkit.files.reflink import BLOCK
+from shardkit.files.storage import BLOCK
 from shardkit.training.ranks.context import Supply
 from shardkit.training.ranks.local import LocalShard
 from shardkit.transfer.checks import CheckedSource

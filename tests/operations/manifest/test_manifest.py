@@ -25,8 +25,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.files.digest import crc32
-from shardkit.files.file_bytes import FileBytes
+from shardkit.files.digest import FileBytes, crc32
 from shardkit.operations.manifest import write_manifest
 from shardkit.operations.manifest.digests import Digests
 from shardkit.operations.preshard import preshard

@@ -25,8 +25,8 @@ from shardkit.operations.consolidate import consolidate
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
 from shardkit.operations.verify import verify
+from shardkit.operations.verify.bytes import Difference
 from shardkit.operations.verify.result import VerifyResult
-from shardkit.operations.verify.spelling import Difference
 from tests.formats.dcp.samples import open_catalog
 
 # torch's own: a save without a process group.
