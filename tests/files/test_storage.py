@@ -33,7 +33,7 @@ CHANGING = {
 # What is not about checkpoints: the traced layout's scratch files, standard output, the program that clones.
 ELSEWHERE = {
     "layout/trace_child.py": {"open"},
-    "layout/lacking.py": {"open"},
+    "layout/traced.py": {"open"},
     "cli/errors.py": {"os.open"},
     "cli/__init__.py": {"open"},
     "transfer/clone_child.py": {"fcntl.ioctl"},
