@@ -130,12 +130,11 @@ _STRUCTURES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Writer:
+class _Writer(NamedTuple):
     """Names in a DCP directory that only one trainer gives."""
 
     name: str
-    model: tuple[str, ...] | None = None
+    model: tuple[str, ...] | None
     """The root that must be there, and is the model's; None where the model's names stand at the top."""
     optimizers: tuple[tuple[str, ...], ...] = ()
     """Where its optimizer state may be."""
@@ -147,29 +146,17 @@ class _Writer:
     """What the name of some tensor must end with."""
 
 
+_APP = ("app", "model")
 # The first that fits counts.
 _WRITERS = (
-    _Writer(name="fms-fsdp", model=("model_state",), optimizers=(("optimizer_state",),)),
-    _Writer(name="VeOmni", model=("model",), optimizers=(("optimizer",),), mark="extra_state"),
-    _Writer(name="Composer", model=("state", "model"), optimizers=(("state", "optimizers"),)),
-    _Writer(name="AReaL", model=("dcp", "model"), optimizers=(("dcp", "optimizer"), ("dcp", "optim"))),
-    _Writer(
-        name="prime-rl",
-        model=("app", "model"),
-        optimizers=(("app", "optimizers"),),
-        also=(("app", "progress"), ("app", "optimizers")),
-    ),
-    _Writer(
-        name="torch's AppState recipe",
-        model=("app", "model"),
-        optimizers=(("app", "optim"), ("app", "optimizer")),
-    ),
-    _Writer(
-        name="torchtitan",
-        optimizers=(("optimizer",),),
-        also=(("train_state",), ("tok_embeddings.weight",)),
-    ),
-    _Writer(name="torchtune", ending=".sa_norm.scale"),
+    _Writer("fms-fsdp", ("model_state",), (("optimizer_state",),)),
+    _Writer("VeOmni", ("model",), (("optimizer",),), mark="extra_state"),
+    _Writer("Composer", ("state", "model"), (("state", "optimizers"),)),
+    _Writer("AReaL", ("dcp", "model"), (("dcp", "optimizer"), ("dcp", "optim"))),
+    _Writer("prime-rl", _APP, (("app", "optimizers"),), also=(("app", "progress"), ("app", "optimizers"))),
+    _Writer("torch's AppState recipe", _APP, (("app", "optim"), ("app", "optimizer"))),
+    _Writer("torchtitan", None, (("optimizer",),), also=(("train_state",), ("tok_embeddings.weight",))),
+    _Writer("torchtune", None, ending=".sa_norm.scale"),
 )
 
 
