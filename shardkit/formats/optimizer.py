@@ -1,12 +1,13 @@
-"""The optimizer's state of a checkpoint whose own format is not DCP, in the form that torch's DCP recipes use.
+"""The optimizer's state of a checkpoint of another format than DCP, in the form that torch's DCP recipes use.
 
     state.<fqn>.exp_avg, state.<fqn>.step, ...      tensors
     param_groups.<number>.lr, ...                   byte entries, one for each setting
 
-`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns this, and `dcp.save` flattens it so.
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns this; `dcp.save` flattens it so.
 
-Where each rank saved a file of its own, `Agreement` compares them: all ranks count the same steps. The files of two saves
-in one directory fit each other by name, shape and place, but training would go on with moments of different steps.
+Where each rank saved a file of its own, `Agreement` compares them: all ranks count the same steps. The files
+of two saves in one directory fit each other by name, shape and place, but training would go on with moments
+of different steps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Group = Mapping[str, Any]
 """Settings of a group of parameters, as `optimizer.state_dict()` has them."""
 
 _MAX_COUNT = 1 << 53
-# Byte entries. Even one group for each of 15,000 parameters needs fewer; a pickle of a few KiB can ask for millions.
+# Byte entries. A group for each of 15,000 parameters needs fewer; a pickle of a few KiB can ask for millions.
 _MAX_OBJECTS = 1 << 18
 _ADAM = frozenset({"exp_avg", "exp_avg_sq", STEP})
 # torch 2.13, torch/optim/adam.py: what `dcp.load` asks for beside `params`.

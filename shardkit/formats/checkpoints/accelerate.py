@@ -1,4 +1,4 @@
-"""accelerate and transformers' Trainer with FSDP: a DCP directory for each model and optimizer, or `.bin` files.
+"""accelerate and transformers' Trainer with FSDP: DCP directories, or `.bin` files.
 
 SHARDED_STATE_DICT:
 

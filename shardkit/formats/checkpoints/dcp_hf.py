@@ -1,16 +1,16 @@
-"""Safetensors shards saved through DCP: torch's HuggingFaceStorageWriter, transformers, torchtitan, NeMo Automodel.
+"""Safetensors shards saved through DCP: HuggingFaceStorageWriter, transformers, torchtitan, NeMo Automodel.
 
     shard-R-model-I-of-N.safetensors                  in the directory itself, or in sharded/ below it
     model-I-of-N.safetensors, ...index.json           beside sharded/, once they have been consolidated
     .hf_metadata/                                     NeMo Automodel: config, and the file of each tensor
 
-Each rank R writes its parts of the tensors, spread over N numbered files. A header says where a part lies in its tensor
-(DCP_SHARDING_INFO), but nothing says the shape of the whole tensor: it is taken to end where the last part ends. So gaps
-show, and so does a missing rank between others. Files missing at the end show only where something else says what should
-be there.
+Each rank R writes its parts of the tensors, spread over N numbered files. A header says where a part lies in
+its tensor (DCP_SHARDING_INFO), but nothing says the shape of the whole tensor: it is taken to end where the
+last part ends. So gaps show, and so does a missing rank between others. Files missing at the end show only
+where something else says what should be there.
 
-Where consolidated files are there and whole, they are the model. But torch's consolidation writes 0 for scalars, so
-scalars always come from the shards.
+Where consolidated files are there and whole, they are the model. But torch's consolidation writes 0 for
+scalars, so scalars always come from the shards.
 
 Source: torch 2.13, torch/distributed/checkpoint/hf_storage.py and _hf_utils.py.
 """

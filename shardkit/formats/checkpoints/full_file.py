@@ -1,4 +1,4 @@
-"""A whole checkpoint in one file of `torch.save`: Lightning's `.ckpt`, a trainer's `{"model": ...}`, a state dict.
+"""A whole checkpoint in one `torch.save` file: Lightning's `.ckpt`, a trainer's `{"model": ...}`, a state dict.
 
 Source: lightning 2.6, trainer/connectors/checkpoint_connector.py (dump_checkpoint).
 """

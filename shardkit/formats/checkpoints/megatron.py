@@ -1,7 +1,7 @@
 """Megatron-Core's `torch_dist` checkpoints: DCP with `metadata.json` and `common.pt` beside it.
 
-Layers are stacked in one tensor with a leading dim, and the names are Megatron's own. Entries that are not tensors have
-names like `..._extra_state/shard_0_2`. Tensors come as they are stored.
+Layers are stacked in one tensor with a leading dim, and the names are Megatron's own. Entries that are not
+tensors have names like `..._extra_state/shard_0_2`. Tensors come as they are stored.
 
 Source: Megatron-Core 0.16, dist_checkpointing/core.py (`CheckpointingConfig`) and strategies/torch.py.
 """
@@ -24,7 +24,7 @@ _MAX_CONFIG = 1 << 20
 
 
 def is_megatron(path: str) -> bool:
-    """True for a directory whose `metadata.json` names a backend of Megatron's for sharded tensors."""
+    """True for a directory whose `metadata.json` names one of Megatron's backends for sharded tensors."""
     return _backend(path) is not None
 
 

@@ -1,11 +1,12 @@
 """Trainers that save plain DCP: what surrounds it, and what the beginnings of its names mean.
 
-Two tables. `_STRUCTURES`: the checkpoint is a directory below the one that people name, with the trainer's own
-files beside it. `_WRITERS`: the directory is DCP itself, and its names tell who wrote it. Tensor names stay as they are;
-key rules settle where they differ from the Hub's.
+Two tables. `_STRUCTURES`: the checkpoint is a directory below the one that people name, with the trainer's
+own files beside it. `_WRITERS`: the directory is DCP itself, and its names tell who wrote it. Tensor names
+stay as they are; key rules settle where they differ from the Hub's.
 
 Source: docs and savers of mini_trainer 0.9, OLMo-core 2.3, NeMo Automodel 0.7, NeMo-RL 0.4, prime-rl 0.3,
-verl 0.9, SkyRL, VeOmni, fms-fsdp, Composer 0.30, AReaL, torchtitan 0.3, torchtune 0.6; torch's AppState recipe.
+verl 0.9, SkyRL, VeOmni, fms-fsdp, Composer 0.30, AReaL, torchtitan 0.3, torchtune 0.6; torch's AppState
+recipe.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """DeepSpeed checkpoints: ZeRO-1, 2 and 3, without ZeRO, and universal ones.
 
-With ZeRO, the weights are the optimizer's fp32 masters: flat tensors in `*_optim_states.pt`, one part for each
-rank. DeepSpeed's own zero_to_fp32.py gives the same values; here the catalog points at their bytes and loads nothing.
+With ZeRO, the weights are the optimizer's fp32 masters: flat tensors in `*_optim_states.pt`, one part for
+each rank. DeepSpeed's own zero_to_fp32.py gives the same values; here the catalog points at their bytes and
+loads nothing.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ An optimizer file holds the rank's parts of the fp32 masters, and the state of t
             state                for each flat tensor: exp_avg, exp_avg_sq, of the same length; step
             param_groups         settings; their parameters are flat tensors, by number
 
-Source: DeepSpeed 0.19, runtime/engine.py (`_get_ckpt_name`, `_get_rank_zero_ckpt_name`, `_common_checkpoint_state`),
-runtime/zero/stage_1_and_2.py, stage3.py and runtime/bf16_optimizer.py (`state_dict`).
+Source: DeepSpeed 0.19, runtime/engine.py (`_get_ckpt_name`, `_get_rank_zero_ckpt_name`,
+`_common_checkpoint_state`), runtime/zero/stage_1_and_2.py, stage3.py and runtime/bf16_optimizer.py
+(`state_dict`).
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def survey(tag: Tag) -> StateFiles:
     """Return which files a tag has.
 
     Raises:
-        SourceError: the model was split in a way that the files of ZeRO alone do not tell, or the files are of two saves.
+        SourceError: the model was split in a way that the files of ZeRO alone do not tell, or two saves are mixed.
     """
     names = sorted(listing(tag.directory))
     is_universal = inner(tag.directory, "zero") is not None
@@ -228,11 +229,10 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
     """Return what a model file says.
 
     Args:
-        first: rank 0's file, if this is another rank's: what both say is kept once, and the module, which rank 0
-            has too, is not taken.
+        first: rank 0's file, if this is another rank's: what both say is kept once, and only rank 0's module.
 
     Raises:
-        SourceError: it is no such file, or was saved in a way that ZeRO's rules do not cover.
+        SourceError: it is not such a file, or was saved in a way that ZeRO's rules do not cover.
     """
     tree = _tree(file)
     if "module" not in tree:
@@ -271,8 +271,8 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
     """Return what an optimizer file says.
 
     Raises:
-        SourceError: it is no such file of ZeRO, its partitions are not flat tensors, or it has more settings than any
-            optimizer.
+        SourceError: it is not such a file of ZeRO, its partitions are not flat tensors, or it has more settings
+            than any optimizer.
     """
     state = _tree(file).get("optimizer_state_dict")
     if not isinstance(state, dict):

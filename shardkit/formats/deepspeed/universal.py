@@ -1,9 +1,9 @@
 """Universal checkpoints of DeepSpeed: `zero/PARAMETER/fp32.pt`, one file for each parameter.
 
-From ZeRO-1 and 2 a file is {"param": tensor, ...} with the parameter's shape; from ZeRO-3 it is a bare flat tensor. The
-optimizer's leaves lie beside it (`exp_avg.pt`), its settings in `zero/optimizer_state.pt`. Newer versions also write a
-file for buffers and tied names, which the optimizer does not have, cast from the module: those are read from the module
-itself.
+From ZeRO-1 and 2 a file is {"param": tensor, ...} with the parameter's shape; from ZeRO-3 it is a bare flat
+tensor. The optimizer's leaves lie beside it (`exp_avg.pt`), its settings in `zero/optimizer_state.pt`. Newer
+versions also write a file for buffers and tied names, which the optimizer does not have, cast from the
+module: those are read from the module itself.
 
 Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py.
 """

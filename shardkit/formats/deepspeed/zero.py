@@ -1,8 +1,8 @@
-"""What lies in the flat partitions of ZeRO's ranks: the fp32 masters, which are the weights, and the optimizer's state.
+"""The flat partitions of ZeRO's ranks: the fp32 masters, which are the weights, and the optimizer's state.
 
-ZeRO-1 and 2 put the parameters of a group one after another into one flat tensor, and cut it into one partition for
-each rank. ZeRO-3 cuts every parameter by itself, and a rank puts its parts one after another. The inner optimizer's
-states are flat tensors that are cut like the masters.
+ZeRO-1 and 2 put the parameters of a group one after another into one flat tensor, and cut it into one
+partition for each rank. ZeRO-3 cuts every parameter by itself, and a rank puts its parts one after another.
+The inner optimizer's states are flat tensors that are cut like the masters.
 
 Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py, runtime/zero/partition_parameters.py and
 utils/zero_to_fp32.py.

@@ -1,8 +1,8 @@
 """Put the tensors of several `torch.save` files together, where each file holds what one rank had.
 
-A part of a DTensor or ShardedTensor says where it lies in the whole. A plain tensor is the same on every rank: the
-first file's is taken, and the others must look like it. Replicas of a part are taken once. Files are opened one after
-another and only the places of their tensors are kept, so that 1,000 files fit in memory.
+A part of a DTensor or ShardedTensor says where it lies in the whole. A plain tensor is the same on every
+rank: the first file's is taken, and the others must look like it. Replicas of a part are taken once. Files
+are opened one after another and only the places of their tensors are kept, so that 1,000 files fit in memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Flat tensors: parameters laid end to end and cut for the ranks, as DeepSpeed and FSDP1 do it.
 
-Elements that lie side by side in a flat tensor are a range of a parameter's elements, and a range is a few boxes. A
-catalog points at these boxes; no parameter is ever put together in memory.
+Elements that lie side by side in a flat tensor are a range of a parameter's elements, and a range is a few
+boxes. A catalog points at these boxes; no parameter is ever put together in memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which parameter is which, where an optimizer has only numbered them.
 
-`optimizer.state_dict()` numbers parameters in the order in which the optimizer got them, group by group. Within a group
-that is usually the model's own order (`model.parameters()`). So a group is a subsequence of the model's parameters, and
-the shapes of its states tell which one, or that several would fit.
-An optimizer that was made from `model.named_parameters()` also says the names, whatever their order.
+`optimizer.state_dict()` numbers parameters in the order in which the optimizer got them, group by group.
+Within a group that is usually the model's own order (`model.parameters()`). So a group is a subsequence of
+the model's parameters, and the shapes of its states tell which one, or that several would fit. An optimizer
+that was made from `model.named_parameters()` also says the names, whatever their order.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The optimizer's state dict in `torch.save` files: one for each rank, or one for all.
 
 It is either `optimizer.state_dict()`, whose parameters are numbered, or what gathers it by FQN
-(`FSDP.optim_state_dict`, `get_optimizer_state_dict`). States in another form (quantized ones, parts that do not say where
-they belong) are refused as a whole: training with half an optimizer goes on, and goes wrong.
+(`FSDP.optim_state_dict`, `get_optimizer_state_dict`). States in another form (quantized ones, parts that do
+not say where they belong) are refused as a whole: training with half an optimizer goes on, and goes wrong.
 
-FSDP1 without `use_orig_params` numbers flat parameters. It lays the parameters of a wrapped module end to end, in the
-model's order, except those of modules wrapped inside it. The ranks hold equal parts, the last ones with padding. Nothing
-in the files says what a flat parameter is made of, but `model.parameters()` gives the root's first, then those of the
-modules inside, in order. So the sizes tell which modules were wrapped, unless several choices have these sizes.
+FSDP1 without `use_orig_params` numbers flat parameters. It lays the parameters of a wrapped module end to
+end, in the model's order, except those of modules wrapped inside it. The ranks hold equal parts, the last
+ones with padding. Nothing in the files says what a flat parameter is made of, but `model.parameters()` gives
+the root's first, then those of the modules inside, in order. So the sizes tell which modules were wrapped,
+unless several choices have these sizes.
 
 Source: torch 2.13, torch/distributed/fsdp/_flat_param.py (`_init_flat_param_and_metadata`).
 """
@@ -113,7 +114,7 @@ def _read(file: TorchFile) -> StateDict | str:
         or groups is None
         or not all(map(_has_params, groups))
     ):
-        return f"{escape(file.name)} is no state dict of an optimizer"
+        return f"{escape(file.name)} is not the state dict of an optimizer"
     leaves_of = {key: {str(leaf): value for leaf, value in leaves.items()} for key, leaves in states.items()}
     return StateDict(file, leaves_of, groups)
 

@@ -235,9 +235,9 @@ def part(number: int, value: torch.Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("states", "reason"),
     [
-        ([{"exp_avg": torch.ones(2)}], "no state dict of an optimizer"),
-        ([torch.ones(2)], "no state dict of an optimizer"),
-        ([{"state": {}, "param_groups": [{"lr": 1.0}]}], "no state dict of an optimizer"),
+        ([{"exp_avg": torch.ones(2)}], "not the state dict of an optimizer"),
+        ([torch.ones(2)], "not the state dict of an optimizer"),
+        ([{"state": {}, "param_groups": [{"lr": 1.0}]}], "not the state dict of an optimizer"),
         ([flat_state(9), flat_state(9)], "cannot be told from their sizes"),
         ([flat_state(12), flat_state(11)], "cannot be told from their sizes"),
         ([part(0, torch.ones(2, 3))] * 2, "exp_avg of a.weight is a rank's own part"),

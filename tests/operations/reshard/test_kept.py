@@ -149,7 +149,7 @@ def test_an_optimizer_that_cannot_be_taken_over_is_a_warning(saved: Path, tmp_pa
     torch.save({"state": torch.ones(2)}, saved / "optimizer.bin")
     result = shardkit.reshard(saved, tmp_path / "out", world_size=2)
     (warning,) = result.warnings
-    assert "(optimizer.bin): optimizer.bin is no state dict of an optimizer; only weights" in warning
+    assert "(optimizer.bin): optimizer.bin is not the state dict of an optimizer; only weights" in warning
     assert result.num_optimizer_tensors == 0
     assert "0.weight" in dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
 
