@@ -44,9 +44,9 @@ class HubModel:
     identity: dict[str, object]
     """Which weights these are, as plain data; the same wherever they lie."""
     beside: tuple[tuple[str, str], ...] = ()
-    """(name, what it is) of the files with weights beside those, of which nothing is read."""
+    """(name, what it is) of other files with weights, which are not read."""
     download_bytes: int = 0
-    """Size of the weight files of which only the headers were read: they are not on this machine."""
+    """Size of the weight files that are not on this machine; only their headers were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,7 +118,7 @@ def find_manifests(
     found = SourceManifests()
     if not check_source:
         if given is not None:
-            raise UsageError("--source-manifest is to be compared with, and --check-source is off")
+            raise UsageError("--source-manifest is for comparing, and --check-source is off")
         return found
     homes = [directory_of(path), *(each.directory for each in catalogs if each.directory)]
     homes = list(dict.fromkeys(os.path.realpath(home) for home in homes))
@@ -223,7 +223,7 @@ def _check_headers(
     if problems:
         names = ", ".join(escape(file.name) for file in catalog.files[:3])
         raise IntegrityError(
-            f"{names}{', ...' if len(files) > 3 else ''}: the names that the source's manifest has are others",
+            f"{names}{', ...' if len(files) > 3 else ''}: the tensors differ from those that the source's manifest records",
             problems=problems,
             hint=_WAYS_OUT,
         )

@@ -32,15 +32,15 @@ class Format:
 
     name: str
     module: str
-    """In this package; imported when its turn comes. Its `OPENERS` have one under `name`."""
+    """Below this package, imported when its turn comes; its `OPENERS` have an entry for `name`."""
     gate: tuple[str, ...]
-    """Patterns of which one matches a name in such a directory; they save importing the module."""
+    """Such a directory has a name that matches one of these patterns; checking them first saves importing the module."""
     what: str
     """What marks it, for people."""
     parts: tuple[str, ...] = ()
     """Patterns of files that stand for the directory that they lie in."""
     is_sharded: bool = True
-    """Saved by a training, rank by rank; a Hub model and a file of `torch.save` may be anything."""
+    """A training saved it, rank by rank; a Hub model or a file of `torch.save` may be anything."""
     is_trainers: bool = True
     """Its markers are one trainer's own; others are names that more than one writer uses."""
     is_dcp_alone: bool = False
@@ -50,7 +50,7 @@ class Format:
     keeps_folders: bool = True
     """Resharded, it keeps its DCP directories and the files beside them; otherwise all tensors go into one."""
     follows_tracker: bool = False
-    """The directory holds several saves, and is the one that its tracker file names."""
+    """The directory holds several saves, and stands for the one that its tracker file names."""
 
 
 _EXACT = (

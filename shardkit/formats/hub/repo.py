@@ -180,7 +180,7 @@ def list_repo(repo_id: str, *, revision: str | None = None) -> tuple[str, dict[s
     from huggingface_hub.hf_api import RepoFolder
 
     if constants.HF_HUB_OFFLINE:
-        raise UsageError("the Hub is to be asked, and HF_HUB_OFFLINE is set", hint="unset it")
+        raise UsageError("the Hub must be asked, but HF_HUB_OFFLINE is set", hint="unset it")
     with _explained(repo_id, revision):
         api = HfApi()
         commit = str(api.model_info(repo_id, revision=revision).sha)
