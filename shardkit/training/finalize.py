@@ -18,7 +18,7 @@ from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageErr
 from shardkit.files.links import may_follow_links
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
-from shardkit.training.fill.broadcast import fill_broadcast
+from shardkit.training.fill.broadcast import fill_broadcast, first_line
 from shardkit.training.fill.compare import say_checked
 from shardkit.training.fill.direct import fill_direct
 from shardkit.training.fill.reading import Filled, ReadOptions, SourceRank, Strategy, match, window
@@ -255,7 +255,7 @@ def is_direct(supply: Supply, options: ReadOptions) -> bool:
     if not blind and not others:
         _say(f"direct: all {len(told)} ranks see the same weights")
         return True
-    problems = [f"rank {rank}: {_first_line(reason)}" for rank, reason in blind.items()]
+    problems = [f"rank {rank}: {first_line(reason)}" for rank, reason in blind.items()]
     if others and not blind:
         problems += [f"rank {rank}: other weights than rank 0" for rank in others]
     if options.strategy == "direct" or len(blind) == len(told):
@@ -268,10 +268,6 @@ def is_direct(supply: Supply, options: ReadOptions) -> bool:
         )
     _say(f"broadcast, not direct: {problems[0]}", logging.WARNING if others else logging.INFO)
     return False
-
-
-def _first_line(reason: str | None) -> str:
-    return (reason or "cannot open the source").splitlines()[0]
 
 
 def _say(text: str, level: int = logging.INFO) -> None:

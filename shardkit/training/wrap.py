@@ -175,6 +175,9 @@ def wrap(
     if wide is not None:
         _cast_buffers(model, wide)
     last = _last_block(paths)
+    # Only an accelerator has pinned memory.
+    pinned = data_mesh.device_type != "cpu"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
 
     def shard(unit: PlannedUnit, module: nn.Module) -> None:
         reshard = reshard_after_forward if unit.around else False
@@ -184,7 +187,7 @@ def wrap(
             module,
             mesh=data_mesh,
             mp_policy=settings[unit.path],
-            offload_policy=_offload(data_mesh) if cpu_offload else OffloadPolicy(),
+            offload_policy=offload,
             shard_placement_fn=shard_placement_fn,
             reshard_after_forward=reshard,
         )
@@ -327,11 +330,6 @@ def _average_gradients(mesh: DeviceMesh, holder: nn.Module, name: str, *_: objec
 
     parameter.register_post_accumulate_grad_hook(average)
     _AVERAGED[parameter] = None
-
-
-def _offload(mesh: DeviceMesh) -> OffloadPolicy:
-    # Pinned memory is an accelerator's.
-    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
 
 def _last_block(paths: Iterable[str]) -> str:

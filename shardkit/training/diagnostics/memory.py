@@ -183,15 +183,10 @@ class PhaseMemory:
 
 
 def _usage(phase: _Open, name: str) -> PhaseUsage:
+    begun = {**asdict(phase), "name": name}
+    reserved = torch.cuda.memory_reserved() if _has_cuda() else None
     return PhaseUsage(
-        name=name,
-        cpu_before=phase.cpu_before,
-        cpu_after=anonymous_bytes(),
-        cpu_peak=phase.cpu_peak,
-        cuda_before=phase.cuda_before,
-        cuda_after=_cuda_allocated(),
-        cuda_peak=phase.cuda_peak,
-        cuda_reserved=torch.cuda.memory_reserved() if _has_cuda() else None,
+        **begun, cpu_after=anonymous_bytes(), cuda_after=_cuda_allocated(), cuda_reserved=reserved
     )
 
 

@@ -177,9 +177,7 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, source_rank: So
         if each.identity is not None:
             found.setdefault(each.group, rank)
     problems = [
-        f"rank {rank}: {(each.reason or 'cannot open the source').splitlines()[0]}"
-        for rank, each in enumerate(told)
-        if each.group not in found
+        f"rank {rank}: {first_line(each.reason)}" for rank, each in enumerate(told) if each.group not in found
     ]
     if problems:
         raise SourceError(
@@ -196,6 +194,11 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, source_rank: So
             hint="copy the same weights to every node, or use source_rank='global'",
         )
     return [found[each.group] for each in told]
+
+
+def first_line(reason: str | None) -> str:
+    """Return why a rank cannot open the source, in one line."""
+    return (reason or "cannot open the source").splitlines()[0]
 
 
 def _node() -> str:

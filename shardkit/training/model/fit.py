@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed, suggestion
@@ -35,6 +35,15 @@ class Fit:
     notes: tuple[str, ...] = ()
 
 
+class _Sides(NamedTuple):
+    """A model and its source."""
+
+    expected: Mapping[str, ExpectedTensor]
+    names: Mapping[str, Sequence[str]]
+    """All names of each tensor of `expected`."""
+    weights: Weights
+
+
 def check_fit(
     expected: Mapping[str, ExpectedTensor],
     ties: Iterable[Sequence[str]],
@@ -61,23 +70,23 @@ def check_fit(
             every missing, unexpected and wrong tensor.
         UsageError: a glob matches nothing.
     """
-    names = {group[0]: tuple(group) for group in ties}
+    tied = {group[0]: tuple(group) for group in ties}
+    names = {fqn: tied.get(fqn, (fqn,)) for fqn in expected}
+    sides = _Sides(expected, names, weights)
     _refuse_quantised(weights)
     _refuse_fused(expected, weights)
-    lacking = [
+    absent = [
         fqn
         for fqn, tensor in expected.items()
-        if tensor.persistent and not any(name in weights.names for name in names.get(fqn, (fqn,)))
+        if tensor.persistent and not any(name in weights.names for name in names[fqn])
     ]
-    made = [
-        fqn for fqn in lacking if initialises and any(name in weights.made for name in names.get(fqn, (fqn,)))
-    ]
-    lacking = [fqn for fqn in lacking if fqn not in made]
-    initialised = _choose(lacking, expected, names, missing)
+    made = [fqn for fqn in absent if initialises and any(name in weights.made for name in names[fqn])]
+    lacking = [fqn for fqn in absent if fqn not in made]
+    initialised = _choose(sides, lacking, missing)
     may_leave_out = missing != "error" or (weights.follows_class and not lacking)
     unexpected = [name for name in weights.unused if not may_leave_out or _IN_BLOCK.search(name)]
-    problems = _problems([fqn for fqn in lacking if fqn not in initialised], unexpected, expected, weights)
-    rows, wrong = _hold(expected, names, weights, grown or {})
+    problems = _problems(sides, [fqn for fqn in lacking if fqn not in initialised], unexpected)
+    rows, wrong = _hold(sides, grown or {})
     if problems or wrong:
         raise LayoutError(
             f"the model and {escape(weights.path)} differ in {count(len(problems) + len(wrong), 'place')}",
@@ -85,7 +94,7 @@ def check_fit(
             hint=_hint(lacking, unexpected, wrong, missing, initialises=initialises),
         )
     if initialised:
-        _refuse_renamed(initialised, expected, weights, guess=missing == "init")
+        _refuse_renamed(sides, initialised, guess=missing == "init")
     notes = []
     if initialised:
         notes.append(
@@ -198,12 +207,7 @@ def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> N
     )
 
 
-def _choose(
-    lacking: Sequence[str],
-    expected: Mapping[str, ExpectedTensor],
-    names: Mapping[str, Sequence[str]],
-    missing: Missing,
-) -> list[str]:
+def _choose(sides: _Sides, lacking: Sequence[str], missing: Missing) -> list[str]:
     """Return which of the tensors that the source lacks are initialised."""
     if missing == "init":
         return list(lacking)
@@ -213,7 +217,7 @@ def _choose(
         raise UsageError(
             f"missing={escape(missing)!r} is neither 'error' nor 'init'", hint="give globs as a list"
         )
-    every = [name for fqn in expected for name in names.get(fqn, (fqn,))]
+    every = [name for names in sides.names.values() for name in names]
     idle = [glob for glob in missing if not any(fnmatchcase(name, glob) for name in every)]
     if idle:
         raise UsageError(
@@ -223,52 +227,42 @@ def _choose(
     return [
         fqn
         for fqn in lacking
-        if any(fnmatchcase(name, glob) for name in names.get(fqn, (fqn,)) for glob in missing)
+        if any(fnmatchcase(name, glob) for name in sides.names[fqn] for glob in missing)
     ]
 
 
-def _problems(
-    lacking: Sequence[str],
-    unexpected: Sequence[str],
-    expected: Mapping[str, ExpectedTensor],
-    weights: Weights,
-) -> list[str]:
-    found = []
-    for row, fqn in enumerate(lacking):
-        closest = suggestion(fqn, weights.unused) if row < _MAX_SUGGESTIONS else ""
-        found.append(f"missing: {escape(fqn)} {list(expected[fqn].shape)}{closest}")
-    for row, name in enumerate(unexpected):
-        closest = suggestion(name, lacking) if row < _MAX_SUGGESTIONS else ""
-        found.append(f"unexpected: {escape(name)} {list(weights.unused[name])}{closest}")
+def _problems(sides: _Sides, lacking: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    unused, found = sides.weights.unused, []
+    shapes = {fqn: sides.expected[fqn].shape for fqn in lacking}
+    for what, names, held, others in (
+        ("missing", lacking, shapes, unused),
+        ("unexpected", unexpected, unused, lacking),
+    ):
+        for row, name in enumerate(names):
+            closest = suggestion(name, others) if row < _MAX_SUGGESTIONS else ""
+            found.append(f"{what}: {escape(name)} {list(held[name])}{closest}")
     return found
 
 
-def _hold(
-    expected: Mapping[str, ExpectedTensor],
-    names: Mapping[str, Sequence[str]],
-    weights: Weights,
-    grown: Mapping[str, int],
-) -> tuple[dict[str, int], list[str]]:
+def _hold(sides: _Sides, grown: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
     """Return the rows of grown tensors in the source, and what is wrong with shapes and dtypes."""
+    weights = sides.weights
     rows: dict[str, int] = {}
     wrong: list[str] = []
-    for fqn, tensor in expected.items():
-        for name in names.get(fqn, (fqn,)):
+    for fqn, tensor in sides.expected.items():
+        for name in sides.names[fqn]:
             if not tensor.persistent or name not in weights.names:
                 continue
-            entry = weights.catalog.tensors[weights.names[name]]
+            entry, shown = weights.catalog.tensors[weights.names[name]], escape(name)
             is_grown = fqn in grown and entry.shape[1:] == tensor.shape[1:] and bool(entry.shape)
             if is_grown and entry.shape[0] < tensor.shape[0]:
                 rows[fqn] = entry.shape[0]
             elif entry.shape != tensor.shape:
-                wrong.append(
-                    f"shape: {escape(name)}: {list(tensor.shape)} in the model, {list(entry.shape)} in the source"
-                )
+                shapes = f"{list(tensor.shape)} in the model, {list(entry.shape)} in the source"
+                wrong.append(f"shape: {shown}: {shapes}")
             if not converts(entry.dtype, tensor.dtype):
                 wanted = str(tensor.dtype).removeprefix("torch.")
-                wrong.append(
-                    f"dtype: {escape(name)}: {wanted} in the model, {entry.dtype.name} in the source"
-                )
+                wrong.append(f"dtype: {shown}: {wanted} in the model, {entry.dtype.name} in the source")
     return rows, wrong
 
 
@@ -291,14 +285,13 @@ def _hint(
     return "is it this model's source?"
 
 
-def _refuse_renamed(
-    initialised: Collection[str], expected: Mapping[str, ExpectedTensor], weights: Weights, *, guess: bool
-) -> None:
+def _refuse_renamed(sides: _Sides, initialised: Collection[str], *, guess: bool) -> None:
     """Refuse to initialise a tensor that the source seems to have under another name.
 
     Args:
         guess: the caller did not name what is to be initialised, so equal shapes are reason enough.
     """
+    weights, expected = sides.weights, sides.expected
     by_look: dict[tuple[tuple[int, ...], str], list[str]] = {}
     for name, shape in weights.unused.items():
         by_look.setdefault((tuple(shape), name.rpartition(".")[2]), []).append(name)
