@@ -21,9 +21,10 @@ _WINDOW = 4096  # bytes read at each end: the directory and the small entries of
 _MAX_DIRECTORY = 1 << 26  # bytes; an entry takes 130, unless its name is long
 _MAX_SMALL = 1 << 16  # bytes of any entry of a record except the data
 _READ_BYTES = 1 << 20
-_END, _END64, _LOCATOR = struct.Struct("<IHHHHIIH"), struct.Struct("<IQHHIIQQQQ"), struct.Struct("<IIQI")
-_CENTRAL, _LOCAL = struct.Struct("<IHHHHHHIIIHHHHHII"), struct.Struct("<IHHHHHIIIHH")
-_CRC_AT = 16  # of the CRC in _CENTRAL
+# The end of a zip's directory, its zip64 form and locator; an entry of the directory, and an entry's header.
+END, END64, LOCATOR = struct.Struct("<IHHHHIIH"), struct.Struct("<IQHHIIQQQQ"), struct.Struct("<IIQI")
+CENTRAL, LOCAL = struct.Struct("<IHHHHHHIIIHHHHHII"), struct.Struct("<IHHHHHIIIHH")
+CRC_AT = 16  # of the CRC in CENTRAL
 _MAX32 = 0xFFFFFFFF
 _IS_DIRECTORY = (
     0x10  # in the external attributes; torch then reads nothing, and returns whatever was in memory
@@ -55,7 +56,7 @@ class ZipReader:
 
     def __init__(self, pread: Pread, offset: int, length: int, where: str) -> None:
         self._source, self.offset, self.length, self.where = pread, offset, length, where
-        if length < _END.size:
+        if length < END.size:
             self.refuse(f"it has {length} bytes, too few for a record")
         self._head = self._pread(0, min(length, _WINDOW))
         tail = max(length - _WINDOW, 0)
@@ -161,19 +162,17 @@ def read_directory(
 
 def _find_directory(reader: ZipReader) -> tuple[int, int, int]:
     """Return (number of entries, first byte, byte after the last) of the central directory."""
-    end_at = reader.length - _END.size
-    signature, disk, first_disk, here, count, nbytes, at, comment = _END.unpack(
-        reader.read(end_at, _END.size)
-    )
+    end_at = reader.length - END.size
+    signature, disk, first_disk, here, count, nbytes, at, comment = END.unpack(reader.read(end_at, END.size))
     if signature != 0x06054B50 or comment:
         reader.refuse("it does not end like a torch.save record: cut short, or compressed as a whole")
     stop = end_at
-    if end_at >= _LOCATOR.size + _END64.size:
-        locator_at = end_at - _LOCATOR.size
-        signature, disk64, end64_at, disks = _LOCATOR.unpack(reader.read(locator_at, _LOCATOR.size))
+    if end_at >= LOCATOR.size + END64.size:
+        locator_at = end_at - LOCATOR.size
+        signature, disk64, end64_at, disks = LOCATOR.unpack(reader.read(locator_at, LOCATOR.size))
         if signature == 0x07064B50:
-            stop = locator_at - _END64.size
-            values = _END64.unpack(reader.read(stop, _END64.size))
+            stop = locator_at - END64.size
+            values = END64.unpack(reader.read(stop, END64.size))
             if disk64 or disks != 1 or end64_at != stop or values[0] != 0x06064B50 or values[1] != 44:
                 reader.refuse("its zip64 end record is not where it should be")
             disk, first_disk, here, count, nbytes, at = values[4:]
@@ -184,16 +183,16 @@ def _find_directory(reader: ZipReader) -> tuple[int, int, int]:
 
 def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, int, Entry, int]:
     """Return (name, position of the local header, entry, position of the next) at `pos`."""
-    if pos + _CENTRAL.size > len(directory):
+    if pos + CENTRAL.size > len(directory):
         reader.refuse("its directory is cut short")
-    fields = _CENTRAL.unpack_from(directory, pos)
+    fields = CENTRAL.unpack_from(directory, pos)
     flags, method, crc, packed, nbytes, len_name, len_extra, len_comment = (*fields[3:5], *fields[7:13])
     header_at = fields[16]
-    middle = pos + _CENTRAL.size + len_name
+    middle = pos + CENTRAL.size + len_name
     stop = middle + len_extra + len_comment
     if fields[0] != 0x02014B50 or stop > len(directory):
         reader.refuse("its directory is damaged")
-    name = directory[pos + _CENTRAL.size : middle]
+    name = directory[pos + CENTRAL.size : middle]
     nbytes, packed, header_at = _wide(
         reader, directory[middle : middle + len_extra], nbytes, packed, header_at
     )
@@ -201,7 +200,7 @@ def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, 
         reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is compressed or encrypted")
     if fields[13] or fields[15] & _IS_DIRECTORY:
         reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is on another disk, or a directory")
-    return name, header_at, Entry(0, nbytes, crc, pos + _CRC_AT), stop
+    return name, header_at, Entry(0, nbytes, crc, pos + CRC_AT), stop
 
 
 def _wide(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
@@ -224,11 +223,11 @@ def _wide(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
 
 def _locate(reader: ZipReader, name: bytes, header_at: int, entry: Entry) -> Entry:
     """Return the entry with its place. Its own header gives the place, and must agree with the directory."""
-    fields = _LOCAL.unpack(reader.read(header_at, _LOCAL.size))
-    found = reader.read(header_at + _LOCAL.size, fields[9]) if fields[9] == len(name) else b""
+    fields = LOCAL.unpack(reader.read(header_at, LOCAL.size))
+    found = reader.read(header_at + LOCAL.size, fields[9]) if fields[9] == len(name) else b""
     if fields[0] != 0x04034B50 or fields[3] or fields[2] & ~_FLAGS or found != name:
         reader.refuse(f"the header of entry {escape(name.decode('utf-8', 'replace'))!r} is damaged")
-    start = header_at + _LOCAL.size + fields[9] + fields[10]
+    start = header_at + LOCAL.size + fields[9] + fields[10]
     if start + entry.nbytes > reader.length:
         reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} reaches past its end")
     return entry._replace(start=start)

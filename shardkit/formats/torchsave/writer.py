@@ -22,6 +22,8 @@ from typing import NamedTuple, TypeGuard
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Shape
 from shardkit.files.digest import crc32
+from shardkit.formats.torchsave.archive import CENTRAL, CRC_AT, END, END64, LOCAL, LOCATOR
+from shardkit.formats.torchsave.record import STORAGES
 
 _ALIGNMENT = 64  # torch's storage_alignment; recorded in an entry of its own
 _U32_MAX = 0xFFFFFFFF
@@ -41,20 +43,7 @@ _BEFORE_DATA = (
 )
 _AFTER_DATA = (("version", b"3\n"), (".data/serialization_id", _SERIALIZATION_ID))
 
-_TYPED_STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}
+_TYPED_STORAGES = {dtype: name for name, dtype in STORAGES.items()}
 
 
 class _Entry(NamedTuple):
@@ -117,7 +106,7 @@ def record_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
     base = len(head) + nbytes
     entries.append(data)
     entries += [_append_entry(tail, base, *entry) for entry in _AFTER_DATA]
-    places.append(len(tail) + sum(len(_directory_entry(entry)) for entry in entries[:4]) + 16)
+    places.append(len(tail) + sum(len(_directory_entry(entry)) for entry in entries[:4]) + CRC_AT)
     _append_directory(tail, base, entries)
     prefix = bytes(head)
     return RecordSkeleton(prefix, crc32(prefix), nbytes, base + len(tail), bytes(tail), tuple(places))
@@ -143,10 +132,10 @@ def _local_header(entry: _Entry) -> bytes:
     The descriptor behind the content holds sizes and CRC. The padding is an extra field "FB" filled with "Z".
     """
     zip64 = _zip64_field(entry, stored_size=0)  # torch leaves the second size to the descriptor
-    padding = -(entry.header_at + 30 + len(entry.name) + len(zip64) + 4) % _ALIGNMENT
+    padding = -(entry.header_at + LOCAL.size + len(entry.name) + len(zip64) + 4) % _ALIGNMENT
     extra = zip64 + b"FB" + struct.pack("<H", padding) + b"Z" * padding
     fixed = (0x04034B50, 0, entry.flags, 0, 0, 0, 0, 0, 0, len(entry.name), len(extra))
-    return struct.pack("<IHHHHHIIIHH", *fixed) + entry.name.encode() + extra
+    return LOCAL.pack(*fixed) + entry.name.encode() + extra
 
 
 def _zip64_field(entry: _Entry, stored_size: int) -> bytes:
@@ -170,16 +159,16 @@ def _append_directory(out: bytearray, base: int, entries: list[_Entry]) -> None:
     end = base + len(out)
     count = len(entries)
     zip64_end = (0x06064B50, 44, 0x031E, 0x002D, 0, 0, count, count, end - start, start)
-    out += struct.pack("<IQHHIIQQQQ", *zip64_end)
-    out += struct.pack("<IIQI", 0x07064B50, 0, end, 1)
-    out += struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, end - start, min(start, _U32_MAX), 0)
+    out += END64.pack(*zip64_end)
+    out += LOCATOR.pack(0x07064B50, 0, end, 1)
+    out += END.pack(0x06054B50, 0, 0, count, count, end - start, min(start, _U32_MAX), 0)
 
 
 def _directory_entry(entry: _Entry) -> bytes:
     extra = _zip64_field(entry, entry.size)
     size, offset = min(entry.size, _U32_MAX), min(entry.header_at, _U32_MAX)
     fixed = (0x02014B50, 0, 0, entry.flags, 0, 0, 0, entry.crc, size, size, len(entry.name), len(extra))
-    return struct.pack("<IHHHHHHIIIHHHHHII", *fixed, 0, 0, 0, 0, offset) + entry.name.encode() + extra
+    return CENTRAL.pack(*fixed, 0, 0, 0, 0, offset) + entry.name.encode() + extra
 
 
 class _Pickler:
