@@ -20,8 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core.regions import Region
 from shardkit.formats.torchsave.archive import Entry
-from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, leaves, open_torch_file
-from shardkit.formats.torchsave.values import TensorNames
+from shardkit.formats.torchsave.file import (
+    DistributedRef,
+    TensorNames,
+    TensorRef,
+    TorchFile,
+    leaves,
+    open_torch_file,
+)
 from shardkit.pickles.policies import Inert, Opaque
 from tests.formats.dcp.samples import as_rank, replicate
 from tests.fuzz.mutate import pick

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardkit.core.mesh import Mesh, Placement, parse_mesh
 from shardkit.core.text import format_size, parse_size
-from shardkit.formats.torchsave.values import StoredPlacement, local_region
+from shardkit.formats.torchsave.file import StoredPlacement, local_region
 from shardkit.keys.select import Naming, apply_rules, parse_rules
 from shardkit.layout.wrap_policy import WrapPolicy, match_paths, parse_policy, unknown_names
 from tests.fuzz.mutate import BOUNDARIES, TEXTS, change_bytes, change_text, pick

@@ -36,7 +36,8 @@ from shardkit.formats.checkpoint import inner, listing
 from shardkit.formats.optimizer import GROUPS, STATE, STEP, count_of, read_groups
 from shardkit.formats.rankfiles.files import open_each
 from shardkit.formats.rankfiles.flat import StateDict, without_tree
-from shardkit.formats.torchsave.file import Opaque, TensorRef, TorchFile
+from shardkit.formats.torchsave.file import TensorRef, TorchFile
+from shardkit.pickles.policies import Opaque
 
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{2,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{2,6})_optim_states\.pt")

@@ -20,9 +20,16 @@ from shardkit.errors import IntegrityError, SourceError
 from shardkit.files.links import locate_all
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.optimizer import Path, path_name
-from shardkit.formats.torchsave.file import TorchFile, differing_storages, open_torch_file
+from shardkit.formats.torchsave.file import (
+    DistributedRef,
+    Part,
+    TensorRef,
+    TorchFile,
+    UnreadableTensor,
+    differing_storages,
+    open_torch_file,
+)
 from shardkit.formats.torchsave.record import strided_file
-from shardkit.formats.torchsave.values import DistributedRef, Part, TensorRef, UnreadableTensor
 
 _MAX_NAMES = 1 << 18  # of tensors, and of what lies beside them in lists and dicts
 _MAX_NAMED = 3  # tensors of a damaged storage: thousands may lie in a flat one

@@ -4,41 +4,43 @@ The pickle inside is interpreted, never executed, and no tensor data is read. A 
 or a `DistributedRef` where it is one rank's part of a larger one. Everything else that is not plain data
 becomes an `Opaque`.
 
-Source: torch 2.13, torch/serialization.py (`_save`); zip files since torch 1.6.
+The part of a DTensor is placed by arithmetic on its placements and the rank's position in the mesh, both of
+which are in the pickle; the shards of a ShardedTensor say where they lie. Names of torch's own modules are
+accepted wherever they were: they moved more than once.
+
+Source: torch 2.2 to 2.13, torch/serialization.py (`_save`, `persistent_id`; zip files since torch 1.6),
+torch/_utils.py and torch/_tensor.py (`_rebuild_*`), torch/distributed/tensor/_dtensor_spec.py
+(`_maybe_convert_StridedShard_to_shard_order`), placement_types.py and _utils.py
+(`compute_local_shape_and_global_offset`), torch/distributed/device_mesh.py,
+torch/distributed/_shard/sharded_tensor/api.py (`__getstate__`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple, TypeGuard
 
 from shardkit.core.catalog import Checksums, FileStamp, SourceFile
+from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.regions import Region, Shape, split_dim
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
 from shardkit.formats.torchsave.archive import Entry, ZipReader, crc_of_range, read_directory
-from shardkit.formats.torchsave.values import DistributedRef, Part, TensorNames, TensorRef, UnreadableTensor
-from shardkit.pickles.policies import Inert, Opaque
-
-__all__ = [
-    "DistributedRef",
-    "Opaque",
-    "Part",
-    "TensorRef",
-    "TorchFile",
-    "UnreadableTensor",
-    "differing_storages",
-    "leaves",
-    "open_torch_file",
-]
+from shardkit.formats.torchsave.record import STORAGES, TensorRecord, is_extent
+from shardkit.pickles.interpreter import Refusal
+from shardkit.pickles.policies import Fields, Inert, Maker, Opaque
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _MAX_ENTRIES = 1 << 18
 _MAX_PICKLE = 1 << 25
 _SAVE_AGAIN = "load it with torch where you trust it, and save it again with torch 1.6 or later"
 _ANOTHER_COPY = "the file is cut short or damaged: use another copy"
+_MAX_ELEMENTS = 1 << 62
+_REBUILDS = "_rebuild_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,3 +179,384 @@ def differing_storages(file: TorchFile, keys: Iterable[str]) -> Iterator[str]:
                 continue
             if crc_of_range(fd, entry.start, entry.nbytes, file.name) != entry.crc:
                 yield key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRef(TensorRecord):
+    """A tensor in a file: what it is, and where its storage lies. Several may view one storage."""
+
+    key: str
+    """Name of the storage in the file: equal for tensors that share it."""
+
+
+class Part(NamedTuple):
+    """What one rank holds of a tensor."""
+
+    region: Region
+    tensor: TensorRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedRef:
+    """One rank's parts of a DTensor or ShardedTensor."""
+
+    dtype: DType
+    shape: Shape
+    """Of the whole tensor."""
+    parts: tuple[Part, ...]
+    """None where the rank holds nothing of it."""
+    problem: str | None = None
+    """Why the parts cannot be placed."""
+
+
+class UnreadableTensor(Opaque):
+    """A tensor whose bytes do not give its values: quantized, sparse, on no device; `name` says which."""
+
+    __slots__ = ()
+
+
+class _StorageClass(Opaque):
+    """A storage class: its dtype, None for the untyped one, which counts bytes."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, name: str, dtype: DType | None) -> None:
+        super().__init__(name)
+        self.dtype = dtype
+
+
+class _Storage(Opaque):
+    """A storage of the file; None for one that has no bytes in it, as on the meta device."""
+
+    __slots__ = ("dtype", "entry", "key")
+
+    def __init__(self, key: str, dtype: DType | None, entry: Entry | None) -> None:
+        super().__init__("torch.storage")
+        self.key, self.dtype, self.entry = key, dtype, entry
+
+
+class TensorNames:
+    """The vocabulary of one file."""
+
+    def __init__(self, storages: Mapping[str, Entry]) -> None:
+        self._storages = storages
+        self._known: dict[tuple[str, str], object] = {}
+
+    def look_up(self, module: str, name: str) -> object:
+        """Return what a name stands for; an `Opaque` for all but a few."""
+        value = self._known.get((module, name))
+        if value is None:
+            value = self._known[module, name] = _NAMES.get((module, name)) or _guess(module, name)
+        return value
+
+    def storage(self, value: object) -> object:
+        """Return what ("storage", class, key, location, number of elements) stands for.
+
+        Raises:
+            Refusal: the storage is not in the file, or has another size there.
+        """
+        if type(value) is not tuple or len(value) != 5 or value[0] != "storage":
+            return Opaque("a persistent id")
+        _, cls, key, location, count = value
+        if type(cls) is not _StorageClass or type(key) is not str or type(count) is not int:
+            raise Refusal("a storage that is not one of torch's")
+        entry = self._storages.get(key)
+        nbytes = count * (cls.dtype.itemsize if cls.dtype else 1)
+        if entry is None and location != "meta":
+            raise Refusal("a storage that is not in the file")
+        if entry is not None and entry.nbytes != nbytes:
+            raise Refusal(f"a storage of {nbytes} bytes, for which the file has {entry.nbytes}")
+        return _Storage(key, cls.dtype, entry)
+
+
+def _guess(module: str, name: str) -> object:
+    """Keep the fields of torch's distributed classes; know how tensors are put together; else only the name."""
+    full = f"{module}.{name}"
+    if module.startswith("torch.distributed"):
+        return Maker(full, lambda args: Fields(full, args))
+    if name.startswith(_REBUILDS) and module.partition(".")[0] in ("torch", "torchao"):
+        return Maker(full, lambda args: UnreadableTensor(name.removeprefix(_REBUILDS)))
+    return Opaque(full)
+
+
+def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[Any, ...]) -> object:
+    """Make a tensor of (storage, offset, shape, stride, ...)."""
+    if len(args) < 4 or type(args[0]) is not _Storage or dtype is None:
+        raise Refusal("a tensor made from other arguments than torch gives")
+    storage, offset, shape, stride = args[:4]
+    if type(offset) is not int or not 0 <= offset < _MAX_ELEMENTS:
+        raise Refusal("a tensor with an impossible offset")
+    if not (is_extent(shape) and is_extent(stride)) or len(shape) != len(stride):
+        raise Refusal("a tensor with an impossible shape or stride")
+    if storage.entry is None:
+        return UnreadableTensor("a tensor on the meta device, without values")
+    if metadata and metadata[0]:
+        return UnreadableTensor("a lazily conjugated or negated view")
+    entry = storage.entry
+    tensor = TensorRef(
+        dtype=dtype,
+        shape=shape,
+        stride=stride,
+        storage_offset=offset,
+        data_start=entry.start,
+        data_nbytes=entry.nbytes,
+        crc32=entry.crc if entry.crc or not entry.nbytes else None,
+        key=storage.key,
+    )
+    if tensor.reach > entry.nbytes:
+        raise Refusal(f"a tensor that reaches to byte {tensor.reach} of a storage of {entry.nbytes}")
+    return tensor
+
+
+def _rebuild_v2(args: tuple[Any, ...]) -> object:
+    """(storage, offset, shape, stride, requires_grad, hooks[, metadata])."""
+    return _plain_tensor(args, getattr(args[0], "dtype", None) if args else None, args[6:])
+
+
+def _rebuild_v3(args: tuple[Any, ...]) -> object:
+    """(storage, offset, shape, stride, requires_grad, hooks, dtype[, metadata]); the storage counts bytes."""
+    return _plain_tensor(args, args[6] if len(args) > 6 and type(args[6]) is DType else None, args[7:])
+
+
+def _rebuild_parameter(args: tuple[Any, ...]) -> object:
+    """(data, requires_grad, hooks[, state])."""
+    return args[0] if args else UnreadableTensor("a parameter without data")
+
+
+def _rebuild_from_type(args: tuple[Any, ...]) -> object:
+    """(function, type, its arguments, state): a subclass of Tensor."""
+    if len(args) != 4 or not isinstance(args[1], Opaque):
+        return UnreadableTensor("a tensor of an unknown class")
+    function, kind, inner, state = args
+    if kind.name.startswith("torch.distributed"):
+        made = Fields(kind.name, inner if type(inner) is tuple else ())
+        made.build(state)
+        if kind.name.endswith(".DTensor"):
+            return _dtensor(made)
+        if kind.name.endswith(".ShardedTensor"):
+            return _sharded_tensor(made)
+    plain = function.make(inner) if isinstance(function, Opaque) else None
+    return plain if isinstance(plain, TensorRef) and _is_plain(kind.name) else UnreadableTensor(kind.name)
+
+
+def _is_plain(name: str) -> bool:
+    """True for the classes that only mark a tensor."""
+    return name in ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+
+
+def _dtensor(made: Fields) -> object:
+    """Place a rank's part of a DTensor, from `_local_tensor` and `_spec`."""
+    local, spec = made.items.get("_local_tensor"), made.items.get("_spec")
+    if not isinstance(local, TensorRef):
+        return UnreadableTensor(f"a DTensor of {local.name if isinstance(local, Opaque) else 'nothing'}")
+    shape = made.args[2] if len(made.args) > 2 else None  # (class, dtype, shape, stride, ...)
+    if not isinstance(spec, Fields) or not is_extent(shape):
+        return UnreadableTensor("a DTensor that does not say what it is part of")
+    try:
+        region = _dtensor_region(tuple(shape), spec)
+        if region is not None and region.num_elements and region.sizes != local.shape:
+            raise ValueError(
+                f"its part has shape {list(local.shape)}, its placements give {list(region.sizes)}"
+            )
+    except ValueError as error:
+        return DistributedRef(dtype=local.dtype, shape=shape, parts=(), problem=str(error))
+    parts = () if region is None else (Part(region, local),)
+    return DistributedRef(dtype=local.dtype, shape=shape, parts=parts)
+
+
+def _dtensor_region(shape: Shape, spec: Fields) -> Region | None:
+    """Return the region that a rank holds, None where it is not in the mesh.
+
+    Raises:
+        ValueError: says what is missing or not understood.
+    """
+    mesh, placements = spec.items.get("mesh"), spec.items.get("placements")
+    if not isinstance(mesh, Fields) or not isinstance(placements, (tuple, list)):
+        raise ValueError("its mesh or its placements are missing")
+    coord = mesh.items.get("_coordinate_on_dim", 0)
+    if coord is None:
+        return None
+    mesh_shape = _mesh_shape(mesh)
+    if not _are_ints(coord) or mesh_shape is None or not len(coord) == len(mesh_shape) == len(placements):
+        raise ValueError("its mesh does not say where the rank is")
+    stored, order = [_placement(placement) for placement in placements], spec.items.get("shard_order")
+    if any(placement.split_factor != 1 for placement in stored):
+        if spec.items.get("use_strided_shard_as_shard_order") is False:
+            raise ValueError("its strided shards are not boxes of the tensor")
+        order = None
+    return local_region(shape, stored, mesh_shape, coord, None if order is None else _shard_order(order))
+
+
+def _mesh_shape(mesh: Fields) -> Shape | None:
+    """Return the sizes of a mesh's axes: of its layout (torch 2.9), before that of the tensor of its ranks."""
+    layout, ranks = mesh.items.get("_layout"), mesh.items.get("mesh")
+    if isinstance(ranks, TensorRef):
+        return ranks.shape
+    if not isinstance(layout, Fields):
+        return None
+    axes = layout.items.get("axes")
+    if isinstance(axes, (tuple, list)):  # torch 2.13
+        sizes: Any = tuple(axis.items.get("shape") if isinstance(axis, Fields) else None for axis in axes)
+    else:
+        sizes = layout.items.get("shape")
+        sizes = (sizes,) if type(sizes) is int else sizes
+    if not isinstance(sizes, (tuple, list)):
+        return None
+    found = tuple(map(_axis_size, sizes))
+    return found if all(size > 0 for size in found) else None
+
+
+def _axis_size(size: object) -> int:
+    if type(size) is int:
+        return size
+    return prod(size) if _are_ints(size) else -1  # an axis that was put together from several
+
+
+def _placement(value: object) -> StoredPlacement:
+    if not isinstance(value, Fields):
+        raise ValueError("a placement that is not one of torch's")
+    kind = value.name.rpartition(".")[2]
+    if kind == "Replicate":
+        return StoredPlacement()
+    dim, split_factor = _int_of(value, "dim", 0), _int_of(value, "split_factor", 1)
+    if kind == "Shard" and dim is not None:
+        return StoredPlacement(dim)
+    if kind == "_StridedShard" and dim is not None and split_factor is not None:
+        return StoredPlacement(dim, split_factor)
+    raise ValueError(f"its placement {kind} does not say which elements a rank holds")
+
+
+class StoredPlacement(NamedTuple):
+    """What one mesh axis does to a tensor."""
+
+    dim: int | None = None
+    """The dim that it cuts, None where it replicates."""
+    split_factor: int = 1
+    """Above 1 where later axes cut the dim before this one does: into how many parts (`_StridedShard`)."""
+
+
+def local_region(
+    shape: Shape,
+    placements: Sequence[StoredPlacement],
+    mesh_shape: Sequence[int],
+    coord: Sequence[int],
+    order: Mapping[int, Sequence[int]] | None = None,
+) -> Region:
+    """Return the region that the rank at a position of the mesh holds.
+
+    Args:
+        shape: of the whole tensor.
+        placements: one for each mesh axis.
+        mesh_shape: sizes of the axes.
+        coord: the rank's position on each axis.
+        order: by dim, the axes that cut it, first to last, where the tensor says so itself.
+
+    Raises:
+        ValueError: placements that no order of cutting gives; says which.
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim in sorted({placement.dim for placement in placements if placement.dim is not None}):
+        if not 0 <= dim < len(shape):
+            raise ValueError(f"it is cut along dim {dim}, but has {len(shape)} dims")
+        axes = [axis for axis, placement in enumerate(placements) if placement.dim == dim]
+        axes = _decoded_order(axes, placements, mesh_shape) if order is None else list(order.get(dim, axes))
+        for axis in axes:
+            if not 0 <= axis < len(mesh_shape) or not 0 <= coord[axis] < mesh_shape[axis]:
+                raise ValueError(f"its rank's position {list(coord)} is not in a mesh of {list(mesh_shape)}")
+            offset, sizes[dim] = split_dim(sizes[dim], mesh_shape[axis], coord[axis])
+            offsets[dim] = offsets[dim] + offset if sizes[dim] else shape[dim]
+    return Region(tuple(offsets), tuple(sizes))
+
+
+def _decoded_order(
+    axes: Sequence[int], placements: Sequence[StoredPlacement], mesh_shape: Sequence[int]
+) -> list[int]:
+    """Return in which order axes cut a dim: before each, as many parts as its split factor says are there.
+
+    Without strided shards that is the order of the mesh, left to right.
+    """
+    order: list[int] = []
+    for axis in reversed(axes):
+        factor = placements[axis].split_factor
+        for position in range(len(order) + 1):
+            if prod(mesh_shape[earlier] for earlier in order[:position]) == factor:
+                order.insert(position, axis)
+                break
+        else:
+            raise ValueError(f"its strided shard with split factor {factor} belongs to no order of mesh axes")
+    return order
+
+
+def _int_of(value: Fields, name: str, position: int) -> int | None:
+    """Return a field that may also be an argument, or in a state that is a tuple."""
+    state = value.items.get("")
+    for args in (value.args, state if type(state) is tuple else ()):
+        if len(args) > position and type(args[position]) is int:
+            return int(args[position])
+    found = value.items.get(name)
+    return found if type(found) is int else None
+
+
+def _shard_order(order: object) -> dict[int, Sequence[int]]:
+    """Return by dim the axes that cut it, in their order."""
+    found: dict[int, Sequence[int]] = {}
+    for entry in order if isinstance(order, (tuple, list)) else ():
+        args = entry.args if isinstance(entry, Fields) else ()
+        if len(args) != 2 or type(args[0]) is not int or not _are_ints(args[1]):
+            raise ValueError("the order of its shards is not understood")
+        found[args[0]] = args[1]
+    return found
+
+
+def _are_ints(values: object) -> TypeGuard[Sequence[int]]:
+    return isinstance(values, (tuple, list)) and all(type(value) is int for value in values)
+
+
+def _sharded_tensor(made: Fields) -> object:
+    """Take a rank's shards from the state (shards, metadata, process group, spec, ...)."""
+    state = made.items.get("")
+    shards, metadata = state[:2] if type(state) is tuple and len(state) >= 2 else (None, None)
+    shape = metadata.items.get("size") if isinstance(metadata, Fields) else None
+    dtype = made.args[1] if len(made.args) > 1 else None
+    if type(shards) is not list or not is_extent(shape) or type(dtype) is not DType:
+        return UnreadableTensor("a ShardedTensor that does not say what it is part of")
+    parts = []
+    for shard in shards:
+        local, where = shard.items.get("tensor"), shard.items.get("metadata")
+        offsets = where.items.get("shard_offsets") if isinstance(where, Fields) else None
+        if not isinstance(local, TensorRef) or not _are_ints(offsets) or len(offsets) != len(local.shape):
+            return UnreadableTensor("a ShardedTensor whose shards do not say where they lie")
+        parts.append(Part(Region(tuple(offsets), local.shape), local))
+    return DistributedRef(dtype=dtype, shape=tuple(shape), parts=tuple(parts))
+
+
+def _ordered_dict(args: tuple[Any, ...]) -> object:
+    """OrderedDict() whose items follow, or OrderedDict(list of pairs)."""
+    made: dict[str | int, object] = {}
+    for pair in args[0] if args and type(args[0]) in (list, tuple) else ():
+        if type(pair) in (list, tuple) and len(pair) == 2 and type(pair[0]) is str:
+            made[pair[0]] = pair[1]
+    return made
+
+
+def _size(args: tuple[Any, ...]) -> object:
+    if len(args) != 1 or not _are_ints(args[0]):
+        raise Refusal("a torch.Size of something else than integers")
+    return tuple(args[0])
+
+
+_NAMES: dict[tuple[str, str], object] = {
+    ("torch._utils", "_rebuild_tensor"): Maker("_rebuild_tensor", _rebuild_v2),
+    ("torch._utils", "_rebuild_tensor_v2"): Maker("_rebuild_tensor_v2", _rebuild_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): Maker("_rebuild_tensor_v3", _rebuild_v3),
+    ("torch._utils", "_rebuild_parameter"): Maker("_rebuild_parameter", _rebuild_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): Maker("_rebuild_parameter", _rebuild_parameter),
+    ("torch._tensor", "_rebuild_from_type"): Maker("_rebuild_from_type", _rebuild_from_type),
+    ("torch._tensor", "_rebuild_from_type_v2"): Maker("_rebuild_from_type_v2", _rebuild_from_type),
+    ("collections", "OrderedDict"): Maker("collections.OrderedDict", _ordered_dict),
+    ("collections", "defaultdict"): Maker("collections.defaultdict", lambda args: {}),
+    ("torch", "Size"): Maker("torch.Size", _size),
+    ("torch.storage", "UntypedStorage"): _StorageClass("torch.storage.UntypedStorage", None),
+    **{("torch", name): _StorageClass(f"torch.{name}", BY_NAME[dtype]) for name, dtype in STORAGES.items()},
+    **{("torch", name): dtype for name, dtype in BY_NAME.items()},
+}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.core.regions import find_tiling_error
-from shardkit.formats.torchsave.values import StoredPlacement, local_region
+from shardkit.formats.torchsave.file import StoredPlacement, local_region
 
 
 @st.composite
