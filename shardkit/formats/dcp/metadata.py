@@ -222,7 +222,7 @@ class _Join:
             return len(rows)
         first, columns = len(chunks), None
         if len(storage) >= MIN_TOTAL and tensor.num_chunks >= MIN_COLUMNS:
-            columns = _match_columns(tensor, storage, rows)
+            columns = match_columns(tensor, storage, rows)
         if columns is not None:
             chunks.extend_columns(*columns)
         else:
@@ -254,7 +254,7 @@ class _Join:
             seen.add(corner)
 
 
-def _match_columns(tensor: Tensor, storage: StorageTable, rows: array[int]) -> Columns | None:
+def match_columns(tensor: Tensor, storage: StorageTable, rows: array[int]) -> Columns | None:
     """Return the columns of a tensor's chunks that `ChunkTable.extend_columns` takes.
 
     None unless the chunks are listed in the order of their offsets, and placed in the same order, each once:
