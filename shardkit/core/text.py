@@ -1,5 +1,4 @@
-"""Text for people: names made safe to print, suggestions, plurals, sizes in bytes, and many names written as
-one."""
+"""Text for people: names made safe to print, suggestions, plurals, sizes, many names written as one."""
 
 from __future__ import annotations
 

@@ -150,9 +150,7 @@ def select_model(
         SourceError: nothing is left, two names become one, or the weights cannot be named.
     """
     rules = parse_rules(naming)
-    base = base_names if base_shapes is None else base_shapes
-    if base is not None and not isinstance(base, (set, frozenset)):
-        base = dict.fromkeys(base)  # keeps the order, and is quick to look up
+    base = _fast_to_search(base_names if base_shapes is None else base_shapes)
     source = read_source(tensors, objects, paths, roots or {})
     located = _locate(source, naming, rules, base)
     _refuse_nothing(source, located, naming.weights)
@@ -161,19 +159,14 @@ def select_model(
         found = {stored: join(path) for stored, path in part.names.items()}
         if naming.changes_names:
             return HubNames(found, (), is_whole=False)
-        ours = {stored: tensors[stored].shape for stored in found}
-        return name_as_hub(found, ours, key_rules, base_shapes or None)
+        shapes = {stored: tensors[stored].shape for stored in found}
+        return name_as_hub(found, shapes, key_rules, base_shapes or None)
 
     is_free = naming.weights == "model" and naming.root is None and bool(base_shapes)
     located, modules, hub = _name(source, located, base, name, may_widen=is_free and not naming.changes_names)
     _refuse_flat_parameters(located)
     names, notes = apply_rules(rules, hub.names)
-    if not names:
-        raise UsageError(
-            f"--include and --exclude leave none of {len(located.names)} tensors",
-            problems=[escape(join(path)) for path in list(located.names.values())[:5]],
-        )
-    _refuse_collisions(names, naming)
+    _refuse_bad_names(names, located, naming)
     by_output = {name: stored for stored, name in names.items()}
     skipped = _skipped(source, objects, located, excluded=len(located.names) - len(names))
     right = by_output if base is None and key_rules is not None else base
@@ -188,6 +181,11 @@ def select_model(
         warnings=(*located.warnings, *hub.warnings, *in_memory_warnings(by_output, right)),
         unloadable=own_names_warnings(by_output, right),
     )
+
+
+def _fast_to_search(names: Collection[str] | None) -> Collection[str] | None:
+    """Return names as a collection that finds them quickly and keeps their order, if they have one."""
+    return names if names is None or isinstance(names, (set, frozenset)) else dict.fromkeys(names)
 
 
 def _name(
@@ -255,6 +253,15 @@ def _refuse_nothing(source: Source, located: Located, weights: str) -> None:
         problems=list_roots(source) or [f"optimizer: {len(source.optimizer)} tensors"],
         hint=hint,
     )
+
+
+def _refuse_bad_names(names: Mapping[str, str], located: Located, naming: Naming) -> None:
+    _refuse_collisions(names, naming)
+    if not names:
+        raise UsageError(
+            f"--include and --exclude leave none of {len(located.names)} tensors",
+            problems=[escape(join(path)) for path in list(located.names.values())[:5]],
+        )
 
 
 def _refuse_flat_parameters(located: Located) -> None:

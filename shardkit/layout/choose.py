@@ -1,5 +1,4 @@
-"""The choice of a layout: traced where a model can be built, else declared; and whether model and source
-fit."""
+"""The choice of a layout: traced where a model can be built, else declared; and do model and source fit?"""
 
 from __future__ import annotations
 

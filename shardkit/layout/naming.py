@@ -1,5 +1,4 @@
-"""Which stored tensor is which of a model's, where names differ by wrappers, a prefix, PEFT or transformers'
-renamings."""
+"""Which stored tensor is which of a model's: names differ by wrappers, prefixes, PEFT or renamings."""
 
 from __future__ import annotations
 

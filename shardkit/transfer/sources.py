@@ -1,5 +1,8 @@
-"""Reading source files: shared by threads, few open at a time, changes noticed; and tensors that lie in many
-chunks."""
+"""Reading source files: shared by threads, few open at a time, changes noticed.
+
+Here too: the bytes of a tensor that lies in many chunks, band by band (`bands`), and whether two are equal
+(`same_bytes`).
+"""
 
 from __future__ import annotations
 
