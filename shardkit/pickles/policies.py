@@ -31,6 +31,7 @@ _STATE = b"\x94}\x94("  # what follows NEWOBJ of a record: MEMOIZE EMPTY_DICT ME
 _NEWOBJ, _BUILD = 0x81, 0x62
 _MAX_KEYS_SHOWN = 4
 _BLOCK = 4 << 20  # bytes of a large file that are scanned at once for memo fetches
+_u32 = struct.Struct("<I").unpack_from
 _LONG_GET = re.compile(rb"j(?=(....))", re.DOTALL)
 
 
@@ -200,15 +201,14 @@ def _called(function: object, args: object) -> object:
     return function.call(args)
 
 
-def _get(layout: str) -> Handler:
-    """Return a handler that fetches the memo slot that `struct` reads as `layout`."""
-    size, unpack = struct.calcsize(layout), struct.Struct(layout).unpack_from
+def _short_get(vm: Strict, pos: int) -> int:
+    vm.stack.append(vm.memo[vm.data[pos]])
+    return pos + 1
 
-    def handle(vm: Strict, pos: int) -> int:
-        vm.stack.append(vm.memo[unpack(vm.data, pos)[0]])
-        return pos + size
 
-    return handle
+def _long_get(vm: Strict, pos: int) -> int:
+    vm.stack.append(vm.memo[_u32(vm.data, pos)[0]])
+    return pos + 4
 
 
 def _put(layout: str) -> Handler:
@@ -266,8 +266,8 @@ Strict.opcodes = table(
         0x52: plain(Strict.reduce),  # REDUCE
         0x58: sized("<I", _text),  # BINUNICODE
         0x62: plain(Strict.build),  # BUILD
-        0x68: _get("<B"),  # BINGET
-        0x6A: _get("<I"),  # LONG_BINGET
+        0x68: _short_get,  # BINGET
+        0x6A: _long_get,  # LONG_BINGET
         0x71: _put("<B"),  # BINPUT
         0x72: _put("<I"),  # LONG_BINPUT
         0x75: Strict.set_marked_items,  # SETITEMS
@@ -338,7 +338,7 @@ def _put_texts(target: dict[Any, Any], items: list[Any]) -> None:
     for i in range(0, len(items), 2):
         key = items[i]
         if type(key) is not str:
-            raise Refusal(f"a dict key that is {_describe(key)}")
+            raise Refusal(f"a dict key that is {_describe(key)}, not text")
         if key in target:
             raise Refusal(f"dict key {escape(key)!r} is given twice")
         target[key] = items[i + 1]
@@ -350,7 +350,7 @@ def _call_of(value: object) -> Callable[[tuple[Any, ...]], object] | None:
 
 def _describe(value: object) -> str:
     """Say what a value is, without its contents."""
-    return value.name if type(value) is Global else f"of type {type(value).__name__}"
+    return value.name if type(value) is Global else f"something of type {type(value).__name__}"
 
 
 def _may_begin(kind: RunKind, stack: list[Any], outer: list[list[Any]]) -> bool:

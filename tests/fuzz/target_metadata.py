@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardkit.errors import ShardkitError
-from shardkit.formats.checkpoints.bytecheckpoint import _pickles
-from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import ByteMetadata, bytecheckpoint_vocabulary
+from shardkit.formats.checkpoints.bytecheckpoint import ByteMetadata, _pickles, bytecheckpoint_vocabulary
 from shardkit.formats.dcp import metadata as dcp_metadata
 from shardkit.formats.dcp.metadata import DcpMetadata, join_fields, parse_metadata
 from shardkit.formats.dcp.vocabulary import Metadata, metadata_names, metadata_vocabulary

@@ -1,7 +1,8 @@
-"""The classes that a DCP `.metadata` may name, as inert records for `pickle_vm`.
+"""The classes that a DCP `.metadata` may name, as inert records for `shardkit.pickles`.
 
-Chunks go into columns as soon as their tensor is complete, and storage entries as soon as they are read,
-so that a million of them are never alive as objects at once.
+Chunks go into columns as soon as their tensor is complete, and storage entries as soon as they are read. So a
+million of them are never alive as objects at once. Runs of records that are spelled alike come in columns from the
+start.
 
 Source: torch 2.2 to 2.15, torch/distributed/checkpoint/{metadata,filesystem,planner}.py; Megatron-Core
 0.16, which adds fields of its own to `Metadata`.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeGuard
 
@@ -45,7 +47,7 @@ _METADATA_FIELDS = frozenset(
 )
 
 RECORDS = object()
-"""The key under which a dict of records (`storage_data`) holds its table."""
+"""The key at which a dict of records (`storage_data`) holds its table."""
 
 
 class Size(tuple[int, ...]):
@@ -73,8 +75,8 @@ class Index(Record):
     __slots__ = ("corner", "fqn")
     fqn: str
     corner: bytes | None
-    """The chunk's offsets as native 64-bit integers, None for an object. Python hashes bytes with a random
-    key, so no file can make these collide in a dict; integers it could."""
+    """The chunk's offsets as native 64-bit integers, None for an object. Python hashes bytes with a random key, so
+    no file can make them collide in a dict. It could do that with integers."""
 
     def build(self, state: object) -> None:
         fields = checked_fields(state, "MetadataIndex", INDEX_FIELDS)
@@ -104,7 +106,7 @@ class StorageInfo(Record):
         if transforms is None:
             self.transforms = ()
             return
-        # torch leaves out an empty one; a list that is empty here could be filled later in the pickle.
+        # torch leaves out an empty one. A list that is empty here could be filled later in the pickle.
         if type(transforms) not in (list, tuple) or not 0 < len(transforms) <= _MAX_TRANSFORMS:
             raise Refusal("_StorageInfo: transform_descriptors is not a short list")
         if any(type(name) is not str for name in transforms):
@@ -113,10 +115,10 @@ class StorageInfo(Record):
 
 
 class Properties(Record):
-    """`TensorProperties`: of its five fields, and of the sixth that torch 2.15 adds, only the dtype matters.
+    """`TensorProperties`: only the dtype matters, of five fields and a sixth that torch 2.15 adds.
 
-    `strides` are those of the tensor that the first rank had in its hands: for a sharded tensor, of its part. torch
-    reads them nowhere. How the bytes of a chunk lie is told by its record.
+    `strides` are those of the tensor on the first rank: for a sharded tensor, of its part. torch never reads them.
+    The record of a chunk tells how its bytes lie.
     """
 
     __slots__ = ("dtype",)
@@ -138,54 +140,39 @@ class Properties(Record):
         self.dtype = state[0]
 
 
+@dataclass(frozen=True, slots=True)
 class ChunkRun:
     """Many `ChunkStorageMetadata` in a list."""
 
-    __slots__ = ("boxes", "num_chunks", "num_dims")
-
-    def __init__(self, num_chunks: int, num_dims: int, boxes: bytes) -> None:
-        self.num_chunks, self.num_dims = num_chunks, num_dims
-        self.boxes = boxes
-        """For each chunk its offsets, then its sizes, as native 64-bit integers."""
+    num_chunks: int
+    num_dims: int
+    boxes: bytes
+    """For each chunk its offsets, then its sizes, as native 64-bit integers."""
 
 
+@dataclass(frozen=True, slots=True)
 class IndexRun:
     """Many `MetadataIndex`; the first half of a run of storage entries."""
 
-    __slots__ = ("corners", "fqns", "num_dims")
-
-    def __init__(self, fqns: list[str], num_dims: array[int], corners: bytes) -> None:
-        self.fqns, self.num_dims = fqns, num_dims
-        self.corners = corners
-        """One after the other, as native 64-bit integers."""
+    fqns: list[str]
+    num_dims: array[int]
+    corners: bytes
+    """One after the other, as native 64-bit integers."""
 
 
+@dataclass(frozen=True, slots=True)
 class StorageInfoRun:
     """Many `_StorageInfo` without transforms; the second half."""
 
-    __slots__ = ("lengths", "offsets", "paths")
-
-    def __init__(self, paths: list[str], offsets: bytes, lengths: bytes) -> None:
-        self.paths = paths
-        self.offsets, self.lengths = offsets, lengths
-        """As native 64-bit integers."""
+    paths: list[str]
+    offsets: bytes
+    """Native 64-bit integers."""
+    lengths: bytes
+    """Native 64-bit integers."""
 
 
 class StorageTable:
     """`storage_data` in columns, one row for each entry."""
-
-    __slots__ = (
-        "corner_at",
-        "corners",
-        "fqns",
-        "lengths",
-        "name_ids",
-        "num_dims",
-        "offsets",
-        "path_ids",
-        "paths",
-        "transforms",
-    )
 
     def __init__(self) -> None:
         self.fqns: dict[str, int] = {}
@@ -193,9 +180,9 @@ class StorageTable:
         self.paths: dict[str, int] = {}
         """relative_path -> id."""
         self.corners = array("q")
-        """The chunks' offsets, one row's after the other's."""
+        """The chunks' offsets, row after row."""
         self.corner_at, self.num_dims = array("q"), array("b")
-        """By row: where its offsets begin in `corners`, and how many they are; -1 for an object."""
+        """By row: where its offsets begin in `corners`, and how many there are; -1 for an object."""
         self.name_ids, self.path_ids = array("i"), array("i")
         self.offsets, self.lengths = array("q"), array("q")
         self.transforms: dict[int, tuple[str, ...]] = {}
@@ -253,7 +240,7 @@ class Tensor(Record):
         self.boxes = array("q")
         """For each chunk its offsets, then its sizes."""
         self.problem: str | None = None
-        """Why the chunks cannot be used; said once the tensor's name is known."""
+        """Why the chunks cannot be used; reported once the tensor's name is known."""
 
     def build(self, state: object) -> None:
         fields = checked_fields(state, "TensorStorageMetadata", _TENSOR_FIELDS)
@@ -301,7 +288,7 @@ class Metadata(Record):
 
 
 class Unused(Record):
-    """An object that nothing of ours looks at; its fields must still be those of its class."""
+    """An object that we do not look at; its fields must still be those of its class."""
 
     __slots__ = ("_known", "_name")
 
@@ -330,8 +317,8 @@ def metadata_names(nbytes: int) -> dict[tuple[str, str], object]:
 def _counted(nbytes: int) -> Callable[[], Record]:
     """Return a maker of `Tensor` records whose chunks cannot outnumber what the file has room for.
 
-    A list of chunks may be named by many tensors: without a limit each copies it into its columns, and
-    a file grows with the square of its size.
+    Many tensors may name the same list of chunks, and each copies it into its columns. Without a limit, memory
+    would grow with the square of the file's size.
     """
     left = nbytes // _MIN_CHUNK_BYTES
 
@@ -368,7 +355,7 @@ def store_places(target: dict[Any, Any], items: list[Any]) -> None:
 
 
 def checked_fields(state: object, name: str, known: frozenset[str]) -> dict[str, Any]:
-    """Return the state of a record, which has no other fields than those known."""
+    """Return the state of a record; refuse unknown fields."""
     if type(state) is not dict:
         raise Refusal(f"the state of {name} is not a dict")
     if not known.issuperset(state):
@@ -420,7 +407,7 @@ def _make_enum(args: tuple[Any, ...]) -> int:
 
 
 def _make_path(args: tuple[Any, ...]) -> None:
-    """`checkpoint_id`: a path on the machine that saved; of no use here."""
+    """`checkpoint_id`: a path on the machine that saved, of no use here."""
     if any(type(part) is not str for part in args):
         raise Refusal("a path that is not text")
 
@@ -461,7 +448,7 @@ _NAMES: dict[tuple[str, str], object] = {
 
 
 def chunk_run(fields: Fields) -> tuple[ChunkRun] | None:
-    """Take chunks, all of the same number of dims; None where they are not, or have other fields."""
+    """Take chunks that all have the same number of dims; None for others, or where they have other fields."""
     import numpy as np
 
     offsets, sizes = fields[0].get("offsets"), fields[0].get("sizes")
@@ -475,7 +462,7 @@ def chunk_run(fields: Fields) -> tuple[ChunkRun] | None:
 
 
 def storage_run(fields: Fields) -> tuple[IndexRun, StorageInfoRun] | None:
-    """Take storage entries of chunks without transforms; None where they are not, or have other fields."""
+    """Take storage entries of chunks without transforms; None for others, or where they have other fields."""
     import numpy as np
 
     index, info = fields
@@ -496,7 +483,7 @@ def storage_run(fields: Fields) -> tuple[IndexRun, StorageInfoRun] | None:
 
 
 def _are_places(column: Column) -> TypeGuard[Numbers]:
-    """True for integers that `_StorageInfo` may hold: what has a sign fits without it too."""
+    """True for integers that `_StorageInfo` may hold: their negatives fit into 64 bits too."""
     return type(column) is Numbers and bool((column.values != _MIN_INT).all())
 
 

@@ -278,7 +278,7 @@ def screen(pickle: bytes, storages: Mapping[str, Entry], where: str) -> tuple[st
         where: what to call it in messages, escaped.
 
     Raises:
-        SourceError: damaged, or it would cost more to load than a file of its size may.
+        SourceError: damaged, or it could cost more to load than a file of its size should.
     """
     tensors = TensorNames(storages)
     others: dict[str, None] = {}
@@ -297,7 +297,7 @@ def screen(pickle: bytes, storages: Mapping[str, Entry], where: str) -> tuple[st
 
 
 class _PlainPickle(Inert):
-    """Refuses keys whose hashes a file could choose, or make endless to take; what is hashed here torch hashes too."""
+    """Refuses keys whose hash a file could choose, or that take for ever to hash: torch hashes what is a key here."""
 
     def set_items(self, items: list[Any]) -> None:
         _check_keys(items[::2])

@@ -204,7 +204,7 @@ class DistributedRef:
     shape: Shape
     """Of the whole tensor."""
     parts: tuple[Part, ...]
-    """None where the rank holds nothing of it."""
+    """Empty where the rank holds nothing of it."""
     problem: str | None = None
     """Why the parts cannot be placed."""
 
@@ -270,7 +270,7 @@ class TensorNames:
 
 
 def _guess(module: str, name: str) -> object:
-    """Keep the fields of torch's distributed classes; know how tensors are put together; else only the name."""
+    """Keep the fields of torch's distributed classes, recognize what makes tensors, and else keep only the name."""
     full = f"{module}.{name}"
     if module.startswith("torch.distributed"):
         return Maker(full, lambda args: Fields(full, args))
@@ -280,7 +280,7 @@ def _guess(module: str, name: str) -> object:
 
 
 def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[Any, ...]) -> object:
-    """Make a tensor of (storage, offset, shape, stride, ...)."""
+    """Make a tensor from (storage, offset, shape, stride, ...)."""
     if len(args) < 4 or type(args[0]) is not _Storage or dtype is None:
         raise Refusal("a tensor made from other arguments than torch gives")
     storage, offset, shape, stride = args[:4]
@@ -368,7 +368,7 @@ def _dtensor_region(shape: Shape, spec: Fields) -> Region | None:
     """Return the region that a rank holds, None where it is not in the mesh.
 
     Raises:
-        ValueError: says what is missing or not understood.
+        ValueError: something is missing or not understood; says what.
     """
     mesh, placements = spec.items.get("mesh"), spec.items.get("placements")
     if not isinstance(mesh, Fields) or not isinstance(placements, (tuple, list)):
@@ -388,7 +388,7 @@ def _dtensor_region(shape: Shape, spec: Fields) -> Region | None:
 
 
 def _mesh_shape(mesh: Fields) -> Shape | None:
-    """Return the sizes of a mesh's axes: of its layout (torch 2.9), before that of the tensor of its ranks."""
+    """Return the sizes of a mesh's axes, from its layout (since torch 2.9) or from the tensor of its ranks."""
     layout, ranks = mesh.items.get("_layout"), mesh.items.get("mesh")
     if isinstance(ranks, TensorRef):
         return ranks.shape
@@ -409,7 +409,7 @@ def _mesh_shape(mesh: Fields) -> Shape | None:
 def _axis_size(size: object) -> int:
     if type(size) is int:
         return size
-    return prod(size) if _are_ints(size) else -1  # an axis that was put together from several
+    return prod(size) if _are_ints(size) else -1  # an axis may be flattened from several
 
 
 def _placement(value: object) -> StoredPlacement:
@@ -432,7 +432,7 @@ class StoredPlacement(NamedTuple):
     dim: int | None = None
     """The dim that it cuts, None where it replicates."""
     split_factor: int = 1
-    """Above 1 where later axes cut the dim before this one does: into how many parts (`_StridedShard`)."""
+    """The number of parts into which later axes cut the dim before this one does (`_StridedShard`); mostly 1."""
 
 
 def local_region(
@@ -449,10 +449,10 @@ def local_region(
         placements: one for each mesh axis.
         mesh_shape: sizes of the axes.
         coord: the rank's position on each axis.
-        order: by dim, the axes that cut it, first to last, where the tensor says so itself.
+        order: by dim, the axes that cut it, first to last; None where the tensor does not say so itself.
 
     Raises:
-        ValueError: placements that no order of cutting gives; says which.
+        ValueError: no order of cutting gives the placements; says which.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for dim in sorted({placement.dim for placement in placements if placement.dim is not None}):
@@ -471,7 +471,7 @@ def local_region(
 def _decoded_order(
     axes: Sequence[int], placements: Sequence[StoredPlacement], mesh_shape: Sequence[int]
 ) -> list[int]:
-    """Return in which order axes cut a dim: before each, as many parts as its split factor says are there.
+    """Return the order in which axes cut a dim: the axes before each one make as many parts as its split factor.
 
     Without strided shards that is the order of the mesh, left to right.
     """
@@ -488,7 +488,7 @@ def _decoded_order(
 
 
 def _int_of(value: Fields, name: str, position: int) -> int | None:
-    """Return a field that may also be an argument, or in a state that is a tuple."""
+    """Return a field, which may also be an argument, or an item of a state that is a tuple."""
     state = value.items.get("")
     for args in (value.args, state if type(state) is tuple else ()):
         if len(args) > position and type(args[position]) is int:
@@ -498,7 +498,7 @@ def _int_of(value: Fields, name: str, position: int) -> int | None:
 
 
 def _shard_order(order: object) -> dict[int, Sequence[int]]:
-    """Return by dim the axes that cut it, in their order."""
+    """Return the axes that cut each dim, in their order."""
     found: dict[int, Sequence[int]] = {}
     for entry in order if isinstance(order, (tuple, list)) else ():
         args = entry.args if isinstance(entry, Fields) else ()
@@ -522,7 +522,8 @@ def _sharded_tensor(made: Fields) -> object:
         return UnreadableTensor("a ShardedTensor that does not say what it is part of")
     parts = []
     for shard in shards:
-        local, where = shard.items.get("tensor"), shard.items.get("metadata")
+        items = shard.items if isinstance(shard, Fields) else {}
+        local, where = items.get("tensor"), items.get("metadata")
         offsets = where.items.get("shard_offsets") if isinstance(where, Fields) else None
         if not isinstance(local, TensorRef) or not _are_ints(offsets) or len(offsets) != len(local.shape):
             return UnreadableTensor("a ShardedTensor whose shards do not say where they lie")
@@ -541,7 +542,7 @@ def _ordered_dict(args: tuple[Any, ...]) -> object:
 
 def _size(args: tuple[Any, ...]) -> object:
     if len(args) != 1 or not _are_ints(args[0]):
-        raise Refusal("a torch.Size of something else than integers")
+        raise Refusal("a torch.Size of something other than integers")
     return tuple(args[0])
 
 

@@ -25,8 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardkit.core.catalog import subset
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.checkpoints.bytecheckpoint import is_bytecheckpoint, open_bytecheckpoint
-from shardkit.formats.checkpoints.bytecheckpoint_vocabulary import bytecheckpoint_vocabulary
+from shardkit.formats.checkpoints.bytecheckpoint import (
+    bytecheckpoint_vocabulary,
+    is_bytecheckpoint,
+    open_bytecheckpoint,
+)
 from shardkit.formats.dcp.vocabulary import metadata_vocabulary
 from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.operations.reshard import reshard

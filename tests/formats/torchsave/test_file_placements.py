@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import find_tiling_error
-from shardkit.formats.torchsave.file import StoredPlacement, local_region
+from shardkit.formats.torchsave.file import StoredPlacement, UnreadableTensor, _sharded_tensor, local_region
+from shardkit.pickles.policies import Fields
 
 
 @st.composite
@@ -85,3 +87,12 @@ def test_what_cannot_be_placed(placements, mesh, coord, reason):
 def test_an_order_from_a_file_is_not_believed():
     with pytest.raises(ValueError, match="is not in a mesh"):
         local_region((8,), [StoredPlacement(0)], (2,), (0,), {0: [5]})
+
+
+def test_a_sharded_tensor_whose_shards_are_none_is_unreadable() -> None:
+    metadata = Fields("ShardedTensorMetadata", ())
+    metadata.build({"size": (4,)})
+    for shard in (7, {"tensor": 1}, [metadata]):
+        made = Fields("ShardedTensor", (None, BY_NAME["float32"]))
+        made.build(([shard], metadata))
+        assert isinstance(_sharded_tensor(made), UnreadableTensor)
