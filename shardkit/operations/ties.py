@@ -53,10 +53,15 @@ def resolve_ties(
     """
     known = list(known)
     stored = {name: source for source, name in names.items()}
+
+    def equal_one(name: str, keepers: Iterable[str]) -> str | None:
+        same = (kept for kept in keepers if same_bytes(catalog, stored[kept], stored[name]))
+        return next(same, None)
+
     dropped, diverged, untied = dict[str, str](), [], False
     for other, keepers, is_head in tie_candidates(catalog, stored):
         base_has = other in base_names if base_names is not None else None
-        equal = next((kept for kept in keepers if same_bytes(catalog, stored[kept], stored[other])), None)
+        equal = equal_one(other, keepers)
         if equal is not None:
             is_one = base_has is False or place_of(catalog, stored[equal]) == place_of(catalog, stored[other])
             if declared is not False and not base_has and (declared or is_one):
@@ -73,10 +78,7 @@ def resolve_ties(
         for other in here:
             if other in kept_names or other in base_has_some:
                 continue
-            equal = next(
-                (kept for kept in kept_names if same_bytes(catalog, stored[kept], stored[other])), None
-            )
-            if equal is not None:
+            if (equal := equal_one(other, kept_names)) is not None:
                 dropped[other] = equal
     dropped |= _one_record(catalog, stored, dropped, base_names)
     return Ties(

@@ -9,7 +9,6 @@ Source: peft 0.21, tuners/lora/layer.py (Linear.merge, Embedding.merge), tuners/
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from shardkit.files.strict_json import parse_object, read_small
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.hub.base import ADAPTER_CONFIG, Base
 from shardkit.keys.peft import LoraModule, PeftNames, classify_peft
+from shardkit.operations.consolidate.assets import dump_config
 from shardkit.transfer.sources import SourceFiles
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _config_of(
     if settings is None:
         return None
     if settings.is_whole:
-        return _dump(settings.values)
+        return dump_config(settings.values)
     alpha, rank = settings.values.get("lora_alpha"), settings.values.get("r")
     if type(alpha) not in (int, float) or type(rank) is not int or not peft.modules:
         return None
@@ -183,7 +183,7 @@ def _config_of(
             f"{settings.origin} says rank {rank}, the adapter has {sorted(set(ranks.values()))}",
             hint="name the adapter_config.json of the run with --adapter-config",
         )
-    return _dump(
+    return dump_config(
         {
             "base_model_name_or_path": base,
             "bias": "none",
@@ -204,10 +204,6 @@ def _repo_of(base: Base | None) -> str | None:
     """Return the repo id that a person gave. A path means nothing to whoever gets the adapter."""
     is_repo = base is not None and base.is_given and base.label != base.directory
     return base.label if base is not None and is_repo else None
-
-
-def _dump(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,7 +115,7 @@ def _model_config(base: Base, dtype: DType | None, *, untie: bool) -> tuple[byte
             notes.append(f"use_cache is on again; training had switched it off in {escape(base.label)}")
         if os.path.isabs(str(config.get("_name_or_path", ""))):
             del config["_name_or_path"]
-    return _dump(config), notes
+    return dump_config(config), notes
 
 
 def _set_dtype(config: dict[str, object], name: str) -> None:
@@ -148,12 +148,12 @@ def _generation_config(name: str, path: str) -> Asset:
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{name}: not valid JSON: {escape(str(error))}") from None
     if isinstance(config, dict) and config.get("use_cache") is False:
-        return Asset(name, None, _dump({**config, "use_cache": True}))
+        return Asset(name, None, dump_config({**config, "use_cache": True}))
     return Asset(name, path, b"")
 
 
-def _dump(config: Mapping[str, object]) -> bytes:
-    """Write a config as transformers does."""
+def dump_config(config: Mapping[str, object]) -> bytes:
+    """Return a config as transformers writes it."""
     return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
 
 

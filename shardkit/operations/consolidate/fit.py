@@ -58,10 +58,15 @@ def name_merged(names: Mapping[str, str], catalog: Catalog, base: Base | None) -
     theirs = base_shapes(base)
     shapes = {source: catalog.tensors[source].shape for source in names}
     named = name_as_hub(names, shapes, None, theirs or None)
-    by_output = {name: source for source, name in named.names.items()}
+    return named._replace(names=_in_order(named.names, theirs) or named.names)
+
+
+def _in_order(names: dict[str, str], base_names: Collection[str] | None) -> dict[str, str] | None:
+    """Return names in the order of the base's; None where two tensors have one name."""
+    by_output = {name: source for source, name in names.items()}
     if len(by_output) < len(names):
-        return named
-    return named._replace(names={by_output[name]: name for name in in_order(by_output, theirs)})
+        return None
+    return {by_output[name]: name for name in in_order(by_output, base_names)}
 
 
 def check_fit(
@@ -120,8 +125,8 @@ def check_fit(
         lost = tuple([missing] if found.missing else [])
         return Fit(warnings=tuple(others if lost else [missing, *others]), missing=lost, is_whole=is_whole)
     problems = [
-        *([] if allow_missing else _missing(found, shapes)),
-        *([] if allow_unexpected else _unexpected(found, theirs)),
+        *([] if allow_missing else _lines("missing", found.missing, shapes)),
+        *([] if allow_unexpected else _lines("unexpected", found.unexpected, theirs)),
         *(
             f"shape: {escape(name)}: {list(ours)}, in the base {list(base)}"
             for name, base, ours in found.wrong_shapes
@@ -158,14 +163,11 @@ def name_by_class(names: Mapping[str, str], base: Base, asked: ModelNames) -> Hu
     changed = {
         source: name if name in theirs else asked.names.get(name, name) for source, name in names.items()
     }
-    by_output = {name: source for source, name in changed.items()}
-    if changed == names or len(by_output) < len(names):
+    ordered = _in_order(changed, theirs)
+    if changed == names or ordered is None:
         return HubNames(names=dict(names), rules=(), is_whole=False)
-    return HubNames(
-        names={by_output[name]: name for name in in_order(by_output, theirs)},
-        rules=find_rules({name: changed[source] for source, name in names.items()}),
-        is_whole=False,
-    )
+    rules = find_rules({name: changed[source] for source, name in names.items()})
+    return HubNames(names=ordered, rules=rules, is_whole=False)
 
 
 def ask_class(base: Base) -> ModelNames | None:
@@ -179,14 +181,9 @@ def ask_class(base: Base) -> ModelNames | None:
         return None
 
 
-def _missing(found: BaseComparison, ours: Mapping[str, Shape]) -> Iterator[str]:
-    for row, name in enumerate(found.missing):
-        yield f"missing: {escape(name)}{suggestion(name, ours) if row < _MAX_SUGGESTIONS else ''}"
-
-
-def _unexpected(found: BaseComparison, theirs: Mapping[str, Shape]) -> Iterator[str]:
-    for row, name in enumerate(found.unexpected):
-        yield f"unexpected: {escape(name)}{suggestion(name, theirs) if row < _MAX_SUGGESTIONS else ''}"
+def _lines(what: str, names: Iterable[str], others: Mapping[str, Shape]) -> Iterator[str]:
+    for row, name in enumerate(names):
+        yield f"{what}: {escape(name)}{suggestion(name, others) if row < _MAX_SUGGESTIONS else ''}"
 
 
 def _summary(found: BaseComparison, label: str) -> Iterator[str]:

@@ -112,7 +112,6 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
         )
     beside = _weights_beside(path, checkpoint, found)
     of_ranks = [file.name for file in found.files if _OF_A_RANK.search(os.path.basename(file.name))]
-    states = [name for name in of_ranks if _OPTIMIZER.match(os.path.basename(name))]
     return Parts(
         writer=checkpoint.writer,
         parts=parts,
@@ -120,7 +119,7 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
         empty=tuple(found.empty),
         weights_beside=beside,
         notes=(*found.notes(), *_notes(of_ranks, beside)),
-        warnings=(*_state_warnings(states), *_damage_warnings(damaged)),
+        warnings=tuple(_warnings(of_ranks, damaged)),
     )
 
 
@@ -129,15 +128,13 @@ def _keeps_folders(path: str) -> bool:
     return found is None or found.keeps_folders
 
 
-def _state_warnings(states: list[str]) -> Iterator[str]:
+def _warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
+    states = [name for name in of_ranks if _is_optimizer(name)]
     if states:
         yield (
             f"the optimizer's state was not resharded: {listed(states)} are copied as they are and fit only the old "
             "world size"
         )
-
-
-def _damage_warnings(damaged: list[str]) -> Iterator[str]:
     if damaged:
         yield (
             f"{count(len(damaged), 'byte entry is', 'byte entries are')} damaged and carried over as they are "
@@ -152,18 +149,14 @@ def _weights_beside(path: str, checkpoint: Checkpoint, found: Survey) -> str | N
     return os.path.relpath(weights, os.path.realpath(path))
 
 
-def _notes(of_ranks: list[str], beside: str | None) -> list[str]:
-    notes = []
+def _notes(of_ranks: list[str], beside: str | None) -> Iterator[str]:
     if of_ranks:
-        notes.append(
+        yield (
             f"{len(of_ranks)} files belong to single ranks of the old world size and are copied as they are: "
             f"{listed(of_ranks)}"
         )
     if beside is not None:
-        notes.append(
-            f"the weights in {escape(beside)} are copied as they are: such files fit any number of ranks"
-        )
-    return notes
+        yield f"the weights in {escape(beside)} are copied as they are: such files fit any number of ranks"
 
 
 def _open_folder(directory: str, models: Sequence[Checkpoint]) -> DcpFolder:
@@ -263,11 +256,9 @@ def _other(checkpoint: Checkpoint) -> Parts:
         notes += opened.notes
         skipped = [pair for pair in skipped if not _is_optimizer(pair[0])]
     else:
-        states = [name for name, _ in skipped if _is_optimizer(name)]
+        states, reason = [name for name, _ in skipped if _is_optimizer(name)], ""
         if opened is not None:
             states, reason = list(opened.names), f": {opened.reason}"
-        else:
-            reason = ""
         if states:
             warnings.append(
                 f"the optimizer's state is left out ({listed(states)}){reason}; only weights are written"
