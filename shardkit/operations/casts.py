@@ -86,7 +86,7 @@ def _choose(
     chosen = {
         name: target if found.is_convertible and name not in keep else found for name, found in held.items()
     }
-    return chosen, [*notes, *_quantised(held)]
+    return chosen, [*notes, *quantised_notes(held)]
 
 
 def _narrowed(held: Mapping[str, DType], chosen: Mapping[str, DType], base: Base | None) -> Iterator[str]:
@@ -213,10 +213,8 @@ def _from_transformers(wide: list[str], base: Base | None, target: DType) -> fro
     return frozenset(name for name in wide if found.of_stored(name) is torch.float32)
 
 
-def _quantised(held: Mapping[str, DType]) -> list[str]:
-    found = [name for name, dtype in held.items() if dtype.is_floating and not dtype.is_convertible]
-    return (
-        [f"{count(len(found), 'fp8 or fp4 tensor')} not converted: their scales are in other tensors"]
-        if found
-        else []
-    )
+def quantised_notes(held: Mapping[str, DType]) -> Iterator[str]:
+    """Yield a note about floating tensors that no cast converts."""
+    number = sum(dtype.is_floating and not dtype.is_convertible for dtype in held.values())
+    if number:
+        yield f"{count(number, 'fp8 or fp4 tensor')} not converted: their scales are in other tensors"

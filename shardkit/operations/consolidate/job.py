@@ -152,20 +152,15 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
     """
     _check_options(checkpoint, base, options)
     selection, chosen = _choose(checkpoint, base, options)
-    is_adapter, catalog = chosen.kind == "adapter", chosen.catalog
-    ties, fit = _NO_TIES, Fit()
-    if not is_adapter:
-        chosen, ties, fit, renamed = _fit(chosen, base, options)
-        selection = replace(selection, renamed=(*selection.renamed, *renamed))
+    chosen, ties, fit, renamed = _fit(chosen, base, options)
+    selection, catalog = replace(selection, renamed=(*selection.renamed, *renamed)), chosen.catalog
     names = {source: name for source, name in chosen.names.items() if name not in ties.dropped}
     dtypes = choose_dtypes(catalog, names, options.dtype, base, checkpoint.path)
     tensors = tuple(
         OutputTensor(name, source, dtypes.chosen[name], catalog.tensors[source].shape)
         for source, name in names.items()
     )
-    output = SafetensorsImages(tensors, max_shard_bytes=options.max_shard_bytes)
-    if is_adapter:
-        output = SafetensorsImages(tensors, max_shard_bytes=None, stem=ADAPTER_STEM)  # PEFT has no index
+    output = _images(tensors, options, chosen.kind)
     assets, changed = _assets(chosen, base, ties, tensors)
     modules, untaken = trained_modules(
         checkpoint,
@@ -176,11 +171,9 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         dtype=options.dtype,
         takes=options.naming.weights == "model" and not options.naming.chooses_names,
     )
-    written = {module.file for module in modules}
-    unloadable, base_warnings = tuple[str, ...](), list[str]()
-    if not is_adapter:
+    unloadable: tuple[str, ...] = ()
+    if chosen.kind != "adapter":
         unloadable = (*selection.unloadable, *fit.missing, *_gap_warnings(tensors, base, options))
-        base_warnings = _base_warnings(base)
     return ConsolidateJob(
         checkpoint=checkpoint,
         options=options,
@@ -192,7 +185,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         tensors=tensors,
         output=output,
         plan=build_plan(output, catalog),
-        assets=tuple(asset for asset in assets if asset.name not in written),
+        assets=tuple(asset for asset in assets if asset.name not in [module.file for module in modules]),
         modules=tuple(modules),
         notes=(
             *checkpoint.notes,
@@ -207,7 +200,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         unloadable=unloadable,
         warnings=(
             *unloadable,
-            *base_warnings,
+            *_base_warnings(base, chosen.kind),
             *fit.warnings,
             *selection.warnings,
             *chosen.warnings,
@@ -260,7 +253,14 @@ def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:
 def _fit(
     chosen: Chosen, base: Base | None, options: JobOptions
 ) -> tuple[Chosen, Ties, Fit, tuple[KeyRule, ...]]:
-    """Decide on ties, and compare names and shapes with the base's. Where they differ, its class may know why."""
+    """Decide on ties, and compare names and shapes with the base's. Where they differ, its class may know why.
+
+    Returns:
+        What is written, the ties, how it fits, and the rules by which the class renamed tensors. None of it is about
+        an adapter.
+    """
+    if chosen.kind == "adapter":
+        return chosen, _NO_TIES, Fit(), ()
     declared = ties_embeddings(base.config) if base else None
     base_tensors = base.tensors if base else None
 
@@ -308,6 +308,12 @@ def _fit(
         asked=asked,
     )
     return chosen, ties, fit, renamed
+
+
+def _images(tensors: Sequence[OutputTensor], options: JobOptions, kind: str) -> SafetensorsImages:
+    if kind == "adapter":
+        return SafetensorsImages(tensors, max_shard_bytes=None, stem=ADAPTER_STEM)  # PEFT has no index
+    return SafetensorsImages(tensors, max_shard_bytes=options.max_shard_bytes)
 
 
 def _assets(
@@ -374,8 +380,8 @@ def _gap_warnings(tensors: Sequence[OutputTensor], base: Base | None, options: J
     ]
 
 
-def _base_warnings(base: Base | None) -> list[str]:
-    if base is None or base.config is None:
+def _base_warnings(base: Base | None, kind: str) -> list[str]:
+    if kind != "adapter" and (base is None or base.config is None):
         return [
             f"there is no {CONFIG} for the model: name the model that it was trained from with --base, so that the "
             "output can be loaded by itself"

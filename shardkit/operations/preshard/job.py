@@ -17,7 +17,7 @@ from shardkit.formats.checkpoint import HubModel
 from shardkit.formats.dcp.images import DcpImages, Phase
 from shardkit.layout.choose import make_layout
 from shardkit.layout.layout import Layout
-from shardkit.operations.casts import check_cast, rounded_wide
+from shardkit.operations.casts import check_cast, quantised_notes, rounded_wide
 from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.write import hash_plan
 from shardkit.transfer.plan import TransferPlan, build_plan
@@ -126,31 +126,23 @@ def _choose_dtypes(
     model: HubModel, layout: Layout, sources: Mapping[str, str], dtype: str
 ) -> tuple[dict[str, DType], list[str]]:
     """Return the dtype that each tensor is stored in, and what to tell about it."""
-    chosen, kept, quantised = dict[str, DType](), [], []
+    held = {fqn: model.catalog.tensors[sources[fqn]].dtype for fqn in layout.tensors}
     target = CASTS.get(dtype)
-    for fqn in layout.tensors:
-        held = model.catalog.tensors[sources[fqn]].dtype
-        chosen[fqn] = held
-        if target is None or not held.is_floating:
-            continue
-        if not held.is_convertible:
-            quantised.append(fqn)
-        elif target.name != "float32" and fqn in (layout.keep_fp32 or ()):
-            chosen[fqn] = CASTS["fp32"]
-            kept.append(fqn)
-        else:
-            chosen[fqn] = target
-    notes = []
+    if target is None:
+        return held, []
+    chosen, kept, notes = dict(held), list[str](), list[str]()
+    for fqn, stored in held.items():
+        if stored.is_convertible:
+            is_kept = target.name != "float32" and fqn in (layout.keep_fp32 or ())
+            chosen[fqn] = CASTS["fp32"] if is_kept else target
+            kept += [fqn] if is_kept else []
     if kept:
         notes.append(
             f"stored in float32, as the model asks for it and from_pretrained does: {count(len(kept), 'tensor')}: "
             f"{listed(kept)}"
         )
-    if quantised:
-        notes.append(
-            f"not converted: {count(len(quantised), 'fp8 or fp4 tensor')}, because their scales are in other tensors"
-        )
-    if target is not None and target.name != "float32" and layout.keep_fp32 is None:
+    notes += quantised_notes(held)
+    if target.name != "float32" and layout.keep_fp32 is None:
         notes.append("without the model nobody knows which tensors it keeps in fp32: all were converted")
     return chosen, notes
 
