@@ -14,11 +14,11 @@ import click
 
 from shardkit.core.text import count as count
 from shardkit.core.text import escape, format_size
-from shardkit.core.threads import NoProgress, Progress
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+    from shardkit.core.threads import Progress
     from shardkit.operations.write import WriteResult
 
 MAX_LINES = 20
@@ -241,6 +241,8 @@ def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:
 
 def make_progress(*, enabled: bool) -> Progress:
     """Return a bar, or one that shows nothing if nobody wants it or stderr is not a terminal."""
+    from shardkit.core.threads import NoProgress  # here: `--help` needs no thread pools
+
     return ByteBar() if enabled and sys.stderr.isatty() else NoProgress()
 
 
