@@ -9,8 +9,7 @@ is that of the manifest's own JSON without that key, written with sorted keys an
 A manifest that lies beside a directory, not in it, has the directory's name and `.shardkit.json`.
 """
 
-from __future__ import annotations
-
+# Annotations here are objects, not text: `get_type_hints` would compile text, while a file is parsed.
 import contextlib
 import dataclasses
 import hashlib
