@@ -1,0 +1,235 @@
+"""Hold the package's imports against the order of its rooms, and draw them.
+
+    python scripts/architecture.py           say what is against the order; fail if anything is, or if the picture is old
+    python scripts/architecture.py --draw    draw docs/architecture.svg anew
+
+A room is a folder of the package. Imports point down: from a room to one that stands below it in ROOMS, never up, and
+never in a circle. An import inside a function counts as any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from html import escape
+from pathlib import Path
+from textwrap import wrap
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "shardkit"
+PICTURE = ROOT / "docs" / "architecture.svg"
+MAX_FILES = 16
+"""In a room: more than that are a drawer."""
+
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("cli",),
+    ("training",),
+    ("training/diagnostics", "training/model", "training/source"),
+    ("training/fill",),
+    ("training/ranks",),
+    ("operations/manifest", "operations/preshard", "operations/consolidate", "operations/reshard"),
+    ("operations/verify", "operations/inspect"),
+    ("operations/diff",),
+    ("operations",),
+    ("formats",),
+    ("formats/checkpoints",),
+    ("formats/deepspeed",),
+    ("formats/rankfiles",),
+    ("formats/dcp",),
+    ("formats/hub",),
+    ("formats/contract",),
+    ("formats/torchsave",),
+    ("transfer",),
+    ("layout",),
+    ("keys", "pickles"),
+    ("files",),
+    ("core",),
+    ("ground",),
+)
+"""From the top floor down. Rooms of one floor do not import each other."""
+ELSEWHERE = {
+    "formats/checkpoint.py": "formats/contract",
+    "formats/optimizer.py": "formats/contract",
+    "__init__.py": "cli",
+    "__main__.py": "cli",
+    "errors.py": "ground",
+    "_version.py": "ground",
+    "_torch.py": "ground",
+}
+"""Files that stand on another floor than the other files of their folder. `ground` is what everybody may use."""
+
+
+WIDTH = 900
+HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">
+<style>
+.box {{ fill: #eef2f7; stroke: #8a9bb0 }} .room {{ fill: #ffffff; stroke: #c3ccd8 }} .name {{ font-weight: bold }}
+.arrow {{ fill: none; stroke: #47566b; stroke-width: 1.5; marker-end: url(#tip) }}
+</style>
+<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="4" refY="4" orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="#47566b"/></marker></defs>
+"""
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Return dotted name -> file of every module of a package."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
+    """Yield the modules of the package that a file imports, wherever in the file it does."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (
+                name for whole in names if (name := whole if whole in known else node.module or "") in known
+            )
+
+
+def room_of(path: Path, package: Path) -> str:
+    """Return the room in which a file stands."""
+    file = path.relative_to(package)
+    return ELSEWHERE.get(file.as_posix()) or file.parent.as_posix()
+
+
+def problems(package: Path) -> Iterator[str]:
+    """Yield a line for each import that points up or to the same floor, each circle, each room that is too full."""
+    known = modules(package)
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    graph: dict[str, set[str]] = {}
+    files: dict[str, int] = defaultdict(int)
+    for name, path in known.items():
+        graph[name] = set(imports(path, known)) - {name}
+        here = room_of(path, package)
+        files[path.parent.relative_to(package).as_posix()] += 1
+        if here not in floor:
+            yield f"{path.relative_to(package)}: its folder is no room of scripts/architecture.py"
+            continue
+        for other in sorted(graph[name]):
+            there = room_of(known[other], package)
+            if there != here and floor.get(there, -1) <= floor[here]:
+                yield f"{path.relative_to(package)} ({here}) imports {known[other].relative_to(package)} ({there}), which is not below it"
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield f"a circle of imports: {' -> '.join(error.args[1])}"
+    yield from (
+        f"{room} has {number} files, more than {MAX_FILES}"
+        for room, number in files.items()
+        if number > MAX_FILES
+    )
+
+
+def arrows(package: Path) -> dict[str, set[str]]:
+    """Return which rooms each room imports, `ground` aside."""
+    known = modules(package)
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in known.values():
+        here = room_of(path, package)
+        found[here] |= {room_of(known[other], package) for other in imports(path, known)}
+    return {room: others - {room, "ground"} for room, others in found.items() if room != "ground"}
+
+
+def needed(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Return the arrows that do not follow from others: where a room reaches another through a third, none is drawn."""
+
+    def below(room: str) -> set[str]:
+        return set().union(*({other} | below(other) for other in graph.get(room, ())))
+
+    return {
+        room: {o for o in others if not any(o in below(p) for p in others - {o})}
+        for room, others in graph.items()
+    }
+
+
+def package_of(room: str) -> str:
+    """Return the box in which a room is drawn."""
+    return room.partition("/")[0]
+
+
+def job_of(room: str) -> str:
+    """Return what a room is for: the first line of its docstring, up to the first colon or full stop."""
+    folder = {"formats/contract": "formats/checkpoint.py"}.get(room, f"{room}/__init__.py")
+    text = ast.get_docstring(ast.parse((PACKAGE / folder).read_text(encoding="utf-8"))) or ""
+    return text.split("\n")[0].split(". ")[0].rstrip(".")
+
+
+def draw(package: Path) -> str:
+    """Return the picture: a box for each package, its rooms in their order, and the arrows between boxes."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for room, others in arrows(package).items():
+        graph[package_of(room)] |= {package_of(other) for other in others} - {package_of(room)}
+    graph = needed(graph)
+    depth: dict[str, int] = {}
+    for box in reversed(tuple(TopologicalSorter(graph).static_order())):  # from the top down
+        depth[box] = max((depth[above] + 1 for above, below in graph.items() if box in below), default=0)
+    places, shapes, top = dict[str, tuple[float, float, float]](), list[str](), 10.0
+    for level in range(max(depth.values()) + 1):
+        boxes = sorted(
+            (box for box in depth if depth[box] == level), key=lambda box: (_over(box, graph, places), box)
+        )
+        width, tallest = (WIDTH - 20 - 20 * (len(boxes) - 1)) / len(boxes), 0.0
+        for number, box in enumerate(boxes):
+            left = 10 + number * (width + 20)
+            height = _draw_box(box, left, top, width, shapes)
+            places[box] = (left + width / 2, top, top + height)
+            tallest = max(tallest, height)
+        top += tallest + 34
+    for box, others in sorted(graph.items()):
+        for other in sorted(others):
+            (x, _, y), (to_x, to_y, _) = places[box], places[other]
+            shapes.append(f'<path class="arrow" d="M {x:.0f} {y:.0f} L {to_x:.0f} {to_y - 6:.0f}"/>')
+    return HEAD.format(width=WIDTH, height=round(top - 24)) + "\n".join(shapes) + "\n</svg>\n"
+
+
+def _over(box: str, graph: Mapping[str, set[str]], places: Mapping[str, tuple[float, float, float]]) -> float:
+    """Return where the boxes stand that point at one, so that arrows cross little."""
+    above = [places[other][0] for other, below in graph.items() if box in below and other in places]
+    return sum(above) / max(len(above), 1)
+
+
+def _draw_box(box: str, left: float, top: float, width: float, shapes: list[str]) -> float:
+    """Draw a package with its rooms, those of a floor side by side; return its height."""
+    rows = [rooms for rooms in ([r for r in floor if package_of(r) == box] for floor in FLOORS) if rooms]
+    frame, y = len(shapes), top + 8
+    for rooms in rows:
+        cell = (width - 16 - 8 * (len(rooms) - 1)) / len(rooms)
+        lines = {room: wrap(job_of(room), max(int(cell / 6.1), 12)) for room in rooms}
+        height = 24 + 14 * max(map(len, lines.values()))
+        for number, room in enumerate(rooms):
+            x = left + 8 + number * (cell + 8)
+            shapes.append(
+                f'<rect class="room" x="{x:.0f}" y="{y:.0f}" width="{cell:.0f}" height="{height}"/>'
+            )
+            shapes.append(f'<text class="name" x="{x + 7:.0f}" y="{y + 16:.0f}">{escape(room)}</text>')
+            for line, text in enumerate(lines[room]):
+                shapes.append(f'<text x="{x + 7:.0f}" y="{y + 31 + 14 * line:.0f}">{escape(text)}</text>')
+        y += height + 6
+    shapes.insert(
+        frame,
+        f'<rect class="box" x="{left:.0f}" y="{top:.0f}" width="{width:.0f}" height="{y - top + 2:.0f}"/>',
+    )
+    return y - top + 2
+
+
+def main() -> int:
+    """Draw the picture, or print what is against the order; return the exit code."""
+    if sys.argv[1:] == ["--draw"]:
+        PICTURE.write_text(draw(PACKAGE), encoding="utf-8")
+        return 0
+    found = list(problems(PACKAGE))
+    if not found and (not PICTURE.exists() or PICTURE.read_text(encoding="utf-8") != draw(PACKAGE)):
+        found.append(f"docs/{PICTURE.name} is old: python scripts/architecture.py --draw")
+    print("\n".join(found), end="\n" * bool(found))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
