@@ -1,4 +1,4 @@
-"""Only `transfer.storage` calls what changes files; and its own helpers leave files whole."""
+"""Only `files.storage` calls what changes files; and its own helpers leave files whole."""
 
 from __future__ import annotations
 

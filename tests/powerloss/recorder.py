@@ -1,4 +1,4 @@
-"""Stands in front of `transfer.storage` and writes down all that is done to files below one directory."""
+"""Stands in front of `files.storage` and writes down all that is done to files below one directory."""
 
 from __future__ import annotations
 

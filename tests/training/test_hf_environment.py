@@ -82,4 +82,4 @@ def test_who_reads_is_what_the_docstring_says(
     assert not any(parameter.is_meta for parameter in loaded.parameters())  # memory is taken all the same
     buffers = dict(saved.named_buffers())
     assert all(torch.equal(value, buffers[name]) for name, value in loaded.named_buffers())
-    assert "5.23: nothing. Every rank reads every value." in (hf_ram_efficient_loading.__doc__ or "")
+    assert "5.23: none. Every rank reads every value." in (hf_ram_efficient_loading.__doc__ or "")

@@ -130,7 +130,7 @@ def test_fused_experts_are_refused_with_the_reason(tmp_path: Path) -> None:
     save(model, tmp_path / "saved")
     with pytest.raises(LayoutError, match="does not fit") as caught:
         shardkit.consolidate(tmp_path / "saved", tmp_path / "hub", base=tmp_path / "moe")
-    assert "experts fused" in str(caught.value.hint)
+    assert "fuses the experts" in str(caught.value.hint)
     done = shardkit.consolidate(tmp_path / "saved", tmp_path / "hub")
     assert any("experts fused" in warning for warning in done.warnings)
     assert done.renamed == ()

@@ -251,7 +251,7 @@ def test_where_it_goes(copied: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="does not exist"):
         write_manifest(path, tmp_path / "absent" / "x")
     (tmp_path / "directory").mkdir()
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         write_manifest(path, tmp_path / "directory", overwrite=True)
     assert files_of(path) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["directory", "stock", "stock.shardkit.json"]
