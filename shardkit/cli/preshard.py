@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from shardkit._version import torch_note
 from shardkit.cli import options as opt
 from shardkit.cli.output import Output, count, ending, facts, headline, limited, make_progress, size_runs
 from shardkit.core.text import escape, format_size
+from shardkit.files import storage
 
 if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
@@ -73,7 +73,7 @@ def warn_of_torch(out: Output) -> None:
 def _is_on_the_hub(source: str) -> bool:
     from shardkit.formats.hub.repo import looks_like_repo_id
 
-    return not os.path.lexists(source) and looks_like_repo_id(source)
+    return not storage.lexists(source) and looks_like_repo_id(source)
 
 
 def render(result: PreshardResult) -> list[str]:

@@ -109,7 +109,7 @@ class FileBytes:
 def place_of(path: str) -> str:
     """Return a path by which two names of one file are told to be the same; a link is a file of its own."""
     folder, name = os.path.split(path)
-    return os.path.join(os.path.realpath(folder or os.curdir), name)
+    return os.path.join(storage.realpath(folder or os.curdir), name)
 
 
 class Scan:

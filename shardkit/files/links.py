@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
+from shardkit.files import storage
 from shardkit.files.strict_json import FOLLOW, FOLLOWS_LINKS, read_small
 
 _MAX_LEVELS = 3  # of directories below one commit in the Hub's cache, for checkpoints that were uploaded
@@ -51,7 +52,7 @@ def locate(directory: str, name: str, trusted: bool = False) -> str:
     if trusted or FOLLOWS_LINKS.get() or _is_inside(directory, path):
         return path
     raise SourceError(
-        f"{escape(name)}: a symbolic link that leaves its directory, to {escape(os.path.realpath(path))}",
+        f"{escape(name)}: a symbolic link that leaves its directory, to {escape(storage.realpath(path))}",
         hint=f"copy the directory with its links resolved (cp -rL), or {FOLLOW}",
     )
 
@@ -63,16 +64,16 @@ def locate_weights(directory: str, name: str) -> str:
         SourceError: a link out of the directory to something else. It is not even opened: that may act on a device.
     """
     path = os.path.join(directory, name)
-    if os.path.exists(path) and not os.path.isfile(path) and not _is_inside(directory, path):
+    if storage.exists(path) and not storage.isfile(path) and not _is_inside(directory, path):
         raise SourceError(
-            f"{escape(name)}: a symbolic link to {escape(os.path.realpath(path))}, which is no regular file",
+            f"{escape(name)}: a symbolic link to {escape(storage.realpath(path))}, which is no regular file",
             hint="put the real file in its place",
         )
     return path
 
 
 def _is_inside(directory: str, path: str) -> bool:
-    real = os.path.realpath(path)
+    real = storage.realpath(path)
     return any(real.startswith(os.path.join(place, "")) for place in _places(directory))
 
 
@@ -84,7 +85,7 @@ def link_notes(directory: str, paths: Mapping[str, str]) -> tuple[str, ...]:
         paths: name -> path.
     """
     found = [
-        f"{escape(name)} -> {escape(os.path.realpath(path))}"
+        f"{escape(name)} -> {escape(storage.realpath(path))}"
         for name, path in paths.items()
         if not _is_inside(directory, path)
     ]
@@ -118,7 +119,7 @@ def locate_all(directory: str, names: Sequence[str]) -> list[str]:
 
 def _places(directory: str) -> Iterator[str]:
     """Yield where a file of a directory may lie."""
-    here = os.path.realpath(directory)
+    here = storage.realpath(directory)
     yield here
     for level in range(_MAX_LEVELS):
         top = os.path.dirname(os.path.dirname(here))
@@ -129,7 +130,7 @@ def _places(directory: str) -> Iterator[str]:
 
 def is_snapshot(directory: str) -> bool:
     """True for the directory of one commit in the Hub's cache, which is made of links to files elsewhere."""
-    return os.path.basename(os.path.dirname(os.path.realpath(directory))) == "snapshots"
+    return os.path.basename(os.path.dirname(storage.realpath(directory))) == "snapshots"
 
 
 def read_inside(directory: str, name: str, limit: int) -> bytes:

@@ -26,6 +26,7 @@ from shardkit._version import __version__
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, SourceError
+from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.links import locate
 from shardkit.files.strict_json import parse_integer, read_small
@@ -393,7 +394,7 @@ def read(directory: str) -> Manifest | None:
         IntegrityError: it is not what was written.
         ResourceError: it may not be read.
     """
-    if not os.path.lexists(os.path.join(directory, NAME)):
+    if not storage.lexists(os.path.join(directory, NAME)):
         return None
     return parse(read_bytes(directory), NAME)
 

@@ -137,7 +137,7 @@ class Staging:
         try:
             storage.sync_directories(self.data)
             self._identity = _identity(self.data)
-            if overwrite and os.path.lexists(self.destination):
+            if overwrite and storage.lexists(self.destination):
                 self._exchange()
             else:
                 rename_noreplace(self.data, self.destination)
@@ -164,7 +164,7 @@ class Staging:
         self.discard()
 
     def _appeared(self) -> UsageError:
-        aside = [f"what was there before: {escape(self._aside)}"] if os.path.lexists(self._aside) else []
+        aside = [f"what was there before: {escape(self._aside)}"] if storage.lexists(self._aside) else []
         return UsageError(f"{escape(self.destination)} appeared while it was being written", problems=aside)
 
     def _exchange(self) -> None:
@@ -184,11 +184,11 @@ class Staging:
     def _undo(self) -> None:
         """Let the destination be again what it was before `commit`, as far as the system lets us."""
         with contextlib.suppress(OSError):
-            if os.path.lexists(self.data):  # the old one
+            if storage.lexists(self.data):  # the old one
                 storage.renameat2(self.data, self.destination, storage.RENAME_EXCHANGE)
                 return
             storage.rename(self.destination, self.data)
-            if os.path.lexists(self._aside):
+            if storage.lexists(self._aside):
                 storage.rename(self._aside, self.destination)
 
     def _put_back(self) -> None:
@@ -198,9 +198,9 @@ class Staging:
             UsageError: the old one could not go back, because something else is there by now.
             OSError: the system refuses.
         """
-        if not os.path.lexists(self._aside):
+        if not storage.lexists(self._aside):
             return
-        if not os.path.lexists(self.data):  # the new one is in place; what is left of the old one may go
+        if not storage.lexists(self.data):  # the new one is in place; what is left of the old one may go
             replaced = os.path.join(self.path, "replaced")
             storage.remove_tree(replaced)  # of a run that was resumed here after it had replaced something
             storage.rename(self._aside, replaced)
@@ -252,7 +252,7 @@ def abandoned(destination: str) -> list[str]:
     parent, name = os.path.split(destination)
     prefix, found = _prefix(name), []
     try:
-        entries = sorted(os.listdir(parent))
+        entries = sorted(storage.listdir(parent))
     except OSError:
         return []
     for entry in entries:
@@ -278,7 +278,7 @@ def recover(destination: str) -> None:
         ResourceError: the system refuses.
     """
     for path in abandoned(destination):
-        if not os.path.lexists(os.path.join(path, "data.old")):
+        if not storage.lexists(os.path.join(path, "data.old")):
             continue
         staging = Staging._take(destination, path)
         if staging is None:
@@ -303,11 +303,11 @@ def named(destination: str, path: str) -> str:
         UsageError: it is no staging directory of `destination`, or its run is under way.
     """
     path = os.path.abspath(path)
-    parent, name = os.path.realpath(os.path.dirname(path)), os.path.basename(path)
+    parent, name = storage.realpath(os.path.dirname(path)), os.path.basename(path)
     home, prefix = os.path.dirname(destination), _prefix(os.path.basename(destination))
     found = os.path.join(parent, name)
     owner = Owner.parse(name.removeprefix(prefix)) if name.startswith(prefix) else None
-    if owner is None or parent != home or os.path.islink(found) or not os.path.isdir(found):
+    if owner is None or parent != home or storage.islink(found) or not storage.isdir(found):
         raise UsageError(
             f"{escape(path)} is not what an interrupted run left for {escape(destination)}",
             hint=f"that is a directory {escape(os.path.join(home, prefix))}..., in which owner.json says whose it was",
@@ -326,16 +326,16 @@ def reclaimable_bytes(destination: str, resume_from: str | None = None) -> int:
     """
     total = 0
     for path in {*abandoned(destination), *([resume_from] if resume_from else [])}:
-        for directory, _, names in os.walk(path):
+        for directory, _, names in storage.walk(path):
             for name in names:
                 with contextlib.suppress(OSError):
-                    total += os.lstat(os.path.join(directory, name)).st_blocks * 512
+                    total += storage.lstat(os.path.join(directory, name)).st_blocks * 512
     return total
 
 
 def _identity(path: str) -> tuple[int, int] | None:
     try:
-        status = os.lstat(path)
+        status = storage.lstat(path)
     except OSError:
         return None
     return status.st_dev, status.st_ino
@@ -350,7 +350,7 @@ def rename_noreplace(source: str, target: str) -> None:
     """
     if storage.renameat2(source, target, storage.RENAME_NOREPLACE):
         return
-    if os.path.lexists(target):
+    if storage.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
     storage.rename(source, target)
 
@@ -455,7 +455,7 @@ def _boot() -> str:
 
 def _pid_namespace() -> int:
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return storage.stat("/proc/self/ns/pid").st_ino
     except _NOT_THERE:
         return 0
 
@@ -466,7 +466,7 @@ def _status(pid: int) -> _Status | None:
         # man 5 proc: fields 3 and 22, counted after the command, which may hold blanks and brackets
         fields = content.rpartition(")")[2].split() if content else []
         is_zombie = (
-            fields[0] in "ZX" and len(os.listdir(f"/proc/{pid}/task")) <= 1
+            fields[0] in "ZX" and len(storage.listdir(f"/proc/{pid}/task")) <= 1
         )  # else its threads live on
         return _Status(int(fields[19]), is_zombie)
     except (IndexError, ValueError, *_NOT_THERE):
@@ -475,7 +475,7 @@ def _status(pid: int) -> _Status | None:
 
 def _content(path: str) -> str | None:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with storage.open_file(path, encoding="utf-8", errors="replace") as file:
             return file.read()
     except _NOT_THERE:
         return None

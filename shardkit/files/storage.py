@@ -1,4 +1,4 @@
-"""The calls by which files are read and changed: one place for all of them.
+"""The calls by which files are found, read and changed: one place for all of them.
 
 Other modules call these by their names here (`storage.pwrite(...)`) and never those of `os`. Whoever stands in
 front of the names in this module sees everything that is done to a file: a test that dies at the n-th call,
@@ -16,6 +16,7 @@ import errno
 import fcntl
 import io
 import os
+import shutil
 import struct
 from collections.abc import Iterator
 from typing import Any, BinaryIO, cast
@@ -36,6 +37,23 @@ mkdir = os.mkdir
 rmdir = os.rmdir
 unlink = os.unlink
 rename = os.rename
+open_file = open
+access = os.access
+fstat = os.fstat
+listdir = os.listdir
+lstat = os.lstat
+readlink = os.readlink
+scandir = os.scandir
+stat = os.stat
+walk = os.walk
+exists = os.path.exists
+getsize = os.path.getsize
+isdir = os.path.isdir
+isfile = os.path.isfile
+islink = os.path.islink
+lexists = os.path.lexists
+realpath = os.path.realpath
+disk_usage = shutil.disk_usage
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 """Flags of `renameat2`. Source: linux/fs.h."""
@@ -138,14 +156,14 @@ def make_directories(path: str) -> None:
     Raises:
         OSError: the system refuses, or something else has the name.
     """
-    if os.path.isdir(path):
+    if isdir(path):
         return
     parent = os.path.dirname(path)
     if parent and parent != path:
         make_directories(parent)
     with contextlib.suppress(FileExistsError):
         mkdir(path)
-    if not os.path.isdir(path):
+    if not isdir(path):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
 
 
@@ -199,7 +217,7 @@ def sync_directories(path: str) -> None:
     Raises:
         OSError: the system refuses.
     """
-    for here, _, _ in os.walk(path, topdown=False):
+    for here, _, _ in walk(path, topdown=False):
         sync_directory(here)
 
 
@@ -216,7 +234,7 @@ def can_share_extents(catalog: Catalog, directory: str) -> bool:
         with _nameless(directory) as probe:
             tried = set[int]()
             for file in files:
-                device = os.stat(nearest_existing(file.path)).st_dev
+                device = stat(nearest_existing(file.path)).st_dev
                 if device not in tried:
                     tried.add(device)
                     with _source(file.path) as source:
@@ -233,13 +251,13 @@ def _nameless(directory: str) -> Iterator[int]:
     try:
         yield fd
     finally:
-        os.close(fd)
+        close_fd(fd)
 
 
 @contextlib.contextmanager
 def _source(path: str) -> Iterator[int]:
     """Give the descriptor of a source file; for one that is yet to be downloaded, of a block where it will lie."""
-    if not os.path.lexists(path):
+    if not lexists(path):
         with _nameless(nearest_existing(path)) as fd:
             pwrite(fd, bytes(BLOCK), 0)
             yield fd
@@ -248,12 +266,12 @@ def _source(path: str) -> Iterator[int]:
     try:
         yield fd
     finally:
-        os.close(fd)
+        close_fd(fd)
 
 
 def nearest_existing(path: str) -> str:
     """Return a path, or the directory above it that exists."""
-    while not os.path.lexists(path):
+    while not lexists(path):
         path = os.path.dirname(path) or os.curdir
     return path
 

@@ -78,7 +78,7 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
         refused = ResourceError if getattr(error, "errno", None) in _OF_THE_MACHINE else SourceError
         raise refused(f"{escape(name)}: cannot be opened: {reason}") from None
     try:
-        status = os.fstat(fd)
+        status = storage.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
             raise SourceError(
@@ -92,7 +92,7 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
 
 def stamp_of(fd: int) -> FileStamp:
     """Return the stamp of an open file: what is read from it later must come from the same one."""
-    status = os.fstat(fd)
+    status = storage.fstat(fd)
     return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from shardkit.core.catalog import Catalog
 from shardkit.errors import ShardkitError
+from shardkit.files import storage
 from shardkit.files.links import read_inside
 from shardkit.formats.optimizer import OptimizerState, Unmapped
 
@@ -150,13 +151,13 @@ class Opener(NamedTuple):
 
 
 def _is_same(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
+    return storage.realpath(one) == storage.realpath(other)
 
 
 def listing(path: str) -> frozenset[str]:
     """Return the names in a directory; none where it cannot be listed."""
     try:
-        return frozenset(os.listdir(path))
+        return frozenset(storage.listdir(path))
     except (OSError, ValueError):  # ValueError: a NUL in the path
         return frozenset()
 
@@ -194,10 +195,10 @@ def inner(path: str, below: str) -> str | None:
         below: relative, with "/" between its parts.
     """
     found = os.path.join(path, *below.split("/"))
-    if not os.path.isdir(found):
+    if not storage.isdir(found):
         return None
-    home = os.path.join(os.path.realpath(path), "")
-    return found if os.path.realpath(found).startswith(home) else None
+    home = os.path.join(storage.realpath(path), "")
+    return found if storage.realpath(found).startswith(home) else None
 
 
 def own_name(path: str) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardkit.core.catalog import Catalog, Checksums, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError, UsageError
-from shardkit.files import manifest
+from shardkit.files import manifest, storage
 from shardkit.files.strict_json import read_small
 from shardkit.formats.registry import directory_of
 
@@ -36,7 +36,7 @@ class SourceManifests:
 
     def crc_of(self, path: str) -> int | None:
         """Return the CRC-32 that a file should have; None where none is recorded."""
-        return self.files.get(os.path.realpath(path)) if self.files else None
+        return self.files.get(storage.realpath(path)) if self.files else None
 
     def check_copies(self, copies: Iterable[tuple[str, str, int | None]]) -> None:
         """Refuse copied files that are not what was recorded.
@@ -121,7 +121,7 @@ def find_manifests(
             raise UsageError("--source-manifest is for comparing, and --check-source is off")
         return found
     homes = [directory_of(path), *(each.directory for each in catalogs if each.directory)]
-    homes = list(dict.fromkeys(os.path.realpath(home) for home in homes))
+    homes = list(dict.fromkeys(storage.realpath(home) for home in homes))
     if given is not None:
         read = _read_given(os.fspath(given), homes.pop(0))
         _check_fits(read, catalogs)
@@ -140,19 +140,19 @@ def find_manifests(
 
 
 def _read_given(path: str, source: str) -> _Read:
-    if not os.path.lexists(path):
+    if not storage.lexists(path):
         raise SourceError(f"{escape(path)}: no such file", hint="write one with shardkit manifest")
     content = manifest.parse(read_small(path, path, manifest.MAX_BYTES), path)
-    return _Read(content, source if os.path.isdir(source) else os.path.dirname(source) or os.curdir, path)
+    return _Read(content, source if storage.isdir(source) else os.path.dirname(source) or os.curdir, path)
 
 
 def _read_beside(home: str) -> _Read | None:
     """Return the manifest in a directory, or else the one beside it; for a file the order is reversed."""
-    is_directory = os.path.isdir(home)
+    is_directory = storage.isdir(home)
     inside = os.path.join(home if is_directory else os.path.dirname(home), manifest.NAME)
     beside = manifest.sidecar_of(home)
     for path in (inside, beside) if is_directory else (beside, inside):
-        if os.path.lexists(path):
+        if storage.lexists(path):
             directory = home if is_directory else os.path.dirname(home)
             if path == inside:
                 content = manifest.parse(manifest.read_bytes(directory), manifest.NAME)
@@ -165,16 +165,16 @@ def _read_beside(home: str) -> _Read | None:
 def _listed(read: _Read) -> dict[str, manifest.SavedFile]:
     """Return each file that a manifest lists, by real path."""
     files = manifest.all_files(read.content)
-    return {os.path.realpath(os.path.join(read.home, file.name)): file for file in files}
+    return {storage.realpath(os.path.join(read.home, file.name)): file for file in files}
 
 
 def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
     """Refuse a manifest from a person that is about other files."""
-    sizes, home = {path: file.size for path, file in _listed(read).items()}, os.path.realpath(read.home)
+    sizes, home = {path: file.size for path, file in _listed(read).items()}, storage.realpath(read.home)
     problems = dict[str, None]()
     for catalog in catalogs:
         for file in catalog.files:
-            path = os.path.realpath(file.path)
+            path = storage.realpath(file.path)
             if path not in sizes and (file.decode or not path.startswith(os.path.join(home, ""))):
                 continue  # it is read from beside the source
             if path not in sizes:
@@ -192,7 +192,7 @@ def _take(read: _Read, catalogs: Iterable[Catalog], found: SourceManifests) -> N
     listed, tensors = _listed(read), manifest.all_tensors(read.content)
     for path, file in listed.items():
         crc = file.crc32 if isinstance(file, manifest.File) else None
-        if crc is not None and os.path.isfile(path) and os.path.getsize(path) == file.size:
+        if crc is not None and storage.isfile(path) and storage.getsize(path) == file.size:
             found.files.setdefault(path, crc)
     for catalog in catalogs:
         _check_headers(catalog, listed, tensors)
@@ -207,7 +207,7 @@ def _check_headers(
 
     This checks only where the manifest is about exactly these files: each is there, with its size.
     """
-    files = {os.path.realpath(file.path): file for file in catalog.files}
+    files = {storage.realpath(file.path): file for file in catalog.files}
     weights = {path for path in listed if path.endswith(_SAFETENSORS)}
     if weights != files.keys() or any(listed[path].size != file.size for path, file in files.items()):
         return
@@ -241,7 +241,7 @@ def _add_checksums(
     lacking: dict[int, manifest.SavedFile] = {}
     for number, file in enumerate(catalog.files):
         if _lacks(file):
-            entry = listed.get(os.path.realpath(file.path))
+            entry = listed.get(storage.realpath(file.path))
             if entry is not None and entry.size == file.size:
                 lacking[number] = entry
     if not lacking:

@@ -15,7 +15,7 @@ from importlib import import_module
 
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import ResourceError, SourceError, UsageError
-from shardkit.files import manifest
+from shardkit.files import manifest, storage
 from shardkit.formats.checkpoint import Checkpoint, Opener, has_any, inner, listing, matching, own_name
 from shardkit.formats.checkpoints import trainers
 from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
@@ -212,10 +212,10 @@ def open_checkpoint(
             f"unknown format {escape(format)!r}{suggestion(format, _FORMATS)}",
             hint=f"formats are: {', '.join(sorted(_FORMATS))}",
         )
-    if format == _HUB.name or revision is not None or variant is not None or not os.path.lexists(source):
+    if format == _HUB.name or revision is not None or variant is not None or not storage.lexists(source):
         return _open_hub(source, revision=revision, variant=variant, headers_only=headers_only)
     directory = directory_of(source)
-    if os.path.isdir(directory):
+    if storage.isdir(directory):
         _check_listing(directory)
     if format is not None:
         return _open(_FORMATS[format], directory)
@@ -232,7 +232,7 @@ def open_checkpoint(
 
 def _open_hub(source: str, *, revision: str | None, variant: str | None, headers_only: bool) -> Checkpoint:
     """Open a Hub model from wherever it is; a path that exists is never looked up on the Hub."""
-    if os.path.lexists(source):
+    if storage.lexists(source):
         if revision is not None:
             raise UsageError(
                 f"{escape(source)} is a local path, it has no revision {escape(revision)!r}",
@@ -255,29 +255,29 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     and those beside the model's config that belong to it.
     """
     home = checkpoint.path
-    if checkpoint.hub is not None or not os.path.isdir(home):  # a Hub model names them itself
+    if checkpoint.hub is not None or not storage.isdir(home):  # a Hub model names them itself
         return
     said = {name for name, _ in checkpoint.skipped}
     left = [name for name in list_weights(home) if name not in said and said.isdisjoint(name.split("/"))]
-    read = {os.path.realpath(file.path) for file in checkpoint.catalog.files}
+    read = {storage.realpath(file.path) for file in checkpoint.catalog.files}
     if left:
         read |= {
-            os.path.realpath(path) for folder in checkpoint.assets for path in list_assets(folder)[0].values()
+            storage.realpath(path) for folder in checkpoint.assets for path in list_assets(folder)[0].values()
         }
-    left = [name for name in left if os.path.realpath(os.path.join(home, name)) not in read]
+    left = [name for name in left if storage.realpath(os.path.join(home, name)) not in read]
     yield from weights_beside(left, ())
 
 
 def directory_of(path: str) -> str:
     """Return the directory that a file stands for; any other path as it is."""
-    if os.path.isdir(path) or not has_any((os.path.basename(path),), *_PARTS):
+    if storage.isdir(path) or not has_any((os.path.basename(path),), *_PARTS):
         return path
     return os.path.dirname(path) or os.curdir
 
 
 def _check_listing(directory: str) -> None:
     try:
-        os.listdir(directory)
+        storage.listdir(directory)
     except OSError as error:
         raise ResourceError(
             f"{escape(directory)} cannot be listed: {error.strerror}", hint="it must be readable by you"
@@ -286,7 +286,7 @@ def _check_listing(directory: str) -> None:
 
 def _look(path: str) -> tuple[Format | None, trainers.Found | None]:
     """Return the format of a path, or the structure around it."""
-    if not os.path.isdir(path):
+    if not storage.isdir(path):
         return next((row for row in (_HUB, _FULL_FILE) if _opener(row).matches(path)), None), None
     names = listing(path)
     found = next((row for row in _EXACT if _matches(row, path, names)), None)
@@ -313,7 +313,7 @@ def _open(row: Format, path: str) -> Checkpoint:
 
 def _nothing(path: str) -> SourceError:
     """Return an error that says what was looked for, what is there, and what it may be."""
-    if not os.path.isdir(path):
+    if not storage.isdir(path):
         return SourceError(
             f"{escape(path)}: not a checkpoint that can be opened by itself",
             hint="give a checkpoint directory, a .safetensors file, or a file of torch.save with a state dict",

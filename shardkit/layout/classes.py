@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import class_before_sharding
 from shardkit.core.text import escape
+from shardkit.files import storage
 from shardkit.keys.names import clean_name
 from shardkit.keys.peft import without_base_layers, without_peft_modules
 from shardkit.layout.layout import CannotBuildError
@@ -221,7 +222,7 @@ def find_class(directory: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
 
 def _read_config(directory: str) -> dict[str, Any]:
     try:
-        with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
+        with storage.open_file(os.path.join(directory, "config.json"), encoding="utf-8") as file:
             config = json.load(file)
     except (OSError, ValueError) as error:
         raise CannotBuildError(f"config.json cannot be read: {escape(str(error))}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, CASTS, DType, narrower, wide_among_half
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import UsageError
-from shardkit.files import manifest
+from shardkit.files import manifest, storage
 from shardkit.formats.hub.base import Base
 
 KEEP, BASE = "keep", "base"
@@ -179,7 +178,7 @@ def _from_base(wide: list[str], base: Base | None) -> frozenset[str] | None:
 
 
 def _from_manifest(wide: list[str], names: Mapping[str, str], directory: str) -> frozenset[str] | None:
-    found = manifest.read(directory) if os.path.isdir(directory) else None
+    found = manifest.read(directory) if storage.isdir(directory) else None
     if found is None or isinstance(found, manifest.SavedState):
         return None
     dtypes = {

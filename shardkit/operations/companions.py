@@ -66,7 +66,7 @@ def survey(path: str) -> Survey:
         ResourceError: a directory cannot be listed.
     """
     found = Survey()
-    for here, directories, names in os.walk(path, onerror=_cannot_list):
+    for here, directories, names in storage.walk(path, onerror=_cannot_list):
         directories.sort()
         folder = os.path.relpath(here, path)
         folder = "" if folder == os.curdir else folder
@@ -77,7 +77,7 @@ def survey(path: str) -> Survey:
         if folder and not names and not directories:
             found.empty.append(folder)
         found.links += [
-            os.path.join(folder, name) for name in directories if os.path.islink(os.path.join(here, name))
+            os.path.join(folder, name) for name in directories if storage.islink(os.path.join(here, name))
         ]
         for name in sorted(names):
             is_own = folder in found.folders[-1:] and _OWN.fullmatch(name)
@@ -111,7 +111,7 @@ def check_survey(path: str, found: Survey) -> None:
             f"{escape(path)} holds more than {_MAX_FILES} files beside the checkpoint",
             hint="give the checkpoint's own directory, not the run's",
         )
-    closed = [file.name for file in found.files if not os.access(os.path.join(path, file.name), os.R_OK)]
+    closed = [file.name for file in found.files if not storage.access(os.path.join(path, file.name), os.R_OK)]
     if closed:
         raise ResourceError(
             f"{count(len(closed), 'file')} beside the checkpoint cannot be read",
@@ -129,8 +129,8 @@ def _cannot_list(error: OSError) -> NoReturn:
 
 def _add(found: Survey, path: str, name: str) -> None:
     try:
-        follows = FOLLOWS_LINKS.get() and os.path.exists(path)
-        status = os.stat(path) if follows else os.lstat(path)
+        follows = FOLLOWS_LINKS.get() and storage.exists(path)
+        status = storage.stat(path) if follows else storage.lstat(path)
     except OSError as error:
         raise ResourceError(f"{escape(name)}: {error.strerror}") from None
     if stat.S_ISLNK(status.st_mode):
@@ -196,7 +196,7 @@ def copy_file(
     target, hashes = os.path.join(directory, file.name), _Hashes(digest=digest, sha256=sha256)
     try:
         storage.make_directories(os.path.dirname(target))
-        place = os.path.join(source, file.name) if path is None else os.path.realpath(path)
+        place = os.path.join(source, file.name) if path is None else storage.realpath(path)
         with open_regular(place, file.name, follow=False) as (fd, _):
             mode = 0o777 if file.is_executable else 0o666
             out = storage.open_fd(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)

@@ -222,7 +222,7 @@ class Descriptions:
                 stream, job.output.catalog, job.aliases, objects=job.output.objects, paths=job.paths
             )
             stream.flush()
-            size = os.fstat(fd).st_size
+            size = storage.fstat(fd).st_size
             crc = read_back(fd, 0, size, bytearray(1 << 20))
         sha256 = sha256_of(path, METADATA) if self._sha256 else None
         return manifest.file_entry(METADATA, size, crc, sha256)

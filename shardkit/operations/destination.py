@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 from collections.abc import Callable, Sequence
 
 from shardkit.core.text import escape, format_size, listed
@@ -33,14 +32,14 @@ def is_sharded_checkpoint(path: str) -> str | None:
     """
     if is_hub_model(path) is None:  # with a manifest of its own, perhaps
         return "holds a Hub model"
-    if os.path.isfile(os.path.join(path, _METADATA)) or _has_manifest(path) or _is_resharded(path):
+    if storage.isfile(os.path.join(path, _METADATA)) or _has_manifest(path) or _is_resharded(path):
         return None
     return "is not a sharded checkpoint (--overwrite replaces only a directory with shardkit.json or .metadata in it)"
 
 
 def _has_manifest(path: str) -> bool:
     """True for the manifest of an output of shardkit, even a damaged one; one that lists somebody's files does not count."""
-    if not os.path.isfile(os.path.join(path, manifest.NAME)):
+    if not storage.isfile(os.path.join(path, manifest.NAME)):
         return False
     try:
         content = manifest.load(manifest.read_bytes(path), manifest.NAME)
@@ -56,8 +55,8 @@ def _is_resharded(path: str) -> bool:
     format = recognise(path)
     if format is None or not format.is_trainers:  # a run's directory, a folder of somebody's own
         return False
-    found = [here for here, _, names in os.walk(path) if _METADATA in names]
-    return bool(found) and all(os.path.isfile(os.path.join(here, manifest.NAME)) for here in found)
+    found = [here for here, _, names in storage.walk(path) if _METADATA in names]
+    return bool(found) and all(storage.isfile(os.path.join(here, manifest.NAME)) for here in found)
 
 
 def is_hub_model(path: str) -> str | None:
@@ -66,7 +65,7 @@ def is_hub_model(path: str) -> str | None:
     A trainer's run directory has the final model beside all its checkpoints.
     """
     try:
-        names = os.listdir(path)
+        names = storage.listdir(path)
     except OSError as error:
         return f"cannot be listed: {error.strerror}"
     others = sorted(
@@ -78,7 +77,7 @@ def is_hub_model(path: str) -> str | None:
 
 
 def _is_asset(path: str, name: str) -> bool:
-    return is_asset_folder(name) if os.path.isdir(os.path.join(path, name)) else is_asset(name)
+    return is_asset_folder(name) if storage.isdir(os.path.join(path, name)) else is_asset(name)
 
 
 def check_destination(
@@ -104,15 +103,15 @@ def check_destination(
         ResourceError: its parent directory is missing or cannot be written.
     """
     path = os.path.join(
-        os.path.realpath(os.path.dirname(os.path.abspath(output))), os.path.basename(os.path.abspath(output))
+        storage.realpath(os.path.dirname(os.path.abspath(output))), os.path.basename(os.path.abspath(output))
     )
     shown = escape(output)
     if source is not None:
-        _check_apart(path, os.path.realpath(source), shown)
-    if os.path.islink(path):
+        _check_apart(path, storage.realpath(source), shown)
+    if storage.islink(path):
         raise UsageError(f"{shown} is a symbolic link", hint="give the directory's own path")
     recover(path)
-    if os.path.lexists(path):
+    if storage.lexists(path):
         check_replaceable(path, shown, overwrite=overwrite, why_not=why_not)
     if len(os.fsencode(os.path.basename(path))) > _MAX_NAME_BYTES:
         raise UsageError(f"the name {shown} is longer than {_MAX_NAME_BYTES} bytes")
@@ -122,9 +121,9 @@ def check_destination(
 
 def _check_parent(path: str) -> None:
     parent = os.path.dirname(path)
-    if not os.path.isdir(parent):
+    if not storage.isdir(parent):
         raise ResourceError(f"{escape(parent)} does not exist", hint=f"create it: mkdir -p {escape(parent)}")
-    if not os.access(parent, os.W_OK | os.X_OK):
+    if not storage.access(parent, os.W_OK | os.X_OK):
         raise ResourceError(f"{escape(parent)} cannot be written", hint="choose another destination")
 
 
@@ -151,9 +150,9 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
     """
     if not overwrite:
         raise UsageError(f"{shown} exists", hint=_ANOTHER)
-    if not os.path.isdir(path):
+    if not storage.isdir(path):
         raise UsageError(f"{shown} exists and is not a directory: it is not replaced")
-    reason = why_not(path) if os.listdir(path) else None
+    reason = why_not(path) if storage.listdir(path) else None
     if reason is not None:
         raise UsageError(
             f"{shown} exists and {reason}: it is not replaced",
@@ -163,7 +162,7 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
 
 def free_bytes(path: str) -> int:
     """Return the bytes that are free for this user on a destination's file system."""
-    return shutil.disk_usage(os.path.dirname(path)).free
+    return storage.disk_usage(os.path.dirname(path)).free
 
 
 def check_space(path: str, needed_bytes: int, *, resume_from: str | None = None) -> None:
@@ -200,11 +199,11 @@ def check_sidecar(path: str, *, overwrite: bool, outside: Sequence[str] = ()) ->
     """
     full, shown = os.path.abspath(path), escape(path)
     for directory in outside:
-        home = os.path.realpath(directory)
-        if os.path.join(os.path.realpath(full), "").startswith(os.path.join(home, "")):
+        home = storage.realpath(directory)
+        if os.path.join(storage.realpath(full), "").startswith(os.path.join(home, "")):
             raise UsageError(f"{shown} lies in {escape(directory)}", hint="choose a place outside it")
-    if os.path.lexists(full):
-        if os.path.islink(full) or not os.path.isfile(full):
+    if storage.lexists(full):
+        if storage.islink(full) or not storage.isfile(full):
             raise UsageError(f"{shown} exists and is not a regular file: it is not replaced")
         if not overwrite:
             raise UsageError(f"{shown} exists", hint=_ANOTHER)
@@ -244,6 +243,6 @@ def _put(written: str, path: str, *, overwrite: bool) -> None:
     if overwrite:
         storage.rename(written, path)
     elif not storage.renameat2(written, path, storage.RENAME_NOREPLACE):
-        if os.path.lexists(path):
+        if storage.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         storage.rename(written, path)

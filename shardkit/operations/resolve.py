@@ -17,6 +17,7 @@ from typing import Any
 from shardkit import formats
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, SourceError
+from shardkit.files import storage
 from shardkit.files.links import locate, read_inside
 from shardkit.formats.checkpoint import Checkpoint, listing
 from shardkit.formats.checkpoints.accelerate import model_directories
@@ -151,16 +152,16 @@ def take(path: str | os.PathLike[str], *, strict: bool = False) -> Taken:
         SourceError, ResourceError: as `resolve_checkpoint`.
     """
     given = os.fspath(path)
-    if not os.path.lexists(given):
+    if not storage.lexists(given):
         raise SourceError(
             f"{escape(given) or 'an empty path'}: no such file or directory", hint="check the path"
         )
-    if not os.path.isdir(given) and os.path.basename(given) in TRACKERS:
+    if not storage.isdir(given) and os.path.basename(given) in TRACKERS:
         given = os.path.dirname(given) or os.curdir
     given = directory_of(given)
     search = _Search(given)
     found = search.itself()
-    if found is None and not os.path.isdir(given):
+    if found is None and not storage.isdir(given):
         formats.open(given)  # raises, and says why it is none
     found = found or search.below(given, _MAX_DEPTH)
     if PIPELINE in listing(given) and found is not None and found.path != given and found.step is None:
@@ -222,7 +223,7 @@ class _Search:
 
     def __init__(self, home: str) -> None:
         self.home = home
-        self.inside = os.path.join(os.path.realpath(home), "")
+        self.inside = os.path.join(storage.realpath(home), "")
         self.skipped: list[tuple[str, str]] = []
         self.notes: list[str] = []
         self.opened: dict[str, tuple[Checkpoint, ...]] = {}
@@ -388,7 +389,7 @@ class _Search:
             reason = self._damage(path)
             if reason is None:
                 return self._take(path, recognised.name, _step_inside(path) if step is None else step, "")
-        elif not os.path.isdir(path):
+        elif not storage.isdir(path):
             reason = "not a checkpoint of a known format"
         else:
             reason = _unfinished(path)
@@ -418,9 +419,9 @@ class _Search:
 
     def _damage(self, path: str) -> str | None:
         """Return why a checkpoint cannot be taken, None where it opens."""
-        structure = find_structure(path) if os.path.isdir(path) else None
+        structure = find_structure(path) if storage.isdir(path) else None
         last = structure.structure.last if structure else _last_of_trainer(path)
-        if last is not None and not os.path.lexists(os.path.join(path, last)):
+        if last is not None and not storage.lexists(os.path.join(path, last)):
             return f"the save did not finish: {last}, which is written last, is missing"
         try:
             self.opened[path] = _open_models(path)
@@ -435,15 +436,15 @@ class _Search:
             if is_left_out(entry.name):
                 continue
             path = entry.path
-            if entry.is_symlink() and not os.path.exists(path):
+            if entry.is_symlink() and not storage.exists(path):
                 if is_a_place(entry.name):
-                    self._skip(path, f"a link to {escape(os.readlink(path))}, which is not there")
+                    self._skip(path, f"a link to {escape(storage.readlink(path))}, which is not there")
                 continue
-            if entry.is_symlink() and not os.path.realpath(path).startswith(self.inside):
+            if entry.is_symlink() and not storage.realpath(path).startswith(self.inside):
                 if is_a_place(entry.name):
                     self._skip(path, f"a link that leads out of {escape(self.home)}: it was not followed")
                 continue
-            if not os.path.isdir(path) and not (entry.name.endswith(_FILES) and os.path.isfile(path)):
+            if not storage.isdir(path) and not (entry.name.endswith(_FILES) and storage.isfile(path)):
                 continue
             if is_temporary(entry.name):
                 self._skip(path, "it has a temporary name: the save did not finish")
@@ -454,7 +455,7 @@ class _Search:
     def _scan(self, directory: str) -> Iterator[os.DirEntry[str]]:
         """Yield directories, links and .ckpt files."""
         try:
-            with os.scandir(directory) as entries:
+            with storage.scandir(directory) as entries:
                 for entry in entries:
                     if not (entry.is_symlink() or entry.is_dir() or entry.name.endswith(_FILES)):
                         continue  # does not count: a directory of logs or pictures may hold any number
@@ -480,7 +481,7 @@ class _Search:
 
     def _holds_training_states(self) -> bool:
         """True where a Hub model stands in a run's own directory, beside the checkpoints of its training."""
-        if not os.path.isdir(self.home):
+        if not storage.isdir(self.home):
             return False
         for name in self._children(self.home):
             found = recognise(os.path.join(self.home, name)) if step_of(name) is not None else None
@@ -549,15 +550,15 @@ def _groups(places: Iterable[tuple[Place, str]]) -> Iterator[list[str]]:
 def _what_it_is(found: ResolvedCheckpoint) -> str:
     """Describe a checkpoint whose name tells no step, with what does tell it."""
     name = escape(os.path.basename(found.path))
-    if os.path.islink(found.path):
-        return f"{name}, a link to {escape(os.readlink(found.path))},"
+    if storage.islink(found.path):
+        return f"{name}, a link to {escape(storage.readlink(found.path))},"
     return f"{name}, which holds step {found.step},"
 
 
 def _step_inside(path: str) -> int | None:
     """Return the step that Lightning keeps in a .ckpt file, or in the meta.pt of a directory."""
-    file = os.path.join(path, _META) if os.path.isdir(path) else path
-    if not file.endswith((_META, *_FILES)) or not os.path.isfile(file):
+    file = os.path.join(path, _META) if storage.isdir(path) else path
+    if not file.endswith((_META, *_FILES)) or not storage.isfile(file):
         return None
     try:
         tree = open_torch_file(locate(os.path.dirname(file), os.path.basename(file)), file).tree
@@ -570,7 +571,7 @@ def _step_inside(path: str) -> int | None:
 def _step_at(path: str) -> int | None:
     """Return the step that a name tells; `last.ckpt` may be a link to one that does."""
     step = step_of(os.path.basename(os.path.abspath(path)))
-    return step if step is not None else step_of(os.path.basename(os.path.realpath(path)))
+    return step if step is not None else step_of(os.path.basename(storage.realpath(path)))
 
 
 def _last_of_trainer(path: str) -> str | None:
@@ -580,7 +581,7 @@ def _last_of_trainer(path: str) -> str | None:
         return None
     beside = (other for other in listing(parent) if _OF_TRAINER.fullmatch(other))
     is_trainer = any(
-        os.path.isfile(os.path.join(parent, other, _TRAINER_STATE))
+        storage.isfile(os.path.join(parent, other, _TRAINER_STATE))
         and recognise(os.path.join(parent, other)) is not None
         for other in beside
     )
@@ -591,7 +592,7 @@ def _unfinished_part(path: str, depth: int) -> str | None:
     """Return what shows that the save of a part, such as the optimizer, did not finish; None where nothing does."""
     for name in sorted(listing(path)) if depth else ():
         part = os.path.join(path, name)
-        if step_of(name) is not None or os.path.islink(part) or not os.path.isdir(part):
+        if step_of(name) is not None or storage.islink(part) or not storage.isdir(part):
             continue
         reason = None if is_dcp(part) else _unfinished(part) or _unfinished_part(part, depth - 1)
         if reason is not None:
@@ -615,7 +616,7 @@ def _tracked(directory: str) -> tuple[str, str] | None:
 def _unfinished(path: str) -> str | None:
     """Return what shows that a directory is a save that did not finish, None where nothing does."""
     try:
-        names = os.listdir(path)
+        names = storage.listdir(path)
     except OSError:
         return None
     if ".metadata.tmp" in names:

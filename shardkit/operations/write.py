@@ -206,7 +206,7 @@ def _stamp(file: SourceFile) -> tuple[int, ...] | None:
     if file.stamp is not None:
         return file.stamp
     try:
-        status = os.stat(file.path)
+        status = storage.stat(file.path)
     except OSError:  # the run will say so
         return None
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
@@ -346,7 +346,7 @@ class Writer:
                 describe(staging.data) as descriptions,
             ):
                 self._move(job, staging.data, journal, descriptions, finished, check)
-            if overwrite and os.path.lexists(path):
+            if overwrite and storage.lexists(path):
                 check_replaceable(path, escape(path), overwrite=True, why_not=self._why_not)
             staging.commit(overwrite=overwrite)
         except KeyboardInterrupt as interrupt:
@@ -475,16 +475,16 @@ def _finished(
 
 def _remove_others(directory: str, finished: Collection[str]) -> None:
     """Remove all files but the finished ones, and the folders that are left empty."""
-    for here, folders, names in os.walk(directory, topdown=False):
+    for here, folders, names in storage.walk(directory, topdown=False):
         for name in names:
             path = os.path.join(here, name)
             if os.path.relpath(path, directory) not in finished:
                 storage.unlink(path)
         for name in folders:
             path = os.path.join(here, name)
-            if os.path.islink(path):
+            if storage.islink(path):
                 storage.unlink(path)
-            elif not os.listdir(path):
+            elif not storage.listdir(path):
                 storage.rmdir(path)
 
 

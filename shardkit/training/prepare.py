@@ -17,6 +17,7 @@ from torch import nn
 from shardkit._torch import times_written
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
+from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.formats.hub.directory import read_config, read_index
 from shardkit.keys.names import clean_name
@@ -212,7 +213,7 @@ def _stored_dtype(
             return None
         if any(config.get(key) is not None for key in ("dtype", "torch_dtype")):
             return None
-        own = first_dtype(directory, variant=variant) if os.path.exists(model) else None
+        own = first_dtype(directory, variant=variant) if storage.exists(model) else None
         if own is not None or not isinstance(source, (str, os.PathLike, RankSource)):
             return own
         is_here = not isinstance(source, RankSource) or source.is_here
@@ -305,17 +306,19 @@ def _open(plain: _Plain, asked: _Asked) -> _Source:
 def _is_absent(source: str) -> bool:
     """True if a path does not exist, holds no weights, or lacks files that its index lists: nothing is damaged."""
     try:
-        if not os.path.exists(source):
+        if not storage.exists(source):
             return True
-        if not os.path.isdir(source):
+        if not storage.isdir(source):
             return False
-        files = [name for _, _, names in os.walk(source) for name in names if name.endswith(_WEIGHT_FILES)]
+        files = [
+            name for _, _, names in storage.walk(source) for name in names if name.endswith(_WEIGHT_FILES)
+        ]
         if all(name.endswith(".json") for name in files):
             return True
-        for name in os.listdir(source):
+        for name in storage.listdir(source):
             if name.endswith(".index.json"):
                 listed = read_index(os.path.join(source, name), name).files
-                return any(not os.path.exists(os.path.join(source, file)) for file in listed)
+                return any(not storage.exists(os.path.join(source, file)) for file in listed)
     except (OSError, ShardkitError):
         pass
     return False

@@ -42,6 +42,7 @@ from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, LayoutError, SourceError
+from shardkit.files import storage
 from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.dcp.directory import DcpDirectory, open_dcp
 from shardkit.formats.dcp.records import decode_object
@@ -109,7 +110,7 @@ class SafeReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """True for a directory."""
-        return os.path.isdir(checkpoint_id)
+        return storage.isdir(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start again, with another directory if one is given."""

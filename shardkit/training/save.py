@@ -164,7 +164,7 @@ def _start(
                 staging = Staging.create(destination)
         place = str(gather_json(staging.data if staging else None, group, phase=_PHASE)[0])
         with agreed(_PHASE, group):
-            if not os.path.isdir(place):
+            if not storage.isdir(place):
                 raise ResourceError(
                     f"this rank does not see {escape(place)}, which rank 0 made",
                     hint="save to a file system that all ranks share",
@@ -180,7 +180,7 @@ def _make_parents(path: str) -> None:
     """Make missing directories above a destination, and sync their names to the disk."""
     parent = above = os.path.dirname(os.path.abspath(path))
     missing = []
-    while not os.path.lexists(above):
+    while not storage.lexists(above):
         missing.append(above)
         above = os.path.dirname(above)
     try:
@@ -250,7 +250,7 @@ def _describe(
         **({} if rules is None else {"key_rules": rules}),
         "metadata": manifest.entry_of(METADATA, metadata, digest=True, sha256=False),
         "files": [
-            {"name": name, "size": os.path.getsize(os.path.join(writer.path, name))}
+            {"name": name, "size": storage.getsize(os.path.join(writer.path, name))}
             for name in sorted(writer.files)
         ],
     }
@@ -259,7 +259,7 @@ def _describe(
 
 def _has_bytes(path: str, size: int) -> bool:
     try:
-        return os.path.getsize(path) >= size
+        return storage.getsize(path) >= size
     except OSError:
         return False
 

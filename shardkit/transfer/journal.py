@@ -30,7 +30,7 @@ class Journal:
     """
 
     def __init__(self, path: str, plan_hash: str, directory: str) -> None:
-        begun, header = _read_header(path), _Header(plan_hash, os.stat(directory).st_ino)
+        begun, header = _read_header(path), _Header(plan_hash, storage.stat(directory).st_ino)
         self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = storage.open_fd(path, flags | (os.O_TRUNC if begun != header else 0), 0o666)
@@ -92,7 +92,7 @@ def read_finished(
         check: gets what was read for them. A file of a run that compared nothing then counts as unfinished.
     """
     finished: dict[str, FileDigest] = {}
-    if _read_header(path).directory != os.stat(directory).st_ino:
+    if _read_header(path).directory != storage.stat(directory).st_ino:
         return finished
     for line in _lines(path):
         entry = line.get("file")
@@ -106,7 +106,7 @@ def read_finished(
 
 def _lines(path: str) -> list[dict[str, object]]:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with storage.open_file(path, encoding="utf-8", errors="replace") as file:
             texts = file.read().splitlines()
     except OSError:
         return []
@@ -136,7 +136,7 @@ def _is_intact(digest: FileDigest, directory: str) -> bool:
     except OSError:
         return False
     try:
-        if os.fstat(fd).st_size != digest.size:
+        if storage.fstat(fd).st_size != digest.size:
             return False
         if digest.crc32 is None:
             return True

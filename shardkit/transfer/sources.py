@@ -158,7 +158,7 @@ class SourceFiles:
             fd = storage.open_fd(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ResourceError(f"cannot open {escape(source.name)}: {error.strerror}") from error
-        stamp = FileStamp.of(os.fstat(fd))
+        stamp = FileStamp.of(storage.fstat(fd))
         if stamp.size != source.size or self._stamps.setdefault(file, stamp) != stamp:
             os.close(fd)
             raise _changed([source.name])
@@ -239,7 +239,7 @@ class SourceFiles:
 
 def _stamp_now(path: str) -> FileStamp | None:
     try:
-        return FileStamp.of(os.stat(path))
+        return FileStamp.of(storage.stat(path))
     except OSError:
         return None
 

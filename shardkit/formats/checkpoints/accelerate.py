@@ -25,6 +25,7 @@ from functools import partial
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.files import storage
 from shardkit.files.links import locate
 from shardkit.formats.checkpoint import (
     Checkpoint,
@@ -125,7 +126,9 @@ def _only_model(path: str) -> str:
 def _refuse_empty(directory: str, name: str) -> None:
     """Explain why there is nothing where peft lost the weights before they were saved."""
     try:
-        sizes = [entry.stat().st_size for entry in os.scandir(directory) if entry.name.endswith(".distcp")]
+        sizes = [
+            entry.stat().st_size for entry in storage.scandir(directory) if entry.name.endswith(".distcp")
+        ]
     except OSError:
         return  # opening it says what is wrong
     if sizes and not any(sizes):

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
+from shardkit.files import storage
 from shardkit.files.links import read_inside
 from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, explained, listing
 from shardkit.formats.rankfiles.files import RankFile, gather_files
@@ -108,10 +109,10 @@ def _file_of(path: str, name: str, item: object, rank: int) -> str:
         if kind != _TORCH:
             raise ValueError(f"saved with {escape(str(kind))}, not with torch.save")
         found = str(info.get("file_path", "")).replace("{rank}", str(rank))
-    directory = os.path.join(os.path.realpath(path), "")
-    if not os.path.realpath(os.path.join(path, found)).startswith(directory):
+    directory = os.path.join(storage.realpath(path), "")
+    if not storage.realpath(os.path.join(path, found)).startswith(directory):
         raise ValueError(f"{escape(found)} lies outside of the checkpoint")
-    if not os.path.lexists(os.path.join(path, found)):
+    if not storage.lexists(os.path.join(path, found)):
         raise ValueError(f"{escape(found)} is missing")
     return found
 

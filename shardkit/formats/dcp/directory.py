@@ -24,6 +24,7 @@ from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.regions import Shape, find_tiling_error, is_grid
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.files import storage
 from shardkit.files.strict_json import read_small
 from shardkit.formats.checkpoint import Checkpoint, Place, asset_directories
 from shardkit.formats.dcp.metadata import (
@@ -88,7 +89,7 @@ class DcpDirectory:
 def is_dcp(directory: str) -> bool:
     """True where the directory has the marker file of a finished DCP save, or a rank's."""
     try:
-        names = os.listdir(directory)
+        names = storage.listdir(directory)
     except (OSError, ValueError):  # ValueError: a NUL in the path
         return False
     return METADATA in names or bool(rank_files(names))
@@ -197,7 +198,7 @@ def refuse_flat(path: str, catalog: Catalog) -> None:
 def _read_metadata(directory: str) -> DcpMetadata:
     """Read `.metadata`; rank-local metadata only where there is none, never instead of a damaged one."""
     path = os.path.join(directory, METADATA)
-    if os.path.lexists(path):
+    if storage.lexists(path):
         return parse_metadata(read_small(path, METADATA, _MAX_METADATA, follow=False), where=METADATA)
     names = _listing(directory)
     if not rank_files(names):
@@ -213,7 +214,7 @@ def _why_missing(names: Collection[str]) -> str:
 
 def _listing(directory: str) -> set[str]:
     try:
-        return set(os.listdir(directory))
+        return set(storage.listdir(directory))
     except OSError as error:
         raise SourceError(f"{escape(directory)} cannot be listed: {error.strerror}") from None
 
@@ -249,7 +250,7 @@ def _file_size(path: str, name: str) -> tuple[int, str | None]:
     if not path:
         return 0, f"not the name of a {_SUFFIX} file in the checkpoint's own directory"
     try:
-        status = os.lstat(path)
+        status = storage.lstat(path)
     except FileNotFoundError:
         return 0, "no such file"
     except (OSError, ValueError) as error:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
+from shardkit.files import storage
 from shardkit.files.links import read_inside
 from shardkit.formats.checkpoint import inner, listing
 from shardkit.formats.optimizer import GROUPS, STATE, STEP, count_of, read_groups
@@ -116,7 +117,7 @@ class OptimizerStates:
 
 def find_tag(path: str) -> Tag | None:
     """Return the saved state in a directory, or the last one that its tracker file names; None where there is none."""
-    if not os.path.isdir(path):
+    if not storage.isdir(path):
         return None
     if _has_states(path):
         return Tag(path, "")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
+from shardkit.files import storage
 from shardkit.formats.checkpoint import inner, listing
 from shardkit.formats.deepspeed.files import ModelStates, Tag, open_states
 from shardkit.formats.deepspeed.zero import group_params
@@ -157,7 +158,7 @@ def _has_weights(tag: Tag, name: str) -> bool:
     if os.path.basename(name) != name or "\0" in name:
         return False
     directory = inner(tag.directory, f"zero/{name}")
-    return directory is not None and os.path.lexists(os.path.join(directory, _WEIGHTS))
+    return directory is not None and storage.lexists(os.path.join(directory, _WEIGHTS))
 
 
 def _leaves(tag: Tag, name: str) -> set[str]:

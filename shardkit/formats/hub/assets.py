@@ -14,6 +14,7 @@ from typing import Any
 
 from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError
+from shardkit.files import storage
 from shardkit.files.links import locate, read_inside
 from shardkit.files.strict_json import is_unicode, parse_integer
 
@@ -143,7 +144,7 @@ def module_folders(directory: str) -> list[str]:
 
 def _json(directory: str, name: str, kind: type) -> Any:
     """Return what a small JSON file holds, or an empty one of that kind."""
-    if not os.path.lexists(os.path.join(directory, name)):
+    if not storage.lexists(os.path.join(directory, name)):
         return kind()
     try:
         content = json.loads(read_inside(directory, name, _MAX_MODULES_BYTES), parse_int=parse_integer)
@@ -195,7 +196,7 @@ def list_around(directory: str) -> list[tuple[str, str]]:
     Raises:
         SourceError: as for `modules`, of the directory above.
     """
-    here = os.path.realpath(directory)
+    here = storage.realpath(directory)
     above, own = os.path.split(here)
     if own not in module_folders(above):
         return []
@@ -209,7 +210,7 @@ def list_around(directory: str) -> list[tuple[str, str]]:
 def _walk(directory: str, folder: str, *, hidden: bool = False) -> Iterator[str]:
     """Yield the files below a folder, relative to the directory; links to directories are not followed."""
     seen = 0
-    for here, inner, names in os.walk(os.path.join(directory, folder)):
+    for here, inner, names in storage.walk(os.path.join(directory, folder)):
         place = os.path.relpath(here, directory)
         place = "" if place == os.curdir else place
         is_deep = place.count(os.sep) + 1 >= _MAX_DEPTH
@@ -236,11 +237,11 @@ def list_assets(directory: str) -> tuple[dict[str, str], tuple[str, ...]]:
         ResourceError: the directory cannot be listed.
     """
     try:
-        names = os.listdir(directory)
+        names = storage.listdir(directory)
         for folder in filter(is_asset_folder, list(names)):
             place = os.path.join(directory, folder)
-            if os.path.isdir(place) and not os.path.islink(place):
-                names += [f"{folder}/{name}" for name in os.listdir(place)]
+            if storage.isdir(place) and not storage.islink(place):
+                names += [f"{folder}/{name}" for name in storage.listdir(place)]
     except OSError as error:
         raise ResourceError(f"cannot list {escape(directory)}: {error.strerror}") from None
     inside = [name for folder in module_folders(directory) for name in _walk(directory, folder)]
@@ -251,6 +252,6 @@ def list_assets(directory: str) -> tuple[dict[str, str], tuple[str, ...]]:
         except SourceError:
             refused.append(name)
             continue
-        if os.path.isfile(path):
+        if storage.isfile(path):
             found[name] = path
     return found, tuple(refused)

@@ -18,7 +18,7 @@ from shardkit.core.dtypes import DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError, UsageError
-from shardkit.files import manifest
+from shardkit.files import manifest, storage
 from shardkit.formats.checkpoint import Checkpoint, HubModel, has_model_config
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
 from shardkit.formats.hub.directory import open_model, read_config
@@ -92,7 +92,7 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
         SourceError: neither a path nor a repo id; no config there; damaged headers.
         ResourceError: no network, or files that may not be read.
     """
-    if not os.path.lexists(base):
+    if not storage.lexists(base):
         if looks_like_repo_id(base):
             try:
                 return _fetch(base, revision)
@@ -110,7 +110,7 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
         )
     if revision is not None:
         raise UsageError(f"--base {escape(base)} is a local path, it has no revision {escape(revision)!r}")
-    if not os.path.isdir(base):
+    if not storage.isdir(base):
         raise SourceError(f"--base {escape(base)}: not a directory", hint="give the directory of a Hub model")
     return _open(base, base, is_given=True)
 
@@ -118,7 +118,7 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
 def find_base(checkpoint: Checkpoint) -> Base | None:
     """Open the first of a checkpoint's own directories that has a config; damaged weights there are ignored."""
     for directory in checkpoint.assets:
-        names = os.listdir(directory)
+        names = storage.listdir(directory)
         if CONFIG in names or ADAPTER_CONFIG in names:
             base = _open(os.path.basename(os.path.abspath(directory)), directory, is_given=False)
             return replace(base, is_trainers=checkpoint.hub is None or _TRAINER_STATE in names)
@@ -177,7 +177,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
             notes.append(f"the weights in {escape(label)} were not looked at: {error.message}")
     assets, refused = list_assets(directory)
     base = _describe(label, directory, model, assets, is_given=is_given)
-    if is_given and base.config is None and ADAPTER_CONFIG not in os.listdir(directory):
+    if is_given and base.config is None and ADAPTER_CONFIG not in storage.listdir(directory):
         raise _no_config(label, directory)
     if refused:
         notes.append(
@@ -225,7 +225,7 @@ def _no_config(label: str, directory: str) -> SourceError:
 def _has_weights(directory: str, *, legacy: bool) -> bool:
     """True where there are headers to read; legacy files need torch for that."""
     try:
-        weights = select_weights(os.listdir(directory), directory)
+        weights = select_weights(storage.listdir(directory), directory)
     except SourceError:
         return False
     return legacy or weights.kind == "safetensors"
@@ -237,7 +237,7 @@ def _fetch(repo_id: str, revision: str | None) -> Base:
     modules = [f"{glob.escape(place)}/*" for place in module_folders(folder)]
     if modules:
         fetch_files(repo_id, modules, revision=os.path.basename(folder))
-    if not any(os.path.isfile(os.path.join(folder, name)) for name in (CONFIG, ADAPTER_CONFIG)):
+    if not any(storage.isfile(os.path.join(folder, name)) for name in (CONFIG, ADAPTER_CONFIG)):
         raise SourceError(f"--base {escape(repo_id)} has no {CONFIG}", hint="name the repo of a model")
     model = open_headers(repo_id, os.path.basename(folder))
     base = _describe(repo_id, folder, model, list_assets(folder)[0], is_given=True)

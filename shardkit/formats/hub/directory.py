@@ -12,6 +12,7 @@ from shardkit.core.catalog import Catalog, SourceFile, subset
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import ResourceError, ShardkitError, SourceError
+from shardkit.files import storage
 from shardkit.files.links import link_notes, locate, locate_weights, read_inside
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
 from shardkit.formats.checkpoint import Checkpoint, HubModel, Opener, asset_directories, listing
@@ -59,11 +60,11 @@ def open_model(directory: str, *, variant: str | None = None) -> HubModel:
         SourceError: no weights or several, a damaged file, an index that its files contradict.
         ResourceError: a file may not be read.
     """
-    if os.path.lexists(directory) and not os.path.isdir(directory):
+    if storage.lexists(directory) and not storage.isdir(directory):
         folder, name = os.path.split(directory)
         return open_weights(folder or os.curdir, select_file(name), chosen_by_hand=True)
     try:
-        names = os.listdir(directory)
+        names = storage.listdir(directory)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
         raise SourceError(
             f"{escape(directory)}: no such file or directory", hint="check the path of the model"
@@ -209,7 +210,7 @@ def _locate_all(
         name: os.path.join(directory, name) if name in elsewhere else locate_weights(directory, name)
         for name in names
     }
-    missing = [name for name, path in paths.items() if name not in elsewhere and not os.path.lexists(path)]
+    missing = [name for name, path in paths.items() if name not in elsewhere and not storage.lexists(path)]
     if missing:
         raise SourceError(
             f"{len(missing)} of {len(paths)} files that {escape(index_name or 'the model')} lists are missing",
@@ -344,7 +345,7 @@ def _label(directory: str) -> str:
 def read_config(directory: str) -> dict[str, object] | None:
     """Return config.json as transformers reads it: Infinity is allowed there, and written."""
     path = os.path.join(directory, "config.json")
-    if not os.path.lexists(path):
+    if not storage.lexists(path):
         return None
     data = read_inside(directory, "config.json", MAX_CONFIG_BYTES)
     try:
@@ -359,9 +360,9 @@ def read_config(directory: str) -> dict[str, object] | None:
 def is_hub_directory(path: str) -> bool:
     """True for a directory with the weights of a Hub model, a safetensors file, or an index."""
     try:
-        if not os.path.isdir(path):
+        if not storage.isdir(path):
             select_file(os.path.basename(path))
-            return path.endswith(_FILES) and os.path.isfile(path)
+            return path.endswith(_FILES) and storage.isfile(path)
         select_weights(listing(path), path)
     except ShardkitError:
         return False

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
+from shardkit.files import storage
 from shardkit.formats.checkpoint import HubModel
 from shardkit.formats.hub.assets import list_weights
 from shardkit.formats.hub.directory import Elsewhere, open_weights, weight_files, with_beside
@@ -95,7 +96,7 @@ def _weight_files(
     if weights.index:
         _download(repo_id, commit, _literal([weights.index]))
     names, _ = weight_files(folder, weights)
-    return names, [name for name in names if not os.path.exists(os.path.join(folder, name))]
+    return names, [name for name in names if not storage.exists(os.path.join(folder, name))]
 
 
 def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> Elsewhere:
@@ -211,7 +212,7 @@ def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tupl
     try:
         names = list_repo_files(repo_id, revision=commit)
     except Exception:  # the HTTP client's own types: no common base in huggingface_hub
-        cached = os.listdir(folder) if os.path.isdir(folder) else []
+        cached = storage.listdir(folder) if storage.isdir(folder) else []
         try:
             return select_weights(cached, repo_id, variant=variant), list_weights(folder)
         except SourceError:

@@ -21,6 +21,7 @@ from shardkit.core.catalog import Catalog, OnRead, SourceFile, TensorEntry
 from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError, UsageError
+from shardkit.files import storage
 from shardkit.files.links import locate
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.formats.checkpoint import Checkpoint
@@ -144,8 +145,8 @@ def _merged(checkpoint: Checkpoint, names: Mapping[str, str], settings: Settings
 def _find_settings(checkpoint: Checkpoint, base: Base | None, given: str | None) -> Settings | None:
     """Return the settings from the first place that has some."""
     if given is not None:
-        path = os.path.join(given, ADAPTER_CONFIG) if os.path.isdir(given) else given
-        if not os.path.lexists(path):
+        path = os.path.join(given, ADAPTER_CONFIG) if storage.isdir(given) else given
+        if not storage.lexists(path):
             raise SourceError(
                 f"--adapter-config {escape(given)}: there is no {escape(path)}",
                 hint=f"give an {ADAPTER_CONFIG}, or the directory that it lies in",
@@ -155,7 +156,7 @@ def _find_settings(checkpoint: Checkpoint, base: Base | None, given: str | None)
     directories += [*checkpoint.assets, checkpoint.catalog.directory, checkpoint.path]
     for name in (ADAPTER_CONFIG, _VERL_META):
         for directory in directories:
-            if os.path.isfile(os.path.join(directory, name)):
+            if storage.isfile(os.path.join(directory, name)):
                 values = _read(locate(directory, name))
                 return Settings(values=values, is_whole=name == ADAPTER_CONFIG, origin=name)
     return None

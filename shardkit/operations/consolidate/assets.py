@@ -19,6 +19,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ShardkitError, SourceError
+from shardkit.files import storage
 from shardkit.files.strict_json import parse_integer, read_small
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.hub.assets import CONFIG, GENERATION_CONFIG, is_weights, modules
@@ -59,7 +60,7 @@ class Asset(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes on disk."""
-        return len(self.content) if self.path is None else os.path.getsize(self.path)
+        return len(self.content) if self.path is None else storage.getsize(self.path)
 
 
 def main_dtype(tensors: Iterable[OutputTensor]) -> DType | None:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from shardkit.files import storage
 from shardkit.formats.registry import stray_weights
 from shardkit.operations.consolidate.job import ConsolidateJob
 from shardkit.operations.resolve import ResolvedCheckpoint
@@ -100,18 +101,18 @@ class ConsolidateResult(WriteResult):
 def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
     objects = frozenset(job.checkpoint.catalog.objects)
     home = job.checkpoint.path
-    carried = {os.path.realpath(asset.path) for asset in job.assets if asset.path is not None}
+    carried = {storage.realpath(asset.path) for asset in job.assets if asset.path is not None}
     beside = [
         (name, reason)
         for name, reason in (*job.checkpoint.skipped, *stray_weights(job.checkpoint))
-        if os.path.realpath(os.path.join(home, name)) not in carried
+        if storage.realpath(os.path.join(home, name)) not in carried
     ]
     if job.base is not None:
-        said = {os.path.realpath(os.path.join(home, name)) for name, _ in beside}
+        said = {storage.realpath(os.path.join(home, name)) for name, _ in beside}
         beside += [
             (name, f"of the base: {what}")
             for name, what in job.base.left_out
-            if os.path.realpath(os.path.join(job.base.directory, name)) not in said
+            if storage.realpath(os.path.join(job.base.directory, name)) not in said
         ]
     return (
         *(

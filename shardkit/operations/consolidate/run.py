@@ -203,7 +203,7 @@ class Descriptions:
         """Copy a module's own weights block by block; return their entry in the manifest."""
         assert asset.path is not None
         try:
-            status = os.stat(asset.path)
+            status = storage.stat(asset.path)
         except OSError as error:
             raise ResourceError(f"cannot copy {escape(asset.name)}: {error.strerror}") from error
         stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
@@ -270,7 +270,7 @@ def _open(job: ConsolidateJob, directory: str) -> HubModel:
     names = [image.name for image in job.output]
     if job.output.index() is None:
         return open_weights(directory, select_file(names[0]))
-    return open_weights(directory, select_weights(os.listdir(directory), directory))
+    return open_weights(directory, select_weights(storage.listdir(directory), directory))
 
 
 def _differences(job: ConsolidateJob, model: HubModel) -> Iterator[str]:

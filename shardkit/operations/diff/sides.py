@@ -12,6 +12,7 @@ from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.regions import blocks, full_region
 from shardkit.core.text import count
 from shardkit.errors import SourceError, UsageError
+from shardkit.files import storage
 from shardkit.files.links import link_notes
 from shardkit.formats.checkpoint import Checkpoint
 from shardkit.formats.hub.base import SAVED_ROOT, hub_key_rules, saved_key_rules
@@ -119,7 +120,7 @@ def open_sides(
         paths = {os.path.relpath(file.path, each.catalog.directory): file.path for file in each.catalog.files}
         notes += (
             link_notes(each.catalog.directory, paths)
-            if each.hub is not None and os.path.isdir(each.path)
+            if each.hub is not None and storage.isdir(each.path)
             else ()
         )
     names, said = _name_all(opened) if all_tensors else _name_model(opened)

@@ -14,7 +14,7 @@ from shardkit import formats
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape, fold
 from shardkit.errors import SourceError
-from shardkit.files import manifest
+from shardkit.files import manifest, storage
 from shardkit.files.links import may_follow_links
 from shardkit.formats.checkpoint import Checkpoint, HubModel
 from shardkit.formats.registry import stray_weights
@@ -51,17 +51,17 @@ def inspect(
         ResourceError: a file may not be read.
     """
     path = os.fspath(path)
-    if not os.path.lexists(path):
+    if not storage.lexists(path):
         raise SourceError(
             f"{escape(path)}: no such file or directory",
             hint="inspect reads local paths; bring a Hub model here with: hf download ORGANISATION/NAME",
         )
-    directory = path if os.path.isdir(path) else os.path.dirname(path) or os.curdir
-    if os.path.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
+    directory = path if storage.isdir(path) else os.path.dirname(path) or os.curdir
+    if storage.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
         found = manifest.read(directory)
         if isinstance(found, manifest.Presharded):  # else it lies beside a Hub model, or what training saved
             return _inspect_presharded(path, directory, found, unfold=tensors)
-    is_legacy = path.endswith(".bin") and os.path.isfile(path)  # else it is a state dict, of whatever
+    is_legacy = path.endswith(".bin") and storage.isfile(path)  # else it is a state dict, of whatever
     checkpoint = formats.open(path, format="hub" if is_legacy else None)
     if checkpoint.hub is not None:
         return _inspect_hub(path, checkpoint.hub, unfold=tensors)
@@ -165,7 +165,7 @@ def _files(catalog: Catalog, copies: set[str]) -> Iterator[InspectedFile]:
 
 def _size_on_disk(path: str) -> int:
     try:
-        return os.stat(path).st_size
+        return storage.stat(path).st_size
     except OSError:
         return 0
 
@@ -225,7 +225,7 @@ def _differences(directory: str, said: manifest.Presharded) -> Iterator[str]:
             yield f"{escape(name)}: the manifest lists it, and there is no such file"
         elif held != size:
             yield f"{escape(name)}: {size} bytes in the manifest, {held} on disk"
-    stale = sorted(n for n in os.listdir(directory) if n.endswith(_SHARD_SUFFIX) and n not in listed)
+    stale = sorted(n for n in storage.listdir(directory) if n.endswith(_SHARD_SUFFIX) and n not in listed)
     if stale:
         shown = ", ".join(map(escape, stale[:_SHOWN_NAMES])) + (", ..." if len(stale) > _SHOWN_NAMES else "")
         yield f"{len(stale)} {_SHARD_SUFFIX} files are not of this checkpoint: {shown}"
@@ -233,7 +233,7 @@ def _differences(directory: str, said: manifest.Presharded) -> Iterator[str]:
 
 def _file_size(path: str) -> int | None:
     try:
-        status = os.lstat(path)
+        status = storage.lstat(path)
     except OSError:
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None

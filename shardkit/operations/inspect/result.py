@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -11,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Shape
 from shardkit.core.text import fold
+from shardkit.files import storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,5 +173,5 @@ def imbalance(sizes: Sequence[int]) -> float:
 
 def beside(directory: str) -> Iterator[str]:
     """Yield a note where safetensors files lie beside the shards."""
-    if any(name.endswith(".safetensors") for name in os.listdir(directory)):
+    if any(name.endswith(".safetensors") for name in storage.listdir(directory)):
         yield "there are also safetensors files in this directory: give the path of one to see what it holds"

@@ -16,7 +16,7 @@ from shardkit._version import __version__
 from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import IntegrityError, ResourceError, UsageError
-from shardkit.files import manifest
+from shardkit.files import manifest, storage
 from shardkit.files.digest import FileBytes, place_of
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.formats.registry import directory_of, format_of
@@ -127,7 +127,7 @@ def _target(directory: str, output: str | os.PathLike[str] | None, *, inside: bo
     if inside:
         if output is not None:
             raise UsageError("give either --inside or --output")
-        if not os.path.isdir(directory):
+        if not storage.isdir(directory):
             raise UsageError(f"--inside: {escape(directory)} is a file, not a directory")
         _check_inside(directory)
         return check_sidecar(os.path.join(directory, manifest.NAME), overwrite=overwrite)
@@ -138,7 +138,7 @@ def _target(directory: str, output: str | os.PathLike[str] | None, *, inside: bo
                 hint="say where the manifest is to be made with --output",
             )
         return check_sidecar(manifest.sidecar_of(directory), overwrite=overwrite)
-    around = [directory] if os.path.isdir(directory) else []
+    around = [directory] if storage.isdir(directory) else []
     return check_sidecar(os.fspath(output), overwrite=overwrite, outside=around)
 
 
@@ -168,8 +168,8 @@ def _refuse_damaged(path: str, report: Report) -> None:
 def _list(structure: Structure, target: str) -> Listing:
     """Return the files to list, without the manifest itself."""
     directory, follow = structure.directory, _follows(structure)
-    if not os.path.isdir(directory):
-        return Listing({os.path.basename(directory): os.stat(directory).st_size}, ())
+    if not storage.isdir(directory):
+        return Listing({os.path.basename(directory): storage.stat(directory).st_size}, ())
     listing = list_files(directory, follow=follow)
     own = manifest.NAME if place_of(target) == place_of(os.path.join(directory, manifest.NAME)) else None
     return Listing({name: size for name, size in listing.files.items() if name != own}, listing.unlisted)
@@ -178,7 +178,7 @@ def _list(structure: Structure, target: str) -> Listing:
 def _files(structure: Structure, listing: Listing) -> dict[str, FileBytes]:
     """Return every listed file, with the checksums that lie in it."""
     home = structure.directory
-    home = home if os.path.isdir(home) else os.path.dirname(home)
+    home = home if storage.isdir(home) else os.path.dirname(home)
     known = {place_of(file.path): file for file in structure.files}
     follow, files = _follows(structure), dict[str, FileBytes]()
     for name, size in listing.files.items():

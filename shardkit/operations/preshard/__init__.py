@@ -15,6 +15,7 @@ from shardkit import formats
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.text import MIB
 from shardkit.core.threads import Progress
+from shardkit.files import storage
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.formats.checkpoint import HubModel
@@ -130,7 +131,7 @@ def preshard(
         Writing(overwrite=overwrite, dry_run=dry_run, resume=resume, resume_from=resume_from),
         progress=progress,
     )
-    local = source if os.path.exists(source) else None
+    local = source if storage.exists(source) else None
     if output is not None:  # before anything is downloaded
         writer.check_destination(os.fspath(output), local)
     model = formats.open(source, format="hub", revision=revision, variant=variant, headers_only=dry_run).hub
@@ -155,7 +156,7 @@ def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
     name = "-".join([model.label, *(f"{axis.name}{axis.size}" for axis in mesh.axes)])
     if source is None or is_snapshot(source):  # the place beside a snapshot belongs to the Hub's cache
         return name
-    home = os.path.realpath(source)
+    home = storage.realpath(source)
     return (
         os.path.join(os.path.dirname(home), name) if os.path.commonpath([home, os.getcwd()]) == home else name
     )
@@ -171,7 +172,7 @@ def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
     """
     needed = job.plan.written_bytes - shared_bytes + len(job.output.catalog.chunks) * DESCRIPTION_BYTES
     download, cache = job.model.download_bytes, nearest_existing(job.model.directory)
-    if download and os.stat(cache).st_dev != os.stat(os.path.dirname(path)).st_dev:
+    if download and storage.stat(cache).st_dev != storage.stat(os.path.dirname(path)).st_dev:
         check_space(os.path.join(cache, job.model.label), download)
         return needed
     return needed + download

@@ -90,7 +90,7 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
         SourceError, IntegrityError, ResourceError: it cannot be opened, or the save of a part did not finish.
     """
     path = taken.resolved.path
-    if not os.path.isdir(path) or not _keeps_folders(path):
+    if not storage.isdir(path) or not _keeps_folders(path):
         return _other(taken.open())
     found = survey(path)
     if not found.folders or not all(_keeps_folders(os.path.join(path, name)) for name in found.folders):
@@ -143,10 +143,10 @@ def _warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
 
 
 def _weights_beside(path: str, checkpoint: Checkpoint, found: Survey) -> str | None:
-    weights = os.path.realpath(checkpoint.catalog.directory or path)
-    if any(os.path.realpath(os.path.join(path, folder)) == weights for folder in found.folders):
+    weights = storage.realpath(checkpoint.catalog.directory or path)
+    if any(storage.realpath(os.path.join(path, folder)) == weights for folder in found.folders):
         return None
-    return os.path.relpath(weights, os.path.realpath(path))
+    return os.path.relpath(weights, storage.realpath(path))
 
 
 def _notes(of_ranks: list[str], beside: str | None) -> Iterator[str]:

@@ -8,6 +8,7 @@ from functools import partial
 
 from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, SourceError
+from shardkit.files import storage
 from shardkit.files.digest import ByteReader
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.checkpoint import Checkpoint
@@ -134,7 +135,7 @@ def compare_with_repo(directory: str, repo_id: str, revision: str | None, jobs: 
         ResourceError: no network.
     """
     commit, remote = list_repo(repo_id, revision=revision)
-    is_one_file = not os.path.isdir(directory)
+    is_one_file = not storage.isdir(directory)
     home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
     local = list_files(home, follow=True)
     names = [os.path.basename(directory)] if is_one_file else [*local.files]

@@ -12,6 +12,7 @@ from shardkit.core.catalog import SourceFile, TensorEntry
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, SourceError
+from shardkit.files import storage
 from shardkit.files.digest import Archive, FileBytes, Stretch
 from shardkit.files.strict_json import named_failures, open_regular
 from shardkit.formats.checkpoint import DcpFolder
@@ -65,8 +66,8 @@ def verify_dcp(
 def _stale(directory: str, folder: str, opened: DcpFolder) -> Iterator[str]:
     """Yield a warning for each file of another save."""
     known = {file.name for file in opened.catalog.files}
-    has_index = os.path.lexists(os.path.join(directory, METADATA))
-    for name in sorted(os.listdir(directory)):
+    has_index = storage.lexists(os.path.join(directory, METADATA))
+    for name in sorted(storage.listdir(directory)):
         is_stale = name.endswith(_SUFFIX) and name not in known
         if is_stale or (has_index and name.startswith("__") and name.endswith(METADATA)):
             yield f"{escape(os.path.join(folder, name))}: not of this checkpoint"

@@ -18,7 +18,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
-from shardkit.files import manifest
+from shardkit.files import manifest, storage
 from shardkit.files.digest import FileBytes, crc32, place_of
 from shardkit.files.links import locate
 from shardkit.files.strict_json import FOLLOWS_LINKS, read_small
@@ -115,7 +115,7 @@ def read_manifest(
     except ShardkitError as error:
         report.error(error, file=where)
         return None
-    is_one_file = not os.path.isdir(directory)
+    is_one_file = not storage.isdir(directory)
     home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
     described = Described(content=content, where=where, folder=folder, directory=home)
     _check_files(described, report)
@@ -174,7 +174,7 @@ def _recorded(described: Described, file: manifest.SavedFile, report: Report) ->
     where = os.path.join(described.folder, file.name)
     held = file_size(described.directory, file.name, follow=described.follow)
     if held is None:
-        is_there = os.path.lexists(os.path.join(described.directory, file.name))
+        is_there = storage.lexists(os.path.join(described.directory, file.name))
         reason = "it is no regular file of the directory" if is_there else "there is no such file"
         report.problem(f"{escape(os.path.basename(described.where))} lists it, and {reason}", file=where)
     elif held != file.size:
@@ -244,7 +244,7 @@ def _unlisted(described: Described) -> Iterator[str]:
 
 def _stale(described: Described) -> Iterator[str]:
     """Yield a warning for each chunk list that belongs to no file of the manifest."""
-    for name in sorted(os.listdir(described.directory)):
+    for name in sorted(storage.listdir(described.directory)):
         if _LIST.fullmatch(name) and name not in described.names:
             yield f"{escape(os.path.join(described.folder, name))}: not of this checkpoint"
 
@@ -344,10 +344,10 @@ def list_files(directory: str, *, follow: bool) -> Listing:
 
 def _names(directory: str) -> Iterator[str]:
     """Yield the name of everything that is no directory."""
-    for here, inner, names in os.walk(directory, onerror=_cannot_list):
+    for here, inner, names in storage.walk(directory, onerror=_cannot_list):
         folder = os.path.relpath(here, directory)
         folder = "" if folder == os.curdir else folder
-        links = [name for name in inner if os.path.islink(os.path.join(here, name))]
+        links = [name for name in inner if storage.islink(os.path.join(here, name))]
         inner[:] = [name for name in inner if os.path.join(folder, name) not in _LEFT_OUT]
         yield from (os.path.join(folder, name) for name in (*links, *names))
 
@@ -362,12 +362,12 @@ def file_size(directory: str, name: str, *, follow: bool) -> int | None:
     """
     path = os.path.join(directory, name)
     try:
-        status = os.lstat(path)
+        status = storage.lstat(path)
         if stat.S_ISLNK(status.st_mode) and not (follow or FOLLOWS_LINKS.get()):
             return None
         if stat.S_ISLNK(status.st_mode) or os.sep in name:  # a directory on the way may be a link
             locate(directory, name)
-            status = os.stat(path)
+            status = storage.stat(path)
     except (OSError, SourceError, ValueError):  # ValueError: a NUL in the name
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None

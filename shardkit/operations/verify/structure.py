@@ -65,7 +65,7 @@ def check_structure(
         SourceError: nothing there, or nothing that is a checkpoint; or no manifest at `manifest_path`.
         ResourceError: a directory cannot be listed.
     """
-    if not os.path.lexists(path):
+    if not storage.lexists(path):
         raise SourceError(
             f"{escape(path)}: no such file or directory", hint="check the path of the checkpoint"
         )
@@ -102,15 +102,15 @@ def check_structure(
 def _manifest_beside(directory: str, manifest_path: str | None, report: Report) -> str | None:
     """Return the path of the manifest to take that is not in the checkpoint."""
     if manifest_path is not None:
-        if not os.path.lexists(manifest_path):
+        if not storage.lexists(manifest_path):
             raise SourceError(
                 f"{escape(manifest_path)}: no such file", hint="write one with shardkit manifest"
             )
         return manifest_path
     found = manifest.sidecar_of(directory)
-    if not os.path.lexists(found):
+    if not storage.lexists(found):
         return None
-    if os.path.lexists(os.path.join(directory, manifest.NAME)):
+    if storage.lexists(os.path.join(directory, manifest.NAME)):
         report.add_notes(
             [
                 f"{escape(os.path.basename(found))} beside it was not used, for it has a manifest inside; "
@@ -131,7 +131,7 @@ def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitErro
     try:
         return formats.open(path), None
     except ResourceError as error:
-        if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
+        if storage.isdir(path) and not storage.access(path, os.R_OK | os.X_OK):
             raise
         return None, error
     except SourceError as error:
@@ -163,7 +163,7 @@ def _has_remains(path: str) -> bool:
 
 def _names(path: str) -> list[str]:
     try:
-        return sorted(os.listdir(path))
+        return sorted(storage.listdir(path))
     except OSError:
         return []
 
@@ -178,7 +178,7 @@ def _survey(
     """
     described: list[Described] = []
     folders: list[str] = []
-    walk = os.walk(directory, onerror=_cannot_list) if os.path.isdir(directory) else ()
+    walk = storage.walk(directory, onerror=_cannot_list) if storage.isdir(directory) else ()
     for here, directories, names in walk:
         directories.sort()
         folder = os.path.relpath(here, directory)
@@ -237,8 +237,8 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
 
 def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report: Report) -> list[FileBytes]:
     """Return the weight files of what is no DCP directory."""
-    home = os.path.realpath(checkpoint.catalog.directory)
-    if any(os.path.realpath(os.path.join(directory, folder)) == home for folder in folders):
+    home = storage.realpath(checkpoint.catalog.directory)
+    if any(storage.realpath(os.path.join(directory, folder)) == home for folder in folders):
         return []
     if checkpoint.hub is not None:
         return verify_hub(checkpoint, report)
@@ -293,11 +293,11 @@ def verify_hub(checkpoint: Checkpoint, report: Report) -> list[FileBytes]:
     report.add_notes(checkpoint.notes)
     is_legacy = catalog.format == "torch-bin"
     files = _legacy_files(catalog, report) if is_legacy else _files(catalog, checkpoint.path, report)
-    if os.path.isdir(checkpoint.path):
+    if storage.isdir(checkpoint.path):
         known = {file.name for file in files}
         report.warnings += [
             f"{escape(name)}: not one of the model's weight files"
-            for name in sorted(os.listdir(checkpoint.path))
+            for name in sorted(storage.listdir(checkpoint.path))
             if name.endswith(_SAFETENSORS) and name not in known
         ]
     return files
@@ -335,9 +335,9 @@ def named_file(text: str, directory: str) -> str | None:
     name = text.partition(":")[0]
     if not name or "\0" in name or os.path.isabs(name):
         return None
-    for here, folders, _ in os.walk(directory):
+    for here, folders, _ in storage.walk(directory):
         folders.sort()
-        if os.path.isfile(os.path.join(here, name)):
+        if storage.isfile(os.path.join(here, name)):
             return os.path.relpath(os.path.join(here, name), directory)
     return None
 
@@ -360,7 +360,7 @@ def _files(catalog: Catalog, directory: str, report: Report) -> list[FileBytes]:
     table, found = catalog.chunks, dict[str, FileBytes]()
     for source in catalog.files:
         if source.path not in found:
-            size = source.size if source.decode is None else os.stat(source.path).st_size
+            size = source.size if source.decode is None else storage.stat(source.path).st_size
             name = _name(source.path, directory)
             found[source.path] = FileBytes(name=name, path=source.path, follow=True, size=size)
     for fqn, entry in catalog.tensors.items():
@@ -378,7 +378,7 @@ def _files(catalog: Catalog, directory: str, report: Report) -> list[FileBytes]:
 
 def _name(path: str, directory: str) -> str:
     """Return a file's name relative to the checkpoint; a trainer's directory may be around its weights."""
-    return os.path.relpath(path, directory) if os.path.isdir(directory) else os.path.basename(path)
+    return os.path.relpath(path, directory) if storage.isdir(directory) else os.path.basename(path)
 
 
 def _decoded(catalog: Catalog) -> Mapping[str, list[str]]:
@@ -401,7 +401,7 @@ def _legacy_files(catalog: Catalog, report: Report) -> list[FileBytes]:
         report.chunk(entry.nbytes)
     for source in catalog.files:
         if source.path not in files:
-            name, size = os.path.basename(source.path), os.stat(source.path).st_size
+            name, size = os.path.basename(source.path), storage.stat(source.path).st_size
             files[source.path] = FileBytes(
                 name=name, path=source.path, follow=True, size=size, archives=[Archive(0, size, name)]
             )

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardkit.core.dtypes import BY_NAME, CASTS
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, SourceError, UsageError
+from shardkit.files import storage
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import (
     ClassDtypes,
@@ -290,9 +291,9 @@ def find_config(what: str, revision: str | None) -> str:
     """
     from shardkit.formats.hub.repo import fetch_files, looks_like_repo_id
 
-    if os.path.isdir(what):
+    if storage.isdir(what):
         return what
-    if os.path.isfile(what):
+    if storage.isfile(what):
         return os.path.dirname(what) or os.curdir
     if looks_like_repo_id(what):
         return fetch_files(what, _CODE_FILES, revision=revision)

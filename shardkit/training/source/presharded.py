@@ -17,7 +17,7 @@ from shardkit.core.mesh import Mesh, Placement, parse_mesh
 from shardkit.core.regions import Region, find_tiling_error, full_region, intersect, is_grid
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, LayoutError, ShardkitError, SourceError, UsageError
-from shardkit.files import manifest
+from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import chunk_list
@@ -174,7 +174,7 @@ def open_presharded(directory: str) -> Presharded | None:
     said = manifest.read(directory)
     if not isinstance(said, manifest.Presharded):
         return None
-    if not os.path.exists(os.path.join(directory, METADATA)):
+    if not storage.exists(os.path.join(directory, METADATA)):
         raise SourceError(
             f"{escape(directory)} has {manifest.NAME} and no {METADATA}, which is written last",
             hint="copy all of the directory; or preshard again",
@@ -187,7 +187,7 @@ def open_presharded(directory: str) -> Presharded | None:
             problems=[error.message if isinstance(error, ShardkitError) else str(error)],
             hint="preshard again",
         ) from error
-    there = set(os.listdir(directory))
+    there = set(storage.listdir(directory))
     names = (name for file in found.catalog.files for name in (file.name, chunk_list.name_for(file.name)))
     missing = [escape(name) for name in names if name not in there]
     if missing:
@@ -282,5 +282,5 @@ def _read_list(directory: str, file: manifest.ShardFile) -> ChunkList:
 
 
 def _stamp(file: SourceFile) -> FileStamp:
-    status = os.stat(file.path)
+    status = storage.stat(file.path)
     return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)

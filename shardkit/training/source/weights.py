@@ -171,7 +171,7 @@ def _key_rules(opened: _Opened, names: Mapping[str, str]) -> KeyRules | None:
 
 
 def _open(source: str, wanted: list[str], revision: str | None, variant: str | None) -> _Opened:
-    is_plain = os.path.isdir(source) and revision is None and variant is None
+    is_plain = storage.isdir(source) and revision is None and variant is None
     presharded = open_presharded(source) if is_plain else None
     if presharded is not None:
         return _of_presharded(source, presharded, wanted)
@@ -309,7 +309,7 @@ def _file_digest(directory: str) -> str | None:
     """Return a digest of `.metadata`, which has an id of each save; None where there is none."""
     digest = hashlib.sha256()
     try:
-        with open(os.path.join(directory, METADATA), "rb") as file:
+        with storage.open_file(os.path.join(directory, METADATA), "rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     except OSError:
@@ -329,7 +329,7 @@ def _samples(catalog: Catalog) -> str:
         start = first + nbytes // 2
         size = min(_SAMPLE_NBYTES, first + nbytes - start)
         try:
-            with open(file.path, "rb", buffering=0) as stream:
+            with storage.open_file(file.path, "rb", buffering=0) as stream:
                 digest.update(storage.pread(stream.fileno(), size, start))
         except OSError as error:
             raise ResourceError(f"{escape(file.name)}: {error.strerror}") from error
