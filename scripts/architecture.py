@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("operations/diff",),
     ("operations",),
     ("formats",),
-    ("formats/checkpoints",),
+    ("formats/trainers",),
     ("formats/deepspeed",),
     ("formats/rankfiles",),
     ("formats/dcp",),
@@ -51,8 +51,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 """From the top floor down. Rooms of one floor do not import each other."""
 ELSEWHERE = {
-    "formats/checkpoint.py": "formats/contract",
-    "formats/optimizer.py": "formats/contract",
     "__init__.py": "cli",
     "__main__.py": "cli",
     "errors.py": "ground",
@@ -156,7 +154,7 @@ def package_of(room: str) -> str:
 
 def job_of(room: str) -> str:
     """Return what a room is for: the first line of its docstring, up to the first colon or full stop."""
-    folder = {"formats/contract": "formats/checkpoint.py"}.get(room, f"{room}/__init__.py")
+    folder = f"{room}/__init__.py"
     text = ast.get_docstring(ast.parse((PACKAGE / folder).read_text(encoding="utf-8"))) or ""
     return text.split("\n")[0].split(". ")[0].rstrip(".")
 

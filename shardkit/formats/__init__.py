@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardkit.formats.checkpoint import Checkpoint
+    from shardkit.formats.contract import Checkpoint
 
 
 def open(

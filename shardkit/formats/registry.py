@@ -16,12 +16,12 @@ from importlib import import_module
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.formats.checkpoint import Checkpoint, Opener, has_any, inner, listing, matching, own_name
-from shardkit.formats.checkpoints import trainers
+from shardkit.formats.contract import Checkpoint, Opener, has_any, inner, listing, matching, own_name
 from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
 from shardkit.formats.hub.directory import as_checkpoint, open_model
 from shardkit.formats.hub.files import PIPELINE, select_weights
 from shardkit.formats.hub.repo import fetch_model, looks_like_repo_id
+from shardkit.formats.trainers import plain_dcp
 
 _MAX_SHOWN = 8
 
@@ -56,21 +56,21 @@ class Format:
 _EXACT = (
     Format(
         name="megatron",
-        module="checkpoints.megatron",
+        module="trainers.megatron",
         gate=("metadata.json",),
         what="metadata.json of Megatron-Core beside .metadata",
         keeps_folders=False,
     ),
     Format(
         name="lightning",
-        module="checkpoints.lightning",
+        module="trainers.lightning",
         gate=("meta.pt",),
         what="meta.pt beside .metadata (Lightning)",
         parts=("meta.pt",),
     ),
     Format(
         name="verl",
-        module="checkpoints.verl",
+        module="trainers.verl",
         gate=("fsdp_config.json", "model_world_size_*_rank_*.pt", "actor", "critic"),
         what="model_world_size_W_rank_R.pt (verl)",
         parts=("model_world_size_*_rank_*.pt",),
@@ -85,20 +85,20 @@ _EXACT = (
     ),
     Format(
         name="accelerate",
-        module="checkpoints.accelerate",
+        module="trainers.accelerate",
         gate=("pytorch_model_fsdp_*", ".metadata", "__*.metadata"),
         what="pytorch_model_fsdp_0/ (accelerate, transformers Trainer)",
         is_dcp_alone=True,
     ),
     Format(
         name="torch-checkpointing",
-        module="checkpoints.torch_checkpointing",
+        module="trainers.torch_checkpointing",
         gate=("metadata.pkl",),
         what="metadata.pkl (torch_checkpointing)",
     ),
     Format(
         name="bytecheckpoint",
-        module="checkpoints.bytecheckpoint",
+        module="trainers.bytecheckpoint",
         gate=(".metadata", "model"),
         what=".metadata of ByteCheckpoint",
         is_torch_metadata=False,
@@ -116,7 +116,7 @@ _HUB = Format(
 _BY_NAMES = (
     Format(
         name="dcp",
-        module="checkpoints.trainers",
+        module="trainers.plain_dcp",
         gate=(".metadata", "*.metadata"),
         what=".metadata or __R.metadata (torch DCP)",
         parts=(".metadata", "*.distcp", "__*.metadata"),
@@ -125,7 +125,7 @@ _BY_NAMES = (
     ),
     Format(
         name="dcp-hf",
-        module="checkpoints.dcp_hf",
+        module="dcp.hugging_face",
         gate=("shard-*.safetensors", "sharded", "model"),
         what="shard-R-model-I-of-N.safetensors (torch DCP, safetensors)",
         parts=("shard-*-model-*-of-*.safetensors",),
@@ -134,7 +134,7 @@ _BY_NAMES = (
     _HUB,
     Format(
         name="accelerate-bin",
-        module="checkpoints.accelerate",
+        module="trainers.accelerate",
         gate=("pytorch_model_fsdp*.bin",),
         what="pytorch_model_fsdp_0_rankR.bin or pytorch_model_fsdp.bin (accelerate)",
         parts=("pytorch_model_fsdp_*_rank*.bin",),
@@ -142,7 +142,7 @@ _BY_NAMES = (
 )
 _FULL_FILE = Format(
     name="full-file",
-    module="checkpoints.full_file",
+    module="trainers.full_file",
     gate=(),
     what="a file of torch.save with a whole state dict",
     is_sharded=False,
@@ -224,7 +224,7 @@ def open_checkpoint(
         inside, _ = _look(found.weights)
         if inside is None:
             raise _nothing(found.weights)
-        return trainers.inside(_open(inside, found.weights), found, directory)
+        return plain_dcp.inside(_open(inside, found.weights), found, directory)
     if row is None:
         raise _nothing(source)
     return _open(row, directory)
@@ -284,7 +284,7 @@ def _check_listing(directory: str) -> None:
         ) from None
 
 
-def _look(path: str) -> tuple[Format | None, trainers.Found | None]:
+def _look(path: str) -> tuple[Format | None, plain_dcp.Found | None]:
     """Return the format of a path, or the structure around it."""
     if not storage.isdir(path):
         return next((row for row in (_HUB, _FULL_FILE) if _opener(row).matches(path)), None), None
@@ -292,7 +292,7 @@ def _look(path: str) -> tuple[Format | None, trainers.Found | None]:
     found = next((row for row in _EXACT if _matches(row, path, names)), None)
     if found is not None:
         return found, None
-    structure = trainers.find_structure(path)
+    structure = plain_dcp.find_structure(path)
     if structure is not None:
         return None, structure
     return next((row for row in _BY_NAMES if _matches(row, path, names)), None), None

@@ -19,13 +19,13 @@ from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import locate, read_inside
-from shardkit.formats.checkpoint import Checkpoint, listing
-from shardkit.formats.checkpoints.accelerate import model_directories
-from shardkit.formats.checkpoints.trainers import find_structure
+from shardkit.formats.contract import Checkpoint, listing
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.hub.files import PIPELINE
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.file import open_torch_file
+from shardkit.formats.trainers.accelerate import model_directories
+from shardkit.formats.trainers.plain_dcp import find_structure
 from shardkit.operations.resolve_order import (
     BEYOND,
     EPOCH,

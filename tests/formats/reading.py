@@ -7,7 +7,7 @@ from typing import Any
 
 from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.regions import relative_to, runs
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.contract import Checkpoint
 
 Contents = dict[str, tuple[str, tuple[int, ...], bytes]]
 

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardkit.errors import ShardkitError
-from shardkit.formats.checkpoints.bytecheckpoint import ByteMetadata, _pickles, bytecheckpoint_vocabulary
 from shardkit.formats.dcp import metadata as dcp_metadata
 from shardkit.formats.dcp.metadata import DcpMetadata, join_fields, parse_metadata
 from shardkit.formats.dcp.vocabulary import Metadata, metadata_names, metadata_vocabulary
 from shardkit.formats.torchsave.record import parse_tensor
+from shardkit.formats.trainers.bytecheckpoint import ByteMetadata, _pickles, bytecheckpoint_vocabulary
 from shardkit.pickles import columns as pickle_batches
 from shardkit.pickles.policies import Strict
 from tests.fuzz.mutate import pick

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardkit
-from shardkit.formats.checkpoints.verl import is_verl
+from shardkit.formats.trainers.verl import is_verl
 from tests.formats.dcp.samples import quiet
 
 

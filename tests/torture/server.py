@@ -41,7 +41,7 @@ from tests.torture.faults import Faults
 COMMANDS = ("preshard", "consolidate", "reshard", "verify", "manifest")
 ALSO = (
     "huggingface_hub.utils.tqdm",
-    "shardkit.formats.checkpoints.bytecheckpoint",
+    "shardkit.formats.trainers.bytecheckpoint",
     "shardkit.operations.environment",
     "shardkit.operations.manifest",
     "shardkit.operations.verify",

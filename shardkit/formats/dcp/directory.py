@@ -26,7 +26,7 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import read_small
-from shardkit.formats.checkpoint import Checkpoint, Place, asset_directories
+from shardkit.formats.contract import Checkpoint, Place, asset_directories
 from shardkit.formats.dcp.metadata import (
     MIN_COLUMNS,
     MIN_TOTAL,

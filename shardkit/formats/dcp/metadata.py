@@ -27,7 +27,7 @@ from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.strict_json import read_small
-from shardkit.formats.checkpoint import Place
+from shardkit.formats.contract import Place
 from shardkit.formats.dcp.vocabulary import (
     RECORDS,
     Metadata,

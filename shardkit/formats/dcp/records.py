@@ -25,7 +25,7 @@ from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
-from shardkit.formats.checkpoint import Place
+from shardkit.formats.contract import Place
 from shardkit.formats.torchsave.archive import crc_of_range
 from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather, read_entries, strided_file
 from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template

@@ -17,7 +17,7 @@ from typing import TypeVar
 from shardkit.core.catalog import subset
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, parent
+from shardkit.formats.contract import Checkpoint, Opener, asset_directories, parent
 from shardkit.formats.deepspeed.files import (
     ModelStates,
     OptimizerStates,

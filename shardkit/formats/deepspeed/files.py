@@ -33,8 +33,8 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import read_inside
-from shardkit.formats.checkpoint import inner, listing
-from shardkit.formats.optimizer import GROUPS, STATE, STEP, count_of, read_groups
+from shardkit.formats.contract import inner, listing
+from shardkit.formats.contract.optimizer import GROUPS, STATE, STEP, count_of, read_groups
 from shardkit.formats.rankfiles.files import open_each
 from shardkit.formats.rankfiles.flat import StateDict, without_tree
 from shardkit.formats.torchsave.file import TensorRef, TorchFile

@@ -19,10 +19,18 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
-from shardkit.formats.checkpoint import inner, listing
+from shardkit.formats.contract import inner, listing
+from shardkit.formats.contract.optimizer import (
+    GROUPS,
+    STATE,
+    STEP,
+    Group,
+    OptimizerState,
+    Unmapped,
+    read_groups,
+)
 from shardkit.formats.deepspeed.files import ModelStates, Tag, open_states
 from shardkit.formats.deepspeed.zero import group_params
-from shardkit.formats.optimizer import GROUPS, STATE, STEP, Group, OptimizerState, Unmapped, read_groups
 from shardkit.formats.rankfiles.flat import Leaves, Weight, is_number, without_tree, write_state
 from shardkit.formats.torchsave.file import TensorRef, TorchFile
 

@@ -18,8 +18,8 @@ from math import prod
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError
+from shardkit.formats.contract.optimizer import PARAMS, Group, OptimizerState, Unmapped
 from shardkit.formats.deepspeed.files import ModelStates, OptimizerStates
-from shardkit.formats.optimizer import PARAMS, Group, OptimizerState, Unmapped
 from shardkit.formats.rankfiles.flat import (
     NEVER,
     FlatPiece,

@@ -19,7 +19,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.formats.checkpoint import Checkpoint, HubModel, has_model_config
+from shardkit.formats.contract import Checkpoint, HubModel, has_model_config
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
 from shardkit.formats.hub.directory import open_model, read_config
 from shardkit.formats.hub.files import select_weights

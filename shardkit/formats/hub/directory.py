@@ -15,7 +15,7 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import link_notes, locate, locate_weights, read_inside
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
-from shardkit.formats.checkpoint import Checkpoint, HubModel, Opener, asset_directories, listing
+from shardkit.formats.contract import Checkpoint, HubModel, Opener, asset_directories, listing
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
 from shardkit.formats.hub.files import Kind, Weights, select_file, select_weights
 from shardkit.formats.hub.safetensors import SafetensorsHeader, read_header

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import storage
-from shardkit.formats.checkpoint import HubModel
+from shardkit.formats.contract import HubModel
 from shardkit.formats.hub.assets import list_weights
 from shardkit.formats.hub.directory import Elsewhere, open_weights, weight_files, with_beside
 from shardkit.formats.hub.files import Weights, select_weights

@@ -18,8 +18,8 @@ from shardkit.core.regions import Region, Shape, find_tiling_error, full_region
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.files.links import locate_all
-from shardkit.formats.checkpoint import Checkpoint
-from shardkit.formats.optimizer import Path, path_name
+from shardkit.formats.contract import Checkpoint
+from shardkit.formats.contract.optimizer import Path, path_name
 from shardkit.formats.torchsave.file import (
     DistributedRef,
     Part,

@@ -16,7 +16,7 @@ from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_range_boxes, full_region
 from shardkit.core.text import escape
-from shardkit.formats.optimizer import (
+from shardkit.formats.contract.optimizer import (
     STEP,
     Agreement,
     Group,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
-from shardkit.formats.optimizer import PARAMS
+from shardkit.formats.contract.optimizer import PARAMS
 from shardkit.keys.names import clean, join
 
 # PEFT 0.21: the parameters of a model that it trains; the others are frozen.

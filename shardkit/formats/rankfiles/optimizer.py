@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
-from shardkit.formats.optimizer import (
+from shardkit.formats.contract.optimizer import (
     GROUPS,
     PARAMS,
     STATE,

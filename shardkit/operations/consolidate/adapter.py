@@ -24,7 +24,7 @@ from shardkit.errors import SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import locate
 from shardkit.files.strict_json import parse_object, read_small
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.base import ADAPTER_CONFIG, Base
 from shardkit.keys.peft import LoraModule, PeftNames, classify_peft
 from shardkit.operations.consolidate.assets import dump_config

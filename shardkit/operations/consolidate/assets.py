@@ -21,7 +21,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import parse_integer, read_small
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.assets import CONFIG, GENERATION_CONFIG, is_weights, modules
 from shardkit.formats.hub.base import ADAPTER_CONFIG, Base
 from shardkit.formats.hub.directory import open_weights

@@ -17,7 +17,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape, listed
 from shardkit.errors import SourceError, UsageError
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import SAVED_ROOT, Base, holds_equal, hub_key_rules, saved_key_rules
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages

@@ -19,7 +19,7 @@ from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, crc32, sha256_of
-from shardkit.formats.checkpoint import HubModel
+from shardkit.formats.contract import HubModel
 from shardkit.formats.hub.assets import CONFIG, is_weights
 from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file, select_weights

@@ -14,7 +14,7 @@ from shardkit.core.text import count
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import link_notes
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.base import SAVED_ROOT, hub_key_rules, saved_key_rules
 from shardkit.keys import select_model
 from shardkit.keys.names import natural

@@ -16,7 +16,7 @@ from shardkit.core.text import escape, fold
 from shardkit.errors import SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.links import may_follow_links
-from shardkit.formats.checkpoint import Checkpoint, HubModel
+from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.ties import ties_embeddings
 from shardkit.operations.inspect.result import (

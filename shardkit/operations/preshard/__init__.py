@@ -18,7 +18,7 @@ from shardkit.core.threads import Progress
 from shardkit.files import storage
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
-from shardkit.formats.checkpoint import HubModel
+from shardkit.formats.contract import HubModel
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, Descriptions
 from shardkit.operations.destination import check_space
 from shardkit.operations.preshard.job import PreshardJob, build_job

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, listed
-from shardkit.formats.checkpoint import HubModel
+from shardkit.formats.contract import HubModel
 from shardkit.formats.dcp.images import DcpImages, Phase
 from shardkit.layout.choose import make_layout
 from shardkit.layout.layout import Layout

@@ -15,10 +15,10 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import open_regular
-from shardkit.formats.checkpoint import Checkpoint, DcpFolder, Place
+from shardkit.formats.contract import Checkpoint, DcpFolder, Place
+from shardkit.formats.contract.optimizer import OptimizerState
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.hub.base import saved_key_rules
-from shardkit.formats.optimizer import OptimizerState
 from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
 from shardkit.keys import KeyRule

@@ -13,7 +13,7 @@ from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import UsageError
 from shardkit.files.digest import FileBytes
 from shardkit.files.links import may_follow_links
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.contract import Checkpoint
 from shardkit.operations.resolve import take
 from shardkit.operations.verify.bytes import check_some, check_whole, choose
 from shardkit.operations.verify.result import Level, Report, VerifyResult, check_jobs, in_threads

@@ -11,7 +11,7 @@ from shardkit.errors import ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.digest import ByteReader
 from shardkit.files.strict_json import open_regular
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.repo import RepoFile, list_repo
 from shardkit.operations.diff import DiffOptions
 from shardkit.operations.diff import compare as diff

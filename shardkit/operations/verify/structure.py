@@ -18,7 +18,7 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch, place_of
 from shardkit.files.strict_json import open_regular
-from shardkit.formats.checkpoint import Checkpoint, inner
+from shardkit.formats.contract import Checkpoint, inner
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory

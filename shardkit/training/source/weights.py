@@ -18,7 +18,7 @@ from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files import storage
-from shardkit.formats.checkpoint import Checkpoint, HubModel
+from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.hub.base import saved_key_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import flat_offset
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.checkpoints.bytecheckpoint import is_bytecheckpoint_metadata
 from shardkit.formats.dcp.directory import is_dcp
+from shardkit.formats.trainers.bytecheckpoint import is_bytecheckpoint_metadata
 from tests.formats.dcp.samples import alter, open_catalog, raw, read_tensor, save
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "fixtures"

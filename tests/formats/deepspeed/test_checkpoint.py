@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from shardkit.core.catalog import ignore_read
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.contract import Checkpoint
 from shardkit.formats.deepspeed.checkpoint import is_deepspeed, open_deepspeed
 from shardkit.formats.deepspeed.zero import joined_pieces, partitioned_pieces
 

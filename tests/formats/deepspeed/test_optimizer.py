@@ -13,9 +13,9 @@ import torch
 
 from shardkit.core.catalog import subset
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.checkpoint import Checkpoint
+from shardkit.formats.contract import Checkpoint
+from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 from shardkit.formats.deepspeed.checkpoint import open_deepspeed
-from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.operations.reshard import reshard
 from tests.formats.dcp.samples import open_catalog
 from tests.formats.deepspeed.test_checkpoint import (

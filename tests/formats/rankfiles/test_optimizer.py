@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.optimizer import OptimizerState, Unmapped
+from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 from shardkit.formats.rankfiles.numbered import Parameter
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files
 from tests.formats.reading import expected, read_tensor

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardkit.core.catalog import subset
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.checkpoints.bytecheckpoint import (
+from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
+from shardkit.formats.dcp.vocabulary import metadata_vocabulary
+from shardkit.formats.trainers.bytecheckpoint import (
     bytecheckpoint_vocabulary,
     is_bytecheckpoint,
     open_bytecheckpoint,
 )
-from shardkit.formats.dcp.vocabulary import metadata_vocabulary
-from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.operations.reshard import reshard
 from shardkit.pickles.policies import Strict
 from tests.formats.dcp.samples import assert_holds, raw, save

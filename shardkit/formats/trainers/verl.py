@@ -22,8 +22,8 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
-from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, explained, inner, listing
-from shardkit.formats.optimizer import OptimizerState, Unmapped
+from shardkit.formats.contract import Checkpoint, Opener, asset_directories, explained, inner, listing
+from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 from shardkit.formats.rankfiles.files import Gathered, RankFile, gather_files, require_ranks
 from shardkit.formats.rankfiles.numbered import parameters_of
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files

@@ -22,7 +22,7 @@ from shardkit.errors import ShardkitError
 from shardkit.files import manifest
 from shardkit.files.links import locate
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.checkpoint import (
+from shardkit.formats.contract import (
     Checkpoint,
     Opener,
     asset_directories,

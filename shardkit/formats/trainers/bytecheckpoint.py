@@ -21,7 +21,16 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly, read_small, stamp_of
-from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, explained, inner, listing
+from shardkit.formats.contract import Checkpoint, Opener, asset_directories, explained, inner, listing
+from shardkit.formats.contract.optimizer import (
+    GROUPS,
+    PARAMS,
+    STATE,
+    OptimizerState,
+    StateWriter,
+    Unmapped,
+    read_groups,
+)
 from shardkit.formats.dcp.directory import METADATA, DcpDirectory, as_checkpoint, open_metadata
 from shardkit.formats.dcp.metadata import join_fields
 from shardkit.formats.dcp.records import difference
@@ -35,15 +44,6 @@ from shardkit.formats.dcp.vocabulary import (
     checked_fields,
     metadata_names,
     store_places,
-)
-from shardkit.formats.optimizer import (
-    GROUPS,
-    PARAMS,
-    STATE,
-    OptimizerState,
-    StateWriter,
-    Unmapped,
-    read_groups,
 )
 from shardkit.formats.torchsave.file import TorchFile, open_torch_file
 from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor, strided_file

@@ -18,7 +18,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import read_inside
-from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, explained, listing
+from shardkit.formats.contract import Checkpoint, Opener, asset_directories, explained, listing
 from shardkit.formats.rankfiles.files import RankFile, gather_files
 from shardkit.pickles.policies import Inert, Opaque
 

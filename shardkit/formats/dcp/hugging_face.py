@@ -31,7 +31,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import locate, read_inside
 from shardkit.files.strict_json import open_regular, parse_object, read_exactly
-from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, inner, listing
+from shardkit.formats.contract import Checkpoint, Opener, asset_directories, inner, listing
 from shardkit.formats.dcp.safetensors import saved_offsets
 from shardkit.formats.hub.directory import is_hub_directory, open_hub_directory
 from shardkit.formats.hub.safetensors import read_header

@@ -27,7 +27,7 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.links import locate
-from shardkit.formats.checkpoint import (
+from shardkit.formats.contract import (
     Checkpoint,
     Opener,
     asset_directories,
@@ -38,12 +38,12 @@ from shardkit.formats.checkpoint import (
     own_name,
     parent,
 )
-from shardkit.formats.checkpoints.full_file import open_full_file
+from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 from shardkit.formats.dcp.directory import open_dcp_checkpoint, refuse_flat
-from shardkit.formats.optimizer import OptimizerState, Unmapped
 from shardkit.formats.rankfiles.files import RankFile, gather_files, require_ranks
 from shardkit.formats.rankfiles.numbered import parameters_of
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files
+from shardkit.formats.trainers.full_file import open_full_file
 
 _MODEL = re.compile(r"pytorch_model_fsdp_\d+")
 _METADATA = (".metadata", "__*.metadata")

@@ -12,10 +12,10 @@ from dataclasses import replace
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, parent
-from shardkit.formats.checkpoints.lightning import AVERAGED, AVERAGING, CURRENT, VERSION
+from shardkit.formats.contract import Checkpoint, Opener, asset_directories, parent
 from shardkit.formats.rankfiles.files import Gathering
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, open_torch_file
+from shardkit.formats.trainers.lightning import AVERAGED, AVERAGING, CURRENT, VERSION
 
 _ZIP = b"PK\x03\x04"
 _FIRST = b"/data.pkl"  # the name of the first entry ends with it

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.errors import SourceError
-from shardkit.formats.checkpoint import Checkpoint
-from shardkit.formats.checkpoints.dcp_hf import is_dcp_hf, open_dcp_hf
+from shardkit.formats.contract import Checkpoint
+from shardkit.formats.dcp.hugging_face import is_dcp_hf, open_dcp_hf
 from tests.formats.dcp.samples import assert_holds, replicate, save_shards, shard
 
 FULL = {

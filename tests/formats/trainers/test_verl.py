@@ -12,8 +12,8 @@ import torch
 
 from shardkit import formats
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.checkpoints.verl import is_verl, open_verl
 from shardkit.formats.registry import format_of
+from shardkit.formats.trainers.verl import is_verl, open_verl
 from tests.formats.reading import contents, expected
 
 NAME = "model_world_size_4_rank_{}.pt"

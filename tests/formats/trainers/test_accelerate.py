@@ -11,13 +11,13 @@ import torch
 
 from shardkit import formats
 from shardkit.errors import SourceError
-from shardkit.formats.checkpoints.accelerate import (
+from shardkit.formats.registry import format_of
+from shardkit.formats.trainers.accelerate import (
     is_accelerate,
     is_accelerate_bin,
     open_accelerate,
     open_accelerate_bin,
 )
-from shardkit.formats.registry import format_of
 from tests.formats.reading import contents, expected
 
 

@@ -11,8 +11,8 @@ import torch
 
 from shardkit import formats
 from shardkit.errors import SourceError
-from shardkit.formats.checkpoints.full_file import is_full_file, open_full_file
 from shardkit.formats.registry import format_of
+from shardkit.formats.trainers.full_file import is_full_file, open_full_file
 from tests.formats.reading import contents, expected
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from shardkit.errors import SourceError
-from shardkit.formats.checkpoints.megatron import is_megatron, open_megatron
+from shardkit.formats.trainers.megatron import is_megatron, open_megatron
 from tests.formats.dcp.samples import alter, assert_holds, save
 
 TENSORS = {

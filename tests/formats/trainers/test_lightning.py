@@ -8,7 +8,7 @@ import pathlib
 import pytest
 import torch
 
-from shardkit.formats.checkpoints.lightning import is_lightning, open_lightning
+from shardkit.formats.trainers.lightning import is_lightning, open_lightning
 
 TRAINER = {
     "epoch": 0,

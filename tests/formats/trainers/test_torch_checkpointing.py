@@ -13,8 +13,8 @@ import torch
 
 from shardkit import formats
 from shardkit.errors import SourceError
-from shardkit.formats.checkpoints.torch_checkpointing import is_torch_checkpointing, open_torch_checkpointing
 from shardkit.formats.registry import format_of
+from shardkit.formats.trainers.torch_checkpointing import is_torch_checkpointing, open_torch_checkpointing
 from tests.formats.reading import contents, expected
 
 

@@ -1,6 +1,6 @@
 """What a checkpoint of any format opens to, and what every opener asks of a directory and of names.
 
-The questions never raise for what a directory holds: they are asked before anything is known.
+Internal: import from `shardkit`. The questions never raise for what a directory holds: they are asked before anything is known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
 from shardkit.files.links import read_inside
-from shardkit.formats.optimizer import OptimizerState, Unmapped
+from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 
 _MAX_CONFIG = 16 << 20
 _ASSETS = (

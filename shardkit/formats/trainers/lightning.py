@@ -21,7 +21,7 @@ from typing import NamedTuple
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate
-from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, has_any, heads_of, listing
+from shardkit.formats.contract import Checkpoint, Opener, asset_directories, has_any, heads_of, listing
 from shardkit.formats.dcp.directory import open_dcp_checkpoint
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, leaves, open_torch_file
 

@@ -14,7 +14,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
-from shardkit.formats.checkpoint import Checkpoint, Opener, asset_directories, listing
+from shardkit.formats.contract import Checkpoint, Opener, asset_directories, listing
 from shardkit.formats.dcp.directory import is_dcp, open_dcp_checkpoint
 
 _CONFIG = "metadata.json"
