@@ -15,6 +15,7 @@ from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, Checksums
@@ -45,6 +46,9 @@ class Run(NamedTuple):
     crc: int
     fqn: str
     """The tensor that some of it was read for."""
+
+
+_ENTRY_OF = itemgetter(0)
 
 
 class Difference(NamedTuple):
@@ -109,6 +113,18 @@ class Entries:
         number = bisect_right(self.firsts, entry) - 1
         table, row = self.tables[number], entry - self.firsts[number]
         return Entry(table.starts[row], table.stops[row], table.crcs[row])
+
+    def of_runs(self, runs: Iterable[Run]) -> Iterator[tuple[Run, int, int, int]]:
+        """Yield each run with what its entry holds: start, stop, CRC-32. Fast for runs in the order of entries."""
+        first, end = 0, 0
+        for run in runs:
+            entry = run.entry
+            if not first <= entry < end:
+                number = bisect_right(self.firsts, entry) - 1
+                table, first, end = self.tables[number], self.firsts[number], self.firsts[number + 1]
+                starts, stops, crcs = table.starts, table.stops, table.crcs
+            row = entry - first
+            yield run, starts[row], stops[row], crcs[row]
 
     def table_at(self, path: str) -> int:
         """Return the number of a path's table; -1 where the file records nothing."""
@@ -286,9 +302,12 @@ def joined(runs: Iterable[Run], marks: Mapping[int, Collection[int]]) -> list[Ru
         marks: by entry, places where runs are not joined.
     """
     found = list[Run]()
-    distinct = {run[:4]: run for run in runs}
-    for entry, group in groupby(sorted(distinct.values()), key=lambda run: run.entry):
+    for entry, group in groupby(sorted(runs), key=_ENTRY_OF):
         each = list(group)
+        if len(each) == 1:  # nearly every entry, and there may be a million
+            found += each
+            continue
+        each = list({run[:4]: run for run in each}.values())
         if any(run.stop > after.start for run, after in pairwise(each)):
             found += each
             continue

@@ -129,8 +129,7 @@ class SourceCheck:
     def add(self, runs: Iterable[Run]) -> None:
         """Take what was read. May be called from any thread."""
         with self._lock:
-            for run in runs:
-                start, stop, recorded = self.entries[run.entry]
+            for run, start, stop, recorded in self.entries.of_runs(runs):
                 if run.start == start and run.stop == stop:
                     self._compare(run, recorded)
                 else:
@@ -420,8 +419,7 @@ class SourceCheck:
             parts: four numbers for every other run: entry, first byte within it, bytes, CRC-32.
         """
         whole, parts, last = list[int](), list[int](), 0
-        for entry, start, stop, crc, _ in sorted(self.joined(runs)):
-            begin, end, recorded = self.entries[entry]
+        for (entry, start, stop, crc, _), begin, end, recorded in self.entries.of_runs(self.joined(runs)):
             if (begin, end) == (start, stop) and (crc == recorded or not recorded):
                 whole.append(entry - last)  # a million of them are small numbers
                 last = entry
