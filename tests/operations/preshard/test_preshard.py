@@ -19,13 +19,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
+from shardkit.core.dtypes import BY_NAME
 from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.formats.dcp import chunk_list
 from shardkit.operations.destination import check_space
-from shardkit.operations.preshard import _needed_bytes
+from shardkit.operations.preshard import _choose_dtypes, _needed_bytes
 
 MakeHub = Callable[..., Path]
 CAUSAL = {"architectures": ["TinyForCausalLM"]}  # no model_type: declared, without a child process
@@ -481,3 +482,30 @@ def test_a_dry_run_minds_the_room_for_the_download(tmp_path: Path) -> None:
         return
     with pytest.raises(ResourceError, match=rf"/Own-1B: .*{1 << 60} bytes"):  # the cache is on another disk
         check_room(Path("/dev/shm/hub"), 1 << 60)
+
+
+def chosen(held: str, dtype: str) -> tuple[str, list[str]]:
+    """Return what becomes of a tensor that its model keeps in fp32, and the notes."""
+    catalog = SimpleNamespace(tensors={"wo.weight": SimpleNamespace(dtype=BY_NAME[held])})
+    layout: Any = SimpleNamespace(tensors={"wo.weight": None}, keep_fp32=frozenset({"wo.weight"}))
+    model: Any = SimpleNamespace(catalog=catalog)
+    dtypes, notes = _choose_dtypes(model, layout, {"wo.weight": "wo.weight"}, dtype)
+    return dtypes["wo.weight"].name, notes
+
+
+@pytest.mark.parametrize(
+    ("held", "dtype", "expected"),
+    [
+        ("float32", "bf16", "float32"),
+        ("float32", "fp16", "float32"),
+        ("bfloat16", "fp16", "float32"),  # as from_pretrained has it
+        ("bfloat16", "fp32", "float32"),
+        ("float64", "fp32", "float32"),
+        ("float32", "keep", "float32"),
+    ],
+)
+def test_what_the_model_keeps_in_fp32_is_never_narrowed(held: str, dtype: str, expected: str) -> None:
+    found, notes = chosen(held, dtype)
+    assert found == expected
+    assert bool(notes) == (dtype in ("bf16", "fp16"))
+    assert all(expected in note for note in notes)

@@ -19,7 +19,7 @@ import json, os, sys
 from shardkit.core.mesh import parse_mesh
 from shardkit.formats.dcp.writer import write_metadata
 from shardkit import formats
-from shardkit.operations.preshard.job import build_job
+from shardkit.operations.preshard import build_job
 job = build_job(formats.open(sys.argv[1]).hub, parse_mesh(None, 1024), wrap="auto", dtype="keep", digest="none",
     trust_remote_code=False)
 with open(sys.argv[2], "wb") as file:
