@@ -21,8 +21,7 @@ from shardkit.files.links import may_follow_links
 from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.companions import BesideFile, copy_file
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, Descriptions
-from shardkit.operations.reshard.job import ReshardJob, build_job
-from shardkit.operations.reshard.parts import take_apart
+from shardkit.operations.reshard.job import ReshardJob, build_job, take_apart
 from shardkit.operations.resolve import ResolvedCheckpoint, take
 from shardkit.operations.write import (
     Moving,
