@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.operations.diff.result import DiffResult as DiffResult
     from shardkit.operations.environment import Environment as Environment
     from shardkit.operations.environment import environment as environment
+    from shardkit.operations.inspect import InspectResult as InspectResult
     from shardkit.operations.inspect import inspect as inspect
-    from shardkit.operations.inspect.result import InspectResult as InspectResult
     from shardkit.operations.manifest import ManifestResult as ManifestResult
     from shardkit.operations.manifest import write_manifest as write_manifest
     from shardkit.operations.preshard import PreshardResult as PreshardResult
@@ -88,8 +88,7 @@ _HOMES = {
     "shardkit.operations.diff": ("diff",),
     "shardkit.operations.diff.result": ("DiffResult",),
     "shardkit.operations.environment": ("Environment", "environment"),
-    "shardkit.operations.inspect": ("inspect",),
-    "shardkit.operations.inspect.result": ("InspectResult",),
+    "shardkit.operations.inspect": ("InspectResult", "inspect"),
     "shardkit.operations.manifest": ("ManifestResult", "write_manifest"),
     "shardkit.operations.preshard": ("PreshardResult", "preshard"),
     "shardkit.operations.reshard": ("ReshardResult", "reshard"),

@@ -10,8 +10,7 @@ import click
 from shardkit.cli import options as opt
 from shardkit.cli.output import MAX_LINES, Output, count, facts, limited, more, short_dtype, size_runs, table
 from shardkit.core.text import escape, format_size
-from shardkit.operations.inspect import inspect
-from shardkit.operations.inspect.result import InspectedFile, InspectResult
+from shardkit.operations.inspect import InspectedFile, InspectResult, inspect
 
 _MAX_FILES = 20
 
