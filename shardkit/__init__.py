@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.errors import ShardkitError as ShardkitError
     from shardkit.errors import SourceError as SourceError
     from shardkit.errors import UsageError as UsageError
+    from shardkit.operations.consolidate import ConsolidateResult as ConsolidateResult
     from shardkit.operations.consolidate import consolidate as consolidate
-    from shardkit.operations.consolidate.result import ConsolidateResult as ConsolidateResult
     from shardkit.operations.diff import diff as diff
     from shardkit.operations.diff.result import DiffResult as DiffResult
     from shardkit.operations.environment import Environment as Environment
@@ -83,8 +83,7 @@ _HOMES = {
         "SourceError",
         "UsageError",
     ),
-    "shardkit.operations.consolidate": ("consolidate",),
-    "shardkit.operations.consolidate.result": ("ConsolidateResult",),
+    "shardkit.operations.consolidate": ("ConsolidateResult", "consolidate"),
     "shardkit.operations.diff": ("diff",),
     "shardkit.operations.diff.result": ("DiffResult",),
     "shardkit.operations.environment": ("Environment", "environment"),

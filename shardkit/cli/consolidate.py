@@ -13,7 +13,7 @@ from shardkit.cli.output import Output, count, ending, facts, headline, limited,
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
-    from shardkit.operations.consolidate.result import ConsolidateResult, SkippedPart
+    from shardkit.operations.consolidate import ConsolidateResult, SkippedPart
 
 _ADAPTER_CONFIG = "adapter_config.json"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardkit.cli import consolidate as consolidate_command
-from shardkit.operations.consolidate.result import ConsolidateResult, DTypeCount, SkippedPart
+from shardkit.operations.consolidate import ConsolidateResult, DTypeCount, SkippedPart
 from tests.cli.test_start import imported
 from tests.operations.consolidate.checkpoints import save
 

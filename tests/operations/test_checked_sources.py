@@ -21,7 +21,7 @@ import shardkit
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
-from shardkit.operations.consolidate.result import ConsolidateResult
+from shardkit.operations.consolidate import ConsolidateResult
 from shardkit.transfer import checks, fill, sources, stream, windows
 from tests.corruption.outputs import columns
 from tests.formats.deepspeed.test_checkpoint import deepspeed_classes as deepspeed_classes
