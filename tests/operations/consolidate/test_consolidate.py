@@ -703,7 +703,9 @@ class TestDestination:
     def test_too_little_space_is_known_before_the_first_byte(
         self, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 100}))
+        monkeypatch.setattr(
+            "shardkit.files.storage.disk_usage", lambda path: type("usage", (), {"free": 100})
+        )
         with pytest.raises(ResourceError, match="No space left"):
             shardkit.consolidate(trained)
         assert [p.name for p in tmp_path.iterdir()] == ["step-7"]

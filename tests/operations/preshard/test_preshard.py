@@ -268,7 +268,7 @@ class TestDestination:
         self, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         usage = type("usage", (), {"free": 100})
-        monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+        monkeypatch.setattr("shardkit.files.storage.disk_usage", lambda path: usage)
         with pytest.raises(ResourceError, match="No space left"):
             shardkit.preshard(source, str(tmp_path / "out"), world_size=1, wrap="none")
         assert [p.name for p in tmp_path.iterdir()] == ["model"]
