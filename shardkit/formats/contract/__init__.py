@@ -1,6 +1,8 @@
 """What a checkpoint of any format opens to, and what every opener asks of a directory and of names.
 
-Internal: import from `shardkit`. The questions never raise for what a directory holds: they are asked before anything is known.
+The questions never raise for what a directory holds: they are asked before anything is known.
+
+Internal: import from `shardkit`.
 """
 
 from __future__ import annotations
