@@ -10,17 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.errors import IntegrityError, LayoutError
 from shardkit.files import manifest
+from shardkit.training.finalize import finalize, load_into
+from shardkit.training.prepare import prepare
 from shardkit.training.ranks.context import Weights, describe, key_rules, recall, remember
 from shardkit.training.save import save
 from shardkit.training.source.weights import open_weights
+from shardkit.training.wrap import wrap
 from tests.training import models
-from tests.worlds.processes import run_script
+from tests.worlds.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("fast_trace")
 
@@ -44,11 +51,55 @@ RULES = {
 }
 
 
+TWICE = ("qwen2-vl", "llava-tied")
+
+
+def make_hub(out: Path) -> None:
+    for name in RULES:
+        models.save(name, out / name)
+
+
+two = Ranks(__name__, 2, first=make_hub)
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("names")
-    run_script("training/names_world.py", str(place))
-    return place
+    """Each model as a Hub directory, NAME, and what two ranks saved of it: NAME-dcp by stock torch, NAME-saved by shardkit.
+
+    Of some there is NAME-flat too (no dict around the names), and NAME-again (saved once more, from what was saved).
+    """
+    return two.folder(tmp_path_factory)
+
+
+def start(hub: Path, source: Path) -> nn.Module:
+    ctx = prepare(str(hub), str(source))
+    model = wrap(ctx.model, init_device_mesh("cpu", (2,)), mixed_precision=None)
+    return finalize(model, ctx)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    state = get_model_state_dict(model)
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
+
+
+@two.test_each(RULES.keys())
+def test_training_saves_a_model_with_other_names(name: str, out: Path) -> None:
+    model = start(out / name, out / name)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=out / f"{name}-dcp")
+    save(model, out / f"{name}-saved")
+
+
+@two.test_each(TWICE)
+def test_training_goes_on_from_what_was_saved(name: str, out: Path) -> None:
+    model = start(out / name, out / name)
+    dcp.save(get_model_state_dict(model), checkpoint_id=out / f"{name}-flat")
+    again = start(out / name, out / f"{name}-saved")
+    save(again, out / f"{name}-again")
+    expected, found = whole(model), whole(again)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    load_into(model, out / f"{name}-dcp")
+    assert all(torch.equal(expected[key], value) for key, value in whole(model).items())
 
 
 def assert_is(found: Path, hub: Path) -> None:

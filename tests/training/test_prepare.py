@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from shardkit.errors import LayoutError, SourceError, UsageError
-from shardkit.training.model.initialise import initialise
+from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.prepare import prepare
+from shardkit.training.ranks.context import ModelInitializationContext, describe
+from shardkit.training.source.weights import open_weights
 from tests.training import models
-from tests.worlds.processes import run_script
-
-Told = list[dict[str, Any]]
+from tests.worlds.ranks import Ranks, on_all, same_error
 
 
 @pytest.fixture(scope="module")
@@ -33,27 +39,23 @@ def untie(directory: Path) -> None:
     """Make a model tied whose file has two values."""
     models.save("llama", directory)
     config = json.loads((directory / "config.json").read_text())
+    assert not config["tie_word_embeddings"]
     (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    root = tmp_path_factory.mktemp("world")
+def make_models(out: Path) -> None:
     for name, model in (("hub", "llama"), ("moe", "qwen3-moe"), ("vlm", "qwen2-vl")):
-        models.save(model, root / name)
-    untie(root / "untied")
-    config = json.loads((root / "untied/config.json").read_text())
-    hub_config = root / "hub/config.json"
-    assert json.loads(hub_config.read_text())["tie_word_embeddings"] != config["tie_word_embeddings"]
-    run_script("training/prepare_world.py", str(root))
-    return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
+        models.save(model, out / name)
+    for rank in range(2):
+        shutil.copytree(out / "hub", out / f"truncated-{rank}")
+        shutil.copytree(out / "hub", out / f"emptied-{rank}")
+    shutil.copytree(out / "hub", out / "only-0")
+    os.truncate(file := out / "truncated-1/model.safetensors", file.stat().st_size - 4)
+    (out / "emptied-1/model.safetensors").unlink()
+    untie(out / "untied")
 
 
-def same(told: Told, scenario: str) -> dict[str, Any]:
-    """What both ranks got."""
-    assert told[0][scenario] == told[1][scenario]
-    found: dict[str, Any] = told[0][scenario]
-    return found
+two = Ranks(__name__, 2, first=make_models)
 
 
 def test_a_config_without_a_dtype_takes_the_files(tmp_path: Path) -> None:
@@ -203,83 +205,174 @@ def test_files_of_the_same_directory_do_not_mix(hub: str, tmp_path: Path) -> Non
     assert [file.name for file in ctx.weights.catalog.files] == ["tuned.safetensors"]
 
 
-@pytest.mark.dist
-def test_ranks_prepare_alike(told: Told) -> None:
-    found = same(told, "all")
-    assert found["weights"]
-    assert found["meta"]
-    assert not found["unavailable"]
-    assert told[0]["backend"] == "gloo"
+def said(ctx: ModelInitializationContext) -> dict[str, Any]:
+    """What every rank's context has to say alike, whatever its process drew before."""
+    drawn = [
+        *(value for _, value in initialise(ctx, ctx.initialised)),
+        *(new_rows(ctx, fqn) for fqn in ctx.grown),
+    ]
+    return {
+        "initialised": sorted(ctx.initialised),
+        "grown": ctx.grown,
+        "drawn": digest(drawn),
+        "buffers": digest(ctx.buffers.values()),
+        "meta": all(parameter.is_meta for parameter in ctx.model.parameters()),
+    }
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    content = [hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for tensor in tensors]
+    return hashlib.sha256("".join(content).encode()).hexdigest()
+
+
+def same(value: Any) -> Any:
+    """Return what every rank has here."""
+    assert on_all(value) == [value] * 2
+    return value
+
+
+def score() -> nn.Module:
+    return transformers.LlamaForSequenceClassification(models.llama(num_labels=1))
+
+
+@two.test
+def test_ranks_prepare_alike(out: Path) -> None:
+    torch.manual_seed(dist.get_rank())  # nothing may depend on it
+    ctx = prepare(str(out / "hub"), str(out / "hub"))
+    assert same(said(ctx))["meta"]
+    assert ctx.weights is not None
+    assert same(ctx.weights.identity)
+    assert ctx.unavailable is None
+    assert dist.get_backend() == "gloo"
+
+
+@two.test
+def test_what_is_drawn_is_the_same_on_all_ranks_and_in_a_world_of_one(out: Path) -> None:
+    torch.manual_seed(dist.get_rank())
+    ctx = prepare(str(out / "hub"), None)
+    assert ctx.weights is None
+    assert ctx.unavailable is None
+    (out / f"scratch-{dist.get_rank()}.json").write_text(json.dumps(same(said(ctx))))
 
 
 @pytest.mark.dist
-def test_what_is_drawn_is_the_same_on_all_ranks_and_in_a_world_of_one(told: Told, hub: str) -> None:
-    from tests.training.prepare_world import attempt
-
+def test_a_world_of_one_draws_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
+    out = two.folder(tmp_path_factory)
     torch.manual_seed(77)
-    assert attempt(lambda: prepare(hub, None)) == same(told, "scratch")
+    alone = said(prepare(str(out / "hub"), None))
+    assert [json.loads((out / f"scratch-{rank}.json").read_text()) for rank in range(2)] == [alone] * 2
 
 
-@pytest.mark.dist
-def test_a_rank_without_the_source_learns_what_is_read(told: Told) -> None:
-    assert [each["hidden"].pop("unavailable") for each in told] == [False, True]
-    assert [each["hidden"].pop("weights") is None for each in told] == [False, True]
-    found = same(told, "hidden")
+@two.test
+def test_a_rank_without_the_source_learns_what_is_read(out: Path) -> None:
+    is_first = dist.get_rank() == 0
+    source = out / ("only-0" if is_first else "nowhere")
+    ctx = prepare(score, str(source), missing=["score.*"], tokenizer=120)
+    assert (ctx.unavailable is None) == is_first
+    assert (ctx.weights is not None) == is_first
+    found = same(said(ctx))
     assert found["initialised"] == ["score.weight"]
     assert found["grown"] == {"model.embed_tokens.weight": 101}
-    assert [each["emptied"]["unavailable"] for each in told] == [False, True]
 
 
-@pytest.mark.dist
-def test_a_source_that_nobody_has_is_one_error(told: Told) -> None:
-    found = same(told, "nowhere")
+@two.test
+def test_a_rank_whose_source_has_no_weights_learns_what_is_read(out: Path) -> None:
+    ctx = prepare(str(out / "hub"), str(out / f"emptied-{dist.get_rank()}"))
+    assert (ctx.unavailable is None) == (dist.get_rank() == 0)
+
+
+@two.test
+def test_a_source_that_nobody_has_is_one_error(out: Path) -> None:
+    found = same_error(lambda: prepare(str(out / "hub"), str(out / "nowhere.d/")))
     assert found["error"] == "SourceError"
     assert "no such path" in found["message"]
 
 
-@pytest.mark.dist
-def test_a_truncated_file_of_one_rank_is_an_error_on_all(told: Told) -> None:
-    found = same(told, "truncated")
+@two.test
+def test_a_truncated_file_of_one_rank_is_an_error_on_all(out: Path) -> None:
+    found = same_error(lambda: prepare(str(out / "hub"), str(out / f"truncated-{dist.get_rank()}")))
     assert found["exit_code"] == 3
     assert any("rank 1" in problem for problem in found["problems"])
     assert not any("rank 0" in problem for problem in found["problems"])
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(("scenario", "ranks"), [("mismatch", "ranks 0-1"), ("hidden mismatch", "rank 0")])
-def test_differences_are_told_on_all_ranks(scenario: str, ranks: str, told: Told) -> None:
-    found = same(told, scenario)
+def differences(work: Callable[[], object]) -> list[str]:
+    found = same_error(work)
     assert found["error"] == "LayoutError"
-    assert [problem.split("  (")[0] for problem in found["problems"]] == [
-        f"{ranks}: missing: score.weight [1, 24]",
-        f"{ranks}: unexpected: lm_head.weight [101, 24]",
+    return [problem.split("  (")[0] for problem in found["problems"]]
+
+
+@two.test
+def test_differences_are_told_on_all_ranks(out: Path) -> None:
+    assert differences(lambda: prepare(score, str(out / "hub"))) == [
+        "ranks 0-1: missing: score.weight [1, 24]",
+        "ranks 0-1: unexpected: lm_head.weight [101, 24]",
     ]
 
 
-@pytest.mark.dist
-def test_experts_are_refused_on_all_ranks(told: Told) -> None:
-    assert "experts one by one" in same(told, "experts")["message"]
+@two.test
+def test_differences_that_one_rank_can_see_are_told_on_all(out: Path) -> None:
+    source = str(out / ("nowhere" if dist.get_rank() else "only-0"))
+    assert differences(lambda: prepare(score, source)) == [
+        "rank 0: missing: score.weight [1, 24]",
+        "rank 0: unexpected: lm_head.weight [101, 24]",
+    ]
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("scenario", ["other model", "other seed"])
-def test_ranks_that_prepare_different_things_are_told(scenario: str, told: Told) -> None:
-    assert "do not have the same model" in same(told, scenario)["message"]
+@two.test
+def test_experts_are_refused_on_all_ranks(out: Path) -> None:
+    found = same_error(lambda: prepare(str(out / "moe"), str(out / "moe"), missing="init"))
+    assert "experts one by one" in found["message"]
 
 
-@pytest.mark.dist
-def test_a_rank_that_cannot_build_ends_all(told: Told) -> None:
-    found = same(told, "one cannot build")
+@two.test
+def test_ranks_with_other_models_are_told() -> None:
+    def wider() -> nn.Module:
+        return transformers.LlamaForCausalLM(models.llama(vocab_size=101 + dist.get_rank()))
+
+    assert "do not have the same model" in same_error(lambda: prepare(wider, None))["message"]
+
+
+@two.test
+def test_ranks_with_other_seeds_are_told(out: Path) -> None:
+    hub = str(out / "hub")
+    found = same_error(lambda: prepare(hub, hub, seed=dist.get_rank()))
+    assert "do not have the same model" in found["message"]
+
+
+@two.test
+def test_a_tie_with_two_values_is_none_on_any_rank(out: Path) -> None:
+    ctx = prepare(str(out / "untied"), str(out / "untied"))
+    assert ctx.ties == ()
+    same(said(ctx))
+
+
+@two.test
+def test_a_rank_that_cannot_build_ends_all(out: Path) -> None:
+    def refuse() -> nn.Module:
+        raise OSError("no disk")
+
+    hub = str(out / "hub")
+    found = same_error(lambda: prepare(refuse if dist.get_rank() else hub, hub))
     assert any("rank 1" in problem and "no disk" in problem for problem in found["problems"])
 
 
-@pytest.mark.dist
-def test_a_model_that_is_wrapped_is_no_plain_one(told: Told) -> None:
-    found = same(told, "wrapped")
+@two.test
+def test_a_model_that_is_wrapped_is_no_plain_one(out: Path) -> None:
+    """A source is found for it all the same."""
+    ctx = prepare(str(out / "vlm"), str(out / "vlm"))
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in ctx.model.model.language_model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(ctx.model, mesh=mesh)
+    expected, ties = describe(ctx.model)
+    assert ctx.weights is not None
+    # transformers' own renamings are found in a model whose classes fully_shard has changed.
+    again = open_weights(out / "vlm", expected, ties, model=ctx.model)
+    assert (again.names, again.identity) == (ctx.weights.names, ctx.weights.identity)
+    found = same_error(lambda: prepare(ctx.model, str(out / "vlm")))
     assert "wrapped already" in found["message"]
     assert "load_into" in found["hint"]
-    # transformers' own renamings are found in a model whose classes fully_shard has changed.
-    assert same(told, "names of a sharded model") == [True, True]
 
 
 def test_initialisation_from_outside_of_a_module_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

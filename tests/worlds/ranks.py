@@ -1,92 +1,225 @@
 """Tests whose bodies run on real gloo ranks, all those of a module in one start of the group.
 
+two = Ranks(__name__, 2, first=make_sources)   # called once, in one process, before there are ranks
 four = Ranks(__name__, 4)
 
 @four.test
-def test_something() -> None:
+def test_something(out: Path) -> None:     # `out` is one folder for all groups of the module; leave it out if unused
     assert dist.get_world_size() == 4      # on each rank; if it fails on any, the test fails with the traceback
 
 @four.test_each(WAYS)
 def test_each_way(way: Callable[[], None]) -> None: ...
+
+@two.test_killing(1)                       # in a group of its own, in which rank 1 has to be killed
+def test_survivors_hear_of_it() -> None: ...
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
+from shardkit.errors import ShardkitError
 from tests.worlds.processes import end_world, fork, run_script, wait
 
 Body = Callable[..., None]
+_TIMEOUT = timedelta(seconds=600)  # of a rank that waits for one whose body has failed
+
+
+class _Test(NamedTuple):
+    body: Body
+    is_apart: bool = False
+    """In a group of its own."""
+    victim: int | None = None
+    """The rank that has to be killed."""
 
 
 class Ranks:
     """A group of ranks, and the tests of one module that run on it, in their order."""
 
-    def __init__(self, module: str, size: int) -> None:
-        self._module, self.size = module, size
-        self._bodies: dict[str, Callable[[], None]] = {}
-        self._wrong: list[dict[str, str]] | None = None
+    _of_module: ClassVar[dict[str, list[Ranks]]] = {}
+
+    def __init__(self, module: str, size: int, *, first: Callable[[Path], None] | None = None) -> None:
+        """Make a group.
+
+        Args:
+            module: name of the module whose tests these are.
+            size: number of ranks.
+            first: makes in the module's folder what the ranks are to find there.
+        """
+        self._module, self.size, self._first = module, size, first
+        self._tests: dict[str, _Test] = {}
+        self._out: Path | None = None
+        self._wrong: list[dict[str, str]] = []
+        self._groups = self._of_module.setdefault(module, [])
+        self._groups.append(self)
 
     def test(self, body: Body) -> Body:
-        """Make a test of what each rank does; nothing in it may wait for a rank that has failed."""
-        self._bodies[body.__name__] = body
+        """Make a test of what each rank does; nothing in it should wait for a rank that has failed."""
+        return self._test(body, _Test(body))
 
-        def test(tmp_path_factory: pytest.TempPathFactory) -> None:
+    def test_apart(self, body: Body) -> Body:
+        """Make a test that has a group of its own, after those that share one."""
+        return self._test(body, _Test(body, is_apart=True))
+
+    def test_killing(self, victim: int) -> Callable[[Body], Body]:
+        """Make a test that has a group of its own, in which one rank is killed; the others assert."""
+        return lambda body: self._test(body, _Test(body, is_apart=True, victim=victim))
+
+    def test_each(self, cases: Mapping[str, Any] | Iterable[Any]) -> Callable[[Body], Body]:
+        """Make a test for each of some cases, which the body takes first: named, or functions, classes or texts."""
+        return self._test_each(_by_name(cases), lambda body, case: _Test(partial(body, case)))
+
+    def test_each_killing(self, cases: Mapping[str, Any] | Iterable[Any]) -> Callable[[Body], Body]:
+        """Make a test of each case in a group of its own, in which its `victim` is killed."""
+        return self._test_each(
+            _by_name(cases),
+            lambda body, case: _Test(partial(body, case), is_apart=True, victim=case.victim),
+        )
+
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """Return the folder of all groups of the module, after they have run: for tests of what they have left."""
+        if self._out is None:
+            out = tmp_path_factory.mktemp("ranks")
+            for group in self._groups:
+                group._out = out
+            request = {"module": self._module, "out": str(out)}
+            run_script("worlds/ranks.py", json.dumps(request))
+            for at, group in enumerate(self._groups):
+                group._wrong = [json.loads(_answer(out, at, rank).read_text()) for rank in range(group.size)]
+        return self._out
+
+    def _test(self, body: Body, test: _Test) -> Body:
+        self._tests[body.__name__] = test
+
+        def run(tmp_path_factory: pytest.TempPathFactory) -> None:
             self._hold(body.__name__, tmp_path_factory)
 
-        return _named(test, body)
+        return _named(run, body)
 
-    def test_each(self, cases: Iterable[Any]) -> Callable[[Body], Body]:
-        """Make a test for each of some functions or classes, which the body takes."""
-        by_name = {case.__name__: case for case in cases}
-
+    def _test_each(
+        self, cases: Mapping[str, Any], make: Callable[[Body, Any], _Test]
+    ) -> Callable[[Body], Body]:
         def decorate(body: Body) -> Body:
-            for name, case in by_name.items():
-                self._bodies[f"{body.__name__}[{name}]"] = partial(body, case)
+            for name, case in cases.items():
+                self._tests[f"{body.__name__}[{name}]"] = make(body, case)
 
-            def test(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+            def run(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
                 self._hold(f"{body.__name__}[{case}]", tmp_path_factory)
 
-            return pytest.mark.parametrize("case", list(by_name))(_named(test, body))
+            return pytest.mark.parametrize("case", list(cases))(_named(run, body))
 
         return decorate
 
     def _hold(self, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-        if self._wrong is None:
-            out = tmp_path_factory.mktemp("ranks")
-            request = {"module": self._module, "size": self.size, "out": str(out)}
-            run_script("worlds/ranks.py", json.dumps(request))
-            self._wrong = [json.loads((out / f"{rank}.json").read_text()) for rank in range(self.size)]
+        self.folder(tmp_path_factory)
+        if not self._wrong:
+            pytest.fail("the ranks did not come to an end: see the module's first test")
         failed = {rank: each[name] for rank, each in enumerate(self._wrong) if each[name]}
         if failed:
             rank, text = next(iter(failed.items()))
             pytest.fail(f"on ranks {list(failed)}; rank {rank}:\n{text}", pytrace=False)
 
-    def run(self, rank: int, out: Path) -> None:
-        """Run all bodies on one rank and write what went wrong, by test."""
+    def run(self, at: int, out: Path) -> None:
+        """Run all bodies, on as many processes as there are ranks, and leave what went wrong on each."""
+        if self._first is not None:
+            self._first(out)
+        together = {name: test for name, test in self._tests.items() if not test.is_apart}
+        wrong: list[dict[str, str]] = [{} for _ in range(self.size)]
+        for number, tests in enumerate(
+            [together, *({name: test} for name, test in self._tests.items() if test.is_apart)]
+        ):
+            if tests:
+                place = out / f".group{at}-{number}"
+                place.mkdir()
+                for rank, each in enumerate(self._run_group(tests, place, out)):
+                    wrong[rank] |= each
+        for rank, each in enumerate(wrong):
+            _answer(out, at, rank).write_text(json.dumps(each))
+
+    def _run_group(self, tests: Mapping[str, _Test], place: Path, out: Path) -> list[dict[str, str]]:
+        children = [fork(partial(self._run_rank, rank, tests, place, out)) for rank in range(self.size)]
+        (victim,) = {test.victim for test in tests.values()}
+        found = []
+        for rank, child in enumerate(children):
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if status not in (0, -signal.SIGKILL if rank == victim else 0):
+                sys.exit(f"a process failed: {status}")
+            wrong = (
+                json.loads((place / f"{rank}.json").read_text()) if status == 0 else dict.fromkeys(tests, "")
+            )
+            if rank == victim and status == 0:
+                wrong = {name: text or "it was not killed" for name, text in wrong.items()}
+            found.append(wrong)
+        return found
+
+    def _run_rank(self, rank: int, tests: Mapping[str, _Test], place: Path, out: Path) -> None:
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=self.size)
-        wrong = dict.fromkeys(self._bodies, "")
-        for name, body in self._bodies.items():
+        if "transformers" in sys.modules:
+            sys.modules["transformers"].logging.set_verbosity_error()
+            sys.modules["transformers"].utils.logging.disable_progress_bar()
+        store = f"file://{place}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=self.size, timeout=_TIMEOUT)
+        wrong = dict.fromkeys(tests, "")
+        is_killed = any(test.victim is not None for test in tests.values())
+        for name, test in tests.items():
             try:
-                body()
+                test.body(**({"out": out} if "out" in inspect.signature(test.body).parameters else {}))
             except BaseException:  # pytest's own failures are no Exceptions
                 wrong[name] = traceback.format_exc()
-            dist.barrier()
-        (out / f"{rank}.json").write_text(json.dumps(wrong))
+            if not is_killed:
+                dist.barrier()
+        (place / f"{rank}.json").write_text(json.dumps(wrong))
+        if is_killed:
+            os._exit(0)  # a group with a dead rank is not left in good order
         end_world()
+
+
+def on_all(value: Any) -> list[Any]:
+    """Return what each rank of the group has here, in order."""
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def same_error(work: Callable[[], object]) -> dict[str, Any]:
+    """Return the error of ours that `work` raises, as plain data; it is the same on every rank."""
+    error = None
+    try:
+        work()
+    except ShardkitError as raised:
+        error = raised.to_json()
+    every = on_all(error)
+    assert error is not None, every
+    assert every == [error] * len(every), every
+    return error
+
+
+def _answer(out: Path, at: int, rank: int) -> Path:
+    return out / f".answer{at}-{rank}.json"
+
+
+def _by_name(cases: Mapping[str, Any] | Iterable[Any]) -> Mapping[str, Any]:
+    if isinstance(cases, Mapping):
+        return cases
+    return {case if isinstance(case, str) else case.__name__: case for case in cases}
 
 
 def _named(test: Body, body: Body) -> Body:
@@ -96,9 +229,9 @@ def _named(test: Body, body: Body) -> Body:
 
 def main() -> None:
     request = json.loads(sys.argv[1])
-    every = vars(import_module(request["module"])).values()
-    (ranks,) = (each for each in every if isinstance(each, Ranks) and each.size == request["size"])
-    wait([fork(partial(ranks.run, rank, Path(request["out"]))) for rank in range(ranks.size)])
+    import_module(request["module"])
+    for at, ranks in enumerate(Ranks._of_module[request["module"]]):
+        wait([fork(partial(ranks.run, at, Path(request["out"])))])
 
 
 if __name__ == "__main__":

@@ -1,90 +1,102 @@
 """Every rank hears of every other's trouble."""
 
-import json
-from pathlib import Path
-from typing import Any
+import os
+import signal
 
 import pytest
+import torch.distributed as dist
 
-from shardkit.errors import IntegrityError, ResourceError, ShardkitError
+from shardkit.errors import IntegrityError, LayoutError, ResourceError, ShardkitError, SourceError
 from shardkit.training.ranks.agree import agree, gather_json
-from tests.worlds.processes import run_script
+from tests.worlds.ranks import Ranks, same_error
 
-Told = list[dict[str, Any]]
-PROBLEMS = ["a.distcp", "b.distcp"]
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    out = tmp_path_factory.mktemp("agree")
-    run_script("training/agree_world.py", str(out))
-    return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(3)]
+four = Ranks(__name__, 4)
+DAMAGED = IntegrityError("a file is damaged", problems=["a.distcp", "b.distcp"], hint="copy it again")
 
 
-def same(told: Told, scenario: str) -> dict[str, Any]:
-    """What all ranks heard."""
-    assert all(each[scenario] == told[0][scenario] for each in told)
-    return told[0][scenario]
+def only(rank: int, error: BaseException) -> BaseException | None:
+    """The error, on one rank."""
+    return error if dist.get_rank() == rank else None
 
 
-@pytest.mark.dist
-def test_values_of_all_ranks_in_order(told: Told) -> None:
-    assert same(told, "values") == [{"rank": rank, "text": "ä" * rank} for rank in range(4)]
+@four.test
+def test_values_of_all_ranks_in_order() -> None:
+    rank = dist.get_rank()
+    found = gather_json({"rank": rank, "text": "ä" * rank})
+    assert found == [{"rank": rank, "text": "ä" * rank} for rank in range(4)]
 
 
-@pytest.mark.dist
-def test_without_an_error_nobody_raises(told: Told) -> None:
-    assert same(told, "nobody") == {}
+@four.test
+def test_without_an_error_nobody_raises() -> None:
+    agree(None, phase="reading")
 
 
-@pytest.mark.dist
-def test_the_error_of_one_rank_is_raised_on_all_and_names_it(told: Told) -> None:
-    error = same(told, "one")
+@four.test
+def test_the_error_of_one_rank_is_raised_on_all_and_names_it() -> None:
+    error = same_error(lambda: agree(only(2, DAMAGED), phase="reading"))
     assert (error["error"], error["message"]) == ("IntegrityError", "a file is damaged")
-    assert error["problems"] == [f"rank 2: {problem}" for problem in PROBLEMS]
+    assert error["problems"] == ["rank 2: a.distcp", "rank 2: b.distcp"]
     assert error["hint"] == "copy it again"
 
 
-@pytest.mark.dist
-def test_equal_errors_are_folded(told: Told) -> None:
-    assert same(told, "same")["problems"] == [f"ranks 0, 2-3: {problem}" for problem in PROBLEMS]
+@four.test
+def test_equal_errors_are_folded() -> None:
+    error = same_error(lambda: agree(DAMAGED if dist.get_rank() != 1 else None, phase="reading"))
+    assert error["problems"] == ["ranks 0, 2-3: a.distcp", "ranks 0, 2-3: b.distcp"]
 
 
-@pytest.mark.dist
-def test_different_errors_have_the_class_that_they_share(told: Told) -> None:
-    assert same(told, "sources")["error"] == "SourceError"
-    error = same(told, "kinds")
+@four.test
+def test_different_errors_have_the_class_that_they_share() -> None:
+    mine = [LayoutError("names differ"), None, DAMAGED, None][dist.get_rank()]
+    assert same_error(lambda: agree(mine, phase="reading"))["error"] == SourceError.__name__
+
+
+@four.test
+def test_errors_that_share_no_class_are_all_told() -> None:
+    mine = [LayoutError("names differ"), None, DAMAGED, OSError(28, "No space left")][dist.get_rank()]
+    error = same_error(lambda: agree(mine, phase="reading"))
     assert (error["error"], error["message"]) == ("ShardkitError", "3 of 4 ranks failed")
     assert error["problems"] == [
         "rank 0: names differ",
         "rank 2: a file is damaged",
-        *(f"rank 2: {problem}" for problem in PROBLEMS),
+        "rank 2: a.distcp",
+        "rank 2: b.distcp",
         "rank 3: OSError: [Errno 28] No space left",
     ]
 
 
-@pytest.mark.dist
-def test_an_exception_that_is_not_ours_is_told_with_its_type(told: Told) -> None:
-    assert same(told, "bug")["problems"] == ["rank 3: ZeroDivisionError"]
+@four.test
+def test_an_exception_that_is_not_ours_is_told_with_its_type() -> None:
+    error = same_error(lambda: agree(only(3, ZeroDivisionError()), phase="reading"))
+    assert error["problems"] == ["rank 3: ZeroDivisionError"]
 
 
-@pytest.mark.dist
-def test_a_rank_that_is_interrupted_raises_its_own_and_the_others_hear_of_it(told: Told) -> None:
-    assert told[0]["stopped"] == {"error": "KeyboardInterrupt"}
-    assert told[1]["stopped"]["problems"] == ["rank 0: KeyboardInterrupt"] == told[2]["stopped"]["problems"]
+@four.test
+def test_a_rank_that_is_interrupted_raises_its_own_and_the_others_hear_of_it() -> None:
+    interrupted = only(0, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt if interrupted else ShardkitError) as caught:
+        agree(interrupted, phase="reading")
+    if not interrupted:
+        assert caught.value.problems == ("rank 0: KeyboardInterrupt",)
 
 
-@pytest.mark.dist
-def test_a_group_names_global_ranks(told: Told) -> None:
-    assert told[1]["group"]["problems"] == ["rank 3: disk full"]
-    assert told[1]["group"]["error"] == "ResourceError"
+@four.test
+def test_a_group_names_global_ranks() -> None:
+    narrow = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        with pytest.raises(ResourceError) as caught:
+            agree(only(3, ResourceError("disk full")), narrow, phase="reading")
+        assert caught.value.problems == ("rank 3: disk full",)
 
 
-@pytest.mark.dist
-def test_a_killed_rank_ends_the_others_with_the_phase(told: Told) -> None:
-    for each in told:
-        assert each["killed"]["exit_code"] == ResourceError.exit_code
-        assert each["killed"]["message"] == "another rank was lost during reading"
+@four.test_killing(3)
+def test_a_killed_rank_ends_the_others_with_the_phase() -> None:
+    if dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ResourceError) as caught:
+        agree(None, phase="reading")
+    assert caught.value.exit_code == ResourceError.exit_code
+    assert caught.value.message == "another rank was lost during reading"
 
 
 def test_alone_without_a_process_group() -> None:
