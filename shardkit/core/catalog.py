@@ -1,6 +1,7 @@
 """What a checkpoint holds: tensors, their chunks and where each chunk's bytes lie. No tensor data.
 
-Here too: a catalog of some of the tensors (`subset`), and several catalogs as one (`combine_catalogs`).
+Here too: a catalog of some of the tensors (`subset`), and several catalogs as one (`combine_catalogs` for the
+parts of a state dict, `join_catalogs` for folders).
 
 Chunks are kept in columns, one `array` for each property, and not as objects: a checkpoint of 1,024 ranks has
 600,000 chunks.
@@ -331,6 +332,25 @@ def combine_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
             whole.copy_tensor(catalog, fqn, f"{key}.{fqn}", numbers)
             paths[f"{key}.{fqn}"] = (key, *(catalog.paths or {}).get(fqn, (fqn,)))
     return whole
+
+
+def join_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
+    """Return one catalog of raw extents, with the folder of each in front of the names of tensors and files.
+
+    It has no objects, notes or paths.
+    """
+    joined = Catalog(format="dcp", directory="")
+    for folder, catalog in catalogs.items():
+        numbers = range(len(joined.files), len(joined.files) + len(catalog.files))
+        joined.files += [replace(file, name=join_name(folder, file.name)) for file in catalog.files]
+        for fqn in catalog.tensors:
+            joined.copy_tensor(catalog, fqn, join_name(folder, fqn), numbers)
+    return joined
+
+
+def join_name(folder: str, name: str) -> str:
+    """Return the name of something in a folder; "" is the directory itself."""
+    return f"{folder}/{name}" if folder else name
 
 
 def _number(whole: Catalog, known: dict[object, int], file: SourceFile) -> int:

@@ -194,22 +194,23 @@ def _in_row(row: int, boxes: list[Region]) -> list[Region]:
 def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
     """Return why `regions` do not tile a tensor of `shape` exactly once, or None when they do.
 
-    Empty regions are ignored. The cost is O(n log n) for regions that one dim, whichever it is, separates. A
-    grid of a x b chunks costs min(a, b) times as much.
+    Empty regions are ignored. The cost is O(n log n) for regions that make a grid, as trainers write them, and
+    for those that one dim, whichever it is, separates.
     """
     whole = full_region(shape)
     if len(regions) == 1 and regions[0] == whole and min(shape, default=0) >= 0:
         return None  # in most checkpoints a tensor is one chunk
-    kept: list[Region] = []
     for region in regions:
         if len(region.offsets) != len(shape) or len(region.sizes) != len(shape):
             return f"a chunk has {len(region.offsets)} dims, the tensor has {len(shape)}"
+    kept = [region for region in regions if 0 not in region.sizes]
+    if _is_grid(shape, kept):
+        return None
+    for region in kept:
         if any(o < 0 or s < 0 or o + s > size for o, s, size in zip(*region, shape, strict=True)):
             return (
                 f"chunk at {list(region.offsets)} of size {list(region.sizes)} reaches outside {list(shape)}"
             )
-        if region.num_elements:
-            kept.append(region)
     held = sum(region.num_elements for region in kept)
     overlap = _find_overlap(kept)
     if overlap:
@@ -220,26 +221,21 @@ def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
     return None
 
 
-def is_grid(shape: Shape, regions: list[Region]) -> bool:
-    """True where chunks are the cells of a grid: each dim is cut into ranges, and every combination is there.
+def _is_grid(shape: Shape, regions: list[Region]) -> bool:
+    """True where regions with elements are the cells of a grid.
 
-    Such chunks tile the tensor. Trainers write them, and a grid is quicker to recognize than `find_tiling_error`
-    compares pairs. Empty regions are ignored.
-
-    Args:
-        shape: the tensor's, in elements.
-        regions: of the chunks. No two with elements have the same offsets (the caller makes sure of it), so that
-            counting the cells is enough.
+    Each dim is cut into ranges, and every combination is there. Where no two regions begin at one place, counting
+    the cells is enough.
     """
-    if any(0 in region.sizes for region in regions):
-        regions = [region for region in regions if 0 not in region.sizes]
+    if len({region.offsets for region in regions}) != len(regions):
+        return False
     num_cells = 1
     for dim, size in enumerate(shape):
         ranges = sorted((region.offsets[dim], region.sizes[dim]) for region in regions)
         reached, num_ranges, last = 0, 0, None
         for part in ranges:
             if part != last:
-                if part[0] != reached:
+                if part[0] != reached or part[1] < 0:
                     return False
                 reached, num_ranges, last = part[0] + part[1], num_ranges + 1, part
         if reached != size:

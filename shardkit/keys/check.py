@@ -1,4 +1,4 @@
-"""What seems wrong with a model, told from names, shapes and its config alone. No model is built.
+"""What seems wrong with a model, told from names, shapes, its config and its base's names. No model is built.
 
 Names may be another trainer's own, transformers' names in memory, or factors of weights. Weights may be
 missing: a list of blocks has no holes, it is as long as the config says, a block inside it has what all the
@@ -11,11 +11,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
+from shardkit.keys.renaming import is_computed
 
 
 class _Family(NamedTuple):
@@ -201,3 +203,58 @@ def _holes(path: str, blocks: Mapping[int, set[str]]) -> Iterator[str]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseComparison:
+    """How the names to write differ from the base's."""
+
+    missing: tuple[str, ...] = ()
+    """Names of the base that would not be written, except those that a tie replaces."""
+    unexpected: tuple[str, ...] = ()
+    """Names that the base lacks, except copies of tied tensors."""
+    computed: tuple[str, ...] = ()
+    """Names of buffers that only one side has and that every model computes itself."""
+    wrong_shapes: tuple[tuple[str, Shape, Shape], ...] = ()
+    """(name, the base's shape, ours)."""
+    tied: tuple[str, ...] = ()
+    """Names that differ only because one side stores a tied tensor once and the other twice."""
+
+    @property
+    def is_equal(self) -> bool:
+        """True where nothing differs, ties aside."""
+        return not (self.missing or self.unexpected or self.wrong_shapes)
+
+
+def compare_with_base(
+    ours: Mapping[str, Shape], base: Mapping[str, Shape], *, ties: Iterable[Collection[str]] = ()
+) -> BaseComparison:
+    """Compare the names and shapes to write with those of the base.
+
+    Args:
+        ours: shape by output name.
+        base: shape by name in the base.
+        ties: groups of names that are one parameter, e.g. [("model.embed_tokens.weight", "lm_head.weight")].
+            Another name of its group replaces a name that one side lacks.
+    """
+    groups = {name: set(group) for group in ties for name in group}
+    missing, unexpected, tied, computed = list[str](), list[str](), list[str](), list[str]()
+    for one, other, lacking in ((base, ours, missing), (ours, base, unexpected)):
+        for name in one:
+            if name in other:
+                continue
+            if groups.get(name, set()) & other.keys():
+                tied.append(name)
+            else:
+                (computed if is_computed(name, one[name]) else lacking).append(name)
+    return BaseComparison(
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        computed=tuple(computed),
+        wrong_shapes=tuple(
+            (name, tuple(base[name]), tuple(shape))
+            for name, shape in ours.items()
+            if name in base and tuple(base[name]) != tuple(shape)
+        ),
+        tied=tuple(tied),
+    )

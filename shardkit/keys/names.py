@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 Segments = tuple[str, ...]
@@ -18,7 +19,11 @@ MODULE = "module"
 PEFT = ("base_model", "model")
 """What PEFT puts before every name of the model that it wraps (see `keys.peft` for what it puts inside)."""
 
+# FSDP1's own, in LOCAL_STATE_DICT. torch 2.13, torch/distributed/fsdp/_flat_param.py: FLAT_PARAM; "flat_param"
+# before torch 2.0.
+_FLAT = re.compile(r"_?flat_param(_\d+)?")
 _DIGITS = re.compile(r"([0-9]+)")
+_MIN_SHARE = 0.25  # of the names below a prefix; fused experts and renamed towers may not match
 
 
 def split(name: str) -> Segments:
@@ -50,6 +55,11 @@ def clean_name(path: str) -> str:
     return join(segment for segment in split(path) if segment not in WRAPPERS)
 
 
+def is_flat_parameter(name: str) -> bool:
+    """True for a flat parameter of FSDP1, which holds many tensors end to end."""
+    return _FLAT.fullmatch(name.rpartition(".")[2]) is not None
+
+
 def natural(name: str) -> tuple[object, ...]:
     """Return a sort key that compares numbers as numbers: `layers.2` before `layers.10`."""
     parts: list[object] = list(_DIGITS.split(name))
@@ -70,6 +80,43 @@ def common_prefix(names: Sequence[Segments]) -> Segments:
         if one != other:
             return low[:at]
     return low if len(low) <= len(high) else high
+
+
+def match_prefix(names: Collection[Segments], base: Collection[str]) -> Segments | None:
+    """Return the prefix below which names are those of the base, or None where nothing shows one.
+
+    Args:
+        names: without the segments of wrappers.
+        base: the base's names, quick to look up.
+
+    Returns:
+        The prefix with the most matches, or a prefix of it where names outside of it match too
+        (`lm_head.weight` beside `model.`). None where two prefixes match equally well, or too few names
+        match.
+    """
+    counts = Counter[Segments]()
+    for segments in names:
+        name, start = join(segments), 0
+        for depth in range(len(segments)):
+            if name[start:] in base:
+                counts[segments[:depth]] += 1
+            start += len(segments[depth]) + 1
+    if not counts:
+        return None
+    (best, most), *others = counts.most_common()
+    if any(count == most and not _on_one_line(best, other) for other, count in others):
+        return None
+    for depth in range(len(best)):
+        if counts[best[:depth]]:
+            best = best[:depth]
+            break
+    below = sum(segments[: len(best)] == best for segments in names)
+    return best if counts[best] >= _MIN_SHARE * below else None
+
+
+def _on_one_line(a: Segments, b: Segments) -> bool:
+    shorter = min(len(a), len(b))
+    return a[:shorter] == b[:shorter]
 
 
 def in_order(names: Iterable[str], order: Collection[str] | None) -> list[str]:

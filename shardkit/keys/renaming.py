@@ -10,17 +10,39 @@ Names that both sides have are taken for the same tensors. Where several renamin
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardkit.core.regions import Shape
-from shardkit.keys.base import is_computed, modern_name
 from shardkit.keys.names import Segments, is_number, join, natural, split
 from shardkit.keys.ties import tied_names
 
+# Buffers that today's models compute and no file needs: rotary frequencies, positions, causal masks,
+# sinusoids. Files of transformers before 4.3x have them, some of them once for each layer.
+_COMPUTED = re.compile(
+    r"(?:^|\.)(?:rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask|embed_positions\.weights)$"
+)
+_MASK = re.compile(r"(?:^|\.)(?:attn|attention|self_attention)\.bias$")
+_MASK_NDIM = 4
+_MODERN = {"gamma": "weight", "beta": "bias"}
+
 _MAX_TRIES = 1_000_000  # candidates to look at; real models need a few hundred
+
+
+def is_computed(name: str, shape: Shape) -> bool:
+    """True for a buffer of old files that every model computes itself."""
+    return bool(_COMPUTED.search(name) or (len(shape) == _MASK_NDIM and _MASK.search(name)))
+
+
+def modern_name(name: str) -> str:
+    """Return a name as transformers reads it: gamma and beta of the first BERTs are weight and bias.
+
+    Source: transformers 5.23, conversion_mapping, "legacy".
+    """
+    return re.sub(r"(?<=LayerNorm\.)(?:gamma|beta)$", lambda found: _MODERN[found[0]], name)
 
 
 class KeyRule(NamedTuple):

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import SourceError, UsageError
-from shardkit.keys.base import match_prefix
-from shardkit.keys.names import MODULE, PEFT, Segments, clean, is_number, join, split
+from shardkit.keys.names import MODULE, PEFT, Segments, clean, is_number, join, match_prefix, split
 from shardkit.keys.tree import (
     Kind,
     Node,

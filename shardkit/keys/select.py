@@ -14,7 +14,18 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.keys.check import in_memory_warnings, own_names_warnings
-from shardkit.keys.names import MODULE, WRAPPERS, Segments, clean, in_order, is_number, join, natural, split
+from shardkit.keys.names import (
+    MODULE,
+    WRAPPERS,
+    Segments,
+    clean,
+    in_order,
+    is_flat_parameter,
+    is_number,
+    join,
+    natural,
+    split,
+)
 from shardkit.keys.renaming import HubNames, KeyRule, name_as_hub
 from shardkit.keys.roots import (
     Located,
@@ -31,7 +42,7 @@ from shardkit.keys.roots import (
 from shardkit.keys.tree import is_averaged, object_kind, optimizer_path
 
 _MAX_SHOWN = 3  # of the tensors that one name would be given to
-_FLAT = ("_flat_param", "flat_param")
+
 _WEIGHTS = ("averaged weights", "other weights", "model")  # kinds of skipped parts that `--root` may choose
 
 
@@ -265,7 +276,7 @@ def _refuse_bad_names(names: Mapping[str, str], located: Located, naming: Naming
 
 
 def _refuse_flat_parameters(located: Located) -> None:
-    flat = [stored for stored, path in located.names.items() if path[-1].startswith(_FLAT)]
+    flat = [stored for stored, path in located.names.items() if is_flat_parameter(path[-1])]
     if flat:
         raise SourceError(
             f"{len(flat)} tensors are flat parameters of FSDP1 (LOCAL_STATE_DICT): only the wrapped model knows the names "

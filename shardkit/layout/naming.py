@@ -17,9 +17,9 @@ from shardkit._torch import class_before_sharding
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
-from shardkit.keys.base import is_computed, match_prefix
-from shardkit.keys.names import clean, clean_name, join, natural, split
+from shardkit.keys.names import clean, clean_name, join, match_prefix, natural, split
 from shardkit.keys.peft import base_name
+from shardkit.keys.renaming import is_computed
 from shardkit.layout.classes import build_model, collect, ignored_patterns, is_transformers
 
 

@@ -23,7 +23,7 @@ from shardkit.files.digest import combine, sha256_of
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.images import DcpImage, DcpImages, RecordKind
 from shardkit.formats.dcp.writer import write_metadata
-from shardkit.keys import KeyRule
+from shardkit.keys.renaming import KeyRule
 from shardkit.layout.layout import Layout
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
 from shardkit.transfer.stream import read_back

@@ -3,7 +3,7 @@
 import pytest
 
 from shardkit.errors import SourceError
-from shardkit.keys import Naming, Skipped, select_model
+from shardkit.keys.select import Naming, Skipped, select_model
 from tests.keys.key_sets import DATA, load
 
 ROOTS = {

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.keys import KeyRule, Naming, select_model
-from shardkit.keys.renaming import apply_key_rules, find_rules, rename_to_base
+from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules, rename_to_base
+from shardkit.keys.select import Naming, select_model
 from tests.keys.key_sets import entry, layered, load, optimizer
 
 Shapes = dict[str, tuple[int, ...]]

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import ShardkitError, SourceError, UsageError
-from shardkit.keys import Naming, select_model
+from shardkit.keys.select import Naming, select_model
 from shardkit.keys.tree import object_kind
 from tests.keys.key_sets import MODELS, entries, entry, optimizer
 

@@ -3,8 +3,7 @@
 import pytest
 
 from shardkit.errors import SourceError, UsageError
-from shardkit.keys import Naming, select_model
-from shardkit.keys.select import parse_rules
+from shardkit.keys.select import Naming, parse_rules, select_model
 from tests.keys.key_sets import MODELS, entries, optimizer
 
 LLAMA = MODELS["llama"]

@@ -13,7 +13,6 @@ Source: torch 2.13, torch/distributed/checkpoint/filesystem.py.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from array import array
 from bisect import bisect_right
@@ -21,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
-from shardkit.core.regions import Shape, find_tiling_error, is_grid
+from shardkit.core.regions import Shape, find_tiling_error
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
@@ -37,6 +36,7 @@ from shardkit.formats.dcp.metadata import (
 )
 from shardkit.formats.dcp.records import check_records, select_raw
 from shardkit.formats.dcp.safetensors import holds_bare_bytes, point_at_parts
+from shardkit.keys.names import is_flat_parameter
 
 METADATA = ".metadata"
 _SUFFIX = ".distcp"
@@ -44,9 +44,6 @@ _MAX_METADATA = 1 << 30
 _SHOWN_NAMES = 3
 _ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
 _OTHER_RANKS = "files of a rank may be missing: copy all __R.metadata and .distcp files of the save"
-
-# torch 2.13, torch/distributed/fsdp/_flat_param.py: FLAT_PARAM; "flat_param" before torch 2.0.
-_FLAT = re.compile(r"(.*\.)?_?flat_param(_\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +182,7 @@ def refuse_flat(path: str, catalog: Catalog) -> None:
     Raises:
         SourceError: names them.
     """
-    flat = [entry for fqn, entry in catalog.tensors.items() if _FLAT.fullmatch(fqn) and len(entry.shape) == 1]
+    flat = [e for fqn, e in catalog.tensors.items() if is_flat_parameter(fqn) and len(e.shape) == 1]
     if flat:
         raise SourceError(
             f"{escape(path)} holds {len(flat)} flat parameters of FSDP1 (LOCAL_STATE_DICT): the names and shapes "
@@ -362,7 +359,7 @@ def check_tiling(metadata: DcpMetadata, hint: str = _ANOTHER_COPY) -> None:
     """Require that the chunks of every tensor make it up exactly once.
 
     Args:
-        metadata: which lists no two chunks with elements at one place.
+        metadata: whose chunks are looked at.
         hint: what to do next, for the error.
 
     Raises:
@@ -372,8 +369,7 @@ def check_tiling(metadata: DcpMetadata, hint: str = _ANOTHER_COPY) -> None:
     for fqn, entry in metadata.tensors.items():
         if entry.num_chunks >= least and are_row_shards(entry.shape, metadata.chunks.boxes(entry.chunk_ids)):
             continue
-        regions = metadata.chunks.regions(entry.chunk_ids)
-        reason = None if is_grid(entry.shape, regions) else find_tiling_error(entry.shape, regions)
+        reason = find_tiling_error(entry.shape, metadata.chunks.regions(entry.chunk_ids))
         if reason:
             problems.append(f"{escape(fqn)}: {reason}")
     if problems:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, SourceFile, ignore_read, subset
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, Shape, find_tiling_error, is_grid
+from shardkit.core.regions import Region, Shape, find_tiling_error
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files.links import locate, read_inside
@@ -370,7 +370,7 @@ def _read_shard(
 def _add(catalog: Catalog, fqn: str, found: _Parts, problems: list[str]) -> None:
     regions, chunks = list(found.chunks), list(found.chunks.values())
     shape: Shape = tuple(map(max, zip(*(region.stops for region in regions), strict=True)))
-    reason = _tiling_problem(shape, regions)
+    reason = find_tiling_error(shape, regions)
     if reason:
         names = dict.fromkeys(escape(catalog.files[chunk.file].name) for chunk in chunks[:3])
         more = ", ..." if len(chunks) > 3 else ""
@@ -378,13 +378,6 @@ def _add(catalog: Catalog, fqn: str, found: _Parts, problems: list[str]) -> None
         return
     files, starts, nbytes = ([chunk[column] for chunk in chunks] for column in range(3))
     catalog.add_tensor_columns(fqn, found.dtype, shape, files, starts, nbytes, regions)
-
-
-def _tiling_problem(shape: Shape, regions: list[Region]) -> str | None:
-    corners = {region.offsets for region in regions if region.num_elements}
-    if len(corners) == sum(1 for region in regions if region.num_elements) and is_grid(shape, regions):
-        return None
-    return find_tiling_error(shape, regions)
 
 
 OPENERS = {"dcp-hf": Opener(is_dcp_hf, open_dcp_hf)}

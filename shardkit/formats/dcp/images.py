@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.catalog import Catalog, SourceFile, join_name
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Shape, flat_offsets, is_contiguous
 from shardkit.formats.torchsave.writer import RecordSkeleton, bare_skeleton, record_skeleton
@@ -256,26 +256,3 @@ class JoinedImages:
         folder, name = self._places[fqn]
         for index, hole in self._sets[folder].holes(name):
             yield self._first[folder] + index, hole
-
-
-def join_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
-    """Return one catalog of raw extents, with the folder of each in front of the names of tensors and files.
-
-    It has no objects, notes or paths.
-    """
-    joined = Catalog(format="dcp", directory="")
-    for folder, catalog in catalogs.items():
-        first, table = len(joined.files), catalog.chunks
-        joined.files += [replace(file, name=join_name(folder, file.name)) for file in catalog.files]
-        for fqn, entry in catalog.tensors.items():
-            rows, name = slice(entry.chunk_ids.start, entry.chunk_ids.stop), join_name(folder, fqn)
-            files = array("i", [first + file for file in table.file[rows]])
-            begin, boxes = len(joined.chunks), table.boxes(entry.chunk_ids)
-            joined.chunks.extend_columns(files, table.start[rows], table.nbytes[rows], boxes)
-            joined.tensors[name] = replace(entry, fqn=name, first_chunk=begin)
-    return joined
-
-
-def join_name(folder: str, name: str) -> str:
-    """Return the name of something in a folder; "" is the directory itself."""
-    return f"{folder}/{name}" if folder else name

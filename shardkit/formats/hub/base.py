@@ -24,8 +24,7 @@ from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_as
 from shardkit.formats.hub.directory import open_model, read_config
 from shardkit.formats.hub.files import select_weights
 from shardkit.formats.hub.repo import fetch_files, looks_like_repo_id, open_headers
-from shardkit.keys import KeyRule
-from shardkit.keys.renaming import find_rules
+from shardkit.keys.renaming import KeyRule, find_rules
 from shardkit.transfer.sources import same_bytes
 
 ADAPTER_CONFIG = "adapter_config.json"

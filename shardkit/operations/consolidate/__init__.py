@@ -18,7 +18,7 @@ from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.formats.hub.base import find_base, open_base
 from shardkit.formats.registry import stray_weights
-from shardkit.keys import Naming
+from shardkit.keys.select import Naming
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
 from shardkit.operations.destination import is_hub_model, write_sidecar

@@ -11,8 +11,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError, ShardkitError
 from shardkit.formats.hub.base import Base
-from shardkit.keys import BaseComparison, compare_with_base
-from shardkit.keys.check import holds_fused_experts
+from shardkit.keys.check import BaseComparison, compare_with_base, holds_fused_experts
 from shardkit.keys.names import in_order
 from shardkit.keys.renaming import HubNames, find_rules, name_as_hub
 from shardkit.layout.traced import ModelNames, ask_names

@@ -21,8 +21,9 @@ from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import SAVED_ROOT, Base, holds_equal, hub_key_rules, saved_key_rules
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
-from shardkit.keys import KeyRule, Naming, Selection, select_model
 from shardkit.keys.check import find_gaps, refuse_factors
+from shardkit.keys.renaming import KeyRule
+from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.layout.traced import Answer, ModelNames
 from shardkit.operations.casts import check_choice, choose_dtypes

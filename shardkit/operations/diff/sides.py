@@ -16,9 +16,9 @@ from shardkit.files import storage
 from shardkit.files.links import link_notes
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.base import SAVED_ROOT, hub_key_rules, saved_key_rules
-from shardkit.keys import select_model
 from shardkit.keys.names import natural
 from shardkit.keys.renaming import apply_key_rules
+from shardkit.keys.select import select_model
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
 from shardkit.transfer.plan import flat_source

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from shardkit.core.catalog import Catalog, Checksums, TensorEntry, combine_catalogs
+from shardkit.core.catalog import Catalog, Checksums, TensorEntry, combine_catalogs, join_catalogs, join_name
 from shardkit.core.dtypes import BY_NAME, CASTS, DType
 from shardkit.core.mesh import REPLICATE, Mesh, Placement
 from shardkit.core.regions import Region
@@ -27,11 +27,11 @@ from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint, DcpFolder, Place
 from shardkit.formats.contract.optimizer import OptimizerState
 from shardkit.formats.dcp.directory import open_dcp
-from shardkit.formats.dcp.images import DcpImages, JoinedImages, join_catalogs, join_name
+from shardkit.formats.dcp.images import DcpImages, JoinedImages
 from shardkit.formats.hub.base import saved_key_rules
 from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
-from shardkit.keys import KeyRule
+from shardkit.keys.renaming import KeyRule
 from shardkit.keys.tree import Kind, object_kind, optimizer_names
 from shardkit.layout.layout import Layout, TensorLayout, Unit
 from shardkit.operations.casts import check_cast

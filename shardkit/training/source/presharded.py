@@ -14,7 +14,7 @@ from operator import sub
 from shardkit.core.catalog import Catalog, Checksums, FileStamp, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.mesh import Mesh, Placement, parse_mesh
-from shardkit.core.regions import Region, find_tiling_error, full_region, intersect, is_grid
+from shardkit.core.regions import Region, find_tiling_error, full_region, intersect
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage
@@ -23,7 +23,7 @@ from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList, ListedChunk
 from shardkit.formats.hub.base import read_key_rules, source_key_rules
-from shardkit.keys import KeyRule
+from shardkit.keys.renaming import KeyRule
 
 METADATA = ".metadata"
 _MAX_LIST_BYTES = 1 << 28
@@ -148,8 +148,6 @@ def _are_apart(parts: Sequence[Region], region: Region) -> bool:
     if len(kept) < 2:
         return True
     moved = [Region(tuple(map(sub, part.offsets, region.offsets)), part.sizes) for part in kept]
-    if len({part.offsets for part in moved}) == len(moved) and is_grid(region.sizes, moved):
-        return True
     return find_tiling_error(region.sizes, moved) is None
 
 

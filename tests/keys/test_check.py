@@ -1,4 +1,4 @@
-from shardkit.keys import compare_with_base
+from shardkit.keys.check import compare_with_base
 
 
 def test_lists_every_difference() -> None:
