@@ -48,7 +48,6 @@ ALLOWED = {
     "operations/environment.py": {"importlib": "versions of packages"},
     "training/diagnostics/lightning.py": {"importlib": "lightning, under either of its names"},
     "training/safe_reader.py": {"zipfile": "writes one in memory"},
-    "transfer/cloner.py": {"subprocess": "a process that clones extents, running a file of ours"},
 }
 """File -> what of GUARDED it imports, and why that cannot be steered by a file."""
 

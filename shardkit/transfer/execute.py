@@ -21,9 +21,8 @@ from shardkit.errors import ResourceError
 from shardkit.files import storage
 from shardkit.transfer.chains import Run
 from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.cloner import Cloner
 from shardkit.transfer.convert import one_thread_each
-from shardkit.transfer.fill import Filler, Scatter, Stretch, copy_range, image_crc
+from shardkit.transfer.fill import Filler, Scatter, Stretch, image_crc
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan
 from shardkit.transfer.sources import SourceFiles
@@ -139,7 +138,6 @@ class Execution:
         self._scattered_runs: dict[str, list[list[Run]]] = {}
         self._sync_pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-sync")
         self._syncs: list[Future[None]] = []
-        self._cloner = Cloner() if options.share_extents else None
 
     def run(self) -> tuple[dict[str, FileDigest], dict[str, int]]:
         """Move everything.
@@ -152,31 +150,30 @@ class Execution:
             ResourceError: the system cannot read or write.
             KeyboardInterrupt: once no thread writes any more.
         """
-        files, cloning = self._plan.catalog.files, self._cloner or contextlib.nullcontext()
+        files = self._plan.catalog.files
         with (
             one_thread_each(self._plan.converts),
             SourceFiles(files, self._options.recent_bytes, check=self._source_check) as sources,
         ):
-            with cloning:
+            try:
+                self._create_files()
+                self._in_threads(self._scatter_jobs(sources))
+                self._in_threads(self._task_jobs(sources))
+                until_done([sync for sync in self._syncs if not sync.done()])
+                for sync in self._syncs:
+                    sync.result()
+            except BaseException:
+                self._stop.set()
+                raise
+            finally:  # also on Ctrl-C while waiting: no thread may outlive the files that it reads
                 try:
-                    self._create_files(sources)
-                    self._in_threads(self._scatter_jobs(sources))
-                    self._in_threads(self._task_jobs(sources))
-                    until_done([sync for sync in self._syncs if not sync.done()])
-                    for sync in self._syncs:
-                        sync.result()
-                except BaseException:
-                    self._stop.set()
-                    raise
-                finally:  # also on Ctrl-C while waiting: no thread may outlive the files that it reads
-                    try:
-                        self._sync_pool.shutdown()  # whole files are worth keeping for the next run
-                    finally:
-                        self._is_over.set()  # on a second Ctrl-C threads may still be there
+                    self._sync_pool.shutdown()  # whole files are worth keeping for the next run
+                finally:
+                    self._is_over.set()  # on a second Ctrl-C threads may still be there
             sources.finish(hint=_DAMAGED)
         return self._digests, self._tensor_crcs
 
-    def _create_files(self, sources: SourceFiles) -> None:
+    def _create_files(self) -> None:
         """Create every unfinished file at its full size: gaps are zeros, and a missing write shows."""
         for image in self._plan.images:
             if image.name in self._skipped:
@@ -184,7 +181,7 @@ class Execution:
             with self._opened(image, os.O_CREAT | os.O_TRUNC) as fd:
                 storage.ftruncate(fd, image.size)
             if len(image) == 0:
-                self._submit_finish(image, _ImageState(), sources)
+                self._submit_finish(image, _ImageState())
 
     def _scatter_jobs(self, sources: SourceFiles) -> list[Callable[[], None]]:
         if not self._plan.scattered:
@@ -228,7 +225,7 @@ class Execution:
                 buffer_bytes=self._options.buffer_bytes,
                 window_bytes=self._options.window_bytes,
                 band_bytes=self._options.band_bytes // 4,  # fits the cache
-                cloner=self._cloner,
+                share_extents=self._options.share_extents,
             )
         with self._opened(image) as fd:
             stretch = filler.write(task, image, fd)
@@ -238,21 +235,16 @@ class Execution:
             state.tasks_left -= 1
             is_whole = state.tasks_left == 0
         if is_whole:
-            self._submit_finish(image, self._states.pop(task.image), sources)
+            self._submit_finish(image, self._states.pop(task.image))
 
-    def _submit_finish(self, image: Image, state: _ImageState, sources: SourceFiles) -> None:
+    def _submit_finish(self, image: Image, state: _ImageState) -> None:
         with self._lock:
-            self._syncs.append(self._sync_pool.submit(self._finish, image, state, sources))
+            self._syncs.append(self._sync_pool.submit(self._finish, image, state))
 
-    def _finish(self, image: Image, state: _ImageState, sources: SourceFiles) -> None:
+    def _finish(self, image: Image, state: _ImageState) -> None:
         """Sync a whole file to disk and hand it over."""
         stretches = [state.stretches[start] for start in sorted(state.stretches)]
-        with self._opened(image) as fd, sources.reader() as reader:
-            for stretch in stretches:
-                if self._cloner is not None and stretch.clones is not None:
-                    for piece in self._cloner.wait(stretch.clones):
-                        copy_range(reader, fd, image.name, piece, self._check)
-            runs = reader.take_runs()
+        with self._opened(image) as fd:
             storage.fsync(fd)
         crc = None
         if self._options.digests:
@@ -263,9 +255,9 @@ class Execution:
             crc32=crc,
             data_crcs=tuple(crc for stretch in stretches for crc in stretch.data_crcs),
         )
-        if self._is_over.is_set():  # what was read since may have come from files that were closed
+        if self._is_over.is_set():  # nobody waits for it any more
             raise CancelledError
-        runs += (run for stretch in stretches for run in stretch.runs)
+        runs = [run for stretch in stretches for run in stretch.runs]
         runs += (run for each in self._scattered_runs.get(image.name, ()) for run in each)
         self._on_finished(digest, runs)
         with self._lock:

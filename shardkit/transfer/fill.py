@@ -16,15 +16,14 @@ from dataclasses import dataclass, field
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, blocks, flat_offset, intersect, relative_to, runs
-from shardkit.core.text import MIB
+from shardkit.files import storage
 from shardkit.files.digest import combine, crc32, crc32_combine, zeros
 from shardkit.files.storage import BLOCK, shared_part
 from shardkit.transfer.chains import Run
-from shardkit.transfer.cloner import Cloner, CloneRange, clone
 from shardkit.transfer.convert import Converter
 from shardkit.transfer.images import Hole, Image, Piece
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
-from shardkit.transfer.sources import Reader, SourceFiles, bands
+from shardkit.transfer.sources import SourceFiles, bands
 from shardkit.transfer.stream import Controls, Segment, Stream, read_back, segments_of, write_all
 from shardkit.transfer.windows import Window
 
@@ -42,8 +41,6 @@ class Stretch:
     """Everything but the gaps, in file order."""
     data_crcs: list[int] = field(default_factory=list)
     """CRC-32 of each hole's bytes, in file order."""
-    clones: int | None = None
-    """The cloner's ticket for what was left to it."""
     runs: list[Run] = field(default_factory=list)
     """What was read for it, to be compared with the source's checksums."""
 
@@ -58,8 +55,8 @@ class Filler:
         buffer_bytes: size of the output buffer, and of the conversion buffer where one is needed.
         window_bytes: output bytes that are put together at a time where chunks are many and small.
         band_bytes: bytes of a gathered tensor that are held at a time; a thread holds twice as many.
-        cloner: takes the whole blocks of large ranges that are copied as they are; None where extents cannot
-            be shared.
+        share_extents: clone the whole blocks of large ranges that are copied as they are, where the file
+            system does not refuse.
     """
 
     def __init__(
@@ -71,20 +68,24 @@ class Filler:
         buffer_bytes: int,
         window_bytes: int,
         band_bytes: int,
-        cloner: Cloner | None,
+        share_extents: bool,
     ) -> None:
-        self._plan, self._reader, self._controls, self._cloner = plan, sources.reader(), controls, cloner
+        self._plan, self._reader, self._controls, self._shares = (
+            plan,
+            sources.reader(),
+            controls,
+            share_extents,
+        )
         self._digests, self._check, self._advance = controls.digests, controls.check, controls.advance
         self._buffer, self._raw, self._band_bytes = bytearray(buffer_bytes), bytearray(), band_bytes
         self._window_bytes, self._window = window_bytes, bytearray()
         self._converters: dict[tuple[DType, DType], Converter] = {}
-        self._fd, self._clones = -1, list[CloneRange]()
+        self._fd = -1
 
     def write(self, task: Task, image: Image, fd: int) -> Stretch:
         """Write the pieces of a task into an open image."""
         self._fd = fd
         stretch, stream, window = Stretch(), Stream(fd, image.name, 0, self._buffer), None
-        self._clones.clear()
         with self._reader:
             for index, piece in enumerate(image.pieces(task.start, task.stop), task.start):
                 source = self._plan.streamed[piece.fqn] if piece.fqn in self._plan.windowed else None
@@ -100,9 +101,6 @@ class Filler:
             if window is not None:
                 self._end_window(window, stretch)
             stream.flush()
-            if self._cloner is not None and self._clones:
-                self._reader.release()  # so that none is given back while the others are looked up
-                stretch.clones = self._cloner.submit(fd, tuple(self._clones), self._reader.descriptor)
             stretch.runs = self._reader.take_runs()
         return stretch
 
@@ -140,11 +138,7 @@ class Filler:
         for move in source.moves(first, first + nbytes // dtype.itemsize):
             if source.dtype is not dtype:
                 crc = self._convert(stream, move, source.dtype, dtype, crc)
-            elif (
-                self._cloner is not None
-                and move.nbytes >= _MIN_CLONED
-                and (move.start - stream.position) % BLOCK == 0
-            ):
+            elif self._shares and move.nbytes >= _MIN_CLONED and (move.start - stream.position) % BLOCK == 0:
                 crc = self._clone(stream, move, crc)
             else:
                 crc = self._copy(stream, move.file, move.start, move.nbytes, crc)
@@ -209,13 +203,16 @@ class Filler:
         return converter
 
     def _clone(self, stream: Stream, move: Move, crc: int) -> int:
-        """Leave the whole blocks of a range to the cloner, and copy its two ragged ends."""
+        """Share the whole blocks of a range, and copy its two ragged ends; copy all where sharing is refused."""
         file, start, nbytes = move
         head, body = shared_part(start, nbytes)
         tail = head + body
         if head:
             crc = self._copy(stream, file, start, head, crc)
-        self._clones.append(CloneRange(file, start + head, body, stream.position, stream.fqn))
+        try:
+            storage.clone_range(self._reader.descriptor(file), start + head, self._fd, stream.position, body)
+        except OSError:  # a quota, or a limit on sharing
+            return self._copy(stream, file, start + head, nbytes - head, crc)
         stream.step_over(body)
         if self._digests:
             crc = self._digest(file, start + head, body, stream.fqn, crc)
@@ -315,19 +312,6 @@ class Scatter:
                 length = run.length * itemsize
                 write_all(fd, data[done : done + length], hole.start + run.source * itemsize, name, hole.fqn)
                 done += length
-
-
-def copy_range(reader: Reader, fd: int, name: str, piece: CloneRange, check: Callable[[], None]) -> None:
-    """Copy a range that could not be shared after all, because of a quota or a limit on sharing."""
-    if clone(fd, piece, reader.descriptor(piece.file)):  # it was the process that failed, not the range
-        return
-    done, buffer = 0, memoryview(bytearray(min(piece.nbytes, MIB)))
-    while done < piece.nbytes:
-        check()
-        part = buffer[: piece.nbytes - done]
-        reader.read_into(piece.file, part, piece.start + done, piece.fqn)
-        write_all(fd, part, piece.target_start + done, name, piece.fqn)
-        done += len(part)
 
 
 def image_crc(size: int, segments: list[Segment]) -> int:

@@ -44,7 +44,7 @@ CALLS = {
     ),
 }
 """Names in `os` and `os.path` of what asks or changes a file system."""
-# What is not about checkpoints: the traced layout's scratch files, /proc, standard output, the program that clones.
+# What is not about checkpoints: the traced layout's scratch files, /proc, standard output.
 ELSEWHERE = {
     "layout/trace_child.py": {"open"},
     "layout/traced.py": {"open"},
@@ -52,7 +52,6 @@ ELSEWHERE = {
     "cli/__init__.py": {"open"},
     "formats/torchsave/bin.py": {"open"},
     "training/diagnostics/memory.py": {"open"},
-    "transfer/clone_child.py": {"fcntl.ioctl"},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -154,6 +155,46 @@ def test_a_chunked_source_is_streamed_across_its_chunks(tmp_path: Path) -> None:
         run(plan, tmp_path)
         for region, found in stored(images, tmp_path, "w"):
             assert found == cut(data, dtype, (rows, 5), region)
+
+
+SHARED: Tensors = {
+    "large": (BY_NAME["bfloat16"], (700, 600), 0),
+    "small": (BY_NAME["int32"], (5,), None),
+    "other": (BY_NAME["int32"], (999, 400), 0),
+}
+
+
+@pytest.mark.parametrize("digests", [True, False])
+@pytest.mark.parametrize("refused", ["by this file system", "never", "now and then"])
+def test_what_cannot_be_shared_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digests: bool, refused: str
+) -> None:
+    catalog, data = source(tmp_path, SHARED, 7)
+    starts = {fqn: catalog.chunks.start[entry.first_chunk] for fqn, entry in catalog.tensors.items()}
+    images, plan = planned(catalog, SHARED, 3, phase=starts.__getitem__)
+    plain, shared = tmp_path / "plain", tmp_path / "shared"
+    plain.mkdir()
+    shared.mkdir()
+    expected = run(plan, plain, digests=digests)
+    asked = list[int]()
+
+    def clone_range(source_fd: int, source_start: int, fd: int, start: int, nbytes: int) -> None:
+        """Do what a file system does that shares extents, by copying."""
+        asked.append(nbytes)
+        assert source_start % storage.BLOCK == start % storage.BLOCK == nbytes % storage.BLOCK == 0
+        if refused == "now and then" and len(asked) % 2:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        assert os.pwrite(fd, os.pread(source_fd, nbytes, source_start), start) == nbytes
+
+    if refused != "by this file system":
+        monkeypatch.setattr(storage, "clone_range", clone_range)
+    assert run(plan, shared, digests=digests, share_extents=True) == expected
+    assert len(asked) > 3 or refused == "by this file system"
+    for image in images:
+        assert (shared / image.name).read_bytes() == (plain / image.name).read_bytes()
+    for fqn, (dtype, shape, _) in SHARED.items():
+        for region, content in stored(images, shared, fqn):
+            assert content == cut(data[fqn], dtype, shape, region)
 
 
 def failing(tmp_path: Path, damage: Sequence[str]) -> tuple[TransferPlan, Path]:
