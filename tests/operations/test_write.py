@@ -1,0 +1,402 @@
+"""The one way to write a directory, on real files: whole or not at all, resumed after a kill, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageError
+from shardkit.files import storage
+from shardkit.files.staging import journal_of
+from shardkit.formats.hub.directory import open_model
+from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
+from shardkit.operations.destination import is_hub_model
+from shardkit.operations.write import Describe, Moving, Writer, Writing, hash_plan
+from shardkit.transfer.checks import OFF
+from shardkit.transfer.execute import FileDigest
+from shardkit.transfer.journal import read_finished
+from shardkit.transfer.plan import TransferPlan, build_plan
+from tests.worlds.processes import fork_server
+
+TENSORS = {name: torch.arange(start, start + 512.0) for start, name in enumerate(("a", "b", "c", "d"))}
+FILES = [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)]
+INDEX = "model.safetensors.index.json"
+KILL_ME = """
+import json, sys
+from tests.operations.test_write import write_until_killed
+write_until_killed(*json.loads(sys.argv[1]))
+"""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A Hub model is written again, with a file for each tensor."""
+
+    plan: TransferPlan
+    output: SafetensorsImages
+    option: str = ""
+
+    @property
+    def plan_hash(self) -> str:
+        return hash_plan(self, option=self.option)
+
+
+def copy_of(source: Path, option: str = "") -> Copy:
+    catalog = open_model(str(source)).catalog
+    tensors = [OutputTensor(name, name, entry.dtype, entry.shape) for name, entry in catalog.tensors.items()]
+    images = SafetensorsImages(tensors, max_shard_bytes=2048)
+    return Copy(build_plan(images, catalog), images, option)
+
+
+class Index:
+    """Writes what makes a model of the files; the hooks are what a test wants to happen meanwhile."""
+
+    def __init__(
+        self, content: bytes, on_file: Callable[[int], object], on_finish: Callable[[], object]
+    ) -> None:
+        self._content, self._on_file, self._on_finish = content, on_file, on_finish
+        self._count = 0
+        self.directory = ""
+
+    @contextlib.contextmanager
+    def __call__(self, directory: str) -> Iterator[Index]:
+        self.directory = directory
+        yield self
+
+    def add_file(self, digest: FileDigest) -> None:
+        self._count += 1
+        self._on_file(self._count)
+
+    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
+        assert sorted(digests) == FILES
+        self._on_finish()
+        storage.write_file(os.path.join(self.directory, INDEX), self._content)
+
+
+def index_of(
+    job: Copy,
+    on_file: Callable[[int], object] = lambda count: None,
+    on_finish: Callable[[], object] = lambda: None,
+) -> Index:
+    content = job.output.index()
+    assert content is not None
+    return Index(content, on_file, on_finish)
+
+
+def write(
+    source: Path,
+    out: Path,
+    *,
+    job: Copy | None = None,
+    describe: Describe | None = None,
+    needed_bytes: int = 1 << 16,
+    **writing: bool | str | Path,
+) -> dict[str, object]:
+    """Do what a verb does; return what it can say."""
+    job = job or copy_of(source)
+    options = Writing(**writing)  # type: ignore[arg-type]
+    writer = Writer("copy", Moving(jobs=1), options, why_not=is_hub_model)
+    writer.check_destination(str(out), str(source))
+    writer.find_manifests([job.plan.catalog], str(source))
+    writer.write(job, describe or index_of(job), needed_bytes=needed_bytes)
+    return writer.facts(())
+
+
+def write_until_killed(source: str, out: str, num_files: int) -> None:
+    """Write some files, then die."""
+
+    def die(count: int) -> None:
+        if count == num_files:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    job = copy_of(Path(source))
+    write(Path(source), Path(out), job=job, describe=index_of(job, on_file=die))
+
+
+def killed_after(num_files: int, source: Path, out: Path) -> Path:
+    """Have a process killed once it has written as many files, or one that was under way more.
+
+    Returns:
+        The staging directory that it left.
+    """
+    request = {"code": KILL_ME, "argument": json.dumps([str(source), str(out), num_files])}
+    assert fork_server().run(request).returncode == -signal.SIGKILL
+    assert not out.exists()
+    (left,) = staged(out)
+    return left
+
+
+def finished_in(left: Path) -> list[str]:
+    sizes = {image.name: image.size for image in copy_of(left.parents[1] / "source").output}
+    return sorted(read_finished(journal_of(str(left)), str(left / "data"), sizes))
+
+
+def staged(out: Path) -> list[Path]:
+    """What lies beside a destination under its hidden name."""
+    return list(out.parent.glob(f".{out.name}.shardkit-*"))
+
+
+def check_whole(out: Path) -> None:
+    """The output is complete, in a stock reader's eyes, and nothing else is left."""
+    assert sorted(path.name for path in out.iterdir()) == sorted([*FILES, INDEX])
+    for name, file in zip(TENSORS, FILES, strict=True):
+        (found,) = load_file(out / file).items()
+        assert found[0] == name
+        assert torch.equal(found[1], TENSORS[name])
+    assert staged(out) == []
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    directory = tmp_path / "source"
+    directory.mkdir()
+    save_file(TENSORS, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "place").mkdir()
+    return tmp_path / "place" / "out"
+
+
+class TestAppearing:
+    """An output has its name when it is whole, and not before."""
+
+    def test_what_was_moved_and_described_is_there(self, source: Path, out: Path) -> None:
+        facts = write(source, out)
+        check_whole(out)
+        sizes = tuple((out / name).stat().st_size for name in FILES)
+        assert facts["output"] == str(out)
+        assert facts["num_files"] == 4
+        assert facts["file_bytes"] == sizes
+        assert facts["written_bytes"] == sum(sizes)
+        assert facts["read_bytes"] == 4 * 2048
+        assert facts["resumed_files"] == 0
+        assert facts["dry_run"] is False
+
+    def test_until_the_end_it_lies_beside_under_another_name(self, source: Path, out: Path) -> None:
+        job = copy_of(source)
+
+        def look() -> None:
+            assert not out.exists()
+            (place,) = staged(out)
+            assert os.path.dirname(index.directory) == str(place)
+            assert sorted(os.listdir(index.directory)) == FILES
+
+        index = index_of(job, on_finish=look)
+        write(source, out, job=job, describe=index)
+        check_whole(out)
+
+    def test_a_dry_run_says_the_same_and_writes_nothing(self, source: Path, out: Path) -> None:
+        dry = write(source, out, dry_run=True)
+        assert list(out.parent.iterdir()) == []
+        wet = write(source, out)
+        differ = {name for name in wet if dry[name] != wet[name]} - {"elapsed_s", "free_bytes"}
+        assert differ <= {"dry_run", "checked_bytes", "unchecked"}  # what was compared is known afterwards
+
+    def test_what_exists_is_replaced_only_if_asked(self, source: Path, out: Path) -> None:
+        write(source, out)
+        (out / FILES[0]).unlink()
+        with pytest.raises(UsageError, match="--overwrite"):
+            write(source, out)
+        assert not (out / FILES[0]).exists()
+        write(source, out, overwrite=True)
+        check_whole(out)
+
+    def test_what_somebody_puts_there_meanwhile_stays(self, source: Path, out: Path) -> None:
+        def meddle() -> None:
+            out.mkdir()
+            (out / "thesis.txt").write_text("mine")
+
+        for overwrite in (False, True):
+            job = copy_of(source)
+            with pytest.raises(UsageError):
+                write(source, out, job=job, describe=index_of(job, on_finish=meddle), overwrite=overwrite)
+            assert [path.name for path in out.parent.rglob("*")] == ["out", "thesis.txt"]
+            shutil.rmtree(out)
+
+
+class TestFailing:
+    """An error leaves nothing of the new output, and all of the old one."""
+
+    def test_too_little_room_is_found_before_anything_is_written(self, source: Path, out: Path) -> None:
+        with pytest.raises(ResourceError, match="No space left"):
+            write(source, out, needed_bytes=1 << 62)
+        assert list(out.parent.iterdir()) == []
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_a_file_that_cannot_grow(self, source: Path, out: Path, overwrite: bool) -> None:
+        """As on a full disk, by the kernel's limit on the size of a file."""
+        if overwrite:
+            write(source, out)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+        try:
+            with pytest.raises(ResourceError):
+                write(source, out, overwrite=overwrite)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if overwrite:
+            check_whole(out)
+        else:
+            assert list(out.parent.iterdir()) == []
+
+    @pytest.mark.parametrize(
+        ("raised", "expected", "said"),
+        [
+            (
+                OSError(28, "No space left on device"),
+                ResourceError,
+                "cannot write to .*: No space left on device",
+            ),
+            (IntegrityError("the source has changed"), IntegrityError, "the source has changed"),
+            (ZeroDivisionError("a bug"), ZeroDivisionError, "a bug"),
+        ],
+        ids=["system", "ours", "bug"],
+    )
+    @pytest.mark.parametrize("moment", ["on_file", "on_finish"])
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_an_error_in_the_middle(
+        self,
+        source: Path,
+        out: Path,
+        raised: Exception,
+        expected: type[Exception],
+        said: str,
+        moment: str,
+        overwrite: bool,
+    ) -> None:
+        if overwrite:
+            write(source, out)
+        job = copy_of(source)
+
+        def fail(*count: int) -> None:
+            raise raised
+
+        with pytest.raises(expected, match=said):
+            write(source, out, job=job, describe=index_of(job, **{moment: fail}), overwrite=overwrite)
+        if overwrite:
+            check_whole(out)
+        else:
+            assert list(out.parent.iterdir()) == []
+
+    def test_a_source_that_is_damaged_gives_no_output(self, source: Path, out: Path) -> None:
+        job = copy_of(source)
+        os.truncate(source / "model.safetensors", 5000)
+        with pytest.raises(IntegrityError):
+            write(source, out, job=job)
+        assert list(out.parent.iterdir()) == []
+
+
+class TestResuming:
+    """What a run had finished is not written again; everything else is."""
+
+    def test_after_an_interrupt(self, source: Path, out: Path) -> None:
+        job = copy_of(source)
+
+        def interrupt(count: int) -> None:
+            if count == 2:
+                raise KeyboardInterrupt
+
+        with pytest.raises(Interrupted, match="what was finished is kept beside it"):
+            write(source, out, job=job, describe=index_of(job, on_file=interrupt))
+        assert not out.exists()
+        assert len(staged(out)) == 1
+        resumed = write(source, out)["resumed_files"]
+        assert resumed in (2, 3, 4)  # files that were under way came to their end
+        check_whole(out)
+
+    def test_after_a_kill(self, source: Path, out: Path) -> None:
+        left = killed_after(2, source, out)
+        data, names = left / "data", finished_in(left)
+        assert len(names) >= 2
+        finished = {name: (data / name).stat() for name in names}
+        for name in set(FILES) - set(names):
+            (data / name).write_bytes(b"half of it")
+        (data / INDEX).write_bytes(b"half of it")
+        (data / "folder").mkdir()
+        (data / "link").symlink_to(source)
+        assert write(source, out)["resumed_files"] == len(names)
+        check_whole(out)
+        for name, before in finished.items():
+            after = (out / name).stat()
+            assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns), name
+
+    def test_a_finished_file_that_was_changed_is_made_again(self, source: Path, out: Path) -> None:
+        left = killed_after(2, source, out)
+        first, *others = finished_in(left)
+        with open(left / "data" / first, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")
+        assert write(source, out)["resumed_files"] == len(others)
+        check_whole(out)
+
+    @pytest.mark.parametrize("change", ["source", "option", "begin anew"])
+    def test_another_job_begins_anew(self, source: Path, out: Path, change: str) -> None:
+        killed_after(2, source, out)
+        if change == "source":
+            os.utime(source / "model.safetensors", (1, 1))
+        job = copy_of(source, option=change)
+        assert write(source, out, job=job, resume=change != "begin anew")["resumed_files"] == 0
+        check_whole(out)
+
+    def test_a_chosen_leftover(self, source: Path, out: Path) -> None:
+        left = killed_after(2, source, out)
+        with pytest.raises(UsageError, match="exclude each other"):
+            write(source, out, resume_from=left, resume=False)
+        with pytest.raises(UsageError, match="was left by another job"):
+            write(source, out, resume_from=left, job=copy_of(source, option="another"))
+        with pytest.raises(UsageError, match="is not what an interrupted run left"):
+            write(source, out, resume_from=source)
+        assert staged(out) == [left]
+        finished = finished_in(left)
+        assert write(source, out, resume_from=left)["resumed_files"] == len(finished) >= 2
+        check_whole(out)
+
+
+def test_a_dead_run_beside_an_output_that_exists(source: Path, out: Path) -> None:
+    """Its room counts as free, and a run that replaces the output removes it."""
+    killed_after(1, source, out)
+    write(source, out, job=copy_of(source, option="another"))
+    killed = out.with_name("killed")
+    out.rename(killed)
+    killed_after(1, source, out)
+    killed.rename(out)
+    write(source, out, overwrite=True)
+    check_whole(out)
+
+
+@pytest.mark.parametrize(
+    ("moving", "said"),
+    [
+        (Moving(digest="md5"), "--digest 'md5' is not one of crc32, none"),
+        (Moving(jobs=0), "--jobs must be at least 1, not 0"),
+        (Moving(max_memory="1MiB"), "--max-memory must be at least 2MiB, not 1MiB"),
+        (Moving(jobs=5, max_memory="2MiB"), "--max-memory 2MiB is too little for --jobs 5"),
+    ],
+    ids=["digest", "jobs", "memory", "memory for jobs"],
+)
+def test_what_cannot_be_moved_is_refused_first(moving: Moving, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Writer("copy", moving, Writing())
+    assert said in caught.value.message
+
+
+def test_a_source_that_is_not_compared_is_warned_of(source: Path, out: Path) -> None:
+    told: list[str] = []
+    writer = Writer("copy", Moving(check_source=False), Writing(), on_warning=told.append)
+    writer.find_manifests([copy_of(source).plan.catalog], str(source))
+    assert told == [OFF]
+    assert writer.facts(["the verb's own"])["warnings"] == ("the verb's own", OFF)
