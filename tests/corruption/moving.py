@@ -31,7 +31,7 @@ from shardkit.errors import IntegrityError
 from shardkit.transfer.checks import SourceCheck
 from tests.corruption.outputs import make, weights
 from tests.corruption.sweep import SCRATCH
-from tests.worlds.processes import ROOT, run_script
+from tests.worlds.processes import run_script
 
 OPERATIONS = ("consolidate", "reshard", "finalize")
 _RANK_FILES = ("fsdp2", "hsdp", "fsdp2_tp", "fsdp1", "placed")
@@ -79,7 +79,7 @@ def _legacy(out: Path) -> Path:
 
 def _of_ranks(case: str) -> Callable[[Path], Path]:
     def write(out: Path) -> Path:
-        script = ROOT / "tests" / "formats" / "sharded" / "rank_world.py"
+        script = Path(__file__).with_name("rank_world.py")
         files = out.with_name("rank-files")
         if not files.exists():
             files.mkdir()

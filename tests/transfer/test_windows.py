@@ -19,7 +19,7 @@ from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.transfer import plan as plans
 from shardkit.transfer.sources import Reader
-from tests.transfer.test_engine import Tensors, cut, planned, run, stored
+from tests.transfer.test_execute import Tensors, cut, planned, run, stored
 
 BF16, F32 = BY_NAME["bfloat16"], BY_NAME["float32"]
 SOURCES: dict[str, tuple[DType, Shape]] = {

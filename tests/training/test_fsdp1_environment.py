@@ -1,3 +1,5 @@
+"""The variables that turn the RAM efficient loading of transformers on and off."""
+
 import os
 from collections.abc import Iterator
 from pathlib import Path

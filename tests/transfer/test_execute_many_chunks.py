@@ -17,7 +17,7 @@ from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, Shape
 from shardkit.files.digest import crc32
-from tests.transfer.test_engine import cut, planned, run, stored
+from tests.transfer.test_execute import cut, planned, run, stored
 
 Cuts = tuple[tuple[int, ...], ...]
 """For each dim the places where the tensor is cut, from 0 to its size; equal ones leave empty chunks."""
