@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,77 @@ def test_what_is_against_the_order_is_said(tmp_path: Path, files: dict[str, str]
     found = list(architecture.problems(package(tmp_path, {"__init__.py": "", **files})))
     assert len(found) == 1
     assert found[0] in (said, "a circle of imports: shardkit.core.b -> shardkit.core.a -> shardkit.core.b")
+
+
+TOPICS = {
+    "cli/start": "what any command imports",
+    "cli/surface": "the flags of all commands",
+    "operations/checked_sources": "every verb compares what it reads",
+    "operations/consolidate/ask_class": "warnings against from_pretrained's own",
+    "operations/consolidate/base_repo": "a base on the Hub",
+    "operations/consolidate/factors": "what fine-tuning leaves as factors is refused by every reader",
+    "operations/consolidate/gaps": "what from_pretrained would make up",
+    "operations/consolidate/memory": "peak memory, by the kernel",
+    "operations/consolidate/modules": "weights beside the model's own, through every verb",
+    "operations/consolidate/trainers": "from each trainer's run directory",
+    "operations/manifest/written": "the manifests that other verbs write",
+    "operations/opened_once": "every verb parses a source once",
+    "operations/preshard/names": "models with other names in memory than in files, there and back",
+    "operations/preshard/scale": "a thousand ranks",
+    "operations/reflink": "shared extents, with every verb that moves bytes",
+    "operations/reshard/kept": "trainers' own forms, optimizer and all",
+    "operations/verify/repo": "a repo on the Hub",
+    "training/cuda": "all phases, on a GPU",
+    "training/key_rules": "names of the Hub, from prepare through save to consolidate",
+    "training/live": "models in use",
+    "training/old_layouts": "old models of the Hub, from preshard through training to consolidate",
+    "training/outside": "parameters outside of any FSDP unit",
+    "training/precision": "bits of computing in bf16",
+    "training/ties": "broken ties in prepare, finalize and load_into",
+}
+"""Test files of a room that go through several of its modules, by what they are about."""
+
+
+def misnamed(tests: Path, shardkit: Path, topics: Mapping[str, str]) -> Iterator[str]:
+    """Yield the test files of the package's rooms that are named after no module, and topics without a file.
+
+    A file has the name of a module or folder of its room, with or without `_topic` after it, or that of the room itself.
+    """
+    unknown = set(topics)
+    for path in sorted(tests.rglob("test_*.py")):
+        room = path.parent.relative_to(tests)
+        if room == Path() or not (shardkit / room).is_dir():
+            continue
+        name = path.stem.removeprefix("test_")
+        modules = {each.stem for each in (shardkit / room).iterdir() if each.suffix in (".py", "")} | {
+            room.name
+        }
+        topic = f"{room}/{name}"
+        if topic in topics:
+            unknown.remove(topic)
+        elif not any(name == module or name.startswith(f"{module}_") for module in modules):
+            yield topic
+    yield from (f"{topic}: no such test" for topic in sorted(unknown))
+
+
+def test_each_test_file_has_the_name_of_what_it_tests() -> None:
+    assert list(misnamed(ROOT / "tests", architecture.PACKAGE, TOPICS)) == []
+
+
+def test_a_name_that_says_nothing_is_found(tmp_path: Path) -> None:
+    inside = package(tmp_path, {"core/mesh.py": "", "layout/trace/__init__.py": ""})
+    for name in (
+        "core/test_mesh",
+        "core/test_mesh_axes",
+        "core/test_core",
+        "core/test_meshes",
+        "layout/test_trace",
+    ):
+        path = tmp_path / "tests" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert list(misnamed(tmp_path / "tests", inside, {})) == ["core/meshes"]
+    assert list(misnamed(tmp_path / "tests", inside, {"core/meshes": "all of them"})) == []
+    assert list(misnamed(tmp_path / "tests", inside, {"core/lost": "", "core/meshes": ""})) == [
+        "core/lost: no such test"
+    ]
