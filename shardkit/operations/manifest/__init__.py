@@ -108,11 +108,8 @@ def write_manifest(
     if not dry_run:
         digests = Digests(catalog, sha256=sha256)
         files = _files(structure, listing)
-        report.progress.start(result.read_bytes, "manifest")
-        try:
-            in_threads([partial(digests.take, name, file) for name, file in files.items()], jobs, report)
-        finally:
-            report.progress.finish()
+        tasks = [partial(digests.take, name, file) for name, file in files.items()]
+        in_threads(tasks, jobs, report, label="manifest", total_bytes=result.read_bytes)
         _refuse_damaged(path, report)
         tensors = digests.tensors(opened.catalog) if opened is not None else None
         content = _content(result, listing, digests.entries, tensors)

@@ -11,7 +11,6 @@ from functools import partial
 from shardkit.core.text import count, parse_size
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import UsageError
-from shardkit.files.digest import FileBytes
 from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint
 from shardkit.operations.resolve import take
@@ -82,10 +81,15 @@ def verify(
     report = Report(progress=progress or NoProgress())
     structure = check_structure(path, report, manifest_path=None if manifest is None else os.fspath(manifest))
     if level == "full":
-        _read_all(structure.files, jobs, report)
+        total = sum(file.read_bytes for file in structure.files)
+        whole = [partial(check_whole, file) for file in structure.files]
+        in_threads(whole, jobs, report, label="verify", total_bytes=total)
     elif level == "sample":
         wanted = size if share is None else -int(-report.tensor_bytes * share // 100)
-        _read_some(structure.files, wanted, seed, jobs, report)
+        chosen = choose(structure.files, wanted, seed)
+        total = sum(stretch.nbytes for _, stretches in chosen for stretch in stretches)
+        some = [partial(check_some, file, stretches) for file, stretches in chosen]
+        in_threads(some, jobs, report, label="verify", total_bytes=total)
     if against is not None:
         from shardkit.operations.verify.against import compare
 
@@ -123,23 +127,6 @@ def _parse_read(read: str | int | None) -> tuple[float | None, int]:
             f"not a share: {text!r}", hint="write a percentage such as 5%, or a size such as 50GiB"
         )
     return share, 0
-
-
-def _read_all(files: list[FileBytes], jobs: int, report: Report) -> None:
-    report.progress.start(sum(file.read_bytes for file in files), "verify")
-    try:
-        in_threads([partial(check_whole, file) for file in files], jobs, report)
-    finally:
-        report.progress.finish()
-
-
-def _read_some(files: list[FileBytes], num_bytes: int, seed: int, jobs: int, report: Report) -> None:
-    chosen = choose(files, num_bytes, seed)
-    report.progress.start(sum(stretch.nbytes for _, stretches in chosen for stretch in stretches), "verify")
-    try:
-        in_threads([partial(check_some, file, stretches) for file, stretches in chosen], jobs, report)
-    finally:
-        report.progress.finish()
 
 
 def _result(

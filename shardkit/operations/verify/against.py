@@ -150,35 +150,24 @@ def compare_with_repo(directory: str, repo_id: str, revision: str | None, jobs: 
             which = "extra: the repo has no such file" if name in held else "missing: the repo has it"
             report.problem(which, file=name)
     same_size = [n for n in held if n in remote and held[n] == remote[n].size]
-    report.progress.start(sum(held[name] for name in same_size), "hash")
-    try:
-        tasks = [partial(_compare, os.path.join(home, name), remote[name]) for name in same_size]
-        in_threads(tasks, jobs, report)
-    finally:
-        report.progress.finish()
+    tasks = [partial(_compare, os.path.join(home, name), remote[name]) for name in same_size]
+    in_threads(tasks, jobs, report, label="hash", total_bytes=sum(held[name] for name in same_size))
     return commit
 
 
 def _compare(path: str, remote: RepoFile, report: Report) -> None:
     """Compare the id of a file with that in the repo: sha256 for large ones, git's for small ones."""
-    try:
-        with open_regular(path, remote.name) as (fd, size):
-            reader = ByteReader(fd, remote.name, size, report.read, ahead=True)
-            if remote.sha256 is not None:
-                hashed, kind, expected = hashlib.sha256(), "sha256", remote.sha256
-            else:
-                hashed, kind, expected = hashlib.sha1(usedforsecurity=False), "git id", remote.git_id
-                # man git-hash-object: the type, the size in decimal, a NUL, then the content
-                hashed.update(b"blob %d\0" % size)
-            reader.update(hashed)
-    except ResourceError as error:
-        report.unreadable(error, file=remote.name)
-        return
-    except SourceError as error:
-        report.error(error, file=remote.name)
-        return
-    report.num_checked_files += 1
-    if hashed.hexdigest() != expected:
-        report.problem(
-            f"{kind} of the file in the repo", file=remote.name, expected=expected, found=hashed.hexdigest()
-        )
+    with report.failing(remote.name), open_regular(path, remote.name) as (fd, size):
+        reader = ByteReader(fd, remote.name, size, report.read, ahead=True)
+        if remote.sha256 is not None:
+            hashed, kind, expected = hashlib.sha256(), "sha256", remote.sha256
+        else:
+            hashed, kind, expected = hashlib.sha1(usedforsecurity=False), "git id", remote.git_id
+            # man git-hash-object: the type, the size in decimal, a NUL, then the content
+            hashed.update(b"blob %d\0" % size)
+        reader.update(hashed)
+        report.num_checked_files += 1
+        if (found := hashed.hexdigest()) != expected:
+            report.problem(
+                f"{kind} of the file in the repo", file=remote.name, expected=expected, found=found
+            )

@@ -25,7 +25,7 @@ _ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK", b"PK\5\6", 22
 
 def check_whole(file: FileBytes, report: Report) -> None:
     """Read all of a file that something is recorded of; what is wrong is added to the report."""
-    try:
+    with report.failing(file.name):
         with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
             source = ByteReader(fd, file.name, size, report.read, ahead=True)
             if file.has_digest and size == file.size:
@@ -36,10 +36,6 @@ def check_whole(file: FileBytes, report: Report) -> None:
                 _check_archives(file, fd, report)
         for stretch, packed in file.packed:
             _decode(file, stretch, packed, report)
-    except ResourceError as error:
-        report.unreadable(error, file=file.name)
-    except SourceError as error:
-        report.error(error, file=file.name)
 
 
 def scan_whole(file: FileBytes, marks: Iterable[int], report: Report, *, sha256: bool) -> Scan | None:
@@ -54,7 +50,7 @@ def scan_whole(file: FileBytes, marks: Iterable[int], report: Report, *, sha256:
     Returns:
         The digests; None where the file cannot be read, or is not the size that it was.
     """
-    try:
+    with report.failing(file.name):
         with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
             before = stamp_of(fd)
             source = ByteReader(fd, file.name, size, report.read, ahead=True)
@@ -65,23 +61,14 @@ def scan_whole(file: FileBytes, marks: Iterable[int], report: Report, *, sha256:
         for stretch, packed in file.packed:
             _decode(file, stretch, packed, report)
         return scan
-    except ResourceError as error:
-        report.unreadable(error, file=file.name)
-    except SourceError as error:
-        report.error(error, file=file.name)
     return None
 
 
 def check_some(file: FileBytes, chosen: Sequence[Stretch], report: Report) -> None:
     """Read some chunks of a file; what is wrong is added to the report."""
-    try:
-        with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
-            source = ByteReader(fd, file.name, size, report.read, ahead=False)
-            _check_stretches(file, source, sorted(chosen, key=lambda s: s.start), report)
-    except ResourceError as error:
-        report.unreadable(error, file=file.name)
-    except SourceError as error:
-        report.error(error, file=file.name)
+    with report.failing(file.name), open_regular(file.path, file.name, follow=file.follow) as (fd, size):
+        source = ByteReader(fd, file.name, size, report.read, ahead=False)
+        _check_stretches(file, source, sorted(chosen, key=lambda s: s.start), report)
 
 
 def choose(files: Sequence[FileBytes], num_bytes: int, seed: int) -> list[tuple[FileBytes, list[Stretch]]]:

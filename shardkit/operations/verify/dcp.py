@@ -122,17 +122,13 @@ class _Folder:
         catalog, found = self._opened.catalog, dict[int, FileBytes]()
         for number, rows in groupby(self._rows, key=catalog.chunks.file.__getitem__):
             file = found[number] = self._file(catalog.files[number])
-            try:
-                with (
-                    open_regular(file.path, file.name, follow=False) as (fd, _),
-                    named_failures(file.name),
-                ):
-                    self._scanner.open(fd)
-                    self._check_file(catalog.files[number], file, map(self._place, rows), fd)
-            except ResourceError as error:
-                self._report.unreadable(error, file=file.name)
-            except SourceError as error:
-                self._report.error(error, file=file.name)
+            with (
+                self._report.failing(file.name),
+                open_regular(file.path, file.name, follow=False) as (fd, _),
+                named_failures(file.name),
+            ):
+                self._scanner.open(fd)
+                self._check_file(catalog.files[number], file, map(self._place, rows), fd)
         for fqn, place in self._opened.objects.items():
             if place is not None:
                 if place.file not in found:

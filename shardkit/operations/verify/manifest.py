@@ -102,18 +102,15 @@ def read_manifest(
     """
     where = os.path.join(folder, manifest.NAME) if path is None else path
     report.manifests.append(where)
-    try:
+    content: manifest.Manifest | None = None
+    with report.failing(where):
         data = manifest.read_bytes(directory) if path is None else read_small(path, path, manifest.MAX_BYTES)
         said = manifest.load(data, os.path.basename(where))
         if manifest.encode(said) != data:  # its digest does not cover blanks and the spelling of numbers
             report.problem("it says what was written, in other bytes", file=where)
         del data
         content = manifest.decode(said, os.path.basename(where))
-    except ResourceError as error:
-        report.unreadable(error, file=where)
-        return None
-    except ShardkitError as error:
-        report.error(error, file=where)
+    if content is None:
         return None
     is_one_file = not storage.isdir(directory)
     home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
@@ -185,13 +182,10 @@ def _recorded(described: Described, file: manifest.SavedFile, report: Report) ->
 def _read_described(described: Described, file: manifest.File, report: Report) -> bool:
     """Compare a small file, read whole, with its digests; True where they agree."""
     where = os.path.join(described.folder, file.name)
-    try:
+    data: bytes | None = None
+    with report.failing(where):
         data = read_small(os.path.join(described.directory, file.name), where, manifest.MAX_BYTES)
-    except ResourceError as error:
-        report.unreadable(error, file=where)
-        return False
-    except ShardkitError as error:
-        report.error(error, file=where)
+    if data is None:
         return False
     found = crc32(data)
     if file.crc32 not in (None, found):

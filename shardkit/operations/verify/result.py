@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -159,6 +160,16 @@ class Report:
         message = error.message.removeprefix(f"{escape(name)}: ") if name is not None else error.message
         self.problem(message, details=error.problems, is_unreadable=True, **fields)
 
+    @contextmanager
+    def failing(self, file: str) -> Iterator[None]:
+        """Add what keeps a file from being read or understood, instead of raising it."""
+        try:
+            yield
+        except ResourceError as error:
+            self.unreadable(error, file=file)
+        except ShardkitError as error:
+            self.error(error, file=file)
+
     def add(self, part: Report) -> None:
         """Add what was found while bytes were read."""
         self.problems += part.problems
@@ -214,13 +225,15 @@ class _Stoppable:
         self._progress.finish()
 
 
-def in_threads(tasks: Sequence[Task], jobs: int, report: Report) -> None:
+def in_threads(tasks: Sequence[Task], jobs: int, report: Report, *, label: str, total_bytes: int) -> None:
     """Carry out tasks, `jobs` at a time; what they report is the same for any number of threads.
 
     Args:
         tasks: each takes the report that it adds to, and tells it of every part that it reads.
         jobs: threads.
         report: gets all of it, in the order of the tasks.
+        label: what the progress is called.
+        total_bytes: that the tasks are going to read.
 
     Raises:
         BaseException: the first that a task raises, or Ctrl-C, once no task runs any more.
@@ -228,11 +241,11 @@ def in_threads(tasks: Sequence[Task], jobs: int, report: Report) -> None:
     stop = threading.Event()
     progress = _Stoppable(report.progress, stop)
     parts = [Report(progress=progress) for _ in tasks]
-    run_all(
-        [partial(task, part) for task, part in zip(tasks, parts, strict=True)],
-        jobs,
-        stop,
-        name="shardkit-read",
-    )
+    calls = [partial(task, part) for task, part in zip(tasks, parts, strict=True)]
+    report.progress.start(total_bytes, label)
+    try:
+        run_all(calls, jobs, stop, name="shardkit-read")
+    finally:
+        report.progress.finish()
     for part in parts:
         report.add(part)

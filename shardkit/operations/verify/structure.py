@@ -414,15 +414,11 @@ def _add_entries(file: FileBytes, decoded: Sequence[str], report: Report) -> Non
 
     Several tensors may be parts of one storage.
     """
-    try:
-        with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
-            reader = ZipReader(lambda at, n: storage.pread(fd, n, at), 0, size, escape(file.name))
-            entries = read_directory(reader, lambda _: True, max_entries=_MAX_ENTRIES)
-    except ResourceError as error:
-        report.unreadable(error, file=file.name)
-        return
-    except SourceError as error:
-        report.error(error, file=file.name)
+    entries = None
+    with report.failing(file.name), open_regular(file.path, file.name, follow=file.follow) as (fd, size):
+        reader = ZipReader(lambda at, n: storage.pread(fd, n, at), 0, size, escape(file.name))
+        entries = read_directory(reader, lambda _: True, max_entries=_MAX_ENTRIES)
+    if entries is None:
         return
     tensors = sorted(file.stretches, key=lambda stretch: stretch.start)
     starts = [stretch.start for stretch in tensors]
