@@ -59,6 +59,20 @@ class Survey:
             yield f"pipes, sockets and devices are not copied: {listed(self.special)}"
 
 
+def walk(path: str) -> Iterator[tuple[str, str, list[str], list[str]]]:
+    """Yield (path, name, directories in it, files in it) of a directory and of each below it, in order.
+
+    Names are relative to `path`, which is "". A caller may take directories out of the list: they are passed over.
+
+    Raises:
+        ResourceError: a directory cannot be listed.
+    """
+    for here, directories, names in storage.walk(path, onerror=_cannot_list):
+        directories.sort()
+        folder = os.path.relpath(here, path)
+        yield here, "" if folder == os.curdir else folder, directories, names
+
+
 def survey(path: str) -> Survey:
     """Look at everything below a directory.
 
@@ -66,10 +80,7 @@ def survey(path: str) -> Survey:
         ResourceError: a directory cannot be listed.
     """
     found = Survey()
-    for here, directories, names in storage.walk(path, onerror=_cannot_list):
-        directories.sort()
-        folder = os.path.relpath(here, path)
-        folder = "" if folder == os.curdir else folder
+    for here, folder, directories, names in walk(path):
         if is_dcp(here):
             found.folders.append(folder)
         elif ".metadata.tmp" in names or any(name.endswith(".distcp") for name in names):
@@ -81,9 +92,8 @@ def survey(path: str) -> Survey:
         ]
         for name in sorted(names):
             is_own = folder in found.folders[-1:] and _OWN.fullmatch(name)
-            if (
-                not is_own and os.path.join(folder, name) != manifest.NAME
-            ):  # a manifest is about the old files
+            is_about_the_old = os.path.join(folder, name) == manifest.NAME
+            if not (is_own or is_about_the_old):
                 _add(found, os.path.join(here, name), os.path.join(folder, name))
     found.files.sort()
     found.links.sort()

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
@@ -24,6 +24,7 @@ from shardkit.files.links import locate
 from shardkit.files.strict_json import FOLLOWS_LINKS, read_small
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList
+from shardkit.operations.companions import walk
 from shardkit.operations.verify.result import Report
 
 METADATA = ".metadata"
@@ -338,9 +339,7 @@ def list_files(directory: str, *, follow: bool) -> Listing:
 
 def _names(directory: str) -> Iterator[str]:
     """Yield the name of everything that is no directory."""
-    for here, inner, names in storage.walk(directory, onerror=_cannot_list):
-        folder = os.path.relpath(here, directory)
-        folder = "" if folder == os.curdir else folder
+    for here, folder, inner, names in walk(directory):
         links = [name for name in inner if storage.islink(os.path.join(here, name))]
         inner[:] = [name for name in inner if os.path.join(folder, name) not in _LEFT_OUT]
         yield from (os.path.join(folder, name) for name in (*links, *names))
@@ -365,9 +364,3 @@ def file_size(directory: str, name: str, *, follow: bool) -> int | None:
     except (OSError, SourceError, ValueError):  # ValueError: a NUL in the name
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def _cannot_list(error: OSError) -> NoReturn:
-    raise ResourceError(
-        f"{escape(str(error.filename))} cannot be listed: {error.strerror}", hint="it must be readable by you"
-    ) from None

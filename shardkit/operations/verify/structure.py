@@ -9,7 +9,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from shardkit import formats
 from shardkit.core.catalog import Catalog
@@ -22,6 +22,7 @@ from shardkit.formats.contract import Checkpoint, inner
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
+from shardkit.operations.companions import walk
 from shardkit.operations.verify.dcp import verify_dcp
 from shardkit.operations.verify.manifest import (
     METADATA,
@@ -178,11 +179,7 @@ def _survey(
     """
     described: list[Described] = []
     folders: list[str] = []
-    walk = storage.walk(directory, onerror=_cannot_list) if storage.isdir(directory) else ()
-    for here, directories, names in walk:
-        directories.sort()
-        folder = os.path.relpath(here, directory)
-        folder = "" if folder == os.curdir else folder
+    for here, folder, _, names in walk(directory) if storage.isdir(directory) else ():
         found = read_manifest(here, folder, report) if manifest.NAME in names else None
         described += [found] if found is not None else []
         is_described = found is not None and found.is_of_dcp
@@ -196,12 +193,6 @@ def _is_of_dcp(directory: str) -> bool:
     """True where `.metadata` is the one of torch's DCP."""
     found = recognise(directory) if is_dcp(directory) else None
     return found is not None and found.is_torch_metadata
-
-
-def _cannot_list(error: OSError) -> NoReturn:
-    raise ResourceError(
-        f"{escape(str(error.filename))} cannot be listed: {error.strerror}", hint="it must be readable by you"
-    ) from None
 
 
 def _add_beside(path: str, directory: str, described: list[Described], report: Report) -> None:
