@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,29 @@ from shardkit.formats.hub.base import Base
 KEEP, BASE = "keep", "base"
 CHOICES = (KEEP, BASE, *CASTS)
 _FP32 = BY_NAME["float32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DTypeCount:
+    """The tensors of one dtype."""
+
+    dtype: str
+    """torch's name."""
+    num_tensors: int
+    tensor_bytes: int
+
+
+def count_dtypes(tensors: Iterable[tuple[str, int]]) -> list[DTypeCount]:
+    """Count tensors by dtype, in the order in which the dtypes appear.
+
+    Args:
+        tensors: (dtype, bytes) of each.
+    """
+    numbers, sizes = Counter[str](), Counter[str]()
+    for dtype, nbytes in tensors:
+        numbers[dtype] += 1
+        sizes[dtype] += nbytes
+    return [DTypeCount(dtype=d, num_tensors=n, tensor_bytes=sizes[d]) for d, n in numbers.items()]
 
 
 def check_cast(option: str, dtype: str, choices: Iterable[str] = (KEEP, *CASTS)) -> None:

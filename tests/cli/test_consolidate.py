@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shardkit.cli import consolidate as consolidate_command
-from shardkit.operations.consolidate import ConsolidateResult, DTypeCount, SkippedPart
+from shardkit.operations.casts import DTypeCount
+from shardkit.operations.consolidate import ConsolidateResult, SkippedPart
 from tests.cli.test_start import imported
 from tests.operations.consolidate.checkpoints import save
 

@@ -19,6 +19,7 @@ from shardkit.files.links import may_follow_links
 from shardkit.formats.hub.base import find_base, open_base
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
+from shardkit.operations.casts import DTypeCount, count_dtypes
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
 from shardkit.operations.destination import is_hub_model, write_sidecar
@@ -308,16 +309,6 @@ def _check(job: ConsolidateJob) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DTypeCount:
-    """The tensors of one dtype."""
-
-    dtype: str
-    """torch's name."""
-    num_tensors: int
-    tensor_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedPart:
     """A part of the checkpoint that was left out."""
 
@@ -424,18 +415,6 @@ def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
     )
 
 
-def _dtypes(job: ConsolidateJob) -> tuple[DTypeCount, ...]:
-    counted: dict[str, list[int]] = {}
-    for tensor in job.tensors:
-        counts = counted.setdefault(tensor.dtype.name, [0, 0])
-        counts[0] += 1
-        counts[1] += tensor.nbytes
-    return tuple(
-        DTypeCount(dtype=name, num_tensors=number, tensor_bytes=size)
-        for name, (number, size) in counted.items()
-    )
-
-
 def _result(
     job: ConsolidateJob,
     resolved: ResolvedCheckpoint,
@@ -480,7 +459,7 @@ def _result(
         ties=tuple((kept, dropped) for dropped, kept in job.ties.dropped.items()),
         untied=job.ties.diverged,
         cast=job.options.dtype,
-        dtypes=_dtypes(job),
+        dtypes=tuple(count_dtypes((tensor.dtype.name, tensor.nbytes) for tensor in job.tensors)),
         num_tensors=len(job.tensors),
         num_parameters=sum(tensor.num_values for tensor in job.tensors),
         file_names=tuple(image.name for image in job.output),

@@ -23,6 +23,7 @@ from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.ties import ties_embeddings
+from shardkit.operations.casts import DTypeCount, count_dtypes
 
 _METADATA, _SHARD_SUFFIX = ".metadata", ".distcp"
 _SHOWN_NAMES = 3
@@ -66,15 +67,6 @@ class InspectedUnits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InspectedDType:
-    """All tensors of one dtype."""
-
-    dtype: str
-    num_tensors: int
-    tensor_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InspectResult:
     """What a model or a checkpoint holds."""
 
@@ -103,7 +95,7 @@ class InspectResult:
     """Tied tensors count once; their other names are in `ties`."""
     tensor_bytes: int
     tensors: tuple[InspectedTensors, ...]
-    dtypes: tuple[InspectedDType, ...]
+    dtypes: tuple[DTypeCount, ...]
     """Most bytes first."""
     files: tuple[InspectedFile, ...]
     imbalance: float | None = None
@@ -129,67 +121,6 @@ class InspectResult:
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
         return asdict(self)
-
-
-class Tensor(NamedTuple):
-    """One tensor, before those that are alike become one entry."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    placements: str | None
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * BY_NAME[self.dtype].itemsize
-
-
-def tensor_fields(found: Sequence[Tensor], *, unfold: bool) -> dict[str, Any]:
-    """Return the fields of the result that are about all tensors."""
-    dtypes: dict[str, list[int]] = {}
-    for tensor in found:
-        dtypes.setdefault(tensor.dtype, []).append(tensor.nbytes)
-    groups = (
-        ((t.name, 1, t) for t in found)
-        if unfold
-        else ((f.pattern, f.count, f.key) for f in fold((t.name, t._replace(name="")) for t in found))
-    )
-    return {
-        "num_tensors": len(found),
-        "tensor_bytes": sum(tensor.nbytes for tensor in found),
-        "tensors": tuple(
-            InspectedTensors(
-                name=name,
-                count=count,
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                placements=tensor.placements,
-                tensor_bytes=count * tensor.nbytes,
-            )
-            for name, count, tensor in groups
-        ),
-        "dtypes": tuple(
-            InspectedDType(dtype=dtype, num_tensors=len(sizes), tensor_bytes=sum(sizes))
-            for dtype, sizes in sorted(dtypes.items(), key=lambda item: (-sum(item[1]), item[0]))
-        ),
-    }
-
-
-def model_class(config: Mapping[str, object]) -> str | None:
-    """Return the class that a config.json names."""
-    classes = config.get("architectures")
-    return classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else None
-
-
-def imbalance(sizes: Sequence[int]) -> float:
-    """Return the largest size over the mean."""
-    return round(max(sizes) * len(sizes) / sum(sizes), 4) if sum(sizes) else 1.0
-
-
-def beside(directory: str) -> Iterator[str]:
-    """Yield a note where safetensors files lie beside the shards."""
-    if any(name.endswith(".safetensors") for name in storage.listdir(directory)):
-        yield "there are also safetensors files in this directory: give the path of one to see what it holds"
 
 
 @may_follow_links
@@ -232,7 +163,7 @@ def _is_part_of_checkpoint(name: str) -> bool:
 
 def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
     catalog, config = model.catalog, model.config or {}
-    found = [Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
+    found = [_Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
     held = {file.name: 0 for file in catalog.files}
     for fqn in catalog.tensors:
         file = catalog.files[catalog.chunks.file[catalog.tensors[fqn].first_chunk]].name
@@ -244,8 +175,8 @@ def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
         path=path,
         kind="hub",
         format=catalog.format,
-        model_class=model_class(config),
-        **tensor_fields(found, unfold=unfold),
+        model_class=_model_class(config),
+        **_tensor_fields(found, unfold=unfold),
         files=tuple(_hub_files(model.identity, held)),
         objects=catalog.objects,
         notes=notes,
@@ -268,7 +199,7 @@ def _inspect_sharded(
     ties = _shared_extents(catalog)
     copies = {name for group in ties for name in group[1:]}
     found = [
-        Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values() if e.fqn not in copies
+        _Tensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values() if e.fqn not in copies
     ]
     files = tuple(_files(catalog, copies))
     is_dcp = checkpoint.format == catalog.format  # no trainer's own
@@ -277,16 +208,16 @@ def _inspect_sharded(
         kind="dcp" if is_dcp else "sharded",
         format=checkpoint.format,
         made_by=checkpoint.writer or None,
-        **tensor_fields(found, unfold=unfold),
+        **_tensor_fields(found, unfold=unfold),
         files=files,
-        imbalance=imbalance([file.file_bytes for file in files]),
+        imbalance=_imbalance([file.file_bytes for file in files]),
         ties=ties,
         objects=catalog.objects,
         roots=tuple((kind, ".".join(map(str, root))) for kind, root in checkpoint.roots.items()),
         assets=checkpoint.assets,
         refused=tuple(checkpoint.refused_weights.items()),
         skipped=(*checkpoint.skipped, *stray),
-        notes=(*checkpoint.notes, *(beside(catalog.directory) if is_dcp else ())),
+        notes=(*checkpoint.notes, *(_beside(catalog.directory) if is_dcp else ())),
     )
 
 
@@ -335,7 +266,7 @@ def _inspect_presharded(
 
     This reads only the manifest: `.metadata` of a thousand ranks takes seconds to parse.
     """
-    found = [Tensor(fqn, t.dtype, t.shape, ",".join(t.placements)) for fqn, t in said.tensors.items()]
+    found = [_Tensor(fqn, t.dtype, t.shape, ",".join(t.placements)) for fqn, t in said.tensors.items()]
     files = tuple(
         InspectedFile(name=file.name, file_bytes=file.size, tensor_bytes=None) for file in said.files
     )
@@ -350,13 +281,13 @@ def _inspect_presharded(
         layout=said.layout.origin,
         policy=said.layout.policy,
         units=_units(said.units),
-        **tensor_fields(found, unfold=unfold),
+        **_tensor_fields(found, unfold=unfold),
         files=files,
-        imbalance=imbalance([file.file_bytes for file in files]),
+        imbalance=_imbalance([file.file_bytes for file in files]),
         ties=said.ties,
         objects=said.objects or (),
         omitted=tuple((tensor.name, tensor.reason) for tensor in said.omitted),
-        notes=tuple(beside(directory)),
+        notes=tuple(_beside(directory)),
         warnings=tuple(_differences(directory, said)),
     )
 
@@ -395,3 +326,59 @@ def _file_size(path: str) -> int | None:
     except OSError:
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+class _Tensor(NamedTuple):
+    """One tensor, before those that are alike become one entry."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    placements: str | None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * BY_NAME[self.dtype].itemsize
+
+
+def _tensor_fields(found: Sequence[_Tensor], *, unfold: bool) -> dict[str, Any]:
+    """Return the fields of the result that are about all tensors."""
+    dtypes = count_dtypes((tensor.dtype, tensor.nbytes) for tensor in found)
+    groups = (
+        ((t.name, 1, t) for t in found)
+        if unfold
+        else ((f.pattern, f.count, f.key) for f in fold((t.name, t._replace(name="")) for t in found))
+    )
+    return {
+        "num_tensors": len(found),
+        "tensor_bytes": sum(tensor.nbytes for tensor in found),
+        "tensors": tuple(
+            InspectedTensors(
+                name=name,
+                count=count,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                placements=tensor.placements,
+                tensor_bytes=count * tensor.nbytes,
+            )
+            for name, count, tensor in groups
+        ),
+        "dtypes": tuple(sorted(dtypes, key=lambda each: (-each.tensor_bytes, each.dtype))),
+    }
+
+
+def _model_class(config: Mapping[str, object]) -> str | None:
+    """Return the class that a config.json names."""
+    classes = config.get("architectures")
+    return classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else None
+
+
+def _imbalance(sizes: Sequence[int]) -> float:
+    """Return the largest size over the mean."""
+    return round(max(sizes) * len(sizes) / sum(sizes), 4) if sum(sizes) else 1.0
+
+
+def _beside(directory: str) -> Iterator[str]:
+    """Yield a note where safetensors files lie beside the shards."""
+    if any(name.endswith(".safetensors") for name in storage.listdir(directory)):
+        yield "there are also safetensors files in this directory: give the path of one to see what it holds"
