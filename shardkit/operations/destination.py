@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from shardkit.core.text import escape, format_size, listed
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.files.staging import Staging, reclaimable_bytes, recover, remove_abandoned
+from shardkit.files.staging import Staging, reclaimable_bytes, recover, remove_abandoned, rename_noreplace
 from shardkit.formats.hub.assets import is_asset, is_asset_folder
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
@@ -230,19 +229,9 @@ def write_sidecar(path: str, data: bytes, *, overwrite: bool) -> None:
         stack.callback(staging.discard)
         try:
             storage.write_file(written, data)
-            _put(written, path, overwrite=overwrite)
+            (storage.rename if overwrite else rename_noreplace)(written, path)
             storage.sync_directory(os.path.dirname(path))
         except FileExistsError as error:
             raise UsageError(f"{escape(path)} appeared while it was being written") from error
         except OSError as error:
             raise ResourceError(f"cannot write {escape(path)}: {error.strerror}") from error
-
-
-def _put(written: str, path: str, *, overwrite: bool) -> None:
-    """Give a file its name, in one step."""
-    if overwrite:
-        storage.rename(written, path)
-    elif not storage.renameat2(written, path, storage.RENAME_NOREPLACE):
-        if storage.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        storage.rename(written, path)

@@ -402,11 +402,10 @@ class Writer:
             return (_adopted(self.path, plan_hash) if self.writing.resume else None) or Staging.create(
                 self.path
             )
-        leftover = _check_resume_from(resume_from, self.path, plan_hash)
-        staging = Staging.adopt(self.path, leftover)
+        staging = Staging.adopt(self.path, resume_from)
         if staging is None:
             raise ResourceError(
-                f"cannot take over {escape(leftover)}",
+                f"cannot take over {escape(resume_from)}",
                 hint="another run may have, or you may not write to it",
             )
         return staging
@@ -419,7 +418,7 @@ def _summary(check: SourceCheck | None, plan: TransferPlan, options: ExecuteOpti
     return check.summary(names, looks_for_unread=options.share_extents and not options.digests)
 
 
-def _check_resume_from(resume_from: str, path: str, plan_hash: str, *, resume: bool = True) -> str:
+def _check_resume_from(resume_from: str, path: str, plan_hash: str, *, resume: bool) -> str:
     """Return the absolute path of a staging directory that a person chose to resume from.
 
     Args:

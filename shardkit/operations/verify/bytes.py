@@ -149,10 +149,7 @@ def _compare(file: FileBytes, stretch: Stretch, found: int, report: Report) -> N
         report.problem(
             f"CRC-32 of {stretch.what or 'the data'}",
             file=file.name,
-            tensor=stretch.tensor,
-            region=stretch.region,
-            start_byte=stretch.start,
-            num_bytes=stretch.nbytes,
+            at=stretch,
             expected=f"{stretch.crc32:08x}",
             found=f"{found:08x}",
         )
@@ -225,14 +222,7 @@ def _decode(file: FileBytes, stretch: Stretch, packed: SourceFile, report: Repor
     except ResourceError:
         raise
     except SourceError as error:
-        report.problem(
-            error.message,
-            file=file.name,
-            tensor=stretch.tensor,
-            region=stretch.region,
-            start_byte=stretch.start,
-            num_bytes=stretch.nbytes,
-        )
+        report.problem(error.message, file=file.name, at=stretch)
         return
     report.num_checked_chunks += 1
     report.read(stretch.nbytes)

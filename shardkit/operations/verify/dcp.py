@@ -103,6 +103,11 @@ class _Place(NamedTuple):
     nbytes: int
     row: int
 
+    @property
+    def stretch(self) -> Stretch:
+        """Its bytes, as `.metadata` places them."""
+        return Stretch(self.start, self.nbytes, self.entry.fqn, self.region, None)
+
 
 class _Folder:
     """Goes through a directory file by file, each front to back."""
@@ -185,7 +190,7 @@ class _Folder:
                     line, listed.aliases.get(line.fqn, ()) if listed else (), same, record, file
                 )
             elif lines is not None:
-                self._problem("it is not in the file's chunk list", file, same[0])
+                self._report.problem("it is not in the file's chunk list", file=file.name, at=same[0].stretch)
             if record is not None:
                 self._add(file, same[0], record, line)
                 if file.crc32 is None:
@@ -193,18 +198,15 @@ class _Folder:
         for start in sorted(lines.keys() - seen) if lines is not None else ():
             assert lines is not None
             chunk = lines[start]
+            at = Stretch(start, chunk.record_nbytes, chunk.fqn, chunk.region, None)
             self._report.problem(
-                f"the chunk list has it, {METADATA} does not",
-                file=file.name,
-                tensor=chunk.fqn,
-                region=chunk.region,
-                start_byte=start,
+                f"the chunk list has it, {METADATA} does not", file=file.name, at=at, num_bytes=None
             )
 
     def _open(self, source: SourceFile, file: FileBytes, place: _Place) -> TensorRecord | None:
         """Open one record; None where it cannot be, or there is none."""
         if not self._opened.has_records:
-            file.stretches.append(Stretch(place.start, place.nbytes, place.entry.fqn, place.region, None))
+            file.stretches.append(place.stretch)
             self._report.chunk(place.nbytes)
             return None
         if place.row in self._opened.transforms:
@@ -216,11 +218,11 @@ class _Folder:
         except ResourceError:
             raise
         except SourceError as error:
-            self._problem(error.message, file, place)
+            self._report.problem(error.message, file=file.name, at=place.stretch)
             return None
         reason = difference(place.entry, place.region.sizes, record)
         if reason:
-            self._problem(reason, file, place)
+            self._report.problem(reason, file=file.name, at=place.stretch)
             return None
         return record
 
@@ -238,10 +240,7 @@ class _Folder:
             self._report.problem(
                 "a byte of the record around the data",
                 file=file.name,
-                tensor=place.entry.fqn,
-                region=place.region,
-                start_byte=unlike.start,
-                num_bytes=1,
+                at=place.stretch._replace(start=unlike.start, nbytes=1),
                 expected=f"{unlike.expected:02x}",
                 found=f"{unlike.found:02x}",
             )
@@ -250,14 +249,13 @@ class _Folder:
         """Take a record that went through an extension: it is checked when it is decompressed."""
         transforms = self._opened.transforms[place.row]
         packed = Packed(place.entry, place.region, place.start, place.nbytes, transforms)
-        stretch = Stretch(place.start, place.nbytes, place.entry.fqn, place.region, None)
         self._report.chunk(place.nbytes)
         try:
             check_transforms({place.row: packed})
         except SourceError as error:
             self._report.add_notes([f"not checked: {error.message} ({'; '.join(error.problems)})"])
             return
-        file.packed.append((stretch, packed_file(source, packed)))
+        file.packed.append((place.stretch, packed_file(source, packed)))
 
     def _add(self, file: FileBytes, place: _Place, record: TensorRecord, line: ListedChunk | None) -> None:
         crc = line.crc32 if line is not None and line.crc32 is not None else record.crc32
@@ -278,50 +276,38 @@ class _Folder:
         if names != {line.fqn, *aliases}:
             listed = ", ".join(map(escape, sorted({line.fqn, *aliases})))
             stored = ", ".join(map(escape, sorted(names)))
-            self._problem("names in the chunk list", file, same[0], expected=stored, found=listed)
+            self._report.problem(
+                "names in the chunk list", file=file.name, at=same[0].stretch, expected=stored, found=listed
+            )
         place = same[0]
         meant = (place.entry.dtype.name, place.entry.shape, tuple(place.region), place.nbytes)
         found = (line.dtype.name, line.shape, tuple(line.region), line.record_nbytes)
         if meant != found:
-            self._problem("line in the chunk list", file, place, expected=str(meant), found=str(found))
+            self._report.problem(
+                "line in the chunk list",
+                file=file.name,
+                at=place.stretch,
+                expected=str(meant),
+                found=str(found),
+            )
         if record is None:
             return
         if (line.data_start, line.data_nbytes) != (record.data_start, record.data_nbytes):
-            self._problem(
+            self._report.problem(
                 "data in the chunk list",
-                file,
-                place,
+                file=file.name,
+                at=place.stretch,
                 expected=_bytes(record.data_start, record.data_nbytes),
                 found=_bytes(line.data_start, line.data_nbytes),
             )
         if None not in (line.crc32, record.crc32) and line.crc32 != record.crc32:
-            self._problem(
+            self._report.problem(
                 "CRC-32 in the record: it is not the one that was written here",
-                file,
-                place,
+                file=file.name,
+                at=place.stretch,
                 expected=f"{line.crc32:08x}",
                 found=f"{record.crc32:08x}",
             )
-
-    def _problem(
-        self,
-        message: str,
-        file: FileBytes,
-        place: _Place,
-        *,
-        expected: str | None = None,
-        found: str | None = None,
-    ) -> None:
-        self._report.problem(
-            message,
-            file=file.name,
-            tensor=place.entry.fqn,
-            region=place.region,
-            start_byte=place.start,
-            num_bytes=place.nbytes,
-            expected=expected,
-            found=found,
-        )
 
 
 def _bytes(start: int, nbytes: int) -> str:

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from shardkit.core.regions import Region
 from shardkit.core.text import escape
 from shardkit.core.threads import NoProgress, Progress, run_all
 from shardkit.errors import ResourceError, ShardkitError, UsageError
+from shardkit.files.digest import Stretch
 
 Level = Literal["structure", "sample", "full"]
 
@@ -145,10 +145,19 @@ class Report:
     num_rounded_tensors: int = 0
     read_bytes: int = 0
 
-    def problem(self, message: str, *, region: Region | None = None, **fields: Any) -> None:
-        """Add a problem; the other arguments are the fields of `VerifyProblem`."""
-        box = None if region is None else (tuple(region.offsets), tuple(region.sizes))
-        self.problems.append(VerifyProblem(message=message, region=box, **fields))
+    def problem(self, message: str, *, at: Stretch | None = None, **fields: Any) -> None:
+        """Add a problem.
+
+        Args:
+            message: what is wrong, one line.
+            at: the bytes that it is about, and whose they are.
+            fields: of `VerifyProblem`; they come before what `at` says.
+        """
+        if at is not None:
+            region = at.region and (tuple(at.region.offsets), tuple(at.region.sizes))
+            place = {"tensor": at.tensor, "region": region, "start_byte": at.start, "num_bytes": at.nbytes}
+            fields = {**place, **fields}
+        self.problems.append(VerifyProblem(message=message, **fields))
 
     def error(self, error: ShardkitError, **fields: Any) -> None:
         """Add what kept something from being opened, with all that it lists."""
