@@ -31,8 +31,8 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.errors import UsageError as UsageError
     from shardkit.operations.consolidate import ConsolidateResult as ConsolidateResult
     from shardkit.operations.consolidate import consolidate as consolidate
+    from shardkit.operations.diff import DiffResult as DiffResult
     from shardkit.operations.diff import diff as diff
-    from shardkit.operations.diff.result import DiffResult as DiffResult
     from shardkit.operations.environment import Environment as Environment
     from shardkit.operations.environment import environment as environment
     from shardkit.operations.inspect import InspectResult as InspectResult
@@ -84,8 +84,7 @@ _HOMES = {
         "UsageError",
     ),
     "shardkit.operations.consolidate": ("ConsolidateResult", "consolidate"),
-    "shardkit.operations.diff": ("diff",),
-    "shardkit.operations.diff.result": ("DiffResult",),
+    "shardkit.operations.diff": ("DiffResult", "diff"),
     "shardkit.operations.environment": ("Environment", "environment"),
     "shardkit.operations.inspect": ("InspectResult", "inspect"),
     "shardkit.operations.manifest": ("ManifestResult", "write_manifest"),

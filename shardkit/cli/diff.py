@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardkit.cli import options as opt
 from shardkit.cli.output import MAX_LINES, Output, count, facts, make_progress, more, short_dtype, table
 from shardkit.core.text import escape, format_size
-from shardkit.operations.diff import SORTS, diff
-from shardkit.operations.diff.result import DiffResult, TensorDiff, TensorStats
+from shardkit.operations.diff import SORTS, DiffResult, TensorDiff, diff
+
+if TYPE_CHECKING:
+    from shardkit.operations.diff.values import TensorStats
 
 _DIFFERS = 1
 

@@ -7,6 +7,7 @@ own cast of float64 is the exception: it rounds through float32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from math import sqrt
 from typing import Any, Literal, NamedTuple
@@ -14,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from shardkit.core.dtypes import BY_NAME, DType
-from shardkit.operations.diff.result import TensorStats
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -31,6 +31,27 @@ Roundings = dict[tuple[RoundedSide, DType], int]
 """(the side, what it is rounded to) -> how many values other than 0 became 0."""
 _Way = tuple[RoundedSide, DType, bool]
 """The side, what it is rounded to, and whether through float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStats:
+    """How much two tensors differ, over the elements that are finite numbers on both sides.
+
+    The real and imaginary parts of complex tensors count as values of their own.
+    """
+
+    max_abs: float
+    """Largest |a - b|."""
+    max_rel: float
+    """Largest |a - b| / max(|a|, |b|); at most 2."""
+    max_ulp: int | None
+    """Largest number of representable values between a and b; None where the dtypes differ or have no ulp."""
+    cosine: float | None
+    """Cosine of the angle between the tensors as vectors; None where one of them is zero."""
+    relative_error: float | None
+    """|a - b| / max(|a|, |b|) of the tensors as vectors (Euclidean norms); None where both are zero."""
+    num_nonfinite: int
+    """Values that differ where at least one is infinite or NaN; no figure above includes them."""
 
 
 class Tolerance(NamedTuple):

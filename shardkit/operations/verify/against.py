@@ -13,9 +13,8 @@ from shardkit.files.digest import ByteReader
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.repo import RepoFile, list_repo
-from shardkit.operations.diff import DiffOptions
+from shardkit.operations.diff import DiffOptions, DiffResult, TensorDiff
 from shardkit.operations.diff import compare as diff
-from shardkit.operations.diff.result import DiffResult, TensorDiff
 from shardkit.operations.resolve import Taken, as_it_is, take
 from shardkit.operations.verify.manifest import list_files
 from shardkit.operations.verify.result import Report, in_threads

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.operations.consolidate import consolidate
-from shardkit.operations.diff import diff
-from shardkit.operations.diff.result import DiffResult, TensorDiff
+from shardkit.operations.diff import DiffResult, TensorDiff, diff
 from shardkit.operations.diff.values import Measure, Tolerance
 from shardkit.operations.preshard import preshard
 from tests.operations.consolidate.checkpoints import (
