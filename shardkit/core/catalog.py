@@ -148,7 +148,7 @@ class ChunkTable:
 
     def __init__(self) -> None:
         self.file, self.start, self.nbytes = array("i"), array("q"), array("q")
-        self._boxes, self._box_at = array("q"), array("q")
+        self._boxes, self._box_at = array("q"), array("q", [0])
 
     def __len__(self) -> int:
         return len(self.file)
@@ -158,53 +158,39 @@ class ChunkTable:
         self.file.append(file)
         self.start.append(start)
         self.nbytes.append(nbytes)
-        self._box_at.append(len(self._boxes))
         self._boxes.extend(region.offsets)
         self._boxes.extend(region.sizes)
+        self._box_at.append(len(self._boxes))
         return len(self.file) - 1
 
-    def extend(self, files: list[int], starts: list[int], nbytes: list[int], regions: list[Region]) -> None:
-        """Add chunks of one tensor, column by column. This is far faster than one by one."""
-        width = 2 * len(regions[0].offsets) if regions else 0
-        first = len(self._boxes)
-        self.file.extend(files)
-        self.start.extend(starts)
-        self.nbytes.extend(nbytes)
-        self._box_at.extend(
-            range(first, first + width * len(regions), width) if width else [first] * len(regions)
-        )
-        self._boxes.extend(chain.from_iterable(chain.from_iterable(regions)))
-
     def extend_columns(
-        self, files: array[int], starts: array[int], nbytes: array[int], boxes: array[int]
+        self, files: Sequence[int], starts: Sequence[int], nbytes: Sequence[int], boxes: array[int]
     ) -> None:
-        """Add chunks of one tensor whose columns are already arrays.
+        """Add chunks of one tensor, column by column. This is far faster than one by one.
 
         Args:
-            files, starts, nbytes: one value for each chunk.
+            files, starts, nbytes: one value for each chunk, in arrays or lists.
             boxes: offsets and then sizes of each chunk.
         """
-        first, num_chunks = len(self._boxes), len(files)
+        num_chunks = len(files)
         width = len(boxes) // num_chunks if num_chunks else 0
+        first = len(self._boxes) + width
         self.file.extend(files)
         self.start.extend(starts)
         self.nbytes.extend(nbytes)
+        self._boxes.extend(boxes)
         stop = first + width * num_chunks
         self._box_at.extend(range(first, stop, width) if width else [first] * num_chunks)
-        self._boxes.extend(boxes)
 
     def boxes(self, chunks: range) -> array[int]:
         """Return the offsets and then the sizes of each of consecutive chunks of one tensor."""
         if not chunks:
             return array("q")
-        stop = self._box_at[chunks.stop] if chunks.stop < len(self._box_at) else len(self._boxes)
-        return self._boxes[self._box_at[chunks.start] : stop]
+        return self._boxes[self._box_at[chunks.start] : self._box_at[chunks.stop]]
 
     def region(self, chunk: int) -> Region:
         """Return the region of a chunk."""
-        start = self._box_at[chunk]
-        stop = self._box_at[chunk + 1] if chunk + 1 < len(self._box_at) else len(self._boxes)
-        boxes = self._boxes
+        start, stop, boxes = self._box_at[chunk], self._box_at[chunk + 1], self._boxes
         if stop - start == 4:  # most weights; three times as fast as the slices below
             return Region((boxes[start], boxes[start + 1]), (boxes[start + 2], boxes[start + 3]))
         middle = (start + stop) // 2
@@ -219,12 +205,11 @@ class ChunkTable:
         """Return the regions of consecutive chunks of one tensor. This is far faster than one by one."""
         if not chunks:
             return []
-        start = self._box_at[chunks.start]
-        stop = self._box_at[chunks.stop] if chunks.stop < len(self._box_at) else len(self._boxes)
-        num_dims = (stop - start) // (2 * len(chunks))
+        boxes = self.boxes(chunks)
+        num_dims = len(boxes) // (2 * len(chunks))
         if num_dims == 0:
             return [Region((), ())] * len(chunks)
-        corners = list(zip(*[iter(self._boxes[start:stop].tolist())] * num_dims, strict=True))
+        corners = list(zip(*[iter(boxes.tolist())] * num_dims, strict=True))
         return list(map(_new_region, zip(corners[0::2], corners[1::2], strict=True)))
 
 
@@ -275,9 +260,9 @@ class Catalog:
         nbytes: list[int],
         regions: list[Region],
     ) -> None:
-        """Add a tensor with its chunks in columns, as `ChunkTable.extend` takes them."""
-        first = len(self.chunks)
-        self.chunks.extend(files, starts, nbytes, regions)
+        """Add a tensor with its chunks in columns."""
+        first, boxes = len(self.chunks), array("q", chain.from_iterable(chain.from_iterable(regions)))
+        self.chunks.extend_columns(files, starts, nbytes, boxes)
         self.tensors[fqn] = TensorEntry(
             fqn=fqn, dtype=dtype, shape=shape, first_chunk=first, num_chunks=len(regions)
         )

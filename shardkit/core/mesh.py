@@ -8,7 +8,7 @@ the shard axes alone, numbered row-major.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -19,8 +19,8 @@ from shardkit.errors import LayoutError, MeshError
 
 Role = Literal["replicate", "shard"]
 
-# Names from torchtitan's and transformers' meshes. tp, ep and pp are known so that they can be refused by
-# name: they are not supported yet.
+# Names from torchtitan's and transformers' meshes. shardkit knows tp, ep and pp, so that it can refuse them by name:
+# it does not support them yet.
 ROLES: dict[str, Role] = {"dp_replicate": "replicate", "dp_shard": "shard"}
 LATER_AXES = ("tp", "ep", "pp")
 
@@ -96,11 +96,7 @@ class Mesh:
 
     def coord(self, rank: int) -> tuple[int, ...]:
         """Return a rank's position on each axis (row-major, as torch numbers a mesh)."""
-        position = []
-        for size in reversed(self.shape):
-            rank, index = divmod(rank, size)
-            position.append(index)
-        return tuple(reversed(position))
+        return _unravel(rank, self.shape)
 
     def shard_of_rank(self, rank: int) -> int:
         """Return the shard coordinate of `rank`. It reads the file `__<coordinate>_0.distcp`."""
@@ -168,14 +164,16 @@ class Mesh:
 
     def _shard_position(self, shard: int) -> tuple[int, ...]:
         """Return the position on each axis of a shard coordinate's first replica."""
-        position = []
-        for axis in reversed(self.axes):
-            if axis.role == "shard":
-                shard, index = divmod(shard, axis.size)
-            else:
-                index = 0
-            position.append(index)
-        return tuple(reversed(position))
+        return _unravel(shard, [axis.size if axis.role == "shard" else 1 for axis in self.axes])
+
+
+def _unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the position of a row-major index."""
+    position = []
+    for size in reversed(sizes):
+        index, at = divmod(index, size)
+        position.append(at)
+    return tuple(reversed(position))
 
 
 def parse_mesh(text: str | None, world_size: int | None) -> Mesh:

@@ -1,9 +1,9 @@
 """What seems wrong with a model, told from names, shapes, its config and its base's names. No model is built.
 
-Names may be another trainer's own, transformers' names in memory, or factors of weights. Weights may be
-missing: a list of blocks has no holes, it is as long as the config says, a block inside it has what all the
-others have, and a vocabulary has an embedding. These hold for every known model. That nothing is found proves
-nothing.
+Names may be another trainer's own, transformers' names in memory, or factors of weights. They may differ from the
+base's. Weights may be missing: a list of blocks has no holes, it is as long as the config says, a block inside it
+has what all the others have, and a vocabulary has an embedding. These rules hold for every known model. Finding
+nothing proves nothing.
 """
 
 from __future__ import annotations
@@ -12,40 +12,26 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
 from shardkit.keys.renaming import is_computed
 
-
-class _Family(NamedTuple):
-    what: str
-    pattern: re.Pattern[str]
-
-
-def _family(what: str, pattern: str) -> _Family:
-    return _Family(what, re.compile(pattern))
-
-
 # One telling name of each; the first that matches decides.
-_OWN_NAMES = (
-    _family("torchtitan's", r"(?:^|\.)layers\.\d+\.attention\.(?:qkv_linear\.)?(?:wqkv|wq|wk|wv)\.weight$"),
-    _family("torchtune's", r"(?:^|\.)layers\.\d+\.(?:attn\.output_proj\.weight|sa_norm\.scale)$"),
-    _family("OLMo-core's", r"(?:^|\.)blocks\.\d+\.attention\.(?:w_q|w_out)\.weight$"),
-    _family("fms's", r"(?:^|\.)(?:ff_sub_layer\.\w+\.weight|attn\.in_proj\.qkv_fused\.weight)$"),
-    _family(
-        "Megatron's", r"(?:^|\.)(?:linear_qkv|linear_fc1|word_embeddings)\.(?:weight|layer_norm_weight)$"
-    ),
-)
-_IN_MEMORY = (
-    _family("experts fused into one tensor", r"\.experts\.(?:gate_up_proj|down_proj)$"),
-    _family(
-        "the language model of a vision model below `model.`",
-        r"^model\.(?:language_model|visual|vision_tower)\.",
-    ),
-)
+_OWN_NAMES = {
+    "torchtitan's": r"(?:^|\.)layers\.\d+\.attention\.(?:qkv_linear\.)?(?:wqkv|wq|wk|wv)\.weight$",
+    "torchtune's": r"(?:^|\.)layers\.\d+\.(?:attn\.output_proj\.weight|sa_norm\.scale)$",
+    "OLMo-core's": r"(?:^|\.)blocks\.\d+\.attention\.(?:w_q|w_out)\.weight$",
+    "fms's": r"(?:^|\.)(?:ff_sub_layer\.\w+\.weight|attn\.in_proj\.qkv_fused\.weight)$",
+    "Megatron's": r"(?:^|\.)(?:linear_qkv|linear_fc1|word_embeddings)\.(?:weight|layer_norm_weight)$",
+}
+_FUSED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
+_IN_MEMORY = {
+    "experts fused into one tensor": _FUSED_EXPERTS.pattern,
+    "the language model of a vision model below `model.`": r"^model\.(?:language_model|visual|vision_tower)\.",
+}
 # mini_trainer 0.9 (osft_utils.py) and PEFT 0.21 (tuners/osf): a matrix is kept as factors of its SVD.
 _FACTORS = re.compile(
     r"(?:^|\.)(?:osft_[USV]_high|osft_params\.[USV]_low|osf_svd_params\.(?:[^.]+\.)?[USV]_low|_?osf_[USV]_high)$"
@@ -54,18 +40,14 @@ _MEGATRON_ONLY = re.compile(r"^(?:decoder|embedding)\.")
 
 
 def own_names_warnings(names: Iterable[str], base: Collection[str] | None) -> tuple[str, ...]:
-    """Return a warning where names are another trainer's own, none of which `from_pretrained` finds.
+    """Return a warning where names are another trainer's own and `from_pretrained` finds none of them.
 
     Args:
         names: the names to write.
-        base: the base's names, where they are known. Names that it has are right.
+        base: the base's names; None where they are not known. The base's own names are right.
     """
-    left = [name for name in names if base is None or name not in base]
-    for what, pattern in _OWN_NAMES:
-        found = [name for name in left if pattern.search(name)]
-        if what == "Megatron's" and not any(map(_MEGATRON_ONLY.search, found)):
-            continue
-        if found:
+    for what, found in _matches(_OWN_NAMES, names, base):
+        if what != "Megatron's" or any(map(_MEGATRON_ONLY.search, found)):
             return (
                 f"these are not Hub names but {what} own ({_example(found)}): they are written as they are, and "
                 "transformers cannot load them; --rename maps names, but no values are permuted, fused or split",
@@ -75,21 +57,27 @@ def own_names_warnings(names: Iterable[str], base: Collection[str] | None) -> tu
 
 def in_memory_warnings(names: Iterable[str], base: Collection[str] | None) -> tuple[str, ...]:
     """Return a warning for each kind of name that transformers uses in memory only; arguments as above."""
+    return tuple(
+        f"{len(found)} names are transformers' own in memory and may not be the Hub's: {what} "
+        f"({_example(found)}); they are written as they are"
+        for what, found in _matches(_IN_MEMORY, names, base)
+    )
+
+
+def _matches(
+    patterns: Mapping[str, str], names: Iterable[str], base: Collection[str] | None
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield each kind of names of which there are any, with those names; the base's names are left out."""
     left = [name for name in names if base is None or name not in base]
-    warnings = []
-    for what, pattern in _IN_MEMORY:
-        found = [name for name in left if pattern.search(name)]
+    for what, pattern in patterns.items():
+        found = [name for name in left if re.search(pattern, name)]
         if found:
-            warnings.append(
-                f"{len(found)} names are transformers' own in memory and may not be the Hub's: {what} "
-                f"({_example(found)}); they are written as they are"
-            )
-    return tuple(warnings)
+            yield what, found
 
 
 def holds_fused_experts(names: Iterable[str]) -> bool:
     """True where one tensor holds experts that the Hub stores one by one."""
-    return any(map(_IN_MEMORY[0].pattern.search, names))
+    return any(map(_FUSED_EXPERTS.search, names))
 
 
 def refuse_factors(names: Iterable[str], wanted: Iterable[str] = ()) -> None:
@@ -107,9 +95,8 @@ def refuse_factors(names: Iterable[str], wanted: Iterable[str] = ()) -> None:
     if not found or any(map(_FACTORS.search, wanted)):
         return
     modules = {_FACTORS.sub("", name): name for name in reversed(found)}
-    is_adapter = any("osf_svd_params" in name for name in found) and not any(
-        "_high" in name for name in found
-    )
+    has_high = any("_high" in name for name in found)
+    is_adapter = not has_high and any("osf_svd_params" in name for name in found)
     lost = "; only their trained part is here, so the weights cannot be made from it" if is_adapter else ""
     raise SourceError(
         f"{count(len(modules), 'matrix is', 'matrices are')} stored as factors of orthogonal subspace fine-tuning "

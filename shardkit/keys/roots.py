@@ -18,7 +18,6 @@ from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import SourceError, UsageError
 from shardkit.keys.names import MODULE, PEFT, Segments, clean, is_number, join, match_prefix, split
 from shardkit.keys.tree import (
-    Kind,
     Node,
     build_tree,
     is_averaged,
@@ -150,9 +149,8 @@ def locate_root(source: Source, root: str) -> Located:
     if node is None or not node.num_tensors:
         node = build_tree(source.tensors.values()).find(path)  # an optimizer's, if somebody asks for it
     if node is None or not (node.is_module or not path):
-        known = sorted(
-            {join(found[:depth]) for found in _all_paths(source) for depth in range(1, _MAX_DEPTH)}
-        )
+        paths = [path for path, _ in source.tree.tensors()]
+        known = sorted({join(path[:depth]) for path in paths for depth in range(1, _MAX_DEPTH)})
         raise UsageError(
             f"--root {escape(root)!r} is not in the checkpoint{suggestion(join(path), known)}",
             problems=list_roots(source),
@@ -164,9 +162,7 @@ def locate_root(source: Source, root: str) -> Located:
 
 def locate_top(source: Source) -> Located:
     """Return every tensor that does not stand beside the model at the top, for a person's own prefixes."""
-    located = Located(root=())
-    _take(located, _beside(source, source.tree, located))
-    return located
+    return _below(source, source.tree)
 
 
 def locate_model(source: Source, base: Collection[str] | None) -> Located:
@@ -176,19 +172,14 @@ def locate_model(source: Source, base: Collection[str] | None) -> Located:
         found = start.find(clean(join(map(str, source.roots["model"])))) if source.roots["model"] else start
         start = found or Node(path=())
     if base:
-        names = [
-            path
-            for path, _ in start.tensors()
-            if not any(is_averaged(s) for s in path[: len(start.path) + 2])
-        ]
+        depth = len(start.path) + 2
+        names = [path for path, _ in start.tensors() if not any(map(is_averaged, path[:depth]))]
         prefix = match_prefix(names, base)
         if prefix is not None and prefix[-2:] == PEFT:
             prefix = prefix[:-2]  # keep in the names what tells adapters from other weights
         node = source.tree.find(prefix) if prefix is not None else None
         if node is not None and node.path[: len(start.path)] == start.path:
-            located = Located(root=node.path)
-            _take(located, _beside(source, node, located))
-            return located
+            return _below(source, node)
     return _find(source, start)
 
 
@@ -222,9 +213,7 @@ def locate_averaged(source: Source, base: Collection[str] | None) -> Located:
     if prefix is not None:
         found = node.find(prefix)
         assert found is not None
-        located.root = found.path
-        _take(located, _beside(source, found, located))
-        return located
+        return _below(source, found, aside=located.aside)
     return _find(source, node)
 
 
@@ -263,21 +252,32 @@ def list_roots(source: Source) -> list[str]:
     return lines[:20]
 
 
-def _all_paths(source: Source) -> list[Segments]:
-    return [path for path, _ in source.tree.tensors()]
-
-
 def _take(located: Located, parts: Collection[Node]) -> None:
     for part in parts:
         for path, entry in part.tensors():
             located.names[entry.fqn] = path[len(located.root) :] or path[-1:]
 
 
-def _beside(source: Source, node: Node, located: Located) -> list[Node]:
-    """Return the children of the model's own level, without what stands beside them."""
+def _below(source: Source, node: Node, aside: Mapping[Segments, str] | None = None) -> Located:
+    """Return everything below a node but what stands beside the model there."""
+    located = Located(root=node.path, aside=dict(aside or {}))
+    _take(located, _beside(source, node, located))
+    return located
+
+
+def _beside(source: Source, node: Node, located: Located, *, may_be_dict: bool = False) -> list[Node]:
+    """Return the children of a level that may be the model; set aside what stands beside them.
+
+    Args:
+        may_be_dict: this level may be a dict of the saved state dict, above the model's own level.
+    """
     parts, children = [], list(node.children.values())
+    modules = [child for child in children if child.is_module]
+    is_dict = may_be_dict and bool(modules) and all(child.is_dict for child in modules)
+    is_dict = is_dict and (node is source.tree or any(child.path[-1] in MODEL_WORDS for child in modules))
+    is_harness = is_dict or node.path in source.harness
     for child in children:
-        kind = kind_beside(child, siblings=children, is_dict=False, is_harness=node.path in source.harness)
+        kind = kind_beside(child, siblings=children, is_dict=is_dict, is_harness=is_harness)
         if kind is None:
             parts.append(child)
         else:
@@ -300,9 +300,8 @@ def _averaged_node(source: Source, model: Located) -> Node:
         paths += [path for path in beside if path not in paths and path != model.root[: len(path)]]
     nodes = [node for path in paths if (node := source.tree.find(path)) is not None and node.num_tensors]
     if not nodes:
-        raise UsageError(
-            "--weights ema: the checkpoint holds no averaged weights", problems=list_roots(source)
-        )
+        said = "--weights ema: the checkpoint holds no averaged weights"
+        raise UsageError(said, problems=list_roots(source))
     if len(nodes) > 1:
         raise UsageError(
             f"--weights ema: the checkpoint holds {len(nodes)} sets of averaged weights",
@@ -329,33 +328,17 @@ def _take_dotless(located: Located, node: Node, model: Located) -> bool:
     return True
 
 
-@dataclass(slots=True)
-class _Way:
-    """The way to the model so far."""
-
-    node: Node
-    """Where it has come to."""
-    parts: list[Node] = field(default_factory=list)
-    """The nodes below it, or itself, that make up the model."""
-    aside: list[tuple[Node, Kind | None]] = field(default_factory=list)
-    """What does not belong to the model, and what it is; None for a model or module of its own."""
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-
 def _find(source: Source, start: Node) -> Located:
     """Return where the model begins at or below `start`.
 
     Raises:
         SourceError: there are several models, and nothing tells which is meant.
     """
-    found, floor, node = _Way(start), start.path, start
+    found, floor, node = Located(root=start.path), start.path, start
     in_lightning, knows_dicts = source.is_lightning, source.paths is not None
+    parts = list[Node]()
     for _ in range(_MAX_CHAIN):
-        parts = _without_aside(
-            node, found, is_harness=node.path in source.harness, is_top=node is source.tree
-        )
-        found.node, found.parts = node, parts
+        found.root, parts = node.path, _beside(source, node, found, may_be_dict=True)
         at_attribute = in_lightning and not any(child.is_dict for child in parts)
         step = _choose(node, parts, found, is_attribute=at_attribute)
         if step is None:
@@ -369,32 +352,14 @@ def _find(source: Source, start: Node) -> Located:
             break
         if step.is_dict or at_attribute:
             floor, in_lightning = step.path, in_lightning and not at_attribute
-        found.aside += [(other, None) for other in parts if other is not step]
+        found.aside |= {other.path: "other weights" for other in parts if other is not step}
         node = step
     _give_back_prefix(source.tree, found, floor)
-    located = Located(root=found.node.path, notes=found.notes, warnings=found.warnings)
-    located.aside = {node.path: kind or "other weights" for node, kind in found.aside}
-    _take(located, found.parts)
-    return located
+    _take(found, parts)
+    return found
 
 
-def _without_aside(node: Node, found: _Way, *, is_harness: bool, is_top: bool) -> list[Node]:
-    """Return the children that may be the model; set the others aside."""
-    children = list(node.children.values())
-    modules = [child for child in children if child.is_module]
-    is_dict = bool(modules) and all(child.is_dict for child in modules)
-    is_dict = is_dict and (is_top or any(child.path[-1] in MODEL_WORDS for child in modules))
-    parts = []
-    for child in children:
-        kind = kind_beside(child, siblings=children, is_dict=is_dict, is_harness=is_dict or is_harness)
-        if kind is None:
-            parts.append(child)
-        else:
-            found.aside.append((child, kind))
-    return parts
-
-
-def _choose(node: Node, parts: list[Node], found: _Way, *, is_attribute: bool) -> Node | None:
+def _choose(node: Node, parts: list[Node], found: Located, *, is_attribute: bool) -> Node | None:
     """Return the child that alone holds the model, or None where this is the model's own level."""
     modules = [part for part in parts if part.is_module]
     if len(parts) == 1 and modules:
@@ -419,14 +384,14 @@ def _choose(node: Node, parts: list[Node], found: _Way, *, is_attribute: bool) -
     return None
 
 
-def _announced(chosen: Node, parts: list[Node], found: _Way) -> Node:
+def _announced(chosen: Node, parts: list[Node], found: Located) -> Node:
     others = [part for part in parts if part is not chosen]
     if others:
         found.notes.append(f"took {_shown(chosen)} as the model; left out beside it: {_some(others)}")
     return chosen
 
 
-def _one_of(whole: list[Node], parts: list[Node], found: _Way) -> Node:
+def _one_of(whole: list[Node], parts: list[Node], found: Located) -> Node:
     real = [part for part in whole if not _AIDS.fullmatch(part.path[-1])]
     chosen = _best_named(whole) or (real[0] if len(real) == 1 else None)
     if chosen is not None:
@@ -467,15 +432,10 @@ def _holds_whole(node: Node) -> bool:
 def _branching(node: Node) -> Node:
     """Return the first node, from this one down, with several children, a container or PEFT's wrapper."""
     for _ in range(_MAX_CHAIN):
-        children = list(node.children.values())
-        if (
-            len(children) != 1
-            or not children[0].is_module
-            or children[0].is_container
-            or _is_peft(children[0])
-        ):
+        only = next(iter(node.children.values())) if len(node.children) == 1 else None
+        if only is None or not only.is_module or only.is_container or _is_peft(only):
             break
-        node = children[0]
+        node = only
     return node
 
 
@@ -493,9 +453,8 @@ def _is_whole(children: list[Node]) -> bool:
 def _is_language_model(node: Node) -> bool:
     """True for what stands beside a tower on the Hub. In memory, tower and `language_model` are one body."""
     name = node.path[-1]
-    return _has_container(node) and (
-        name == "model" or (name == "language_model" and "model" in node.children)
-    )
+    is_named = name == "model" or (name == "language_model" and "model" in node.children)
+    return is_named and _has_container(node)
 
 
 def _has_container(node: Node, depth: int = 4) -> bool:
@@ -509,19 +468,14 @@ def _is_peft(node: Node) -> bool:
     return (node.path[-1], *node.children) == PEFT
 
 
-def _give_back_prefix(top: Node, found: _Way, floor: Segments) -> None:
+def _give_back_prefix(top: Node, found: Located, floor: Segments) -> None:
     """Go back up by the one name that the Hub keeps above a model's inside."""
-    path, inside = found.node.path, list(found.node.children.values())
-    if (
-        len(path) <= len(floor)
-        or path[-1] not in _PREFIXES
-        or _is_whole(inside)
-        or any(map(_is_peft, inside))
-    ):
-        return
-    parent = top.find(path[:-1])
-    assert parent is not None
-    found.node = parent
+    node = top.find(found.root)
+    assert node is not None
+    inside = list(node.children.values())
+    if len(found.root) > len(floor) and found.root[-1] in _PREFIXES:
+        if not _is_whole(inside) and not any(map(_is_peft, inside)):
+            found.root = found.root[:-1]
 
 
 def _some(nodes: list[Node]) -> str:

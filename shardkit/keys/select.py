@@ -266,15 +266,6 @@ def _refuse_nothing(source: Source, located: Located, weights: str) -> None:
     )
 
 
-def _refuse_bad_names(names: Mapping[str, str], located: Located, naming: Naming) -> None:
-    _refuse_collisions(names, naming)
-    if not names:
-        raise UsageError(
-            f"--include and --exclude leave none of {len(located.names)} tensors",
-            problems=[escape(join(path)) for path in list(located.names.values())[:5]],
-        )
-
-
 def _refuse_flat_parameters(located: Located) -> None:
     flat = [stored for stored, path in located.names.items() if is_flat_parameter(path[-1])]
     if flat:
@@ -292,26 +283,20 @@ def _without_modules(located: Located, base: Collection[str] | None) -> int:
     It is a wrapper where the base has the name without it, or where every entry of a numbered list holds
     nothing but a `module`, because it was wrapped layer by layer.
     """
-    children: dict[Segments, set[str]] = {}
-    for path in located.names.values():
-        if MODULE in path[:-1]:
-            for at, segment in enumerate(path[:-1]):
-                if segment == MODULE:
-                    children[path[:at]] = set()
+    paths = located.names.values()
+    deep = [path for path in paths if MODULE in path[:-1]]
+    children: dict[Segments, set[str]] = {
+        path[:at]: set() for path in deep for at, segment in enumerate(path[:-1]) if segment == MODULE
+    }
     if not children:
         return 0
-    for path in located.names.values():
+    for path in paths:
         for at in range(len(path)):
             if path[:at] in children:
                 children[path[:at]].add(path[at])
     wrapped = {parent for parent, below in children.items() if below == {MODULE}}
     lists = {parent[:-1] for parent in wrapped if parent and is_number(parent[-1])}
-    numbered = {
-        path[: len(stem) + 1]
-        for path in located.names.values()
-        for stem in lists
-        if path[: len(stem)] == stem
-    }
+    numbered = {path[: len(stem) + 1] for path in paths for stem in lists if path[: len(stem)] == stem}
     broken = {item[:-1] for item in numbered if item not in wrapped}
     layers = {parent for parent in wrapped if parent and is_number(parent[-1]) and parent[:-1] not in broken}
     num_names = 0
@@ -328,7 +313,12 @@ def _without_modules(located: Located, base: Collection[str] | None) -> int:
     return num_names
 
 
-def _refuse_collisions(names: Mapping[str, str], naming: Naming) -> None:
+def _refuse_bad_names(names: Mapping[str, str], located: Located, naming: Naming) -> None:
+    if not names:
+        raise UsageError(
+            f"--include and --exclude leave none of {len(located.names)} tensors",
+            problems=[escape(join(path)) for path in list(located.names.values())[:5]],
+        )
     stored_by_name: dict[str, list[str]] = {}
     for stored, name in names.items():
         stored_by_name.setdefault(name, []).append(stored)
@@ -414,19 +404,8 @@ def _leaving(segments: Segments, root: Segments) -> Segments:
     return segments[: len(root) + 1]
 
 
-_MANY_TIMES = re.compile(
-    r"\{(?:\d*,)?\d{4,}"
-)  # no name is so long, and Python takes gigabytes to repeat nothing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rename:
-    """One `--rename`, parsed."""
-
-    text: str
-    """As it was given."""
-    pattern: re.Pattern[str]
-    replacement: str
+# No name is so long, and Python takes gigabytes to repeat nothing.
+_MANY_TIMES = re.compile(r"\{(?:\d*,)?\d{4,}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,8 +416,8 @@ class Rules:
     """Without the dot at the end. The first one that a name begins with goes."""
     add_prefix: str
     """With its dot, or empty."""
-    rename: tuple[Rename, ...]
-    """Each is applied to the result of the one before it."""
+    rename: tuple[tuple[str, re.Pattern[str], str], ...]
+    """(as it was given, pattern, replacement). Each is applied to the result of the one before it."""
     include: tuple[str, ...]
     exclude: tuple[str, ...]
 
@@ -467,7 +446,7 @@ def parse_rules(naming: Naming) -> Rules:
     )
 
 
-def _rename(text: str, problems: list[str]) -> Rename | None:
+def _rename(text: str, problems: list[str]) -> tuple[str, re.Pattern[str], str] | None:
     regex, equals, replacement = text.rpartition("=")
     if not equals or not regex:
         problems.append(f"--rename {escape(text)!r}: there is no = between two parts")
@@ -481,7 +460,7 @@ def _rename(text: str, problems: list[str]) -> Rename | None:
     except (re.error, IndexError, OverflowError, RecursionError) as error:
         problems.append(f"--rename {escape(text)!r}: {escape(str(error))}")
         return None
-    return Rename(text=text, pattern=pattern, replacement=replacement)
+    return text, pattern, replacement
 
 
 def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -497,10 +476,10 @@ def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str],
     unnamed = {stored for stored, name in names.items() if not name}  # saved like that: odd, but allowed
     names, notes = _strip(rules.strip_prefix, names), list[str]()
     names = {stored: rules.add_prefix + name for stored, name in names.items()}
-    for rename in rules.rename:
-        renamed = {stored: rename.pattern.sub(rename.replacement, name) for stored, name in names.items()}
+    for text, pattern, replacement in rules.rename:
+        renamed = {stored: pattern.sub(replacement, name) for stored, name in names.items()}
         if renamed == names:
-            notes.append(f"--rename {escape(rename.text)!r} matches no name")
+            notes.append(f"--rename {escape(text)!r} matches no name")
         names = renamed
     empty = [escape(stored) for stored, name in names.items() if not name and stored not in unnamed]
     if empty:
