@@ -71,17 +71,9 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.training.wrap import wrap as wrap
 
 _HOMES = {
-    "shardkit.errors": (
-        "IncompleteError",
-        "IntegrityError",
-        "Interrupted",
-        "LayoutError",
-        "MeshError",
-        "PolicyError",
-        "ResourceError",
-        "ShardkitError",
-        "SourceError",
-        "UsageError",
+    "shardkit.errors": tuple(
+        "IncompleteError IntegrityError Interrupted LayoutError MeshError PolicyError ResourceError ShardkitError"
+        " SourceError UsageError".split()
     ),
     "shardkit.operations.consolidate": ("ConsolidateResult", "consolidate"),
     "shardkit.operations.diff": ("DiffResult", "diff"),

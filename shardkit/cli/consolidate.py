@@ -75,7 +75,7 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
 
 def render(result: ConsolidateResult) -> list[str]:
     """Return a result as lines for people."""
-    head = headline(result)
+    head = headline(result.output, dry_run=result.dry_run)
     if result.unloadable:
         head += f", which from_pretrained would not load whole: {result.unloadable[0]}"
     lines = [head, *facts(_facts(result))]
@@ -112,16 +112,13 @@ def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     root = f"everything below {escape(result.root)}" if result.root else "names as they are"
     others = f"; also there: {', '.join(map(escape, result.candidates))}" if result.candidates else ""
     yield "weights", f"{escape(result.weights)}, {root}{others}"
-    yield from limited(
-        "stripped", [f"{escape(text)} from {count(number, 'name')}" for text, number in result.stripped]
-    )
-    yield from limited(
-        "renamed",
-        [
-            f"{count(number, 'tensor')}: {escape(old) or '(nothing)'} -> {escape(new) or '(nothing)'}"
-            for old, new, number in result.renamed
-        ],
-    )
+    stripped = [f"{escape(text)} from {count(number, 'name')}" for text, number in result.stripped]
+    yield from limited("stripped", stripped)
+    renamed = [
+        f"{count(number, 'tensor')}: {escape(old) or '(nothing)'} -> {escape(new) or '(nothing)'}"
+        for old, new, number in result.renamed
+    ]
+    yield from limited("renamed", renamed)
 
 
 def _base(result: ConsolidateResult) -> str:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from shardkit.operations.diff.values import TensorStats
 
 _DIFFERS = 1
+_ALONE = {"only_a": "only in A", "only_b": "only in B", "shape": "shapes differ"}
+"""What is said of tensors whose values are not compared."""
 
 
 @click.command(
@@ -62,12 +64,8 @@ def command(*, out: Output, a: str, b: str, quiet: bool, **options: Any) -> None
     result = diff(a, b, progress=make_progress(enabled=out.shows_bars and not quiet), **options)
     for warning in result.warnings:
         out.warn(warning)
-    if out.as_json:
-        out.document(result.to_json())
-    elif not quiet:
-        out.lines(render(result))
-        for note in result.notes:
-            out.say("note", note)
+    if not quiet:
+        out.result(result, render)
     if not result.is_equal_after_rounding:
         sys.stdout.flush()  # the reader may be gone, and this error is reported like any other
         click.get_current_context().exit(_DIFFERS)
@@ -79,7 +77,7 @@ def render(result: DiffResult) -> list[str]:
     lines = table([_row(tensor) for tensor in differences[:MAX_LINES]], indent="")
     if len(differences) > MAX_LINES:
         lines.append(more(len(differences)))
-    return [*facts(_facts(result)), "", *_equal(result), *_rounded(result), *lines, "", _verdict(result)]
+    return [*facts(_facts(result)), "", *_alike(result), *lines, "", _verdict(result)]
 
 
 def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
@@ -96,24 +94,16 @@ def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
     yield "read", f"{format_size(result.read_bytes)} in {result.elapsed_s:.2f} s"
 
 
-def _equal(result: DiffResult) -> Iterator[str]:
-    number = result.count("equal", "close", "tied")
-    if not number:
-        return
-    parts = [
-        *([f"{result.count('close')} within the tolerance"] if result.count("close") else []),
-        *([f"{result.count('tied')} tied, on one side only"] if result.count("tied") else []),
-    ]
-    yield f"=  {count(number, 'tensor')}" + (f" ({', '.join(parts)})" if parts else "")
-
-
-def _rounded(result: DiffResult) -> Iterator[str]:
-    number = result.count("rounded")
-    if not number:
-        return
-    flushed = result.num_flushed
-    zeros = f"; {count(flushed, 'value')} became 0" if flushed else ""
-    yield f"~  {count(number, 'tensor')} ({_direction(result)}{zeros})"
+def _alike(result: DiffResult) -> Iterator[str]:
+    """Yield one line for all tensors that are equal, and one for those that are equal after rounding."""
+    if number := result.count("equal", "close", "tied"):
+        close, tied = result.count("close"), result.count("tied")
+        said = ((close, "within the tolerance"), (tied, "tied, on one side only"))
+        parts = [f"{each} {text}" for each, text in said if each]
+        yield f"=  {count(number, 'tensor')}" + (f" ({', '.join(parts)})" if parts else "")
+    if number := result.count("rounded"):
+        zeros = f"; {count(result.num_flushed, 'value')} became 0" if result.num_flushed else ""
+        yield f"~  {count(number, 'tensor')} ({_direction(result)}{zeros})"
 
 
 def _direction(result: DiffResult) -> str:
@@ -136,12 +126,8 @@ def _row(tensor: TensorDiff) -> tuple[str, str, str, str, str]:
 
 
 def _what(tensor: TensorDiff) -> str:
-    if tensor.status == "only_a":
-        return "only in A"
-    if tensor.status == "only_b":
-        return "only in B"
-    if tensor.status == "shape":
-        return "shapes differ"
+    if tensor.status in _ALONE:
+        return _ALONE[tensor.status]
     return "; ".join([*_dtype(tensor), *_values(tensor), *(_stats(tensor.stats) if tensor.stats else ())])
 
 

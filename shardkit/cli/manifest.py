@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import MAX_LINES, Output, count, facts, make_progress
+from shardkit.cli.output import MAX_LINES, Output, count, facts, headline, make_progress
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ def command(*, out: Output, path: str, output: str | None, **options: Any) -> No
 
 def render(result: ManifestResult) -> list[str]:
     """Return a result as lines for people."""
-    path = escape(result.manifest)
-    first = f"dry run: nothing was written to {path}" if result.dry_run else f"wrote {path}"
-    return [first, *facts(_facts(result))]
+    return [headline(result.manifest, dry_run=result.dry_run), *facts(_facts(result))]
 
 
 def _facts(result: ManifestResult) -> Iterator[tuple[str, str]]:
@@ -59,11 +57,6 @@ def _facts(result: ManifestResult) -> Iterator[tuple[str, str]]:
     if result.dry_run:
         return
     kinds = "CRC-32 and sha256" if result.sha256 else "CRC-32"
-    yield "digests", f"{kinds} of every file, CRC-32 of {_of_tensors(result)}"
+    share = f"{result.num_tensor_digests} of " if result.num_tensor_digests != result.num_tensors else ""
+    yield "digests", f"{kinds} of every file, CRC-32 of {share}{count(result.num_tensors, 'tensor')}"
     yield "time", f"{result.elapsed_s:.2f} s"
-
-
-def _of_tensors(result: ManifestResult) -> str:
-    if result.num_tensor_digests == result.num_tensors:
-        return count(result.num_tensors, "tensor")
-    return f"{result.num_tensor_digests} of {count(result.num_tensors, 'tensor')}"

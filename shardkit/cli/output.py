@@ -32,24 +32,17 @@ _REDRAW_S = 0.1
 def check_facts(result: WriteResult) -> Iterator[tuple[str, str]]:
     """Yield what was compared, and what could not be compared and why."""
     if result.checked_bytes:
-        yield (
-            "checked",
-            f"{format_size(result.checked_bytes)} against the CRC-32s in the source, as they moved",
-        )
+        size = format_size(result.checked_bytes)
+        yield "checked", f"{size} against the CRC-32s in the source, as they moved"
     yield from limited("held against", [escape(path) for path in result.source_manifests])
-    yield from limited(
-        "unchecked",
-        [
-            f"{count(part.num_entries, 'tensor or storage', 'tensors or storages')}, "
-            f"{format_size(part.entry_bytes)}: {part.reason}"
-            for part in result.unchecked
-        ],
-    )
+    for part in result.unchecked:
+        number = count(part.num_entries, "tensor or storage", "tensors or storages")
+        yield "unchecked", f"{number}, {format_size(part.entry_bytes)}: {part.reason}"
 
 
-def headline(result: WriteResult) -> str:
-    """Return the first line of a verb's result."""
-    return f"{'dry run: nothing was written to' if result.dry_run else 'wrote'} {escape(result.output)}"
+def headline(path: str, *, dry_run: bool) -> str:
+    """Return the first line of a verb's result: what was written, or would be."""
+    return f"{'dry run: nothing was written to' if dry_run else 'wrote'} {escape(path)}"
 
 
 def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True) -> Iterator[tuple[str, str]]:
@@ -78,16 +71,13 @@ class Result(Protocol):
     @property
     def notes(self) -> Sequence[str]:
         """What a person should know."""
-        ...
 
     @property
     def warnings(self) -> Sequence[str]:
         """What a person should check."""
-        ...
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
-        ...
 
 
 R = TypeVar("R", bound=Result)

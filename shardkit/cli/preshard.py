@@ -78,7 +78,7 @@ def _is_on_the_hub(source: str) -> bool:
 
 def render(result: PreshardResult) -> list[str]:
     """Return a result as lines for people."""
-    lines = [headline(result), *facts(_facts(result))]
+    lines = [headline(result.output, dry_run=result.dry_run), *facts(_facts(result))]
     return lines if result.dry_run else [*lines, "", *_how_to_load(result)]
 
 
@@ -93,7 +93,8 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
     yield "balance", f"largest file over mean {result.imbalance:.4f}"
     if result.dry_run:
-        yield from _per_rank(result)
+        shards = [f"shard {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
+        yield from limited("per rank", shards)
     if result.num_tensors_with_empty_shards:
         yield "empty", f"{count(result.num_tensors_with_empty_shards, 'tensor')} with no rows on some ranks"
     yield from limited("tied", [" = ".join(map(escape, group)) + " (stored once)" for group in result.ties])
@@ -107,13 +108,6 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
 def _layout(result: PreshardResult) -> str:
     origins = {"traced": "traced from the model", "declared": "declared from names and shapes"}
     return f"{origins.get(result.layout, result.layout)}, {count(result.num_units, 'unit')}"
-
-
-def _per_rank(result: PreshardResult) -> Iterator[tuple[str, str]]:
-    """Yield the bytes of each shard file; runs of equal sizes share a line."""
-    yield from limited(
-        "per rank", [f"shard {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
-    )
 
 
 def _how_to_load(result: PreshardResult) -> list[str]:

@@ -48,7 +48,7 @@ def command(*, out: Output, checkpoint: str, output: str, **options: Any) -> Non
 
 def render(result: ReshardResult) -> list[str]:
     """Return a result as lines for people."""
-    return [headline(result), *facts(_facts(result))]
+    return [headline(result.output, dry_run=result.dry_run), *facts(_facts(result))]
 
 
 def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
@@ -64,8 +64,7 @@ def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
     yield f"{would}read", format_size(result.read_bytes)
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
     if result.dry_run:
-        yield from limited(
-            "per file", [f"file {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
-        )
+        files = [f"file {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
+        yield from limited("per file", files)
     yield from limited("copied", [escape(name) for name in result.copied])
     yield from ending(result, shows_rate=False)

@@ -83,11 +83,8 @@ def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
         yield "checkpoint", f"{escape(result.writer or '')} ({escape(result.format)})"
     seed = f", seed {result.seed}" if result.seed is not None else ""
     yield "level", f"{result.level}{seed}"
-    chunks, tensors = count(result.num_chunks, "chunk"), count(result.num_tensors, "tensor")
-    yield (
-        "holds",
-        f"{tensors}, {chunks}, {format_size(result.tensor_bytes)} in {count(result.num_files, 'file')}",
-    )
+    tensors = f"{count(result.num_tensors, 'tensor')}, {count(result.num_chunks, 'chunk')}"
+    yield "holds", f"{tensors}, {format_size(result.tensor_bytes)} in {count(result.num_files, 'file')}"
     for name in result.manifests:
         yield "held against", escape(name)
     if result.against is not None:
@@ -98,9 +95,7 @@ def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
         yield "compared with", f"{escape(result.repo)} at {escape(result.commit or '')}"
     if result.level != "structure" or result.repo is not None:
         files = f", {count(result.num_checked_files, 'whole file')}" if result.num_checked_files else ""
-        yield (
-            "compared",
-            f"{format_size(result.read_bytes)}: {count(result.num_checked_chunks, 'chunk')}{files}",
-        )
+        chunks = count(result.num_checked_chunks, "chunk")
+        yield "compared", f"{format_size(result.read_bytes)}: {chunks}{files}"
     if result.num_unrecorded_chunks:
         yield "no checksum", count(result.num_unrecorded_chunks, "chunk")

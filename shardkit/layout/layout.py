@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 from shardkit.core.catalog import TensorEntry
@@ -94,10 +95,8 @@ UNCHECKED = "names were not checked against a model"
 
 # Buffers of torch's and transformers' modules, by the last segment of their names.
 _BUFFERS = frozenset(
-    (
-        "running_mean running_var num_batches_tracked inv_freq position_ids token_type_ids"
-        " relative_position_index masked_bias cos_cached sin_cached e_score_correction_bias"
-    ).split()
+    "running_mean running_var num_batches_tracked inv_freq position_ids token_type_ids relative_position_index"
+    " masked_bias cos_cached sin_cached e_score_correction_bias".split()
 )
 
 
@@ -131,7 +130,7 @@ def declare(
     paths = _unit_paths(parse_policy(wrap), tensors, reason)
     units = ("", *paths)
     unit_of = {path: index for index, path in enumerate(units)}
-    placed = [_place(entry, mesh, _find_unit(entry.fqn, unit_of)) for entry in kept]
+    placed = [_place(entry, mesh, innermost_unit(entry.fqn, unit_of)) for entry in kept]
     return Layout(
         origin="declared",
         mesh=mesh,
@@ -154,19 +153,25 @@ def _place(entry: TensorEntry, mesh: Mesh, unit: int) -> TensorLayout:
     )
 
 
-def _find_unit(fqn: str, unit_of: Mapping[str, int]) -> int:
-    """Return the index of the innermost unit that holds the tensor."""
-    path = fqn.rpartition(".")[0]
-    while path and path not in unit_of:
-        path = path.rpartition(".")[0]
-    return unit_of[path]
+def innermost_unit(fqn: str, index: Mapping[str, int]) -> int:
+    """Return the index of the innermost unit that holds a tensor. The root, which holds all, has index 0."""
+    return next((index[path] for path in _around(fqn) if path in index), 0)
+
+
+def _around(path: str) -> Iterator[str]:
+    """Yield the paths around a module or tensor, the innermost first."""
+    while path := path.rpartition(".")[0]:
+        yield path
 
 
 def _unit_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[str]:
     if policy.kind == "none":
         return []
     if policy.kind == "function":
-        raise _needs_model(f"--wrap {escape(policy.text)}: a function is called with the model", reason)
+        raise PolicyError(
+            f"--wrap {escape(policy.text)}: a function is called with the model, and {reason or 'there is no model'}",
+            hint="--wrap auto, none and module paths (model.layers) work without a model",
+        )
     if policy.kind == "auto":
         containers = find_containers(fqns)
         if not containers:
@@ -181,13 +186,8 @@ def _unit_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[st
 
 def _named_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[str]:
     modules = _module_paths(fqns)
-    found: set[str] = set()
-    unknown = []
-    for name in policy.names:
-        matched = match_paths(name, modules)
-        found.update(matched)
-        if not matched:
-            unknown.append(name)
+    matched = {name: match_paths(name, modules) for name in policy.names}
+    unknown = [name for name, paths in matched.items() if not paths]
     if unknown:
         why = "class names need the model (transformers and config.json)"
         raise unknown_names(
@@ -196,6 +196,7 @@ def _named_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[s
             what="module paths",
             reason=f"{why}, and {reason}" if reason else why,
         )
+    found = set(chain.from_iterable(matched.values()))
     return _natural_order(path for path in modules if path in found)
 
 
@@ -212,20 +213,9 @@ def find_containers(fqns: Iterable[str]) -> dict[str, int]:
             if at and part.isdecimal():
                 children.setdefault(".".join(parts[:at]), set()).add(part)
     whole = {
-        path: len(names)
-        for path, names in children.items()
-        if names == {str(index) for index in range(len(names))}
+        path: len(found) for path, found in children.items() if found == set(map(str, range(len(found))))
     }
-    return {path: size for path, size in whole.items() if not _is_inside(path, whole)}
-
-
-def _is_inside(path: str, containers: Mapping[str, int]) -> bool:
-    parent = path.rpartition(".")[0]
-    while parent:
-        if parent in containers:
-            return True
-        parent = parent.rpartition(".")[0]
-    return False
+    return {path: size for path, size in whole.items() if whole.keys().isdisjoint(_around(path))}
 
 
 def _module_paths(fqns: Iterable[str]) -> list[str]:
@@ -255,10 +245,3 @@ def _natural_order(paths: Iterable[str]) -> list[str]:
             key.append((0, int(part)) if part.isdecimal() else (1, at))
         keyed.append((key, path))
     return [path for _, path in sorted(keyed)]
-
-
-def _needs_model(message: str, reason: str) -> PolicyError:
-    return PolicyError(
-        f"{message}, and {reason or 'there is no model'}",
-        hint="--wrap auto, none and module paths (model.layers) work without a model",
-    )

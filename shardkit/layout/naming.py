@@ -1,4 +1,4 @@
-"""Which stored tensor is which of a model's: names differ by wrappers, prefixes, PEFT or renamings."""
+"""Which stored tensor is which tensor of a model: names may differ by wrappers, prefixes, PEFT or renamings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NameMatch:
     is_transformers: bool = False
     """The model is one of transformers, or holds one."""
     renamed: int = 0
-    """How many were found under another name than their own, apart from wrappers."""
+    """How many have another name than the model's, wrappers aside."""
 
 
 class Lacking(NamedTuple):
@@ -177,9 +177,7 @@ def _match(
     for key, plain in stored.items():
         new = rename(plain)
         found = targets.find(new.name, prefixes)
-        if (
-            not found and new.name != plain
-        ):  # as from_pretrained does: it should probably not have been renamed
+        if not found and new.name != plain:  # as from_pretrained does: the renaming was probably wrong
             found, new = targets.find(plain, prefixes), _Renamed(plain)
         if not found:
             unused.append(key)
@@ -314,15 +312,13 @@ class _Transforms(NamedTuple):
 @contextlib.contextmanager
 def _own_classes(model: nn.Module) -> Iterator[None]:
     """Give modules back the classes that `fully_shard` replaced, for code that goes by their names."""
-    changed: list[tuple[Any, type]] = [
-        (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
-    ]
+    changed = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
     try:
-        for module, _ in changed:
+        for module in changed:
             module.__class__ = class_before_sharding(module)
         yield
     finally:
-        for module, sharded in changed:
+        for module, sharded in changed.items():
             module.__class__ = sharded
 
 
@@ -340,9 +336,8 @@ def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[st
 def _ignored_names(model: nn.Module) -> Callable[[str], object]:
     """Return a function that tells names that the model's class leaves out."""
     patterns = ignored_patterns(model)
-    return (
-        re.compile("|".join(f"(?:{pattern})" for pattern in patterns)).search if patterns else lambda _: None
-    )
+    joined = "|".join(f"(?:{pattern})" for pattern in patterns)
+    return re.compile(joined).search if patterns else lambda _: None
 
 
 def _without_ignored(found: NameMatch, is_left_out: Callable[[str], bool]) -> NameMatch:

@@ -4,8 +4,8 @@
                        "answer"}
                        Without axes nothing is wrapped, and the answer is about names alone. With "asks": "lacking" it
                        is about what `from_pretrained` would not find under these names.
-    answer (a file)    {"status": "ok", ...} as `_read_model` and `_match` list it, or an error: {"status":
-                       "cannot_build" | "policy" | "layout" | "source", "message", "problems", "hint", "show_output"}
+    answer (a file)    {"status": "ok", ...} as `_read_model` and `_match` list it, or an error: {"status": one of
+                       `STATUSES`, "message", "problems", "hint", "show_output"}
 
 stdout and stderr are noise, which the parent shows when something fails.
 """
@@ -40,8 +40,9 @@ from shardkit.layout.classes import (
     collect,
     ignored_patterns,
 )
-from shardkit.layout.layout import CannotBuildError
+from shardkit.layout.layout import innermost_unit
 from shardkit.layout.naming import answer_lacking, match_names
+from shardkit.layout.traced import STATUSES
 from shardkit.layout.units import (
     class_counts,
     describe,
@@ -76,12 +77,11 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(error.__cause__, ModuleNotFoundError | None):
             traceback.print_exception(error.__cause__)
         return {"status": "policy", **error.to_json(), "show_output": error.__cause__ is not None}
-    except CannotBuildError as error:
-        return {"status": "cannot_build", **error.to_json()}
-    except LayoutError as error:
-        return {"status": "layout", **error.to_json()}
-    except SourceError as error:
-        return {"status": "source", **error.to_json()}
+    except SourceError as error:  # LayoutError is one
+        return {
+            "status": next(s for s, kind in STATUSES.items() if isinstance(error, kind)),
+            **error.to_json(),
+        }
     except (Exception, SystemExit) as error:
         # A model's own code may raise anything. All of it goes to the parent, and nothing is hidden.
         traceback.print_exc()
@@ -113,8 +113,7 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]))
     policy = parse_policy(request["wrap"])
     built = wanted or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
-    # A model that is stored in fp32 is trained in bf16. What its class keeps in fp32 is then a unit of its
-    # own.
+    # A model that is stored in fp32 is trained in bf16. What its class keeps in fp32 is then a unit of its own.
     wide = built_dtypes(model, built) if built.itemsize == 2 else class_dtypes(model, torch.bfloat16)
     keep_fp32 = [] if wide.wanted is not wanted else _in_fp32(model, wide)
     before = _State.of(model)
@@ -243,7 +242,7 @@ def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int,
                 name,
                 tuple(tensor.shape),
                 [str(p) for p in placements[name]],
-                _unit(name, index),
+                innermost_unit(name, index),
                 not _is_parameter(tensor),
             )
             for name, tensor in kept.items()
@@ -268,18 +267,10 @@ def _units(model: nn.Module, classes: dict[int, str]) -> list[tuple[str, str]]:
     return found
 
 
-def _unit(name: str, index: dict[str, int]) -> int:
-    """Return the index of the innermost unit around a tensor."""
-    path = name.rpartition(".")[0]
-    while path not in index:
-        path = path.rpartition(".")[0]
-    return index[path]
-
-
 def _check_ties(before: _State, after: _State, index: dict[str, int], units: list[tuple[str, str]]) -> None:
     """Refuse ties that a function put into different units, where `fully_shard` split the parameter."""
     split = [
-        {name: units[_unit(name, index)][0] for name in group}
+        {name: units[innermost_unit(name, index)][0] for name in group}
         for group in before.ties()
         if len({id(after.tensors.get(name)) for name in group}) > 1
     ]

@@ -27,7 +27,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh, Placement
@@ -38,16 +38,22 @@ from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, Unit
 from shardkit.layout.wrap_policy import parse_policy
 
 DEFAULT_TIMEOUT_S = 600.0
-Child = subprocess.Popen[bytes]
-ChildTimeoutError = subprocess.TimeoutExpired
 _LAST_LINES = 12
+
+STATUSES: dict[str, type[ShardkitError]] = {
+    "cannot_build": CannotBuildError,
+    "policy": PolicyError,
+    "layout": LayoutError,
+    "source": SourceError,
+}
+"""What the child answers for each kind of error; a kind comes before those that it is a part of."""
 
 # The child gets this process's import path and nothing more. `python -m` would put the current directory
 # first, and that may be a downloaded model with a json.py in it.
 _BOOT = "import sys; sys.path[:] = sys.argv[1:]; from shardkit.layout.trace_child import main; main()"
 
-# A launcher's settings for real process groups would leak into the fake one, and a library's warning is no
-# reason to fail.
+# A launcher's settings for real process groups would leak into the fake one. A library's warning is no reason
+# to fail.
 _DROPPED = frozenset(
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCH_DISTRIBUTED_DEBUG"
     " PYTHONWARNINGS".split()
@@ -199,21 +205,10 @@ def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
         except (FileNotFoundError, ValueError):
             raise _died(done) from None
     if answer["status"] != "ok":
-        raise _refusal(answer, done.stdout)
+        lines = _last_lines(done.stdout) if answer.get("show_output") else []
+        kind = STATUSES[answer["status"]]
+        raise kind(answer["message"], problems=[*answer["problems"], *lines], hint=answer["hint"])
     return answer
-
-
-def start_child(stdin: IO[bytes]) -> Child:
-    """Start the child on a request and let it run. What it prints is lost.
-
-    Args:
-        stdin: a file that holds the request.
-
-    Raises:
-        OSError: Python cannot be started.
-    """
-    nowhere = subprocess.DEVNULL
-    return subprocess.Popen(_command(), stdin=stdin, stdout=nowhere, stderr=nowhere, env=_environment())
 
 
 def _command() -> list[str]:
@@ -237,24 +232,13 @@ def _spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[byte
 
 
 def _died(done: subprocess.CompletedProcess[bytes]) -> ShardkitError:
-    how = f"by signal {-done.returncode}" if done.returncode < 0 else f"with exit code {done.returncode}"
     hint = "signal 9 usually means that memory ran out" if done.returncode == -9 else None
-    return ResourceError(
-        f"the process that traces the model ended {how}", problems=_last_lines(done.stdout), hint=hint
-    )
+    said = f"the process that traces the model ended {_how(done.returncode)}"
+    return ResourceError(said, problems=_last_lines(done.stdout), hint=hint)
 
 
-def _refusal(answer: Mapping[str, Any], output: bytes) -> ShardkitError:
-    """Return the error that the child raised."""
-    kinds: dict[str, type[ShardkitError]] = {
-        "cannot_build": CannotBuildError,
-        "policy": PolicyError,
-        "layout": LayoutError,
-        "source": SourceError,
-    }
-    lines = _last_lines(output) if answer.get("show_output") else []
-    kind = kinds[answer["status"]]
-    return kind(answer["message"], problems=[*answer["problems"], *lines], hint=answer["hint"])
+def _how(status: int) -> str:
+    return f"by signal {-status}" if status < 0 else f"with exit code {status}"
 
 
 def _last_lines(output: bytes | None) -> list[str]:
@@ -336,10 +320,9 @@ class Question:
         content = [config, list(shapes.items())]
         self._key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         self._stack = contextlib.ExitStack()
-        self._child: Child | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self._answer = _answers.get(self._key)
-        reason = _why_not(config) if self._answer is None else None
-        if reason is not None:
+        if self._answer is None and (reason := _why_not(config)) is not None:
             self._answer = Answer(failure=reason)
         if self._answer is None:
             try:
@@ -347,9 +330,8 @@ class Question:
                     self._ask(opened, config, shapes)
                     self._stack = opened.pop_all()
             except OSError as error:  # no room for scratch files
-                self._answer = Answer(
-                    failure=f"nothing can be written for the process that asks it: {error.strerror}"
-                )
+                failure = f"nothing can be written for the process that asks it: {error.strerror}"
+                self._answer = Answer(failure=failure)
 
     def __enter__(self) -> Question:
         return self
@@ -367,7 +349,7 @@ class Question:
             assert self._child is not None
             try:
                 status = self._child.wait(timeout_s)
-            except ChildTimeoutError:
+            except subprocess.TimeoutExpired:
                 self._answer = Answer(failure=f"no answer came within {timeout_s:g} s")
             else:
                 self._answer = self._remember(_read(self._answer_path, status))
@@ -387,12 +369,17 @@ class Question:
         stdin = opened.enter_context(tempfile.TemporaryFile())
         stdin.write(json.dumps(about | {"answer": self._answer_path}).encode())
         stdin.seek(0)
+        nowhere = subprocess.DEVNULL  # what the child prints is lost
         try:
-            self._child = start_child(stdin)
+            child = subprocess.Popen(
+                _command(), stdin=stdin, stdout=nowhere, stderr=nowhere, env=_environment()
+            )
         except OSError as error:  # an interpreter inside of another program may have no name
             self._answer = Answer(failure=f"Python cannot be started: {error.strerror}")
             return
-        opened.callback(_end, self._child)
+        self._child = child
+        opened.callback(child.wait)
+        opened.callback(child.kill)
 
     def _remember(self, answer: Answer) -> Answer:
         if answer.failure is None:
@@ -402,20 +389,13 @@ class Question:
         return answer
 
 
-def _end(child: Child) -> None:
-    child.kill()
-    child.wait()
-
-
 def _why_not(config: Mapping[str, Any]) -> str | None:
     """Return why the class of a config cannot be asked, as far as one can tell without importing anything."""
     if (reason := why_no_class(config)) is not None:
         return reason
     if config.get("quantization_config"):
         return "the weights are quantised and have names of their own"
-    if _counts_too_many(config):
-        return "config.json counts more layers than can be built"
-    return None
+    return "config.json counts more layers than can be built" if _counts_too_many(config) else None
 
 
 def _counts_too_many(config: Mapping[str, Any]) -> bool:
@@ -460,8 +440,7 @@ def _read(path: str, status: int) -> Answer:
         with open(path, encoding="utf-8") as file:
             answer = json.load(file)
     except (OSError, ValueError):
-        how = f"by signal {-status}" if status < 0 else f"with exit code {status}"
-        return Answer(failure=f"the process that asks it ended {how}")
+        return Answer(failure=f"the process that asks it ended {_how(status)}")
     return _parse(answer) if answer["status"] == "ok" else Answer(failure=escape(answer["message"]))
 
 

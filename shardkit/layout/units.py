@@ -17,7 +17,7 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, takewhile
+from itertools import accumulate, chain, takewhile
 from typing import Any
 
 import torch
@@ -94,12 +94,8 @@ def _blocks(model: nn.Module) -> Iterator[str]:
             continue
         children = dict(module.named_children())
         is_numbered = list(children) == [str(at) for at in range(len(children))]
-        if (
-            isinstance(module, _CONTAINERS)
-            and children
-            and is_numbered
-            and all(map(_is_block, children.values()))
-        ):
+        is_list = isinstance(module, _CONTAINERS) and bool(children) and is_numbered
+        if is_list and all(map(_is_block, children.values())):
             inside.append(path)
             yield from (f"{path}.{name}" for name in children)
 
@@ -115,16 +111,16 @@ def match_names(model: nn.Module, names: Iterable[str], wording: Wording = OPTIO
         PolicyError: names match nothing (lists them all, and what exists), or an import fails.
     """
     modules = {path: module for path, module in model.named_modules() if path}
-    found: set[str] = set()
-    unknown = []
-    for name in names:
-        matched = [path for path, module in modules.items() if type(module).__name__ == name]
-        matched = matched or match_paths(name, list(modules)) or _match_import(name, modules, wording)
-        found.update(matched)
-        if not matched:
-            unknown.append(name)
+    matched = {
+        name: [path for path, module in modules.items() if type(module).__name__ == name]
+        or match_paths(name, list(modules))
+        or _match_import(name, modules, wording)
+        for name in names
+    }
+    unknown = [name for name, paths in matched.items() if not paths]
     if unknown:
         raise unknown_names(unknown, class_counts(model), what="module classes", wording=wording)
+    found = set(chain.from_iterable(matched.values()))
     return [path for path in modules if path in found]
 
 

@@ -101,15 +101,11 @@ def no_split_names(value: object) -> tuple[str, ...]:
 
     Sets are sorted, because their order differs from run to run.
     """
-    if value is None:
-        return ()
     if isinstance(value, str):
         return (value,)
     if isinstance(value, set | frozenset):
-        return tuple(sorted(str(name) for name in value))
-    if isinstance(value, list | tuple):
-        return tuple(str(name) for name in value)
-    return ()
+        return tuple(sorted(map(str, value)))
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else ()
 
 
 def match_paths(pattern: str, paths: Sequence[str]) -> list[str]:
@@ -124,15 +120,15 @@ def match_paths(pattern: str, paths: Sequence[str]) -> list[str]:
     ends = [path for path in paths if _ends_with(path.split("."), wanted)]
     if "*" in wanted:
         return ends
-    known = set(ends)
     everything = set(paths)
     containers = {path for path in ends if f"{path}.0" in everything}
-    return [
-        path
-        for path in paths
-        if (path in known and path not in containers)
-        or (path.rpartition(".")[0] in containers and path.rpartition(".")[2].isdecimal())
-    ]
+    known = set(ends) - containers
+
+    def is_meant(path: str) -> bool:
+        around, _, name = path.rpartition(".")
+        return path in known or (around in containers and name.isdecimal())
+
+    return list(filter(is_meant, paths))
 
 
 def _ends_with(parts: list[str], wanted: list[str]) -> bool:
@@ -159,7 +155,7 @@ def unknown_names(
     """
     asked = tuple(names)
     shown = ", ".join(
-        f"{escape(name)}{suggestion(name, candidates)}" if at < _MAX_SUGGESTIONS else escape(name)
+        escape(name) + (suggestion(name, candidates) if at < _MAX_SUGGESTIONS else "")
         for at, name in enumerate(asked)
     )
     return PolicyError(
