@@ -35,9 +35,9 @@ import shardkit
 from shardkit.errors import ShardkitError
 from tests.distributed.trainers.accelerate_cases import allow_cpu
 from tests.distributed.trainers.lightning_cases import OnCpu
-from tests.training.finalize_world import blocks_of, run_model, same
 from tests.training.finalize_world_memory import Watch
 from tests.training.models import reference, save
+from tests.training.wrapping import blocks_of, run_model, same
 from tests.worlds.processes import agent_store, fork, return_freed_memory, wait
 
 torch.set_num_threads(1)

@@ -32,7 +32,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 
 from shardkit.errors import ShardkitError
-from tests.worlds.processes import end_world, fork, run_script, wait
+from tests.worlds.processes import end_world, fork, run_script
 
 Body = Callable[..., None]
 _TIMEOUT = timedelta(seconds=600)  # of a rank that waits for one whose body has failed
@@ -56,7 +56,7 @@ class Ranks:
 
         Args:
             module: name of the module whose tests these are.
-            size: number of ranks.
+            size: number of ranks. One has no process group.
             first: makes in the module's folder what the ranks are to find there.
         """
         self._module, self.size, self._first = module, size, first
@@ -173,8 +173,12 @@ class Ranks:
         if "transformers" in sys.modules:
             sys.modules["transformers"].logging.set_verbosity_error()
             sys.modules["transformers"].utils.logging.disable_progress_bar()
-        store = f"file://{place}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=self.size, timeout=_TIMEOUT)
+        if self.size > 1:
+            os.environ["GROUP_RANK"] = str(rank // 2)  # as torchrun says it of nodes with two ranks
+            store = f"file://{place}/store"
+            dist.init_process_group(
+                "gloo", init_method=store, rank=rank, world_size=self.size, timeout=_TIMEOUT
+            )
         wrong = dict.fromkeys(tests, "")
         is_killed = any(test.victim is not None for test in tests.values())
         for name, test in tests.items():
@@ -182,12 +186,13 @@ class Ranks:
                 test.body(**({"out": out} if "out" in inspect.signature(test.body).parameters else {}))
             except BaseException:  # pytest's own failures are no Exceptions
                 wrong[name] = traceback.format_exc()
-            if not is_killed:
+            if self.size > 1 and not is_killed:
                 dist.barrier()
         (place / f"{rank}.json").write_text(json.dumps(wrong))
         if is_killed:
             os._exit(0)  # a group with a dead rank is not left in good order
-        end_world()
+        if self.size > 1:
+            end_world()
 
 
 def on_all(value: Any) -> list[Any]:
@@ -231,7 +236,7 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     import_module(request["module"])
     for at, ranks in enumerate(Ranks._of_module[request["module"]]):
-        wait([fork(partial(ranks.run, at, Path(request["out"])))])
+        ranks.run(at, Path(request["out"]))  # what this process has imported, the next group need not
 
 
 if __name__ == "__main__":

@@ -1,0 +1,56 @@
+"""Ways to wrap a model by hand, and to hold it against another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.training.models import inputs
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [block for each in lists for block in each if any(p.numel() for p in block.parameters())]
+
+
+def shard(model: nn.Module, mesh: Any) -> None:
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def one_axis(model: nn.Module) -> None:
+    shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def hybrid(model: nn.Module) -> None:
+    shard(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
+
+
+def plain(model: nn.Module) -> None:
+    """Nobody wraps it."""
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return {
+            name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
+            for name, value in model.state_dict().items()
+        }
+
+
+def run_model(name: str, model: nn.Module) -> torch.Tensor:
+    made = model(**inputs("llama" if name == "trained" else name.removesuffix("-bf16")))
+    return made.logits if hasattr(made, "logits") else made.last_hidden_state
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], what: str) -> None:
+    assert list(a) == list(b), f"{what}: other names"
+    wrong = [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
+    assert not wrong, f"{what}: {wrong}"
