@@ -29,7 +29,7 @@ _COMMANDS = {
     "diff": "Compare two checkpoints of any formats, tensor by tensor.",
     "env": "Show versions and settings, to paste into a bug report.",
     "inspect": "Show what a model or a checkpoint holds.",
-    "manifest": "Write down every file's checksum of any checkpoint, to verify it later.",
+    "manifest": "Record the checksum of every file of a checkpoint, to verify it later.",
     "preshard": "Write a Hub model as one file for each rank of a mesh.",
     "reshard": "Write a sharded checkpoint, model and optimizer, for another mesh.",
     "verify": "Check that a checkpoint is whole and holds what was written.",

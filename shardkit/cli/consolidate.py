@@ -30,12 +30,18 @@ Examples:
 @click.option(
     "--base",
     metavar="MODEL",
-    help="Hub directory or repo id that it was trained from: config, tokenizer, names and shapes.",
+    help="The model that it was trained from, a Hub directory or repo id: for config, tokenizer, names, shapes.",
 )
 @click.option("--base-revision", metavar="REV", help="Branch, tag or commit of a repo id.")
-@opt.dtype("--dtype", "base", help="Convert floating tensors; base: as the base stores each.")
+@opt.dtype(
+    "--dtype", "base", help="Convert floating tensors; base: to the dtype that the base stores each in."
+)
 @click.option(
-    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Most tensor bytes in a file."
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    metavar="SIZE",
+    help="Maximum tensor bytes in a file.",
 )
 @click.option("--single-file", is_flag=True, help="One model.safetensors, whatever its size.")
 @opt.naming
@@ -45,7 +51,9 @@ Examples:
 )
 @click.option("--merge-lora", is_flag=True, help="Add an adapter to the weights that it was trained on.")
 @click.option(
-    "--adapter-config", metavar="FILE", help="An adapter's settings, where base and checkpoint have none."
+    "--adapter-config",
+    metavar="FILE",
+    help="The adapter's settings, if neither base nor checkpoint has them.",
 )
 @click.option("--check", is_flag=True, help="First compare the checkpoint with the checksums in it.")
 @opt.recording
@@ -61,8 +69,8 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
 
     CHECKPOINT is what a trainer saved, or a run's directory, whose newest complete checkpoint is taken.
     OUTPUT is the directory to make; by default it lies beside the checkpoint: last.ckpt/ -> last-hf/.
-    Optimizer and trainer state are neither read nor written. An interrupted run goes on where it
-    stopped when the same command runs again.
+    Optimizer and trainer state are neither read nor written. To continue an interrupted run, run the
+    same command again.
     """
     if not out.shows_bars and (options["base"] or options["push_to_hub"]):
         opt.silence_hub()

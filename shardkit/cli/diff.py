@@ -38,7 +38,7 @@ Examples:
     "--all",
     "all_tensors",
     is_flag=True,
-    help="All other tensors too, such as the optimizer's, under their stored names.",
+    help="Compare all other tensors too, such as the optimizer's, under their stored names.",
 )
 @opt.strict
 @click.option(
@@ -46,10 +46,10 @@ Examples:
     type=click.Choice(SORTS),
     default="name",
     show_default=True,
-    help="difference: what differs most comes first; it turns on --stats.",
+    help="difference: what differs most comes first; this turns on --stats.",
 )
 @opt.max_memory
-@click.option("--quiet", "-q", is_flag=True, help="Print no result; the exit code tells.")
+@click.option("--quiet", "-q", is_flag=True, help="Print no result, only set the exit code.")
 @opt.follow_links
 @opt.reporting
 def command(*, out: Output, a: str, b: str, quiet: bool, **options: Any) -> None:

@@ -101,8 +101,8 @@ def _say(out: Output, error: BaseException, content: dict[str, Any], resume: str
 def resume_command(args: Sequence[str]) -> str:
     """Return the command that goes on with an interrupted one, as the shell takes it.
 
-    It is the command that was typed, without `--no-resume`, which would begin anew, and without `--resume-from`: the
-    directory that it named now belongs to this run, which is known to be over.
+    It is the command that was typed, without two options. `--no-resume` would start over. The directory that
+    `--resume-from` named now belongs to this run, which is known to be over.
     """
     kept, rest = [*_program()], iter(args)
     for arg in rest:

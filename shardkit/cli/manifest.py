@@ -34,10 +34,10 @@ Examples:
 @opt.follow_links
 @opt.reporting
 def command(*, out: Output, path: str, output: str | None, **options: Any) -> None:
-    """Write down the size and the checksum of every file and tensor of PATH, for `shardkit verify`.
+    """Record the size and the checksum of every file and tensor of PATH, for `shardkit verify`.
 
     PATH is any checkpoint, whoever made it: a Hub model, a trainer's sharded checkpoint, a pre-sharded directory.
-    All of it is read and compared with the checksums in it: a checkpoint that is damaged already gets no manifest.
+    All of it is read and compared with the checksums in it. A checkpoint that is already damaged gets no manifest.
     """
     from shardkit.operations.manifest import write_manifest
 

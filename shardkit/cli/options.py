@@ -83,14 +83,16 @@ strict = click.option(
 dry_run = click.option(
     "--dry-run", "-n", is_flag=True, help="Check everything, say what would be done, write nothing."
 )
-sha256 = click.option("--sha256", is_flag=True, help="Take the sha256 of every file too, for the manifest.")
+sha256 = click.option(
+    "--sha256", is_flag=True, help="Also compute the sha256 of every file, for the manifest."
+)
 jobs = click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
 max_memory = click.option(
     "--max-memory",
     default="256MiB",
     show_default=True,
     metavar="SIZE",
-    help="For all buffers, e.g. 512MiB, 1GB.",
+    help="Memory for all buffers, e.g. 512MiB, 1GB.",
 )
 revision = click.option("--revision", metavar="REV", help="Branch, tag or commit of the repo.")
 
@@ -113,23 +115,27 @@ naming = group(
         help="model, ema, or another part of the checkpoint by its name.",
     ),
     click.option("--root", metavar="PATH", help="Where the model begins, dotted; nothing is guessed."),
-    click.option("--strip-prefix", multiple=True, metavar="PREFIX", help="Take this off names; repeatable."),
+    click.option(
+        "--strip-prefix", multiple=True, metavar="PREFIX", help="Remove this from names; repeatable."
+    ),
     click.option("--add-prefix", default="", metavar="PREFIX", help="Put this before every name."),
     click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Rename, in order; repeatable."),
     globs,
-    click.option("--allow-missing", is_flag=True, help="Tensors of the base may be missing."),
+    click.option("--allow-missing", is_flag=True, help="Allow tensors of the base to be missing."),
     click.option("--allow-unexpected", is_flag=True, help="Allow tensors that the base does not have."),
 )
 publishing = group(
     click.option("--push-to-hub", metavar="REPO", help="Upload the finished directory to this repo."),
-    click.option("--private", is_flag=True, help="Make the repo private if it has to be made."),
-    click.option("--branch", metavar="NAME", help="Branch of that repo, made if it is missing."),
+    click.option("--private", is_flag=True, help="Make the repo private if it does not exist yet."),
+    click.option("--branch", metavar="NAME", help="Branch of that repo, created if it does not exist."),
 )
 recording = group(
     click.option(
         "--manifest", is_flag=True, help="Put shardkit.json, with sizes and digests, into the output."
     ),
-    click.option("--manifest-file", metavar="FILE", help="Write the same there, outside the output."),
+    click.option(
+        "--manifest-file", metavar="FILE", help="Write the same manifest to FILE, outside the output."
+    ),
 )
 writing = group(
     dry_run,
@@ -137,12 +143,12 @@ writing = group(
         "--resume/--no-resume",
         default=True,
         show_default=True,
-        help="Go on with an interrupted run of the same job.",
+        help="Continue an interrupted run of the same job.",
     ),
     click.option(
         "--resume-from",
         metavar="DIR",
-        help="Go on with this .OUTPUT.shardkit-... directory, left by another host.",
+        help="Continue from this .OUTPUT.shardkit-... directory, which another host left.",
     ),
 )
 moving = group(
@@ -156,12 +162,12 @@ moving = group(
     sha256,
     on_or_off(
         "--check-source",
-        help="Compare what is read with the checksums in the source; off lets damage through.",
+        help="Compare what is read with the checksums in the source; off lets damaged bytes through.",
     ),
     click.option(
         "--source-manifest",
         metavar="FILE",
-        help="Compare with this manifest of the source too; one in it or beside it is found.",
+        help="Compare with this manifest of the source too; one in or beside the source is found without this.",
     ),
     jobs,
     max_memory,

@@ -49,8 +49,8 @@ def command(*, out: Output, source: str, output: str | None, **options: Any) -> 
     """Write SOURCE as one file for each rank of a device mesh, ready for torch.distributed.checkpoint.
 
     SOURCE is the directory or a file of a Hub model, or a repo id such as Qwen/Qwen3-8B. OUTPUT is the
-    directory to make; by default its name says model and mesh. An interrupted run goes on where it stopped
-    when the same command runs again.
+    directory to make; by default its name gives model and mesh. To continue an interrupted run, run the same
+    command again.
     """
     warn_of_torch(out)
     if not out.shows_bars and _is_on_the_hub(source):

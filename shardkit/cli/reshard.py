@@ -34,10 +34,10 @@ Examples:
 @opt.follow_links
 @opt.reporting
 def command(*, out: Output, checkpoint: str, output: str, **options: Any) -> None:
-    """Write CHECKPOINT anew as OUTPUT, for another number of ranks: model, optimizer and everything else.
+    """Rewrite CHECKPOINT as OUTPUT, for another number of ranks: model, optimizer and everything else.
 
     CHECKPOINT is a sharded checkpoint of any trainer, or a run directory, whose newest complete checkpoint is
-    taken. OUTPUT is of the same trainer's kind: what lies beside the shards is copied. No model code is needed.
+    taken. A DCP checkpoint stays one of the same trainer, with the files beside its shards. No model code is needed.
     """
     from shardkit.operations.reshard import reshard
 
