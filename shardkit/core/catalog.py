@@ -98,17 +98,16 @@ class SourceFile:
     size: int
     """Bytes."""
     decode: Callable[[OnRead], memoryview] | None = None
-    """Gives bytes that exist only after decoding (legacy `.bin`), row-major and contiguous. Such a file holds
-    a single tensor."""
+    """Gives bytes that exist only after decoding (legacy `.bin`), row-major and contiguous. Such a file holds a single
+    tensor."""
     decoded_from: tuple[int, int] | None = None
-    """(first byte, end) of the range that decoding reads of the file at `path`, where it is one range."""
+    """(first byte, end) of the range of the file at `path` that decoding reads, if it is one range."""
     checksums: Checksums | None = None
     """Checksums to compare the bytes at `path` with; None where nothing is recorded."""
     is_proved: bool = False
-    """Decoding compares a checksum, or the bytes come from something that was compared when the file was
-    opened."""
+    """Decoding compares a checksum, or the bytes come from something that was compared when the file was opened."""
     stamp: FileStamp | None = None
-    """Stamp of the descriptor that the description was read from; None where nobody has looked."""
+    """Stamp of the descriptor that the description was read from; None if nobody has looked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,8 +304,7 @@ def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
 def combine_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
     """Return several catalogs of raw bytes as one: the parts of a nested state dict, each below its own key.
 
-    The key of each part goes in front of its names and paths. A file that several parts point into comes
-    once.
+    The key of each part goes in front of its names and paths. A file that several parts point into comes once.
     """
     paths: dict[str, tuple[str | int, ...]] = {}
     whole = Catalog(format="dcp", directory="", paths=paths)

@@ -24,7 +24,7 @@ Role = Literal["replicate", "shard"]
 ROLES: dict[str, Role] = {"dp_replicate": "replicate", "dp_shard": "shard"}
 LATER_AXES = ("tp", "ep", "pp")
 
-_MAX_RANKS = 1 << 17  # every rank is a file, and a typing error should not plan for hours
+_MAX_RANKS = 1 << 17  # every rank is a file, and a typing error should not cost hours of planning
 
 _AXIS = re.compile(r"([A-Za-z_]\w{0,63})(?::(replicate|shard))?=(\d{1,9})", re.ASCII)
 

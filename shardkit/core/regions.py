@@ -60,8 +60,8 @@ def relative_to(region: Region, origin: Shape) -> Region:
 def split_dim(size: int, num_parts: int, index: int) -> tuple[int, int]:
     """Return (offset, size) of part `index` of a dim that is cut like `torch.chunk`.
 
-    Every part has ceil(size / num_parts) elements, but the trailing ones may be short or empty. An empty part
-    starts at the end of the dim.
+    Every part has ceil(size / num_parts) elements, but the trailing ones may be shorter or empty. An empty part starts
+    at the end of the dim.
 
     Source: torch 2.13, torch.distributed.tensor.placement_types.Shard.local_shard_size_and_offset.
     """
@@ -73,7 +73,7 @@ def split_dim(size: int, num_parts: int, index: int) -> tuple[int, int]:
 def contiguous_suffix(sizes: Sequence[int], shape: Sequence[int]) -> int:
     """Return the first dim from which a box of `sizes` spans `shape` whole.
 
-    From that dim on the box is one run. It is `len(shape)` where the box does not even span the last dim.
+    From that dim on, the box is one run. Returns `len(shape)` if the box does not even span the last dim.
     """
     dim = len(shape)
     while dim > 0 and sizes[dim - 1] == shape[dim - 1]:

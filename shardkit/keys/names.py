@@ -12,12 +12,12 @@ COMPILED = "_orig_mod"
 WRAPPERS = frozenset(
     {COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_fpw_module"}
 )
-"""The segments that wrappers add to names: torch.compile, activation checkpointing, FSDP1, Lightning's
-strategies, fairscale. No model has a submodule of such a name."""
+"""The segments that wrappers add to names: torch.compile, activation checkpointing, FSDP1, Lightning's strategies,
+fairscale. No model has a submodule of such a name."""
 MODULE = "module"
 """The segment that DDP and others add; but models do have submodules of that name."""
 PEFT = ("base_model", "model")
-"""What PEFT puts before every name of the model that it wraps (see `keys.peft` for what it puts inside)."""
+"""What PEFT puts before every name of the model that it wraps. `keys.peft` knows what it puts inside names."""
 
 # FSDP1's own, in LOCAL_STATE_DICT. torch 2.13, torch/distributed/fsdp/_flat_param.py: FLAT_PARAM; "flat_param"
 # before torch 2.0.
@@ -46,7 +46,7 @@ def clean(name: str) -> Segments:
     segments = split(name)
     if WRAPPERS.isdisjoint(segments):
         return segments
-    # A name of nothing but wrappers is not the name of a wrapped parameter.
+    # A name that consists of wrappers alone is not the name of a wrapped parameter.
     return tuple(segment for segment in segments if segment not in WRAPPERS) or segments
 
 
@@ -65,8 +65,7 @@ def natural(name: str) -> tuple[object, ...]:
     parts: list[object] = list(_DIGITS.split(name))
     for at in range(1, len(parts), 2):
         digits = str(parts[at])
-        # By length and then text, which takes numbers of any length and has neither the cost nor the limits
-        # of `int`.
+        # By length and then text: this takes numbers of any length, without the cost and the limits of `int`.
         parts[at] = (len(digits.lstrip("0")), digits.lstrip("0"), digits)
     return tuple(parts)
 
@@ -83,16 +82,15 @@ def common_prefix(names: Sequence[Segments]) -> Segments:
 
 
 def match_prefix(names: Collection[Segments], base: Collection[str]) -> Segments | None:
-    """Return the prefix below which names are those of the base, or None where nothing shows one.
+    """Return the prefix below which names are those of the base; None if there is no clear one.
 
     Args:
         names: without the segments of wrappers.
         base: the base's names, quick to look up.
 
     Returns:
-        The prefix with the most matches, or a prefix of it where names outside of it match too
-        (`lm_head.weight` beside `model.`). None where two prefixes match equally well, or too few names
-        match.
+        The prefix with the most matches, or a prefix of it if names outside of it match too (`lm_head.weight` beside
+        `model.`). None if two prefixes match equally well, or too few names match.
     """
     counts = Counter[Segments]()
     for segments in names:
@@ -122,7 +120,7 @@ def _on_one_line(a: Segments, b: Segments) -> bool:
 def in_order(names: Iterable[str], order: Collection[str] | None) -> list[str]:
     """Return names sorted: first those that `order` lists, as it lists them, then naturally.
 
-    A set has no order, so it is as good as None.
+    A set has no order, so it counts as None.
     """
     if order is None or isinstance(order, (set, frozenset)):
         return sorted(names, key=natural)

@@ -25,8 +25,7 @@ _SAVED, _ORIGINAL, _BASE, _TOKENS = "modules_to_save", "original_module", "base_
 _MAGNITUDE = "lora_magnitude_vector"
 _A, _B, _EMBEDDING_A, _EMBEDDING_B = "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"
 _LORA = {_A: "a", _B: "b", _EMBEDDING_A: "a", _EMBEDDING_B: "b", _MAGNITUDE: "magnitude"}
-# Parameters of other methods: they can be exported, not merged. Prompts are left out, because their names are
-# too common.
+# Parameters of other methods, which can be exported but not merged. Prompts are left out: their names are too common.
 _OTHER = re.compile(
     r"(ia3)_l|(hada)_[wt][12]\w*|(lokr)_[wt][12]\w*|(oft)_[rRs]|(boft)_[Rs]|(vera)_lambda_[bd]|(randlora)_\w+"
     r"|(vblora)_\w+|(lora)_\w+|(trainable_tokens)_(?:delta|original)|(adaption)_(?:prompt|gate)"
@@ -58,7 +57,7 @@ class PeftNames:
     """What names tell about adapters."""
 
     kind: Literal["none", "adapter", "base+adapter"]
-    """Whether there is an adapter, and whether the weights that it was trained on are there too."""
+    """Is there an adapter, and are the weights there that it was trained on?"""
     adapter: str | None
     """The adapter of the names below; None where names do not give it, as in PEFT's own files."""
     others: tuple[str, ...]
@@ -90,7 +89,7 @@ def classify_peft(names: Iterable[str], *, adapter: str | None = None) -> PeftNa
 
     Args:
         names: a model's names, e.g. the output names of a selection. `base_model.model.` may be missing.
-        adapter: which adapter, where there are several. Without it, `default` or the only one.
+        adapter: which of several adapters; None for `default`, or for the only one.
 
     Raises:
         UsageError: there are several adapters and none is `default`, or `adapter` is not among them.
@@ -122,7 +121,7 @@ def classify_peft(names: Iterable[str], *, adapter: str | None = None) -> PeftNa
 def base_name(name: str) -> str | None:
     """Return what the base model calls a parameter of a model that PEFT wrapped; None for an adapter's own.
 
-    A module that is trained in full has its base's name twice: before (`original_module`) and after training.
+    A module that is trained in full has two parameters of one base name: before (`original_module`) and after training.
 
     Args:
         name: a name of the wrapped model. A plain model's names come back as they are.
@@ -147,7 +146,7 @@ def without_base_layers(fqn: str) -> str:
 
 
 def without_peft_modules(fqn: str) -> str:
-    """Return a name without that segment, and without those of modules that are trained in full."""
+    """Return a name without that segment and without the segments of modules that are trained in full."""
     return _WRAPPED.sub("", fqn)
 
 

@@ -1,11 +1,11 @@
-"""A model's names in memory <-> its base's names, where they differ by prefixes: found from names and shapes.
+"""A model's names in memory <-> its base's names. Prefixes that differ are found from names and shapes.
 
-For a vision model, transformers builds `model.language_model.layers.0...` and `model.visual...`, and the Hub
-stores `model.layers.0...` and `visual...`. The names that differ are searched as a tree, from the top. A
-level is one rule if the base has all its tensors below one other prefix. If not, each part of the level is
-looked at by itself. A rule keeps the ends of names, their numbers and the shapes.
+For a vision model, transformers builds `model.language_model.layers.0...` and `model.visual...`, and the Hub stores
+`model.layers.0...` and `visual...`. The search looks at the names that differ as a tree, from the top. A level is one
+rule if the base has all its tensors below one other prefix. If not, the search looks at each part of the level by
+itself. A rule keeps the ends of names, their numbers and the shapes.
 
-Names that both sides have are taken for the same tensors. Where several renamings fit, none is used.
+Names that both sides have are taken for the same tensors. If several renamings fit, none is used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardkit.core.regions import Shape
 from shardkit.keys.names import Segments, is_number, join, natural, split
 from shardkit.keys.ties import tied_names
 
-# Buffers that today's models compute and no file needs: rotary frequencies, positions, causal masks,
-# sinusoids. Files of transformers before 4.3x have them, some of them once for each layer.
+# Buffers that today's models compute and no file needs: rotary frequencies, positions, causal masks, sinusoids. Files
+# of transformers before 4.3x have them, some once for each layer.
 _COMPUTED = re.compile(
     r"(?:^|\.)(?:rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask|embed_positions\.weights)$"
 )
@@ -75,9 +75,9 @@ class _Group(NamedTuple):
     old: Segments
     targets: list[Segments]
     is_name: bool
-    """It is one tensor alone, although others begin like it."""
+    """It is a single tensor, although other names begin like it."""
     is_copy: bool
-    """It holds nothing but copies of tied tensors, which the base may lack."""
+    """It holds only copies of tied tensors, which the base may lack."""
 
 
 class _NoWay(Exception):
@@ -87,14 +87,14 @@ class _NoWay(Exception):
 def rename_to_base(ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> Renaming:
     """Find out how a model's names become those of its base, one to one and with equal shapes.
 
-    A copy of a tied tensor may be missing on either side.
+    Either side may lack a copy of a tied tensor.
 
     Args:
         ours: shape by name in the model.
         base: shape by name in the base.
 
     Returns:
-        A renaming without names where both sides are equal, no prefixes fit, or several do.
+        A renaming without names if both sides are equal, no prefixes fit, or several do.
     """
     sides = _Sides(ours, base)
     if not sides.may_fit():
@@ -295,7 +295,7 @@ def _walk(
     Args:
         paths: names in segments.
         whole: gets the names of a level and the length of their prefix; returns True where that settles them.
-        single: gets a tensor that lies directly on a level that is not settled.
+        single: gets each tensor that lies directly on an unsettled level.
     """
     stack = [(sorted(paths), 0)]
     while stack:
@@ -378,7 +378,7 @@ def name_as_hub(
 def _as_base(
     names: Mapping[str, str], shapes: Mapping[str, Shape], base: Mapping[str, Shape]
 ) -> tuple[dict[str, str], bool]:
-    """Return the base's names where prefixes or its age make the difference, and if several renamings fit."""
+    """Return the base's names where only prefixes or its age differ, and whether several renamings fit."""
     spelled = {modern_name(name): name for name in base}
     modern = {stored: modern_name(name) for stored, name in names.items()}
     theirs = {name: base[old] for name, old in spelled.items()}

@@ -1,10 +1,10 @@
-"""Where in a checkpoint the tensors lie that were asked for, and their names below that place.
+"""Where the wanted tensors lie in a checkpoint, and their names below that place.
 
-The whole set of names decides where the model begins. From the top, everything that is not the model is set
-aside level by level, and a level with one child alone is passed through: `app.model.` or `state.net.` have
-one child each on the way to the model. The way ends where several parts stand side by side. If they are the
-inside of something that the Hub stores under one name (`model.layers`, `transformer.h`), that one name
-belongs to the model and stays. A dict of the saved state dict is never part of the model's names.
+The whole set of names decides where the model begins. The search goes down from the top. On each level it sets
+aside what is not the model, and it passes through a level with a single child: `app.model.` and `state.net.` are
+such ways to a model. The way ends where several parts stand side by side. If these are the inside of something that
+the Hub stores under one name (`model.layers`, `transformer.h`), that one name belongs to the model and stays. A dict
+of the saved state dict is never part of the model's names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PREFIXES = frozenset(
     "model transformer gpt_neox backbone bert roberta distilbert electra deberta albert mpnet mobilebert longformer"
     " funnel layoutlm luke esm xlnet vit deit beit swin dinov2 convnext resnet clip siglip encoder decoder rwkv".split()
 )
-# What stands side by side inside a model without its head.
+# What stands side by side inside a model without a head.
 _BODY = frozenset(
     "layers embed_tokens norm h wte wpe ln_f word_embeddings embeddings embedding encoder decoder shared embed_in"
     " final_layer_norm norm_f blocks block layer embed_positions pooler visual vision_tower vision_model language_model"
@@ -51,8 +51,7 @@ _HEADS = frozenset(
     "lm_head score classifier qa_outputs embed_out cls output output_layer head v_head value_head reward_head proj_out"
     " logits_proj".split()
 )
-# They stand beside `model` where that is the language model alone (Qwen2-VL on the Hub), and inside it
-# otherwise.
+# They stand beside `model` if that is the language model alone (Qwen2-VL on the Hub), else inside it.
 _TOWERS = frozenset({"visual", "vision_tower", "audio_tower", "multi_modal_projector"})
 _TWINS = frozenset({"text_model", "vision_model"})  # CLIP and similar models
 # What a LightningModule keeps beside the model.
@@ -82,7 +81,7 @@ class Source:
 
 @dataclass(slots=True, kw_only=True)
 class Located:
-    """The tensors that were asked for, and what was decided on the way."""
+    """The wanted tensors, and what was decided on the way."""
 
     root: Segments
     names: dict[str, Segments] = field(default_factory=dict)
@@ -102,7 +101,7 @@ def read_source(
     """Sort a checkpoint's names. For the arguments see `select_model`.
 
     Raises:
-        SourceError: names of absurdly many parts.
+        SourceError: names have absurdly many parts.
     """
     deep = [name for name in tensors if name.count(".") > _MAX_DOTS]
     if deep:
@@ -147,7 +146,7 @@ def locate_root(source: Source, root: str) -> Located:
     path = clean(root.strip(".")) if root.strip(".") else ()
     node = source.tree.find(path)
     if node is None or not node.num_tensors:
-        node = build_tree(source.tensors.values()).find(path)  # an optimizer's, if somebody asks for it
+        node = build_tree(source.tensors.values()).find(path)  # an optimizer's, if a person asks for it
     if node is None or not (node.is_module or not path):
         paths = [path for path, _ in source.tree.tensors()]
         known = sorted({join(path[:depth]) for path in paths for depth in range(1, _MAX_DEPTH)})
@@ -259,7 +258,7 @@ def _take(located: Located, parts: Collection[Node]) -> None:
 
 
 def _below(source: Source, node: Node, aside: Mapping[Segments, str] | None = None) -> Located:
-    """Return everything below a node but what stands beside the model there."""
+    """Return everything below a node, without what stands beside the model there."""
     located = Located(root=node.path, aside=dict(aside or {}))
     _take(located, _beside(source, node, located))
     return located

@@ -48,22 +48,20 @@ _WEIGHTS = ("averaged weights", "other weights", "model")  # kinds of skipped pa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """What a person asks for: which tensors are wanted, and what becomes of their names."""
+    """What a person asks for: which tensors, and under which names."""
 
     weights: str = "model"
     """"model", "ema", or the name of some other part."""
     root: str | None = None
-    """Dotted. Everything below it is taken and nothing is guessed; empty for the top."""
+    """Dotted. Takes everything below it and guesses nothing; empty for the top."""
     strip_prefix: tuple[str, ...] = ()
-    """Dotted prefixes to take off names, instead of a guessed root. A dot at the end makes no difference."""
+    """Dotted prefixes to remove from names, instead of a guessed root. A dot at the end makes no difference."""
     add_prefix: str = ""
     """Put before every name. A dot at the end makes no difference."""
     rename: tuple[str, ...] = ()
-    """REGEX=REPL in Python's syntax, applied in order. The last `=` divides, so look-aheads need no
-    escaping."""
+    """REGEX=REPL in Python's syntax, applied in order. The last `=` divides, so look-aheads need no escaping."""
     include: tuple[str, ...] = ()
-    """Globs over output names or stored names, where `*` matches dots too. Only these are taken; empty for
-    all."""
+    """Globs over output names or stored names, where `*` matches dots too. Only these are taken; empty for all."""
     exclude: tuple[str, ...] = ()
     """Globs of the same kind. These are left out, even if `include` matches them."""
 
@@ -152,9 +150,9 @@ def select_model(
         roots: paths that the format itself gives a meaning ("model", "optimizer", "ema").
         naming: what a person asks for.
         base_names: names of the base model. The output follows their order, unless they are a set.
-        base_shapes: shape by name in the base, instead of `base_names`. Then names that differ from the
-            base's by prefixes alone become the base's, unless `naming` changes names.
-        key_rules: rules that give the Hub's names, as training recorded them; None where they are not known.
+        base_shapes: shape by name in the base, instead of `base_names`. Then names that differ from the base's by
+            prefixes alone become the base's, unless `naming` changes names.
+        key_rules: rules that give the Hub's names, as training recorded them; None if they are not known.
 
     Raises:
         UsageError: an option cannot be read or does not fit the names, or makes one name of two.
@@ -209,15 +207,15 @@ def _name(
 ) -> tuple[Located, int, HubNames]:
     """Name the tensors that were located, or more than those.
 
-    If the base's names differ from the model's in memory, a part of the model may match them best. Then the
-    whole model is taken, if it can be named like the base.
+    If the base's names differ from the model's in memory, a part of the model may match them best. Then the whole
+    model is taken, if it can be named like the base.
 
     Args:
         source: the checkpoint.
         located: what matches the base's names best.
         base: the base's names.
         name: names the tensors that were located.
-        may_widen: nobody said where the model begins.
+        may_widen: whether more may be taken, because nobody said where the model begins.
 
     Returns:
         (what was taken, number of names that lost a wrapper's `module`, the names).
@@ -270,8 +268,8 @@ def _refuse_flat_parameters(located: Located) -> None:
     flat = [stored for stored, path in located.names.items() if is_flat_parameter(path[-1])]
     if flat:
         raise SourceError(
-            f"{len(flat)} tensors are flat parameters of FSDP1 (LOCAL_STATE_DICT): only the wrapped model knows the names "
-            "and shapes inside them, so they cannot be taken apart",
+            f"{len(flat)} tensors are flat parameters of FSDP1 (LOCAL_STATE_DICT): only the wrapped model knows the "
+            "names and shapes inside them, so they cannot be taken apart",
             problems=[escape(name) for name in flat],
             hint="load it with the training code and save again with SHARDED_STATE_DICT or FULL_STATE_DICT",
         )
@@ -280,8 +278,8 @@ def _refuse_flat_parameters(located: Located) -> None:
 def _without_modules(located: Located, base: Collection[str] | None) -> int:
     """Remove `module` from the middle of names where it is a wrapper; return from how many names.
 
-    It is a wrapper where the base has the name without it, or where every entry of a numbered list holds
-    nothing but a `module`, because it was wrapped layer by layer.
+    It is a wrapper if the base has the name without it, or if every entry of a numbered list holds a `module` and
+    nothing else: the list was wrapped layer by layer.
     """
     paths = located.names.values()
     deep = [path for path in paths if MODULE in path[:-1]]

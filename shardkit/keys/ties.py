@@ -1,7 +1,7 @@
-"""Tied weights by name: the one table of what models tie, for use without a model.
+"""Tied weights by name: the one table of what models tie. It needs no model.
 
-It tells which modules may be one parameter, what each type of model calls its output layer, and whether a
-config ties the two. A test compares it with the installed transformers.
+It tells which modules may be one parameter, what each type of model calls its output layer, and whether a config
+ties the two. A test compares it with the installed transformers.
 
 Source: transformers 5.23, `_tied_weights_keys` of every model, `tie_word_embeddings` of every config.
 """
@@ -18,22 +18,23 @@ _SHARED, _EMBEDDING, _HEAD = range(3)
 # embeddings of encoder and decoder.
 _SHARED_MODULES = frozenset({"shared"})
 _EMBEDDING_MODULES = frozenset(
-    "embed_tokens wte word_embeddings word_embedding embed_in embeddings tok_embeddings tokens_embed embed embedding".split()
+    "embed_tokens wte word_embeddings word_embedding embed_in embeddings tok_embeddings tokens_embed embed"
+    " embedding".split()
 )
 _EMBEDDING_PATHS = frozenset({"transformer.w"})  # ctrl
 
 # What a type of model calls its output layer, where that is not `lm_head`. Types are written with `_`.
 _HEADS = {
-    "cls.predictions.decoder": "bert big_bird deberta deberta_v2 ernie fnet layoutlm lxmert megatron_bert mobilebert mra"
-    " nomic_bert nystromformer roc_bert roformer squeezebert tapas visual_bert yoso",
+    "cls.predictions.decoder": "bert big_bird deberta deberta_v2 ernie fnet layoutlm lxmert megatron_bert mobilebert"
+    " mra nomic_bert nystromformer roc_bert roformer squeezebert tapas visual_bert yoso",
     "decoder": "modernbert modernbert_decoder",
     "decoder.output_projection": "fsmt",
     "embed_out": "gpt_neox_japanese",
     "generator_lm_head": "convbert electra",
     "head": "rwkv",
     "head.decoder": "ultrabert",
-    "lm_head.decoder": "bert_generation camembert data2vec_text esm gte ibert jina_embeddings_v3 longformer luke mpnet roberta"
-    " roberta_prelayernorm xlm_roberta xlm_roberta_xl xmod",
+    "lm_head.decoder": "bert_generation camembert data2vec_text esm gte ibert jina_embeddings_v3 longformer luke mpnet"
+    " roberta roberta_prelayernorm xlm_roberta xlm_roberta_xl xmod",
     "lm_head.out_proj": "t5gemma t5gemma2",
     "lm_loss": "xlnet",
     "mlm_score.decoder": "bridgetower vilt",
@@ -61,16 +62,16 @@ _BIASES = (("predictions.bias", "predictions.decoder.bias"), ("lm_head.bias", "l
 # Types whose config ties where it does not mention `tie_word_embeddings`.
 _TIED_BY_DEFAULT = frozenset(
     "albert aya_vision bart bert bert_generation big_bird bigbird_pegasus biogpt blenderbot blenderbot_small blip"
-    " blip_text_model bloom camembert canary cohere cohere2 cohere2_moe cohere2_vision convbert cpmant ctrl data2vec_text"
-    " deberta deberta_v2 distilbert electra ernie ernie4_5 ernie4_5_moe ernie4_5_vl_moe esm falcon falcon_mamba flaubert"
-    " florence2 fnet funnel gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text got_ocr2 gpt2"
-    " gpt_bigcode gpt_neo gpt_neox_japanese granite_docling granite_speech gte ibert internvl janus jetmoe"
-    " jina_embeddings_v3 kosmos_2 layoutlm led lfm2 lfm2_moe lfm2_vl longformer lxmert m2m_100 mamba marian mbart"
-    " megatron_bert mistral3 mobilebert modernbert modernbert_decoder moonshine mpnet mpt mra mvp nllb_moe nomic_bert"
-    " nystromformer openai_gpt opt ovis2 paligemma pegasus pegasus_x plbart recurrent_gemma roberta roberta_prelayernorm"
-    " roc_bert roformer seamless_m4t seamless_m4t_v2 smollm3 speech_to_text speecht5 squeezebert starcoder2"
-    " switch_transformers t5gemma t5gemma2 tapas trocr vaultgemma visual_bert whisper xglm xlm xlm_roberta"
-    " xlm_roberta_xl xlnet xmod yoso youtu zamba zamba2"
+    " blip_text_model bloom camembert canary cohere cohere2 cohere2_moe cohere2_vision convbert cpmant ctrl"
+    " data2vec_text deberta deberta_v2 distilbert electra ernie ernie4_5 ernie4_5_moe ernie4_5_vl_moe esm falcon"
+    " falcon_mamba flaubert florence2 fnet funnel gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4"
+    " gemma4_text got_ocr2 gpt2 gpt_bigcode gpt_neo gpt_neox_japanese granite_docling granite_speech gte ibert"
+    " internvl janus jetmoe jina_embeddings_v3 kosmos_2 layoutlm led lfm2 lfm2_moe lfm2_vl longformer lxmert m2m_100"
+    " mamba marian mbart megatron_bert mistral3 mobilebert modernbert modernbert_decoder moonshine mpnet mpt mra mvp"
+    " nllb_moe nomic_bert nystromformer openai_gpt opt ovis2 paligemma pegasus pegasus_x plbart recurrent_gemma"
+    " roberta roberta_prelayernorm roc_bert roformer seamless_m4t seamless_m4t_v2 smollm3 speech_to_text speecht5"
+    " squeezebert starcoder2 switch_transformers t5gemma t5gemma2 tapas trocr vaultgemma visual_bert whisper xglm"
+    " xlm xlm_roberta xlm_roberta_xl xlnet xmod yoso youtu zamba zamba2"
     # Rarer ones, and parts of others.
     " cohere_compass_text deepseek_vl deepseek_vl_hybrid ernie4_5_vl_moe_text fun_asr_nano gemma4_assistant"
     " gemma4_unified gemma4_unified_assistant gemma4_unified_text glmasr granite_docling_text granite_speech_plus"
@@ -81,8 +82,7 @@ _TIED_BY_DEFAULT = frozenset(
 )
 # Types that tie whatever their config says: for T5, `tie_word_embeddings: false` is about scales.
 _ALWAYS_TIED = frozenset("longt5 mt5 t5 udop umt5 vilt".split())
-# Types whose setting is about other names: Luke ties its entities by it, Pop2Piano its towers. Neither ties
-# its output.
+# Types whose setting is about other names: Luke ties its entities by it, Pop2Piano its towers. Neither ties its output.
 _TIE_OTHER_NAMES = frozenset({"luke", "pop2piano"})
 # Types that tie where their own config or that of their text part says so.
 _TEXT_MAY_TIE = frozenset(
@@ -126,7 +126,7 @@ def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
 
 
 def may_be_untied(config: Mapping[str, object] | None) -> bool:
-    """True where a config can say that embeddings are not tied, and means nothing else by it."""
+    """True if a config can say that embeddings are not tied, and means nothing else by that setting."""
     return model_type_of(config) not in _ALWAYS_TIED | _TIE_OTHER_NAMES
 
 
@@ -184,7 +184,7 @@ def tie_groups(names: Collection[str]) -> list[tuple[str, ...]]:
 def stored_ties(
     shapes: Mapping[str, Shape], config: Mapping[str, object] | None
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of names that are one parameter in the model of some files, the stored name first.
+    """Return the groups of names that are one parameter in the model of these files, the stored name first.
 
     The groups include names that the files lack, because a live model's state dict has them.
 
@@ -205,7 +205,7 @@ def stored_ties(
         biases = [
             (one, other) for other, one in _tied_biases({**dict.fromkeys(shapes), f"{head}.bias": None})
         ]
-        # Where the config does not tell, a file without the output does.
+        # Where the config does not tell, the output's absence from the files does.
         tied = f"{head}.weight" not in shapes if tied is None else tied
     fitting = tuple(name for name in group if name not in shapes or shapes[name] == shapes[kept])
     return tuple(each for each in (fitting, *biases) if len(each) > 1) if tied else ()

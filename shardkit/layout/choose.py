@@ -1,4 +1,4 @@
-"""The choice of a layout: traced where a model can be built, else declared; and do model and source fit?"""
+"""The choice of a layout: traced if a model can be built, else declared; and whether model and source fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, decla
 from shardkit.layout.traced import Trace, trace_model, why_no_class
 from shardkit.layout.wrap_policy import parse_policy
 
-# A search for the nearest name takes a second among 20,000 of them.
+# Among 20,000 names a search for the nearest takes a second.
 _MAX_SUGGESTIONS = 3
 _MAX_PREFIXES = 20
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -43,7 +43,7 @@ class Model(Protocol):
 def make_layout(
     model: Model, mesh: Mesh, wrap: str, *, dtype: DType | None = None, trust_remote_code: bool = False
 ) -> Layout:
-    """Return the layout of a model's tensors: traced where the model can be built, else declared.
+    """Return the layout of a model's tensors: traced if the model can be built, else declared.
 
     Args:
         model: the source.
@@ -81,7 +81,7 @@ def make_layout(
 
 
 def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:
-    """Fit a traced layout to a source: what is omitted, and under which of its tied names a tensor is stored.
+    """Fit a traced layout to a source: which tensors are omitted, and which name of a tie has the bytes.
 
     Args:
         found: the live model.
@@ -144,7 +144,7 @@ def _live_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 def _store_present_names(layout: Layout, source: Mapping[str, str]) -> Layout:
-    """Make a name that the source has the first of every tie, and the name of its tensor."""
+    """Make a name that the source has the first name of every tie, and the name of its tensor."""
     renamed: dict[str, str] = {}
     ties = []
     for group in layout.ties:
@@ -159,7 +159,7 @@ def _store_present_names(layout: Layout, source: Mapping[str, str]) -> Layout:
 
 
 def _sort_unknown(found: Trace, names: Iterable[str]) -> tuple[list[str], tuple[tuple[str, str], ...]]:
-    """Split source tensors that the state dict lacks: true differences, and (name, reason) to omit."""
+    """Split the source tensors that the state dict lacks into true differences and (name, reason) to omit."""
     unknown, omitted = [], []
     for name in names:
         pattern = next((p for p in found.ignored_patterns if re.search(p, name)), None)
@@ -228,13 +228,13 @@ def _hint(config: Mapping[str, Any], *, is_compiled: bool) -> str:
 
 
 def _is_compiled(unknown: list[str], missing: list[str]) -> bool:
-    """True where the files hold every missing tensor under the name that a compiled model has for it."""
+    """True if the files hold every missing tensor under the name that a compiled model gives it."""
     plain = {name.replace(f"{COMPILED}.", "") for name in unknown if f"{COMPILED}." in name}
     return bool(missing) and plain.issuperset(missing)
 
 
 def _is_renamed(unknown: list[str], missing: list[str], source: Mapping[str, TensorEntry]) -> bool:
-    """True where names differ as a whole: most of them, by a prefix, or by experts that the model fuses."""
+    """True if names differ as a whole: most of them, by a prefix, or by experts that the model fuses."""
     if not unknown or not missing:
         return False
     fused = any(_EXPERT.search(name) for name in unknown) and any(".experts." in name for name in missing)
@@ -242,7 +242,7 @@ def _is_renamed(unknown: list[str], missing: list[str], source: Mapping[str, Ten
 
 
 def _differ_by_prefix(unknown: list[str], missing: list[str]) -> bool:
-    """True where one prefix before one side's names gives most of the other side's."""
+    """True if one prefix before one side's names gives most of the other side's names."""
     for shorter, longer in ((unknown, missing), (missing, unknown)):
         wanted = set(longer)
         ends = {name[: -len(shorter[0])] for name in longer if name.endswith(f".{shorter[0]}")}

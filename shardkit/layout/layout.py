@@ -1,8 +1,8 @@
 """Which rank stores which regions of each tensor; and the layout that FSDP2's rule gives without a model.
 
-A layout is a mesh, a placement for each tensor, units and ties. FSDP2 places every parameter as `Shard(0)` on
-the shard axis and replicates buffers. A name does not tell whether a tensor is a buffer, so the rule
-replicates in case of doubt: `dcp.load` reads either way.
+A layout is a mesh, a placement for each tensor, units and ties. FSDP2 places every parameter as `Shard(0)` on the
+shard axis and replicates buffers. A name does not tell whether a tensor is a buffer, so the rule replicates in case
+of doubt: `dcp.load` reads either way.
 """
 
 from __future__ import annotations
@@ -68,18 +68,16 @@ class Layout:
     units: tuple[Unit, ...]
     """Units in forward order. The root is first, because its parameters are needed first."""
     tensors: dict[str, TensorLayout]
-    """Tensors by name, in any order: files have an order of their own, whatever the units are."""
+    """Tensors by name, in any order: files have their own order, whatever the units are."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Groups of names that are one parameter in the live model. Every name is in its `state_dict()`, and the
     bytes are stored under the first."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """The source's name of every tensor, and of those aliases that the source has. The model may have
-    others."""
+    """The source's name of every tensor, and of those aliases that the source has. The model may have others."""
     omitted: tuple[tuple[str, str], ...] = ()
     """(name, reason) of source tensors that the live model does not load."""
     keep_fp32: frozenset[str] | None = None
-    """Names that the model's class keeps in fp32 under the half precision that `--dtype` asks for; None where
-    that is not known."""
+    """Names that the model's class keeps in fp32 when `--dtype` asks for half precision; None if not known."""
     policy: str = "auto"
     """The wrap policy as it was given."""
     notes: tuple[str, ...] = ()
@@ -115,7 +113,7 @@ def declare(
         mesh: at most one replicate axis, then one shard axis.
         wrap: `auto` makes a unit of each child of an outermost numbered container ("model.layers.N."), `none`
             makes one unit. Module paths are matched against the tensor names.
-        config: config.json, for ties; None where there is none.
+        config: config.json, for ties; None if there is none.
         reason: why no model was traced, for the note and for errors.
 
     Returns:

@@ -79,8 +79,7 @@ def match_names(
         model: its class may know renamings and names to leave out. Not needed for plain modules.
 
     Returns:
-        The match with the most stored tensors: by names as they are, or by names as `from_pretrained` changes
-            them.
+        The match with the most stored tensors: by names as they are, or by names as `from_pretrained` changes them.
 
     Raises:
         SourceError: several stored tensors would be one of the model's.
@@ -137,7 +136,7 @@ class _Targets:
 
 
 def _transformers_root(model: nn.Module | None) -> tuple[str, nn.Module] | None:
-    """Return the outermost transformers model in a model, and its path there in the base's words."""
+    """Return the outermost transformers model in a model, and its path there by the base's names."""
     for path, module in model.named_modules() if model is not None else ():
         if is_transformers(module):
             # The name of something inside it shows what PEFT and wrappers add before it.
@@ -149,7 +148,7 @@ def _transformers_root(model: nn.Module | None) -> tuple[str, nn.Module] | None:
 def _prefixes(
     stored: Iterable[str], targets: _Targets, root: tuple[str, nn.Module] | None
 ) -> list[tuple[str, str]]:
-    """Return (prefix of stored names, its replacement), those that transformers knows first."""
+    """Return (prefix of stored names, its replacement). Those that transformers knows come first."""
     known = []
     if root is not None:
         path, module = root
@@ -334,7 +333,7 @@ def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[st
 
 
 def _ignored_names(model: nn.Module) -> Callable[[str], object]:
-    """Return a function that tells names that the model's class leaves out."""
+    """Return a function that is true for names that the model's class leaves out."""
     patterns = ignored_patterns(model)
     joined = "|".join(f"(?:{pattern})" for pattern in patterns)
     return re.compile(joined).search if patterns else lambda _: None

@@ -1,8 +1,8 @@
-"""What the real model tells, in a child process: its layout, its names, and which weights its files lack.
+"""Questions to the real model, in a child process: its layout, its names, and which weights its files lack.
 
-The model is built on the meta device and wrapped by the real `fully_shard`. A child process does it
-(`trace_child`), because a fake process group cannot be made where a real one is up, importing a model may run
-much code, and torch need not be loaded here. The child answers with JSON.
+A child process (`trace_child`) builds the model on the meta device and wraps it by the real `fully_shard`: a fake
+process group cannot be made where a real one is up, importing a model may run much code, and torch need not be
+loaded here. The child answers with JSON.
 
     trace_model   config.json, mesh, policy -> Trace, a layout
     ask_names     config.json, names in files -> ModelNames
@@ -78,8 +78,7 @@ class Trace:
     ignored_patterns: tuple[str, ...]
     """Regular expressions for names that transformers leaves out when it loads this model."""
     names: Mapping[str, str] | None = None
-    """FQN -> the source's name, of all that were found; None, for equal names, where the child was given
-    none."""
+    """FQN -> the source's name, for all that were found. None stands for equal names: the child was given none."""
     fused: Mapping[str, str] = field(default_factory=dict)
     """The source's name -> the FQN that it is a part of, or that holds it in another form."""
     ignored: frozenset[str] = frozenset()
@@ -105,8 +104,8 @@ def trace_model(
         mesh: of any size. One process stands for all ranks.
         wrap: see `wrap_policy`.
         dtype: dtype that floating tensors will have; None keeps the stored ones.
-        names: shapes of the source's tensors by name. They are looked up in the model as `from_pretrained`
-            does it; None asks nothing.
+        names: shapes of the source's tensors by name, to look up in the model as `from_pretrained` does; None asks
+            nothing.
         trust_remote_code: whether the model's own code may run.
         timeout_s: seconds for the whole child.
 
@@ -120,7 +119,7 @@ def trace_model(
         SourceError: several of the source's tensors would be one of the model's.
         ResourceError: the child was killed or took too long.
     """
-    parse_policy(wrap)  # so that a mistake in the text shows before seconds of importing
+    parse_policy(wrap)  # a mistake in the text shows before seconds of importing
     axes = [[axis.name, axis.size, axis.role] for axis in mesh.axes]
     about = {"axes": axes, "wrap": wrap, "dtype": None if dtype is None else dtype.name}
     request = _request(directory, names, trust_remote_code) | about
@@ -133,7 +132,7 @@ class ModelNames(NamedTuple):
     names: Mapping[str, str]
     """FQN -> the name in the files, for all that were found."""
     unused: frozenset[str]
-    """Names of the files that the model has no place for."""
+    """Names of the files for which the model has no place."""
     ignored: frozenset[str]
     """Names of the files that it leaves out in silence, as `from_pretrained` does."""
     made: frozenset[str]
@@ -297,7 +296,7 @@ class Answer:
     misfits: tuple[tuple[str, str], ...] = ()
     """(name, why) of weights for which it would refuse the files."""
     failure: str | None = None
-    """Why the class was not asked; None where it was asked."""
+    """Why the class was not asked; None if it was."""
 
 
 # By config, names and shapes, so that a process that consolidates many checkpoints asks once.
@@ -307,9 +306,8 @@ _answers: dict[str, Answer] = {}
 class Question:
     """A question to the class of a config: which weights would `from_pretrained` not find in files?
 
-    Where transformers is already loaded, it is asked at once, in this process. Otherwise a child is asked
-    while bytes move. No failure is an error: then the answer says why the class was not asked. Close the
-    question to end the child.
+    If transformers is already loaded, this process asks at once. Otherwise a child asks while bytes move. No failure
+    is an error: then the answer says why the class was not asked. Close the question to end the child.
 
     Args:
         config: the model's config, as plain data.
@@ -408,10 +406,10 @@ def _counts_too_many(config: Mapping[str, Any]) -> bool:
 
 
 def _may_ask_here() -> bool:
-    """True where asking costs no import and disturbs nobody.
+    """True if asking costs no import and disturbs nobody.
 
-    Building a model sets torch's default dtype for a moment, and another thread may be using it. DeepSpeed
-    would make all ranks build the model together.
+    Building a model sets torch's default dtype for a moment, which another thread may be using. DeepSpeed would make
+    all ranks build the model together.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and "transformers" in sys.modules and "deepspeed" not in sys.modules

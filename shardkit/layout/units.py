@@ -1,13 +1,13 @@
 """From a policy to calls of `fully_shard` on a live model: which modules are units, and how units are split.
 
-The tracing child and `wrap` both choose units here, so training asks for what was written for its policy.
-This module is imported only where there is a model. It imports torch, and nothing heavier.
+The tracing child and `wrap` both choose units here, so training asks for what was written for its policy. Only code
+that has a model imports this module. It imports torch, and nothing heavier.
 
-FSDP2 gathers the parameters of a unit in one dtype. At the first forward it refuses a unit whose trainable
-parameters are stored in several. So parameters that a model keeps in fp32 beside half precision are split
-off. Each goes to a unit on a module inside the policy's unit, as far out as possible, because modules around
-a parameter may look at it too. Parameters directly on the unit's own module have no such place and stay
-outside of FSDP. So do parameters without a dim (CLIP's `logit_scale`), which `fully_shard` refuses.
+FSDP2 gathers the parameters of a unit in one dtype. At the first forward it refuses a unit whose trainable parameters
+are stored in several. So parameters that a model keeps in fp32 beside half precision are split off. Each goes to a
+unit on a module inside the policy's unit, as far out as possible, because modules around a parameter may look at it
+too. Parameters directly on the unit's own module have no such place and stay outside of FSDP. So do parameters
+without a dim (CLIP's `logit_scale`), which `fully_shard` refuses.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _match_import(name: str, modules: dict[str, nn.Module], wording: Wording) ->
         wanted = import_name(module_name, attribute, wording)
     except PolicyError as error:
         if isinstance(error.__cause__, ModuleNotFoundError | AttributeError):
-            return []  # then the list of what exists tells more
+            return []  # the list of what exists tells more
         raise
     if not isinstance(wanted, type):
         raise PolicyError(
@@ -235,8 +235,8 @@ def without_ties(model: nn.Module, paths: list[str]) -> list[str]:
     return paths
 
 
-# (class, parameter). transformers 5.23 adds these to half precision and then multiplies the sum with half
-# precision. torch refuses that, so DeBERTa runs in bf16 only where they are rounded.
+# (class, parameter). transformers 5.23 adds these to half precision and then multiplies the sum by half precision.
+# torch refuses that, so DeBERTa runs in bf16 only if they are rounded.
 _ROUNDED = {("DisentangledSelfAttention", "q_bias"), ("DisentangledSelfAttention", "v_bias")}
 
 
@@ -249,7 +249,7 @@ class PlannedUnit:
     around: str
     """Path of the policy's module that it was split off from; the same where it was not."""
     is_wide: bool
-    """It is computed in fp32, whatever the rest is computed in."""
+    """FSDP2 computes it in fp32, whatever the dtype of the rest."""
     parameters: tuple[nn.Parameter, ...] | None = None
     """The parameters that were split off; None for all that no other unit has."""
 
@@ -259,8 +259,7 @@ class UnitPlan:
     """All calls of `fully_shard`."""
 
     units: tuple[PlannedUnit, ...]
-    """Units in the order of the calls: the policy's modules, inner ones first, the root, what is split
-    off."""
+    """Units in the order of the calls: the modules of the policy, inner ones first, the root, what was split off."""
     outside: Mapping[str, nn.Parameter]
     """Name in the model -> parameter that no unit can take."""
 
@@ -290,9 +289,8 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
     Args:
         model: not wrapped yet.
         paths: modules of the policy, without the root.
-        wide: tells what the model's classes keep in fp32. That is computed in fp32, and so is anything that
-            is stored wider than the rest of its unit. None computes everything alike, and splits by stored
-            dtypes alone.
+        wide: tells what the model's classes keep in fp32. That is computed in fp32, and so is anything that is stored
+            wider than the rest of its unit. None computes everything alike, and splits by stored dtypes alone.
     """
     units, split, outside = list[PlannedUnit](), list[PlannedUnit](), dict[str, nn.Parameter]()
     members = _members(model, paths, wide)
@@ -391,8 +389,8 @@ def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_Kind, list[
 def _main(kinds: Mapping[_Kind, Sequence[_Member]], *, is_root: bool) -> _Kind | None:
     """Return the kind that stays in the policy's unit: the narrowest.
 
-    What is kept wide is the exception, and embeddings, which models call from anywhere, are no exception. The
-    root casts its inputs to the dtype that it computes in, so it is never a wide unit.
+    What is kept wide is the exception. Embeddings, which models call from anywhere, are no exception. The root casts
+    its inputs to the dtype that it computes in, so it is never a wide unit.
     """
 
     def order(kind: _Kind) -> tuple[bool, int, int]:
@@ -416,7 +414,7 @@ def _host(model: nn.Module, unit: str, names: Sequence[str], taken: Collection[s
 
 @contextlib.contextmanager
 def _without(module: nn.Module, hidden: Collection[int]) -> Iterator[None]:
-    """Hide some parameters of a module and the modules in it for a while; their order stays."""
+    """Hide some parameters of a module, and of the modules in it, for a while. Their order stays."""
     taken = [
         (part, name, parameter)
         for part in module.modules()
