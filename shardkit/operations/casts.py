@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, CASTS, DType, narrower, wide_among_half
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import UsageError
 from shardkit.files import manifest, storage
-from shardkit.formats.hub.base import Base
+
+if TYPE_CHECKING:
+    from shardkit.formats.hub.base import Base
 
 KEEP, BASE = "keep", "base"
 CHOICES = (KEEP, BASE, *CASTS)

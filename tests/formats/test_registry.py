@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from shardkit import formats
 from shardkit.errors import SourceError, UsageError
@@ -182,3 +183,15 @@ def test_no_torch(save_dcp, weights, tmp_path):
         "c = formats.open(sys.argv[1]); c.select(list(c.catalog.tensors)); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(directory)], check=True)
+
+
+def test_a_hub_model_is_opened_without_the_other_formats(tmp_path):
+    save_file({"w": torch.zeros(2)}, str(tmp_path / "model.safetensors"))
+    code = (
+        "import sys; from shardkit import formats; formats.open(sys.argv[1])\n"
+        "print([m for m in sys.modules if m.startswith(('shardkit.pickles.', 'shardkit.formats.dcp.', 'shardkit.formats.torchsave.'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

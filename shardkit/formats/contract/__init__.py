@@ -13,13 +13,15 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shardkit.core.catalog import Catalog
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
 from shardkit.files.links import read_inside
-from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
+
+if TYPE_CHECKING:
+    from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 
 _MAX_CONFIG = 16 << 20
 _ASSETS = (

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from shardkit.core.catalog import Catalog, SourceFile, subset
 from shardkit.core.regions import full_region
@@ -19,7 +20,11 @@ from shardkit.formats.contract import Checkpoint, HubModel, Opener, asset_direct
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
 from shardkit.formats.hub.files import Kind, Weights, select_file, select_weights
 from shardkit.formats.hub.safetensors import SafetensorsHeader, read_header
-from shardkit.formats.torchsave.bin import BinFile, read_bin
+
+if TYPE_CHECKING:
+    from shardkit.formats.torchsave.bin import BinFile
+
+    Content = SafetensorsHeader | BinFile
 
 MAX_INDEX_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
@@ -28,7 +33,6 @@ MAX_CONFIG_BYTES = 16 << 20
 _MAX_SUGGESTIONS = 3
 _FILES = (".safetensors", ".safetensors.index.json", ".bin.index.json")
 _PLAIN_STEMS = ("model", "pytorch_model")
-_CONTENT = SafetensorsHeader | BinFile
 
 Elsewhere = Mapping[str, Callable[[], SafetensorsHeader]]
 """Names of weight files that are not on this machine, each with a function that returns its header."""
@@ -220,18 +224,16 @@ def _locate_all(
     return paths
 
 
-def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[tuple[str, _CONTENT]]:
+def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[tuple[str, Content]]:
     """Read every file's header; damaged files are reported together."""
-    contents: list[tuple[str, _CONTENT]] = []
+    contents: list[tuple[str, Content]] = []
     errors: list[SourceError] = []
     for name, path in paths.items():
         try:
             if name in elsewhere:
                 contents.append((name, elsewhere[name]()))
             else:
-                contents.append(
-                    (name, read_header(path, name) if kind == "safetensors" else read_bin(path, name))
-                )
+                contents.append((name, _read(path, name, kind)))
         except SourceError as error:
             errors.append(error)
     if len(errors) == 1:
@@ -245,7 +247,15 @@ def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[t
     return contents
 
 
-def _check_index(index: Index, contents: dict[str, _CONTENT], index_name: str) -> None:
+def _read(path: str, name: str, kind: Kind) -> Content:
+    if kind == "safetensors":
+        return read_header(path, name)
+    from shardkit.formats.torchsave.bin import read_bin  # few models need it
+
+    return read_bin(path, name)
+
+
+def _check_index(index: Index, contents: dict[str, Content], index_name: str) -> None:
     """Compare the index with its files: each tensor must be in the one file that the index names."""
     holders: dict[str, list[str]] = {}
     for name, content in contents.items():
@@ -280,7 +290,7 @@ def _lacking(fqn: str, listed: str, holders: dict[str, list[str]], *, suggest: b
 
 
 def _catalog(
-    directory: str, kind: Kind, contents: dict[str, _CONTENT], paths: dict[str, str], index: Index | None
+    directory: str, kind: Kind, contents: dict[str, Content], paths: dict[str, str], index: Index | None
 ) -> Catalog:
     """Return the catalog of files that have been checked; each tensor is one chunk."""
     catalog = Catalog(format=kind, directory=directory)
@@ -291,7 +301,7 @@ def _catalog(
             path=paths[name],
             size=content.size,
             stamp=content.stamp,
-            checksums=content.checksums if isinstance(content, BinFile) else None,
+            checksums=None if isinstance(content, SafetensorsHeader) else content.checksums,
         )
         number = len(catalog.files)
         catalog.files.append(whole)
@@ -317,9 +327,14 @@ def _catalog(
 
 
 def _notes(
-    catalog: Catalog, index: Index | None, index_name: str | None, contents: dict[str, _CONTENT]
+    catalog: Catalog, index: Index | None, index_name: str | None, contents: dict[str, Content]
 ) -> tuple[str, ...]:
-    notes = [note for content in contents.values() if isinstance(content, BinFile) for note in content.notes]
+    notes = [
+        note
+        for content in contents.values()
+        if not isinstance(content, SafetensorsHeader)
+        for note in content.notes
+    ]
     if index and index.total_bytes is not None and index.total_bytes != catalog.nbytes:
         notes.append(
             f"{escape(index_name or '')}: total_size is {index.total_bytes} bytes, "
@@ -328,7 +343,7 @@ def _notes(
     return tuple(notes)
 
 
-def _identity(name: str, content: _CONTENT) -> dict[str, object]:
+def _identity(name: str, content: Content) -> dict[str, object]:
     return {"name": name, "size_bytes": content.size, "crc32": content.crc32}
 
 

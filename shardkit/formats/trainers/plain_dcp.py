@@ -34,7 +34,6 @@ from shardkit.formats.contract import (
     own_name,
     parent,
 )
-from shardkit.formats.dcp.directory import is_dcp, open_dcp_checkpoint
 
 Roots = Mapping[str, tuple[str | int, ...]]
 
@@ -213,6 +212,10 @@ def open_plain_dcp(directory: str) -> Checkpoint:
     Raises:
         SourceError, ResourceError: as `open_dcp_checkpoint`.
     """
+    from shardkit.formats.dcp.directory import (
+        open_dcp_checkpoint,  # this module is asked of other formats too
+    )
+
     checkpoint = open_dcp_checkpoint(directory)
     names = listing(directory)
     assets = asset_directories(directory, inner(directory, "huggingface"), inner(directory, "hf"))
@@ -272,4 +275,10 @@ def _unfinished(path: str, structure: Structure) -> Iterator[str]:
         yield f"{structure.last} is missing, which {structure.writer} writes last: the save may not have finished"
 
 
-OPENERS = {"dcp": Opener(is_dcp, open_plain_dcp)}
+def _is_dcp(directory: str) -> bool:
+    from shardkit.formats.dcp.directory import is_dcp
+
+    return is_dcp(directory)
+
+
+OPENERS = {"dcp": Opener(_is_dcp, open_plain_dcp)}
