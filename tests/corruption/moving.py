@@ -79,7 +79,7 @@ def _legacy(out: Path) -> Path:
 
 def _of_ranks(case: str) -> Callable[[Path], Path]:
     def write(out: Path) -> Path:
-        script = Path(__file__).with_name("rank_world.py")
+        script = Path(__file__).parents[1] / "formats" / "rank_world.py"
         files = out.with_name("rank-files")
         if not files.exists():
             files.mkdir()
