@@ -30,11 +30,6 @@ def run_world(name: str, out: Path) -> World:
 
 
 @pytest.fixture(scope="session")
-def wrap_world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return run_world("wrap_world.py", tmp_path_factory.mktemp("wrap"))
-
-
-@pytest.fixture(scope="session")
 def save_world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return run_world("save_world.py", tmp_path_factory.mktemp("save"))
 

@@ -1,6 +1,8 @@
 """Optimizers that were made before wrapping."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,39 +11,111 @@ from torch import nn
 from shardkit.errors import UsageError
 from shardkit.training.optimizer import parameter_names, rebind_optimizer
 from tests.training.conftest import World, run_world
+from tests.training.models import reference
+from tests.training.wrapping import full, loss_of, wrapped
+from tests.worlds.ranks import Ranks, same_error
+
+two = Ranks(__name__, 2)
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
-def test_it_steps_the_parameters_that_the_model_has_now(wrap_world: World, name: str) -> None:
-    for each in wrap_world.found("two"):
-        found = each["rebound"][name]
-        assert found["difference"] < 1e-6
-        assert found["decay"] == [0.1, 0.01]  # of two groups
-        assert found["lr"] == [pytest.approx(0.01)] * 2  # the schedule goes on
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    return [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2]},
+    ]
 
 
-@pytest.mark.dist
-def test_names_that_torch_recorded_are_enough(wrap_world: World) -> None:
-    assert wrap_world.found("two")[0]["rebound"]["named"]
+def stepped(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    loss_of(name, model).backward()
+    optimizer.step()
+    return {key: full(value) for key, value in model.state_dict().items()}
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("unknown", "it is not known what the model calls the optimizer's parameters"),
-        ("late", "30 tensors of the optimizer are no parameters of the model"),
-        ("used", "the optimizer has state of 30 parameters"),
-        ("lbfgs", "LBFGS keeps parameters in _params too"),
-        ("short", "names of [1] parameters for an optimizer with groups of [30]"),
-        ("wrong", "2 parameters of the optimizer cannot be found in the model"),
-    ],
+@two.test_each(("llama", "llama-tied"))
+def test_it_steps_the_parameters_that_the_model_has_now(name: str) -> None:
+    plain = reference(name)
+    expected = stepped(name, plain, torch.optim.AdamW(groups(plain), lr=0.1))
+    model = reference(name)
+    optimizer = torch.optim.AdamW(groups(model), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    names = parameter_names(model, optimizer)
+    wrapped(model)
+    rebind_optimizer(model, optimizer, names)
+    rebind_optimizer(model, optimizer, names)  # a second time there is nothing to do
+    after = stepped(name, model, optimizer)
+    schedule.step()
+    for key, value in expected.items():
+        assert float((after[key] - value).abs().max()) < 1e-6, key
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.01]
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.01)] * 2
+
+
+@two.test
+def test_names_that_torch_recorded_are_enough() -> None:
+    model = reference("llama")
+    named = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    wrapped(model)
+    rebind_optimizer(model, named)
+    for stepped, held in zip(named.param_groups[0]["params"], model.parameters(), strict=True):
+        assert stepped is held
+
+
+def used() -> torch.optim.Optimizer:
+    """An optimizer of another such model, which has made a step."""
+    optimizer = torch.optim.AdamW(reference("llama").parameters())
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+class Refused(NamedTuple):
+    work: Callable[[nn.Module, torch.optim.Optimizer, list[str]], object]
+    """Given a wrapped model, an optimizer that was made before, and the names of all parameters."""
+    said: str
+
+
+@two.test_each(
+    {
+        "unknown": Refused(
+            lambda model, unnamed, names: rebind_optimizer(model, unnamed),
+            "it is not known what the model calls the optimizer's parameters",
+        ),
+        "late": Refused(
+            lambda model, unnamed, names: parameter_names(model, unnamed),
+            "30 tensors of the optimizer are no parameters of the model",
+        ),
+        "used": Refused(
+            lambda model, unnamed, names: rebind_optimizer(model, used(), [names]),
+            "the optimizer has state of 30 parameters",
+        ),
+        "lbfgs": Refused(
+            lambda model, unnamed, names: rebind_optimizer(
+                model, torch.optim.LBFGS(reference("llama").parameters()), [names]
+            ),
+            "LBFGS keeps parameters in _params too",
+        ),
+        "short": Refused(
+            lambda model, unnamed, names: rebind_optimizer(model, unnamed, [["lm_head.weight"]]),
+            "names of [1] parameters for an optimizer with groups of [30]",
+        ),
+        "wrong": Refused(
+            lambda model, unnamed, names: rebind_optimizer(
+                model, unnamed, [[*names[:-2], "model.norm.weigth", names[0]]]
+            ),
+            "2 parameters of the optimizer cannot be found in the model",
+        ),
+    }
 )
-def test_what_cannot_be_rebound_is_refused(wrap_world: World, case: str, message: str) -> None:
-    error = wrap_world.found("two")[0]["rebound"][case]
+def test_what_cannot_be_rebound_is_refused(case: Refused) -> None:
+    model = reference("llama")
+    unnamed = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = [name for name, _ in model.named_parameters()]
+    wrapped(model)
+    error = same_error(lambda: case.work(model, unnamed, names))
     assert error["error"] == "UsageError"
-    assert message in error["message"]
+    assert case.said in error["message"]
     assert error["hint"]
 
 

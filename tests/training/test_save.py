@@ -1,34 +1,105 @@
 """What training saves is whole or not there, and read by everything that reads checkpoints."""
 
+import copy
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardkit
+from shardkit.training.wrap import layer_policy
 from tests.training.conftest import World
+from tests.training.models import reference
+from tests.training.wrapping import full, tensor_parallel, wrapped, wrapped_with_replicas
+from tests.worlds.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 
-SAVED = [
-    *("saved-llama", "saved-llama-tied", "saved-bert-lm", "saved-qwen3-vl", "saved-bert"),
-    *("saved-hsdp", "saved-tp", "saved-fsdp1-False", "saved-fsdp1-True"),
-]
+two = Ranks(__name__, 2)
+four = Ranks(__name__, 4)
+CLASSES = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
 
 
-@pytest.mark.parametrize("label", SAVED)
-def test_consolidate_gives_the_hub_model_back(wrap_world: World, label: str, tmp_path: Any) -> None:
-    hub = "hub-saved-llama-tied" if "fsdp1" in label else f"hub-{label}"
-    done = shardkit.consolidate(
-        wrap_world.out / label, str(tmp_path / "model"), base=str(wrap_world.out / hub)
+def fsdp1(model: nn.Module, *, use_orig_params: bool) -> nn.Module:
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy(layer_policy(CLASSES)),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
     )
+
+
+class Case(NamedTuple):
+    model: str
+    wrap: Callable[[nn.Module], nn.Module]
+    is_loaded: bool = True
+    """By `dcp.load`: FSDP1's flat parameters are not compared here."""
+
+
+OF_TWO = {
+    **{
+        f"saved-{name}": Case(name, wrapped)
+        for name in ("llama", "llama-tied", "bert-lm", "qwen3-vl", "bert")
+    },
+    "saved-fsdp1-False": Case("llama-tied", partial(fsdp1, use_orig_params=False), False),
+    "saved-fsdp1-True": Case("llama-tied", partial(fsdp1, use_orig_params=True), False),
+}
+OF_FOUR = {
+    "saved-hsdp": Case("llama-tied", wrapped_with_replicas),
+    "saved-tp": Case("llama", tensor_parallel),
+}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the ranks have saved, under its label."""
+    return two.folder(tmp_path_factory)
+
+
+def check_saved(label: str, case: Case, out: Path) -> None:
+    """Save a wrapped model; load it with stock dcp.load into one that was made anew."""
+    plain = reference(case.model)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(out / f"hub-{label}")
+    result = shardkit.save(case.wrap(copy.deepcopy(plain)), out / label)
+    assert result.num_files == dist.get_world_size()
+    if not case.is_loaded:
+        return
+    state = {"model": get_model_state_dict(case.wrap(reference(case.model, seed=7)))}
+    dcp.load(state, checkpoint_id=out / label)
+    expected = plain.state_dict()
+    assert state["model"].keys() == expected.keys()
+    for key, value in state["model"].items():
+        assert torch.equal(full(value), expected[key]), key
+
+
+@two.test_each(OF_TWO.keys())
+def test_two_ranks_save_what_stock_torch_loads(label: str, out: Path) -> None:
+    check_saved(label, OF_TWO[label], out)
+
+
+@four.test_each(OF_FOUR.keys())
+def test_four_ranks_save_what_stock_torch_loads(label: str, out: Path) -> None:
+    check_saved(label, OF_FOUR[label], out)
+
+
+@pytest.mark.parametrize("label", [*OF_TWO, *OF_FOUR])
+def test_consolidate_gives_the_hub_model_back(out: Path, label: str, tmp_path: Path) -> None:
+    done = shardkit.consolidate(out / label, str(tmp_path / "model"), base=str(out / f"hub-{label}"))
     assert done.root == "model"
-    expected = load_file(wrap_world.out / hub / "model.safetensors")
+    expected = load_file(out / f"hub-{label}" / "model.safetensors")
     found = load_file(tmp_path / "model" / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -36,18 +107,8 @@ def test_consolidate_gives_the_hub_model_back(wrap_world: World, label: str, tmp
         assert found[name].tobytes() == value.tobytes(), name
 
 
-@pytest.mark.parametrize(("world", "size"), [("two", 2), ("hsdp", 4), ("tp", 4)])
-def test_stock_torch_loads_it(wrap_world: World, world: str, size: int) -> None:
-    ranks = wrap_world.found(world)
-    assert len(ranks) == size
-    for each in ranks:
-        for found in each["saved"].values() if world == "two" else [each["saved"]]:
-            assert found["same"]
-            assert found["files"] == size
-
-
-def test_a_tied_parameter_is_stored_once(wrap_world: World) -> None:
-    shown = shardkit.inspect(str(wrap_world.out / "saved-llama-tied"))
+def test_a_tied_parameter_is_stored_once(out: Path) -> None:
+    shown = shardkit.inspect(str(out / "saved-llama-tied"))
     assert shown.made_by == "shardkit"
     assert shown.ties == (("model.model.embed_tokens.weight", "model.lm_head.weight"),)
     assert shown.tensor_bytes == 15768 * 4
@@ -84,8 +145,8 @@ def test_a_tensor_with_several_names_is_stored_once(save_world: World, case: str
         assert len(values) == 1
 
 
-def test_the_manifest_says_what_was_saved(wrap_world: World) -> None:
-    content = json.loads((wrap_world.out / "saved-hsdp" / "shardkit.json").read_text())
+def test_the_manifest_says_what_was_saved(out: Path) -> None:
+    content = json.loads((out / "saved-hsdp" / "shardkit.json").read_text())
     assert content["kind"] == "checkpoint"
     assert content["model_class"] == "LlamaForCausalLM"
     assert content["world_size"] == 4

@@ -10,8 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from shardkit.training.wrap import wrap
 from tests.training.models import inputs
+
+TP_WIDTHS = {"intermediate_size": 38}
+"""Of a Llama: even over `tp`, not over both axes of `tensor_parallel`."""
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -35,6 +40,37 @@ def hybrid(model: nn.Module) -> None:
 
 def plain(model: nn.Module) -> None:
     """Nobody wraps it."""
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """By shardkit, over all ranks, in the model's own precision."""
+    return wrap(model, init_device_mesh("cpu", (dist.get_world_size(),)), mixed_precision=None)
+
+
+def wrapped_with_replicas(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return wrap(model, mesh, mixed_precision=None)
+
+
+def tensor_parallel(model: nn.Module) -> nn.Module:
+    """By shardkit, inside of whose units a Llama's matrices are cut by torch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    for layer in model.model.layers:
+        plan = {
+            "mlp.gate_proj": ColwiseParallel(),
+            "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(),
+        }
+        parallelize_module(layer, mesh["tp"], plan)
+    return wrap(model, mesh, mixed_precision=None)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def loss_of(name: str, model: nn.Module) -> torch.Tensor:
+    return run_model(name, model).float().pow(2).mean()
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,43 +1,56 @@
 """What a diagnosis says of models that anybody wrapped."""
 
-from typing import Any
+from __future__ import annotations
 
-import pytest
+import copy
+import json
+
 import torch
+import torch.distributed as dist
+import transformers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.training.diagnostics.diagnose import diagnose
-from tests.training.conftest import World
+from shardkit.training.wrap import layer_policy, wrap
+from tests.training.models import reference
+from tests.training.wrapping import loss_of, tensor_parallel, wrapped
+from tests.worlds.ranks import Ranks, on_all
+
+two = Ranks(__name__, 2)
+four = Ranks(__name__, 4)
+LAYERS = ["model.layers.0", "model.layers.1", "model.layers.2"]
 
 
-def found(world: World, case: str, rank: int = 0) -> dict[str, Any]:
-    value: dict[str, Any] = world.found("two")[rank]["others"][case]
-    return value
+@two.test
+def test_shares_of_both_ranks_are_the_whole() -> None:
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(reference("llama").config)
+    found = diagnose(wrap(model, init_device_mesh("cpu", (2,)), activation_checkpointing=True))
+    here, there = on_all(found.local_parameters)
+    assert here + there == found.parameters == 18192
+    assert found.local_bytes == found.local_parameters * 4
+    assert found.expected_bytes == found.parameters * 4 / 2
+    assert "lm_head.weight" in found.uneven  # 101 rows
+    assert "model.norm.weight" not in found.uneven
+    assert json.loads(json.dumps(found.to_json()))["kind"] == "fsdp2"
 
 
-@pytest.mark.dist
-def test_shares_of_both_ranks_are_the_whole(wrap_world: World) -> None:
-    (here, whole, num_bytes, expected), (there, *_) = [
-        each["meta"]["local"] for each in wrap_world.found("two")
-    ]
-    assert here + there == whole == 18192
-    assert num_bytes == here * 4
-    assert expected == whole * 4 / 2
-    uneven = wrap_world.found("two")[0]["meta"]["uneven"]
-    assert "lm_head.weight" in uneven  # 101 rows
-    assert "model.norm.weight" not in uneven
+@two.test
+def test_parts_that_are_empty() -> None:
+    model = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 3))
+    wrap(model, init_device_mesh("cpu", (2,)), policy="none", mixed_precision=None)
+    assert on_all(list(diagnose(model).empty)) == [[], ["0.weight", "0.bias"]]  # of one row
 
 
-@pytest.mark.dist
-def test_parts_that_are_empty(wrap_world: World) -> None:
-    here, there = [each["edges"]["empty"] for each in wrap_world.found("two")]
-    assert here == []
-    assert there == ["0.weight", "0.bias"]  # of one row
-
-
-@pytest.mark.dist
-def test_the_table(wrap_world: World) -> None:
-    lines = wrap_world.found("two")[0]["precision"]["text"].splitlines()
+@two.test
+def test_the_table() -> None:
+    model = wrap(reference("llama"), init_device_mesh("cpu", (2,)))
+    here, _ = on_all(str(diagnose(model)))
+    lines = here.splitlines()
     assert lines[0] == "LlamaForCausalLM on rank 0 of 2: FSDP2 (fully_shard)"
     assert lines[1].split(maxsplit=1) == [
         "parameters",
@@ -53,77 +66,98 @@ def test_the_table(wrap_world: World) -> None:
     )
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_fsdp1(wrap_world: World, use_orig_params: bool) -> None:
-    model = found(wrap_world, f"fsdp1-{use_orig_params}")
-    assert model["kind"] == "fsdp1"
-    assert [unit["path"] for unit in model["units"]] == ["", *(f"model.layers.{n}" for n in range(3))]
-    assert {unit["class_name"] for unit in model["units"][1:]} == {"LlamaDecoderLayer"}
-    assert model["local_parameters"] == model["parameters"] / 2 == 7884
-    assert [unit["is_root"] for unit in model["units"]] == [True, False, False, False]
-    assert model["problems"] == []
+@two.test_each({"flat": False, "orig": True})
+def test_fsdp1(use_orig_params: bool) -> None:
+    policy = ModuleWrapPolicy(layer_policy("transformers.models.llama.modeling_llama.LlamaDecoderLayer"))
+    model = FullyShardedDataParallel(
+        reference("llama-tied"),
+        auto_wrap_policy=policy,
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    found = diagnose(model)
+    assert found.kind == "fsdp1"
+    assert [unit.path for unit in found.units] == ["", *LAYERS]
+    assert {unit.class_name for unit in found.units[1:]} == {"LlamaDecoderLayer"}
+    assert sum(on_all(found.local_parameters)) == found.parameters == 2 * 7884
+    assert on_all(found.local_parameters)[0] == 7884
+    assert [unit.is_root for unit in found.units] == [True, False, False, False]
+    assert found.problems == ()
 
 
-@pytest.mark.dist
-def test_models_that_are_not_cut_say_so(wrap_world: World) -> None:
-    for kind in ("plain", "ddp"):
-        model = found(wrap_world, kind)
-        assert model["kind"] == kind
-        assert model["local_parameters"] == model["parameters"]
-        assert model["units"] == []
-        assert model["problems"] == []
-    assert found(wrap_world, "plain")["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+@two.test
+def test_models_that_are_not_cut_say_so() -> None:
+    plain, ddp = diagnose(reference("llama-tied")), diagnose(DistributedDataParallel(reference("llama")))
+    for found, kind in ((plain, "plain"), (ddp, "ddp")):
+        assert found.kind == kind
+        assert found.local_parameters == found.parameters
+        assert found.units == ()
+        assert found.problems == ()
+    assert plain.ties == (("model.embed_tokens.weight", "lm_head.weight"),)
 
 
-@pytest.mark.dist
-def test_a_policy_that_matched_nothing_is_a_problem(wrap_world: World) -> None:
-    (problem,) = found(wrap_world, "root_only")["problems"]
+@two.test
+def test_a_policy_that_matched_nothing_is_a_problem() -> None:
+    (problem,) = diagnose(fully_shard(reference("llama"))).problems
     assert problem.startswith("no units: the policy matched nothing")
 
 
-@pytest.mark.dist
-def test_what_was_not_cut_is_a_problem(wrap_world: World) -> None:
-    model = found(wrap_world, "layers_only")
-    assert [unit["is_root"] for unit in model["units"]] == [True] * 3
-    assert model["whole"] == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-    assert model["problems"] == [
-        "this rank holds 1.3 times its share: 3 parameters not cut "
-        "(model.embed_tokens.weight, model.norm.weight, lm_head.weight)"
-    ]
+@two.test
+def test_what_was_not_cut_is_a_problem() -> None:
+    model = reference("llama")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    found = diagnose(model)
+    assert [unit.is_root for unit in found.units] == [True] * 3
+    assert found.whole == ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    if dist.get_rank() == 0:  # the other's part of what does not divide is smaller
+        assert found.problems == (
+            "this rank holds 1.3 times its share: 3 parameters not cut "
+            "(model.embed_tokens.weight, model.norm.weight, lm_head.weight)",
+        )
 
 
-@pytest.mark.dist
-def test_a_broken_tie_is_a_problem(wrap_world: World) -> None:
-    model = found(wrap_world, "broken")
-    assert model["broken_ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
-    assert model["ties"] == []
-    assert model["problems"] == [
-        "model.embed_tokens.weight and lm_head.weight should be one parameter, and are not"
-    ]
+@two.test
+def test_a_broken_tie_is_a_problem() -> None:
+    model = wrapped(reference("llama-tied"))
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    found = diagnose(model)
+    assert found.broken_ties == (("model.embed_tokens.weight", "lm_head.weight"),)
+    assert found.ties == ()
+    assert found.problems == (
+        "model.embed_tokens.weight and lm_head.weight should be one parameter, and are not",
+    )
 
 
-@pytest.mark.dist
-def test_what_the_first_forward_refuses_is_a_problem(wrap_world: World) -> None:
-    model = found(wrap_world, "mixed")
-    assert model["problems"] == [
+@two.test
+def test_what_the_first_forward_refuses_is_a_problem() -> None:
+    mixed = reference("llama")
+    mixed.model.layers[0].mlp.to(torch.bfloat16)
+    mixed.model.scratch = torch.empty(2, device="meta")
+    apart = wrap(copy.deepcopy(mixed), init_device_mesh("cpu", (2,)))
+    assert diagnose(apart).problems == ("1 tensor without memory (meta): model.scratch",)
+    for layer in mixed.model.layers:
+        fully_shard(layer)
+    assert diagnose(fully_shard(mixed)).problems == (
         "unit model.layers.0 trains parameters of bfloat16 and float32, which FSDP2 refuses at the first forward",
         "1 tensor without memory (meta): model.scratch",
-    ]
-    assert found(wrap_world, "split")["problems"] == ["1 tensor without memory (meta): model.scratch"]
+    )
 
 
-@pytest.mark.dist
-def test_parameters_that_are_gathered_just_now_count_as_parts(wrap_world: World) -> None:
-    assert wrap_world.found("two")[0]["others"]["in_forward"] == 9192
+@two.test
+def test_parameters_that_are_gathered_just_now_count_as_parts() -> None:
+    model = fully_shard(reference("llama"))
+    loss_of("llama", model)  # without resharding: parameters are whole just now
+    assert on_all(diagnose(model).local_parameters)[0] == 9192
 
 
-@pytest.mark.dist
-def test_tensor_parallel_parts_are_no_problem(wrap_world: World) -> None:
-    ranks = [each["diagnosis"] for each in wrap_world.found("tp")]
-    assert all(each["problems"] == [] for each in ranks)
-    assert all(each["num_parts"] in (2, 4) for each in ranks)
-    assert "model.layers.0.mlp.down_proj.weight" in ranks[0]["uneven"]
+@four.test
+def test_tensor_parallel_parts_are_no_problem() -> None:
+    found = diagnose(tensor_parallel(reference("llama")))
+    assert found.problems == ()
+    assert found.num_parts in (2, 4)
+    uneven, *_ = on_all(found.uneven)
+    assert "model.layers.0.mlp.down_proj.weight" in uneven
 
 
 def test_without_a_process_group() -> None:
