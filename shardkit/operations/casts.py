@@ -1,4 +1,4 @@
-"""The dtype that each tensor is stored in: `--dtype`, and what it never narrows."""
+"""The dtype that each tensor is stored in: what `--dtype` asks for, and what is never narrowed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def count_dtypes(tensors: Iterable[tuple[str, int]]) -> list[DTypeCount]:
 
 
 def check_cast(option: str, dtype: str, choices: Iterable[str] = (KEEP, *CASTS)) -> None:
-    """Refuse a value that an option for a dtype does not have.
+    """Refuse an unknown value of an option for a dtype.
 
     Raises:
         UsageError: `dtype` is not one of `choices`.
@@ -55,10 +55,10 @@ def check_cast(option: str, dtype: str, choices: Iterable[str] = (KEEP, *CASTS))
 
 
 def check_choice(dtype: str, base: Base | None) -> None:
-    """Refuse a value that consolidate's `--dtype` does not have.
+    """Refuse an unknown value of consolidate's `--dtype`.
 
     Raises:
-        UsageError: it is not one of CHOICES, or it is "base" and no base's dtypes are known.
+        UsageError: it is not one of CHOICES, or it is "base" and the dtypes of the base are not known.
     """
     check_cast("--dtype", dtype, CHOICES)
     if dtype == BASE and (base is None or base.tensors is None):
@@ -116,7 +116,7 @@ def _choose(
 
 
 def _narrowed(held: Mapping[str, DType], chosen: Mapping[str, DType], base: Base | None) -> Iterator[str]:
-    """Yield warnings about tensors that become narrower though nobody asked for it."""
+    """Yield warnings about tensors that become narrower, though nobody asked for it."""
     if base is not None and base.tensors is not None:
         theirs = {name: tensor.dtype for name, tensor in base.tensors.items()}
         # What is narrowed here was asked for with --dtype.
@@ -130,7 +130,7 @@ def _narrowed(held: Mapping[str, DType], chosen: Mapping[str, DType], base: Base
 
 
 def rounded_wide(held: Mapping[str, DType], chosen: Mapping[str, DType]) -> Iterator[str]:
-    """Yield a warning about rounded tensors that a source, mostly in half precision, holds in a wider dtype on purpose.
+    """Warn of rounded tensors that a source, mostly in half precision, holds in a wider dtype on purpose.
 
     Args:
         held: dtypes in the source, by name.
@@ -191,7 +191,7 @@ def _keep_fp32(
             "its class cannot be built here" if base and base.config else "there is no base and no config"
         )
         return frozenset(), [
-            f"nobody knows which tensors the model keeps in fp32, as {lacking}: all were converted"
+            f"nothing tells which tensors the model keeps in fp32, as {lacking}: all were converted"
         ]
     if not known:
         return known, []
@@ -231,9 +231,7 @@ def _from_transformers(wide: list[str], base: Base | None, target: DType) -> fro
 
         wanted = getattr(torch, target.name)
         model = build_model(base.directory, trust_remote_code=False, dtype=wanted)
-    except (
-        Exception
-    ):  # transformers or the class may be missing, and a model's constructor may raise anything
+    except Exception:  # transformers or the class may be missing, and a constructor may raise anything
         return None
     found = built_dtypes(model, wanted)
     return frozenset(name for name in wide if found.of_stored(name) is torch.float32)

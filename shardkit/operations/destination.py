@@ -37,7 +37,7 @@ def is_sharded_checkpoint(path: str) -> str | None:
 
 
 def _has_manifest(path: str) -> bool:
-    """True for the manifest of an output of shardkit, even a damaged one; one that lists somebody's files does not count."""
+    """True for the manifest of an output of shardkit, even a damaged one; a list of somebody's files does not count."""
     if not storage.isfile(os.path.join(path, manifest.NAME)):
         return False
     try:
@@ -59,7 +59,7 @@ def _is_resharded(path: str) -> bool:
 
 
 def is_hub_model(path: str) -> str | None:
-    """Say why a directory may not be replaced by a Hub model; None where it holds a model or an adapter and nothing else.
+    """Say why a directory may not be replaced by a Hub model; None if it holds only a model or an adapter.
 
     A trainer's run directory has the final model beside all its checkpoints.
     """

@@ -98,7 +98,7 @@ def _last(dropped: Mapping[str, str], name: str) -> str:
 def _one_record(
     catalog: Catalog, stored: Mapping[str, str], dropped: Collection[str], base_names: Collection[str] | None
 ) -> dict[str, str]:
-    """Return the names that the base lacks, if the checkpoint has one record for such a name and one that the base has."""
+    """Return names that the base lacks and that share a record of the checkpoint with a name that it has."""
     if base_names is None:
         return {}
     kept: dict[object, str] = {}

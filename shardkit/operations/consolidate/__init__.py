@@ -346,7 +346,7 @@ class ConsolidateResult(WriteResult):
     stripped: tuple[tuple[str, int], ...]
     """(prefix or segment that was taken out of names, number of these names)."""
     renamed: tuple[tuple[str, str, int], ...]
-    """(prefix of names in memory, the Hub's prefix instead, number of these names); a whole name has no dot at its end."""
+    """(prefix of names in memory, the Hub's prefix, number of these names); a whole name does not end in a dot."""
     skipped: tuple[SkippedPart, ...]
     candidates: tuple[str, ...]
     """Other roots with weights of their own."""
@@ -375,8 +375,8 @@ class ConsolidateResult(WriteResult):
     unloadable: tuple[str, ...] = ()
     """Why `from_pretrained` would not load all weights of the output; in `warnings` too."""
     held_against: str | None = None
-    """What told whether `from_pretrained` finds all weights: "base" or "class". None if names and shapes alone told; a note
-    says why."""
+    """What told whether `from_pretrained` finds all weights: "base" or "class". None if only names and shapes told; a
+    note says why."""
     missing: tuple[str, ...] = ()
     """Names of all weights that the class says `from_pretrained` would initialise at random."""
     misfits: tuple[tuple[str, str], ...] = ()

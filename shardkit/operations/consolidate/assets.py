@@ -1,8 +1,8 @@
 """What lies beside the weights of the output: the base's config and other files, with the changes they need.
 
-A model may have modules with weights of their own (`2_Dense/` of sentence-transformers), which are copied from the base.
-If the checkpoint's names show for certain which tensors belong to a module, the output gets the trained values instead.
-If they do not, a warning says so.
+A model may have modules with weights of their own, such as `2_Dense/` of sentence-transformers. They are copied from
+the base. If the checkpoint's names show for certain which tensors belong to a module, the output gets the trained
+values instead. If they do not, a warning says so.
 """
 
 from __future__ import annotations

@@ -224,9 +224,8 @@ def _choose(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> t
     """Choose the tensors and name them; errors as for `build_job`."""
     naming = options.naming
     if not naming.chooses_names:
-        refuse_factors(
-            checkpoint.catalog.tensors
-        )  # first: otherwise their names would be refused for fitting nothing
+        # First: otherwise their names would be refused because they fit nothing.
+        refuse_factors(checkpoint.catalog.tensors)
     selection = _select(checkpoint, base, naming)
     refuse_factors(selection.names)
     _refuse_objects(checkpoint.catalog.objects, selection)
@@ -500,7 +499,7 @@ def _check_fit(
 
 
 def _may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]) -> bool:
-    """True where the class itself may explain a misfit: by what it leaves out or computes, ties, its heads and names."""
+    """True where the class may explain a misfit: by what it leaves out or computes, by ties, heads or names."""
     theirs = _base_shapes(base)
     if base is None or theirs is None or not base.is_given:
         return False

@@ -351,12 +351,12 @@ def _lines(answer: Answer) -> Iterator[str]:
     if answer.missing:
         folded = [each.pattern for each in fold((fqn, None) for fqn in answer.missing)]
         yield (
-            f"{name}.from_pretrained would initialise {count(len(answer.missing), 'tensor')} at random, which the output "
-            f"lacks: {listed(folded)}"
+            f"{name}.from_pretrained would initialise {count(len(answer.missing), 'tensor')} at random, "
+            f"which the output lacks: {listed(folded)}"
         )
     if answer.misfits:
         shown = [each.pattern for each in fold((fqn, None) for fqn, _ in answer.misfits)]
         yield (
-            f"{name}.from_pretrained would refuse the output for {count(len(answer.misfits), 'tensor')}: {listed(shown)} "
-            f"({answer.misfits[0][0]}: {answer.misfits[0][1]})"
+            f"{name}.from_pretrained would refuse the output for {count(len(answer.misfits), 'tensor')}: "
+            f"{listed(shown)} ({answer.misfits[0][0]}: {answer.misfits[0][1]})"
         )

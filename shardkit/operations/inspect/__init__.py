@@ -1,4 +1,4 @@
-"""inspect: what a Hub model, a pre-sharded directory or any trainer's checkpoint holds; no tensor data is read.
+"""inspect: tells what a Hub model, a pre-sharded directory or any trainer's checkpoint holds. It reads no tensor data.
 
 Internal: import from `shardkit`.
 """
@@ -37,7 +37,7 @@ class InspectedFile:
     file_bytes: int
     """Size of the file."""
     tensor_bytes: int | None
-    """Bytes of tensors in it; None where only its own chunk list or header would tell."""
+    """Bytes of tensors in it; None if only its own chunk list or header would tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,13 @@ class InspectedTensors:
     """One tensor, or several whose names differ only in numbers."""
 
     name: str
-    """A name, or a pattern as `model.layers.{0..35}.mlp.up_proj.weight`."""
+    """A name, or a pattern such as `model.layers.{0..35}.mlp.up_proj.weight`."""
     count: int
     dtype: str
     shape: tuple[int, ...]
     """Of each, in elements."""
     placements: str | None
-    """One for each mesh axis, such as "R,S(0)"; None where it is not recorded."""
+    """One for each mesh axis, such as "R,S(0)"; None if they are not recorded."""
     tensor_bytes: int
     """Of all of them."""
 
@@ -73,12 +73,11 @@ class InspectResult:
     path: str
     """As it was given."""
     kind: Literal["hub", "presharded", "dcp", "sharded"]
-    """A Hub model, a checkpoint with a `shardkit.json`, any other plain DCP checkpoint, or one of another
-    format."""
+    """A Hub model, a checkpoint with a `shardkit.json`, any other plain DCP checkpoint, or one of another format."""
     format: str
-    """Of the files: "safetensors", "torch-bin" or "dcp"; for kind "sharded" the checkpoint's, e.g. "lightning"."""
+    """The files': "safetensors", "torch-bin" or "dcp"; for kind "sharded" the checkpoint's, such as "lightning"."""
     made_by: str | None = None
-    """Tool and version, where they are recorded; for sharded checkpoints the trainer, where it can be told."""
+    """Tool and version, if they are recorded; for a sharded checkpoint the trainer, if it is known."""
     source: str | None = None
     """What it was made from: repo and commit, or file names."""
     model_class: str | None = None
@@ -101,17 +100,17 @@ class InspectResult:
     imbalance: float | None = None
     """Largest shard file over the mean; None for a Hub model."""
     ties: tuple[tuple[str, ...], ...] = ()
-    """Names that share their bytes; the first of each is among `tensors`."""
+    """Names that share their bytes; the first of each group is among `tensors`."""
     objects: tuple[str, ...] = ()
     """Entries that are not tensors; they are never decoded."""
     omitted: tuple[tuple[str, str], ...] = ()
     """(name, reason) of tensors that the source had and this lacks."""
     roots: tuple[tuple[str, str], ...] = ()
-    """(kind, beginning of its names), e.g. ("model", "app.model"), where the trainer fixes them."""
+    """(kind, beginning of its names), such as ("model", "app.model"), if the trainer fixes them."""
     assets: tuple[str, ...] = ()
     """Directories with the config, tokenizer and the like that come with a sharded checkpoint, best first."""
     refused: tuple[tuple[str, str], ...] = ()
-    """(kind of weights, reason) of weights that are there in part and cannot be recovered."""
+    """(kind of weights, reason) of weights that are incomplete and cannot be recovered."""
     skipped: tuple[tuple[str, str], ...] = ()
     """(file or entry, reason) of what was not read."""
     notes: tuple[str, ...] = ()
@@ -184,7 +183,7 @@ def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
 
 
 def _hub_files(identity: Mapping[str, Any], held: Mapping[str, int]) -> Iterator[InspectedFile]:
-    """Yield the weight files; a legacy file is one file, although each of its tensors has an entry of its own."""
+    """Yield the weight files. A legacy file is one file, though each of its tensors has an entry of its own."""
     for file in identity["files"]:
         name, prefix = file["name"], f"{file['name']}:"
         nbytes = sum(size for entry, size in held.items() if entry == name or entry.startswith(prefix))
@@ -234,7 +233,7 @@ def _shared_extents(catalog: Catalog) -> tuple[tuple[str, ...], ...]:
 
 
 def _files(catalog: Catalog, copies: set[str]) -> Iterator[InspectedFile]:
-    """Yield the files and the bytes of tensors in each; what exists only decoded counts for the file that holds it."""
+    """Yield the files with the bytes of tensors in each. What exists only decoded counts for the file that holds it."""
     held: dict[str, int] = {file.name: 0 for file in catalog.files if file.decode is None}
     sizes = {file.name: file.size for file in catalog.files if file.decode is None}
     chunks, files = catalog.chunks, catalog.files
@@ -329,7 +328,7 @@ def _file_size(path: str) -> int | None:
 
 
 class _Tensor(NamedTuple):
-    """One tensor, before those that are alike become one entry."""
+    """One tensor, before similar ones become one entry."""
 
     name: str
     dtype: str
@@ -342,7 +341,7 @@ class _Tensor(NamedTuple):
 
 
 def _tensor_fields(found: Sequence[_Tensor], *, unfold: bool) -> dict[str, Any]:
-    """Return the fields of the result that are about all tensors."""
+    """Return the fields of the result that describe the tensors."""
     dtypes = count_dtypes((tensor.dtype, tensor.nbytes) for tensor in found)
     groups = (
         ((t.name, 1, t) for t in found)

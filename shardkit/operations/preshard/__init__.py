@@ -174,7 +174,7 @@ def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
 
 
 def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
-    """Return the room that the run takes on the disk of its output.
+    """Return the bytes that the run takes on the disk of its output.
 
     These are the images without their shared bytes, the descriptions, and a download to the same disk.
 
@@ -358,7 +358,7 @@ def _choose_dtypes(
         )
     notes += quantised_notes(held)
     if target.name != "float32" and layout.keep_fp32 is None:
-        notes.append("without the model nobody knows which tensors it keeps in fp32: all were converted")
+        notes.append("without the model nothing tells which tensors it keeps in fp32: all were converted")
     return chosen, notes
 
 

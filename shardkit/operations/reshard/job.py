@@ -101,8 +101,8 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
 
     Args:
         taken: the checkpoint.
-        check_source: refuse byte entries that are not zips as torch writes them. Otherwise they are carried over as they
-            are, with a warning.
+        check_source: refuse byte entries that are not zips as torch writes them. Otherwise they are carried over
+            unchanged, with a warning.
 
     Raises:
         SourceError, IntegrityError, ResourceError: it cannot be opened, or the save of a part did not finish.
@@ -348,7 +348,8 @@ def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, dig
         raise SourceError("the checkpoint holds no tensors")
     if parts.weights_beside is not None and dtype != "keep":
         raise UsageError(
-            f"--dtype {dtype}: the weights in {escape(parts.weights_beside)} are copied as they are and cannot be converted",
+            f"--dtype {dtype}: the weights in {escape(parts.weights_beside)} are copied as they are and cannot be "
+            "converted",
             hint="convert them with shardkit consolidate --dtype",
         )
     folders = {part.folder: _part_job(part, mesh, dtype, optimizer_dtype, digest) for part in parts.parts}
@@ -466,8 +467,8 @@ def optimizer_state(entries: Iterable[TensorEntry], folder: str) -> frozenset[st
 def is_convertible(entry: TensorEntry, *, is_optimizer: bool) -> bool:
     """True for a tensor whose values a cast may round.
 
-    A cast must never round a count: a step of 257 is 256 in bfloat16. So scalars stay as they are, and so does the state
-    of schedulers, data loaders and random generators; `load_state_dict` converts them when it has to.
+    A cast must never round a count: a step of 257 is 256 in bfloat16. So scalars stay as they are. So does the state of
+    schedulers, data loaders and random generators; `load_state_dict` converts it when it has to.
     """
     if not entry.shape or not entry.dtype.is_floating or not entry.dtype.is_convertible:
         return False

@@ -1,4 +1,4 @@
-"""verify: whether a checkpoint is whole, and holds the bytes that were written, as far as anything was recorded.
+"""verify: tells whether a checkpoint is whole and holds the bytes that were written, as far as anything was recorded.
 
 Internal: import from `shardkit`.
 """
@@ -36,45 +36,45 @@ def verify(
     follow_links: bool = False,
     progress: Progress | None = None,
 ) -> VerifyResult:
-    """Check a checkpoint of any format; without torch, but for a legacy `.bin`.
+    """Check a checkpoint of any format. Only a legacy `.bin` needs torch.
 
-    Everything that is wrong is in the result's `problems`, files that the system cannot read among it; only what
+    Everything that is wrong is in the result's `problems`, including files that the system cannot read. Only what
     cannot be looked at at all is raised.
 
     Args:
         path: a pre-sharded directory, any trainer's checkpoint, a Hub model's directory or weight file.
-        full: read every byte that a checksum was recorded of. Otherwise only headers, metadata, chunk lists
-            and manifests are read.
-        read: read so much of the tensors' bytes, in chunks chosen at random: "5%", a size such as "50GiB", or
-            a number of bytes.
+        full: read every byte that has a recorded checksum. Otherwise only headers, metadata, chunk lists and manifests
+            are read.
+        read: how much of the tensors' bytes to read, in chunks chosen at random: "5%", a size such as "50GiB", or a
+            number of bytes.
         seed: of that choice.
-        manifest: one that lies elsewhere. By default the one inside, or else the one beside the checkpoint.
-        against: another checkpoint of any format, whose weights have to be the same, bit by bit. Where dtypes differ,
-            the ones may be the others rounded to bf16 or fp16.
-        rounded: with `against`: they may also be rounded where the dtypes are the same.
+        manifest: one that lies elsewhere. By default it is the one inside the checkpoint, or else the one beside it.
+        against: another checkpoint of any format. Its weights must be the same, bit by bit. Where dtypes differ, one
+            side may be the other rounded to bf16 or fp16.
+        rounded: with `against`: values may be rounded even where the dtypes are the same.
         strict: with `against`: refuse a run directory in which a newer checkpoint had to be passed over.
-        hub: a repo id; every file has to be the repo's, by the ids that the Hub has of them. Nothing is downloaded.
+        hub: a repo id. Every file must be the repo's, as the ids tell that the Hub keeps. Nothing is downloaded.
         revision: branch, tag or commit of the repo.
         jobs: threads.
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
             Weight files of a Hub model are read in any case.
-        progress: is told about bytes that are read.
+        progress: told of the bytes as they are read.
 
     Raises:
         UsageError: options that do not go together or are out of range.
-        SourceError: nothing there, or nothing that is a checkpoint; no such manifest, or `against` or `hub` cannot
-            be opened; with `strict`, `against` has something newer, which is told before anything is read.
-        ResourceError: a directory cannot be listed, or the Hub not be reached.
+        SourceError: there is nothing, or no checkpoint; there is no such manifest; `against` or `hub` cannot be opened;
+            or, with `strict`, `against` has something newer. That is raised before anything is read.
+        ResourceError: a directory cannot be listed, or the Hub cannot be reached.
     """
     path = os.fspath(path)
     share, size = _parse_read(read)
     if full and read is not None:
-        raise UsageError("a full check reads everything: give either a full check or how much to read")
+        raise UsageError("a full check reads everything: give either --full or --read")
     if revision is not None and hub is None:
-        raise UsageError("--revision is about --hub, which is not there")
+        raise UsageError("--revision belongs to --hub, which is not given")
     for option, is_given in (("--rounded", rounded), ("--strict", strict)):
         if is_given and against is None:
-            raise UsageError(f"{option} is about --against, which is not there")
+            raise UsageError(f"{option} belongs to --against, which is not given")
     check_jobs(jobs)
     other = take(against, strict=True) if strict and against is not None else None
     level: Level = "full" if full else "structure" if read is None else "sample"
@@ -144,7 +144,7 @@ def _result(
         report.add_notes(
             [
                 f"no checksum is recorded of {count(report.num_unrecorded_chunks, 'chunk')} of "
-                f"{count(len(report.unrecorded), 'tensor')}: nothing tells whether the bytes are those that were written"
+                f"{count(len(report.unrecorded), 'tensor')}: nothing tells whether these bytes are what was written"
             ]
         )
     return VerifyResult(

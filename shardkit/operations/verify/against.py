@@ -1,4 +1,4 @@
-"""A checkpoint against another one, value by value, or against a repo on the Hub, by the ids of its files."""
+"""Compares a checkpoint with another one, value by value, or with a repo on the Hub, by the ids of its files."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def compare(
 ) -> None:
     """Compare the weights of a checkpoint with those of another; each that differs is a problem.
 
-    Values that are the other's rounded to bf16 or fp16 are none where the stored dtypes tell of it.
+    Values that are the other's, rounded to bf16 or fp16, are no problem where the stored dtypes show it.
 
     Args:
         path: what is verified.
         checkpoint: the same, opened; None where that failed.
-        other: what it has to be, a checkpoint of any format or a run directory.
+        other: what to compare with: a checkpoint of any format or a run directory.
         taken: the checkpoint that `other` stands for, where that is known already.
         report: gets what differs.
-        rounded: values may also be rounded that are stored as they were before, bf16 values as fp32 say.
+        rounded: values may be rounded even where the dtype is the same, such as bf16 values stored as fp32.
 
     Raises:
-        SourceError, ResourceError: one of them cannot be opened. That of what is verified is no news where problems
-            were found before.
+        SourceError, ResourceError: one of them cannot be opened. If problems were found before, a note says so instead
+            of a SourceError.
     """
     try:
         mine = take(path) if checkpoint is None else as_it_is(path, checkpoint)
@@ -68,7 +68,7 @@ def compare(
 
 
 def _report_rounded(result: DiffResult, path: str, other: str, report: Report, *, rounded: bool) -> None:
-    """Note which side is rounded; each tensor whose dtype does not tell is a problem, unless it may be rounded."""
+    """Note which side is rounded. A tensor whose dtype does not show it is a problem, unless it may be rounded."""
     found = [tensor for tensor in result.tensors if tensor.status == "rounded"]
     if not found:
         return
@@ -112,18 +112,18 @@ def _values(tensor: TensorDiff) -> str:
 
 
 _LEFT_OUT = (".gitattributes", "shardkit.json")
-"""What the Hub, or shardkit, puts beside a model without being part of it."""
+"""What the Hub or shardkit puts beside a model; it is no part of the model."""
 
 
 def compare_with_repo(directory: str, repo_id: str, revision: str | None, jobs: int, report: Report) -> str:
-    """Hold the files of a directory against those of a repo.
+    """Compare the files of a directory with those of a repo.
 
     Args:
         directory: with the files; or one file.
         repo_id: `organisation/name`.
         revision: branch, tag or commit; None is the default branch.
         jobs: threads.
-        report: gets files that differ, are missing, or that the repo does not have.
+        report: gets the files that differ, that are missing, and that the repo lacks.
 
     Returns:
         The commit.
@@ -155,7 +155,7 @@ def compare_with_repo(directory: str, repo_id: str, revision: str | None, jobs: 
 
 
 def _compare(path: str, remote: RepoFile, report: Report) -> None:
-    """Compare the id of a file with that in the repo: sha256 for large ones, git's for small ones."""
+    """Compare a file with its id in the repo: the sha256 of a large file, git's id of a small one."""
     with report.failing(remote.name), open_regular(path, remote.name) as (fd, size):
         reader = ByteReader(fd, remote.name, size, report.read, ahead=True)
         if remote.sha256 is not None:

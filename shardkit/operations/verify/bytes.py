@@ -1,4 +1,4 @@
-"""Bytes against recorded CRC-32s: whole files where there is a digest of the file, stretches of them where not."""
+"""Compares bytes with recorded CRC-32s: whole files where a file has a digest, parts of it where it has none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK", b"PK\5\6", 22
 
 
 def check_whole(file: FileBytes, report: Report) -> None:
-    """Read all of a file that something is recorded of; what is wrong is added to the report."""
+    """Read everything in a file that has a recorded checksum, and report what is wrong."""
     with report.failing(file.name):
         with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
             source = ByteReader(fd, file.name, size, report.read, ahead=True)
@@ -39,16 +39,16 @@ def check_whole(file: FileBytes, report: Report) -> None:
 
 
 def scan_whole(file: FileBytes, marks: Iterable[int], report: Report, *, sha256: bool) -> Scan | None:
-    """Read all of a file once: compare what is recorded in it, and take digests.
+    """Read a whole file once: compare it with the checksums in it, and take digests.
 
     Args:
         file: without digests of its own.
-        marks: positions that CRC-32s will be asked for between.
+        marks: positions; CRC-32s can be asked for between any two of them.
         report: gets what is wrong.
         sha256: take it too.
 
     Returns:
-        The digests; None where the file cannot be read, or is not the size that it was.
+        The digests; None where the file cannot be read, or changed its size.
     """
     with report.failing(file.name):
         with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
@@ -65,14 +65,14 @@ def scan_whole(file: FileBytes, marks: Iterable[int], report: Report, *, sha256:
 
 
 def check_some(file: FileBytes, chosen: Sequence[Stretch], report: Report) -> None:
-    """Read some chunks of a file; what is wrong is added to the report."""
+    """Read some chunks of a file, and report what is wrong."""
     with report.failing(file.name), open_regular(file.path, file.name, follow=file.follow) as (fd, size):
         source = ByteReader(fd, file.name, size, report.read, ahead=False)
         _check_stretches(file, source, sorted(chosen, key=lambda s: s.start), report)
 
 
 def choose(files: Sequence[FileBytes], num_bytes: int, seed: int) -> list[tuple[FileBytes, list[Stretch]]]:
-    """Choose chunks that have a checksum, at random, until they have `num_bytes`; in the order of the files."""
+    """Choose chunks with a checksum at random, `num_bytes` in all; return them in the order of the files."""
     pool = [
         (number, stretch)
         for number, file in enumerate(files)
@@ -90,7 +90,7 @@ def choose(files: Sequence[FileBytes], num_bytes: int, seed: int) -> list[tuple[
 
 
 def _scan(file: FileBytes, source: ByteReader, report: Report, marks: Iterable[int], *, sha256: bool) -> Scan:
-    """Read all of a file and compare every chunk that a checksum is recorded of."""
+    """Read a whole file and compare every chunk that has a recorded checksum."""
     ends = (at for s in file.stretches for at in (s.start, s.start + s.nbytes))
     scan = source.scan((*marks, *ends), sha256=sha256)
     for stretch in file.stretches:
@@ -156,7 +156,7 @@ def _compare(file: FileBytes, stretch: Stretch, found: int, report: Report) -> N
 
 
 def _check_archives(file: FileBytes, fd: int, report: Report) -> None:
-    """Compare zips with the checksums in them, and what no checksum covers with what torch writes there."""
+    """Compare zips with the checksums in them, and the bytes outside these with what torch writes there."""
     num_alike, unlike = 0, list[tuple[Archive, Difference]]()
     for archive in file.archives:
         with named_failures(file.name):
@@ -178,9 +178,9 @@ def _check_archives(file: FileBytes, fd: int, report: Report) -> None:
 
 
 def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -> Difference | bool:
-    """Compare every entry of a zip with its CRC-32; return as `object_spelling`."""
+    """Compare every entry of a zip with its CRC-32; return what `object_spelling` does."""
     if not _is_zip(fd, archive):
-        if storage.pread(fd, 1, archive.start) == b"\0":  # as nothing that writes objects begins
+        if storage.pread(fd, 1, archive.start) == b"\0":  # no writer of objects begins so
             report.problem(
                 "it begins with zeros",
                 file=file.name,
@@ -208,7 +208,7 @@ def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -
 
 
 def _is_zip(fd: int, archive: Archive) -> bool:
-    """True for what was a zip once: one end of it may be damaged."""
+    """True where at least one end looks like a zip's; the other may be damaged."""
     if storage.pread(fd, len(_ZIP_START), archive.start) == _ZIP_START:
         return True
     end = archive.start + archive.nbytes - _ZIP_END_BYTES
@@ -230,7 +230,7 @@ def _decode(file: FileBytes, stretch: Stretch, packed: SourceFile, report: Repor
 
 _PICKLE, _SERIALIZATION_ID = "data.pkl", ".data/serialization_id"
 _FREE = (_PICKLE, _SERIALIZATION_ID)
-"""Entries that may differ where dtype and shape are equal (strides, a flag, an id); they have checksums."""
+"""Entries that may differ though dtype and shape are equal (strides, a flag, an id). They have checksums."""
 _DATA = "data/0"
 _NOT_RECORDED = bytes(4)  # a CRC-32, as torch.serialization.set_crc32_options(False) leaves it
 _DESCRIPTOR = b"PK\x07\x08"
@@ -239,7 +239,7 @@ _MAX_OBJECT_BYTES = 1 << 20
 
 
 class Difference(NamedTuple):
-    """The first byte of a record that is not as torch writes it."""
+    """The first byte of a record that differs from what torch writes."""
 
     start: int
     """In the file."""
@@ -256,8 +256,8 @@ def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> Differen
         record: as it was read.
 
     Returns:
-        True where it is equal, the first difference otherwise; False where its parts have other lengths, so that
-        it was written in another way.
+        True where it is equal, or else the first difference. False where its parts have other lengths: then it was
+        written in another way.
     """
     skeleton = record_skeleton(record.dtype, record.shape)
     num_before, hole = len(skeleton.prefix), skeleton.data_nbytes
@@ -291,7 +291,7 @@ def object_spelling(fd: int, start: int, nbytes: int, entries: Mapping[str, Entr
         entries: of its zip, whose checksums are right; positions count from the record's first byte.
 
     Returns:
-        As `spelling`; False too for an object that has tensors in it, or a very large one.
+        As `spelling`; False also for an object that holds tensors, or a very large one.
     """
     if entries.keys() != _OBJECT_NAMES or nbytes > _MAX_OBJECT_BYTES:
         return False
@@ -314,9 +314,9 @@ def object_spelling(fd: int, start: int, nbytes: int, entries: Mapping[str, Entr
 
 @lru_cache(maxsize=4096)
 def _entries(skeleton: RecordSkeleton) -> tuple[tuple[str, slice, tuple[int, ...]], ...]:
-    """Return (name, content, places of its CRC-32) of each entry, in the bytes around the data put together.
+    """Return (name, content, places of its CRC-32) of each entry.
 
-    The data's own content is empty there.
+    Places count in the bytes around the data, joined: the content of the data itself is empty there.
     """
     around, before, hole = skeleton.prefix + skeleton.suffix(0), len(skeleton.prefix), skeleton.data_nbytes
 

@@ -1,4 +1,4 @@
-"""A DCP directory: every record opened, and held against `.metadata` and the chunk lists."""
+"""Opens every record of a DCP directory, and compares it with `.metadata` and the chunk lists."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def verify_dcp(
     *,
     opened: DcpFolder | None = None,
 ) -> list[FileBytes]:
-    """Check the structure of a DCP directory and return its files with what is recorded of their bytes.
+    """Check the structure of a DCP directory, and return its files with what is recorded of their bytes.
 
     Args:
         directory: where it is.
         folder: the same, relative to the checkpoint.
-        described: by the manifest that shardkit wrote with it.
+        described: what the manifest says that shardkit wrote with it; None without one.
         report: gets what is wrong.
         opened: the directory, where it is open already.
     """
@@ -74,7 +74,7 @@ def _stale(directory: str, folder: str, opened: DcpFolder) -> Iterator[str]:
 
 
 def _files_by_lists(folder: str, described: Described | None, report: Report) -> list[FileBytes]:
-    """Return what chunk lists and manifest tell of the files where `.metadata` cannot be read."""
+    """Return what chunk lists and the manifest say of the files. This is for a `.metadata` that cannot be read."""
     if described is None:
         return []
     names: set[str] = set()
@@ -110,7 +110,7 @@ class _Place(NamedTuple):
 
 
 class _Folder:
-    """Goes through a directory file by file, each front to back."""
+    """Goes through a directory file by file, and through each file from front to back."""
 
     def __init__(self, folder: str, opened: DcpFolder, described: Described | None, report: Report) -> None:
         self._folder, self._opened, self._described, self._report = folder, opened, described, report
@@ -235,7 +235,7 @@ class _Folder:
                 self._num_alike += found
 
     def _report_unlike(self, is_spelled: bool) -> None:
-        """Report records that are not spelled like most; where most are not as torch 2.13 writes them, none."""
+        """Report records that torch 2.13 would write differently; none where most records are such."""
         for file, place, unlike in self._unlike if is_spelled else ():
             self._report.problem(
                 "a byte of the record around the data",
@@ -271,7 +271,7 @@ class _Folder:
         record: TensorRecord | None,
         file: FileBytes,
     ) -> None:
-        """Hold a line of a chunk list against `.metadata` and the record itself."""
+        """Compare a line of a chunk list with `.metadata` and with the record itself."""
         names = {place.entry.fqn for place in same}
         if names != {line.fqn, *aliases}:
             listed = ", ".join(map(escape, sorted({line.fqn, *aliases})))

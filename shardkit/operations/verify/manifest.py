@@ -1,4 +1,4 @@
-"""A manifest held against the directory that it describes: names, sizes, and digests of what describes the rest.
+"""Compares a directory with its manifest: names, sizes, and digests of the files that describe the others.
 
 `list_files` says what a directory holds; a manifest of files lists all of it.
 """
@@ -30,7 +30,7 @@ from shardkit.operations.verify.result import Report
 METADATA = ".metadata"
 _LIST = re.compile(r".*\.chunks\.json")
 _UPLOADED = (".gitattributes", "README.md")
-"""What the Hub itself puts beside a model that is uploaded."""
+"""What the Hub itself puts beside an uploaded model."""
 
 
 class Recorded(NamedTuple):
@@ -51,11 +51,11 @@ class Described:
     where: str
     """The manifest: its name relative to the checkpoint, or its path where it lies elsewhere."""
     folder: str
-    """That it describes, relative to the checkpoint."""
+    """The directory that it describes, relative to the checkpoint."""
     directory: str
-    """The same, where it is."""
+    """Path of that directory."""
     files: dict[str, Recorded] = field(default_factory=dict)
-    """Those listed under "files" that have the right size; of shards and weights alone, but for the kind "files"."""
+    """Those listed under "files" that have the right size. Except in the kind "files", these are shards or weights."""
     others: dict[str, Recorded] = field(default_factory=dict)
     """Those listed under "others" that have the right size."""
     lists: dict[str, ChunkList] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Described:
     names: set[str] = field(default_factory=set)
     """Every file that is listed."""
     is_metadata_damaged: bool = False
-    """`.metadata` is not what was written: what it says of files is worth nothing."""
+    """`.metadata` is not what was written, so nothing that it says counts."""
 
     @property
     def is_of_dcp(self) -> bool:
@@ -72,13 +72,13 @@ class Described:
 
     @property
     def metadata(self) -> manifest.File | None:
-        """What is recorded of `.metadata`; None where nothing is, or the directory has none."""
+        """What is recorded of `.metadata`; None if nothing is, or if the directory has none."""
         content = self.content
         return content.metadata if isinstance(content, (manifest.Presharded, manifest.SavedState)) else None
 
     @property
     def lists_files(self) -> bool:
-        """True for a manifest that says nothing of how the files were made."""
+        """True for a manifest that only lists files, and does not say how they were made."""
         return isinstance(self.content, manifest.FileList)
 
     @property
@@ -93,10 +93,10 @@ class Described:
 def read_manifest(
     directory: str, folder: str, report: Report, *, path: str | None = None
 ) -> Described | None:
-    """Read a manifest and hold a directory against it; None where there is none to go by.
+    """Read a manifest and compare a directory with it; None if the manifest cannot be read.
 
     Args:
-        directory: that is described; or a single file.
+        directory: the one that is described, or a single file.
         folder: the same, relative to the checkpoint.
         report: gets what is wrong.
         path: of a manifest that lies elsewhere; None for the one in the directory.
@@ -107,8 +107,8 @@ def read_manifest(
     with report.failing(where):
         data = manifest.read_bytes(directory) if path is None else read_small(path, path, manifest.MAX_BYTES)
         said = manifest.load(data, os.path.basename(where))
-        if manifest.encode(said) != data:  # its digest does not cover blanks and the spelling of numbers
-            report.problem("it says what was written, in other bytes", file=where)
+        if manifest.encode(said) != data:  # its digest leaves out blanks and how numbers are written
+            report.problem("it says what was written, but its bytes are others", file=where)
         del data
         content = manifest.decode(said, os.path.basename(where))
     if content is None:
@@ -157,12 +157,12 @@ def _check_list(described: Described, file: manifest.ShardFile, report: Report) 
     except ResourceError as error:
         report.unreadable(error, file=name)
     except ShardkitError as error:
-        if is_whole and file.name in described.files:  # else it was said why
+        if is_whole and file.name in described.files:  # else the reason was reported
             report.error(error, file=name)
 
 
 def _recorded(described: Described, file: manifest.SavedFile, report: Report) -> Recorded | None:
-    """Return what is recorded of a file, where it is there with the right size."""
+    """Return what is recorded of a file; None unless the file is there and has the right size."""
     described.names.add(file.name)
     crc, sha256 = (file.crc32, file.sha256) if isinstance(file, manifest.File) else (None, None)
     extents = file.extents if isinstance(file, manifest.ListedFile) else None
@@ -199,9 +199,9 @@ def _read_described(described: Described, file: manifest.File, report: Report) -
 
 
 def _check_unlisted(described: Described, report: Report) -> None:
-    """Look for what is there and not listed.
+    """Look for files that are not listed.
 
-    A manifest of files lists all; beside a Hub model people put what they like, and DCP directories get stale files.
+    A manifest of files lists all. Beside a Hub model people put what they like; DCP directories get stale files.
     """
     if described.is_of_dcp:
         report.warnings += _stale(described)
@@ -222,7 +222,7 @@ def _check_unlisted(described: Described, report: Report) -> None:
 
 
 def _unlisted(described: Described) -> Iterator[str]:
-    """Yield the names that are not listed; what lies in folders with manifests of their own belongs to those."""
+    """Yield the names that are not listed. Folders with a manifest of their own are left to that manifest."""
     content = described.content
     listing = list_files(described.directory, follow=described.follow)
     known = {*described.names, manifest.NAME}
@@ -245,7 +245,7 @@ def _stale(described: Described) -> Iterator[str]:
 
 
 def add_recorded(described: Iterable[Described], files: list[FileBytes]) -> None:
-    """Give files what manifests record of them as a whole; those that hold no tensors are added."""
+    """Add to files what manifests record of them as a whole, and add the files that hold no tensors."""
     known = {place_of(file.path): file for file in files}
     for each in described:
         for name, recorded in {**each.files, **each.others}.items():
@@ -265,7 +265,7 @@ def add_recorded(described: Iterable[Described], files: list[FileBytes]) -> None
 
 
 def _add_crcs_of_chunks(described: Described, recorded: Recorded, file: FileBytes) -> None:
-    """Let chunks that have no checksum in the file have the manifest's; that of the tensor where they are whole."""
+    """Give a chunk without a checksum in the file the manifest's; for a whole tensor, that of the tensor."""
     for at, stretch in enumerate(file.stretches):
         if stretch.crc32 is None and stretch.tensor is not None:
             crc = recorded.extents.get((stretch.start, stretch.nbytes))
@@ -274,7 +274,7 @@ def _add_crcs_of_chunks(described: Described, recorded: Recorded, file: FileByte
 
 
 def check_tensors(described: Described, catalog: Catalog, report: Report) -> None:
-    """Hold names, dtypes and shapes of the manifest's tensors against those that are stored."""
+    """Compare names, dtypes and shapes in the manifest with those of the stored tensors."""
     content, where = described.content, described.where
     if isinstance(content, manifest.SavedState):
         return
@@ -286,7 +286,7 @@ def check_tensors(described: Described, catalog: Catalog, report: Report) -> Non
         elif (said.dtype, said.shape) != (entry.dtype.name, entry.shape):
             expected, found = f"{said.dtype} {list(said.shape)}", f"{entry.dtype.name} {list(entry.shape)}"
             report.problem("dtype and shape", file=where, tensor=fqn, expected=escape(expected), found=found)
-    # A pre-sharded directory alone leaves the other names of a tensor out.
+    # Only a pre-sharded directory leaves out the other names of a tensor.
     tied = (
         {name for group in content.ties for name in group}
         if isinstance(content, manifest.Presharded)
@@ -297,14 +297,14 @@ def check_tensors(described: Described, catalog: Catalog, report: Report) -> Non
 
 
 def tensor_crc(described: Described, fqn: str, nbytes: int) -> int | None:
-    """Return the recorded CRC-32 of a tensor of `nbytes` in all, None where there is none."""
+    """Return the recorded CRC-32 of a tensor that has `nbytes` in all; None if there is none."""
     said = manifest.all_tensors(described.content).get(fqn)
     is_whole = said is not None and prod(said.shape) * BY_NAME[said.dtype].itemsize == nbytes
     return said.crc32 if said is not None and is_whole else None
 
 
 _LEFT_OUT = (".git", os.path.join(".cache", "huggingface"))
-"""Directories of git and of `hf download`, which keep state of their own in a checkpoint's directory."""
+"""Directories in which git and `hf download` keep their own state."""
 
 
 class Listing(NamedTuple):
@@ -317,7 +317,7 @@ class Listing(NamedTuple):
 
 
 def list_files(directory: str, *, follow: bool) -> Listing:
-    """Return the files below a directory; what git and `hf download` keep there is left out.
+    """Return the files below a directory, without the state that git and `hf download` keep there.
 
     Args:
         directory: of a checkpoint.
@@ -338,7 +338,7 @@ def list_files(directory: str, *, follow: bool) -> Listing:
 
 
 def _names(directory: str) -> Iterator[str]:
-    """Yield the name of everything that is no directory."""
+    """Yield the names of everything but directories."""
     for here, folder, inner, names in walk(directory):
         links = [name for name in inner if storage.islink(os.path.join(here, name))]
         inner[:] = [name for name in inner if os.path.join(folder, name) not in _LEFT_OUT]
@@ -346,7 +346,7 @@ def _names(directory: str) -> Iterator[str]:
 
 
 def file_size(directory: str, name: str, *, follow: bool) -> int | None:
-    """Return the bytes of a regular file; None for anything else, and for what leads out of the directory.
+    """Return the size of a regular file in bytes; None for anything else, and for a link out of the directory.
 
     Args:
         directory: that the name is relative to.

@@ -1,4 +1,4 @@
-"""What verify answers: the result object, and what collects it on the way."""
+"""What verify answers: the result, and the report that collects it on the way."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class VerifyProblem:
     start_byte: int | None = None
     """First byte in the file."""
     num_bytes: int | None = None
-    """From there on."""
+    """How many bytes, from there on."""
     expected: str | None = None
     found: str | None = None
     details: tuple[str, ...] = ()
     """One line for each instance, where opening found several at once."""
     is_unreadable: bool = False
-    """The system could not read the file: what it holds is not known."""
+    """The system could not read the file, so what it holds is not known."""
 
     def line(self) -> str:
         """Return it as one line, safe to print."""
@@ -70,11 +70,11 @@ class VerifyResult:
     writer: str | None
     """Who wrote it, for people; None where it could not be opened."""
     manifests: tuple[str, ...]
-    """That it was held against: names relative to the checkpoint, and the path of one that is not in it."""
+    """Those that it was compared with: names relative to the checkpoint, and the path of one that lies elsewhere."""
     against: str | None
     """The other checkpoint that its tensors were compared with, as it was given."""
     num_compared_tensors: int
-    """Tensors that both have and whose values were compared."""
+    """Tensors that both have, and whose values were compared."""
     num_rounded_tensors: int
     """Of these, tensors that are equal only after rounding one side to bf16 or fp16; a note says which side."""
     repo: str | None
@@ -82,18 +82,18 @@ class VerifyResult:
     commit: str | None
     """Of that repo."""
     seed: int | None
-    """Of the choice of chunks; None unless the level is "sample"."""
+    """Seed of the choice of chunks; None unless the level is "sample"."""
     num_files: int
     """Files that hold tensors."""
     num_tensors: int
     num_chunks: int
-    """Pieces of tensors that lie in one place each; those of tied names count once."""
+    """Pieces of tensors, each in one place; those of tied names count once."""
     tensor_bytes: int
     """Of those chunks."""
     num_checked_chunks: int
     """Chunks whose bytes were read and compared with a recorded checksum."""
     num_unrecorded_chunks: int
-    """Chunks that no checksum was recorded of."""
+    """Chunks without a recorded checksum."""
     num_unrecorded_tensors: int
     """Tensors with such a chunk."""
     num_checked_files: int
@@ -102,7 +102,7 @@ class VerifyResult:
     """Bytes that were compared with a checksum; headers, metadata, manifests and `against` not counted."""
     problems: tuple[VerifyProblem, ...]
     warnings: tuple[str, ...]
-    """What does no harm but does not belong there, such as stale files."""
+    """What does no harm but does not belong here, such as stale files."""
     notes: tuple[str, ...]
     """What could not be checked, and what a person should be told."""
 
@@ -113,7 +113,7 @@ class VerifyResult:
 
     @property
     def is_only_unreadable(self) -> bool:
-        """True where nothing is wrong but that the system could not read some files."""
+        """True where the only problem is that the system could not read some files."""
         return not self.ok and all(problem.is_unreadable for problem in self.problems)
 
     def to_json(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Report:
     files: set[str] = field(default_factory=set)
     """Names of the files that hold tensors."""
     unrecorded: set[tuple[str, str]] = field(default_factory=set)
-    """(folder, tensor) of tensors with a chunk that nothing is recorded of."""
+    """(folder, tensor) of each tensor with a chunk of which nothing is recorded."""
     num_tensors: int = 0
     num_chunks: int = 0
     tensor_bytes: int = 0
@@ -207,7 +207,7 @@ Task = Callable[[Report], None]
 
 
 def check_jobs(jobs: int) -> None:
-    """Refuse a number of threads that is none.
+    """Refuse a number of threads below 1.
 
     Raises:
         UsageError: it is below 1.
@@ -217,7 +217,7 @@ def check_jobs(jobs: int) -> None:
 
 
 class _Stoppable:
-    """Passes progress on until everything has to stop: whoever reads bytes tells of them."""
+    """Passes progress on. Once everything has to stop, it stops whoever tells of bytes that were read."""
 
     def __init__(self, progress: Progress, stop: threading.Event) -> None:
         self._progress, self._stop = progress, stop

@@ -1,6 +1,6 @@
-"""Everything that verify looks at but the tensors' bytes: what is there, and what is recorded of it.
+"""Everything that verify looks at except the tensors' bytes: what is there, and what is recorded of it.
 
-Plain DCP directories are looked at in `dcp`; Hub models and the formats of trainers with files of their own, here.
+`dcp` looks at plain DCP directories. This module looks at Hub models, and at trainers' formats with files of their own.
 """
 
 from __future__ import annotations
@@ -41,29 +41,28 @@ class Structure(NamedTuple):
     """What was found."""
 
     checkpoint: Checkpoint | None
-    """None where it could not be opened."""
+    """None if it could not be opened."""
     directory: str
-    """That names are relative to; or the file that is the checkpoint."""
+    """The directory that names are relative to, or the file that is the checkpoint."""
     files: list[FileBytes]
-    """With what is recorded of each."""
+    """The files, with what is recorded of each."""
     is_whole: bool
-    """It was opened, or is whole all the same: its weights are in a form that shardkit cannot take."""
+    """It was opened; or it is whole, but its weights are in a form that shardkit cannot take."""
 
 
 def check_structure(
     path: str, report: Report, *, manifest_path: str | None = None, is_new: bool = False
 ) -> Structure:
-    """Check everything but the tensors' bytes.
+    """Check everything except the tensors' bytes.
 
     Args:
         path: a checkpoint of any format.
         report: gets what is wrong.
         manifest_path: of a manifest that lies elsewhere.
-        is_new: it is about to get a manifest: none beside it is looked for, and what has no checksum goes without
-            saying.
+        is_new: it is about to get a manifest. None beside it is looked for, and no note says what has no checksum.
 
     Raises:
-        SourceError: nothing there, or nothing that is a checkpoint; or no manifest at `manifest_path`.
+        SourceError: there is nothing, or no checkpoint; or there is no manifest at `manifest_path`.
         ResourceError: a directory cannot be listed.
     """
     if not storage.lexists(path):
@@ -101,7 +100,7 @@ def check_structure(
 
 
 def _manifest_beside(directory: str, manifest_path: str | None, report: Report) -> str | None:
-    """Return the path of the manifest to take that is not in the checkpoint."""
+    """Return the path of the manifest to use if it does not lie in the checkpoint; else None."""
     if manifest_path is not None:
         if not storage.lexists(manifest_path):
             raise SourceError(
@@ -114,8 +113,8 @@ def _manifest_beside(directory: str, manifest_path: str | None, report: Report) 
     if storage.lexists(os.path.join(directory, manifest.NAME)):
         report.add_notes(
             [
-                f"{escape(os.path.basename(found))} beside it was not used, for it has a manifest inside; "
-                "--manifest takes it"
+                f"{escape(os.path.basename(found))} beside it was not used, as it has a manifest inside; "
+                "--manifest names the one to use"
             ]
         )
         return None
@@ -123,11 +122,11 @@ def _manifest_beside(directory: str, manifest_path: str | None, report: Report) 
 
 
 def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitError | None]:
-    """Open a checkpoint; return what keeps it from being opened, where it is surely one.
+    """Open a checkpoint, or return what keeps it from being opened, if it surely is one.
 
     Args:
         path: of it.
-        is_known: it has a manifest, so that it is one.
+        is_known: it has a manifest, so it is one.
     """
     try:
         return formats.open(path), None
@@ -142,7 +141,7 @@ def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitErro
 
 
 def _is_damaged_one(path: str) -> bool:
-    """True for what was a checkpoint once, as far as the names tell."""
+    """True for what once was a checkpoint, as far as names tell."""
     if recognise(path) is not None:
         return True
     directory = directory_of(path)
@@ -150,7 +149,7 @@ def _is_damaged_one(path: str) -> bool:
 
 
 def _directories(path: str) -> Iterator[str]:
-    """Yield the directories in a directory that have shard files, and no `.metadata` that tells which."""
+    """Yield the directories in a directory that have shard files but no `.metadata` to list them."""
     for name in _names(path):
         below = inner(path, name)
         names = _names(below) if below is not None else []
@@ -190,13 +189,13 @@ def _survey(
 
 
 def _is_of_dcp(directory: str) -> bool:
-    """True where `.metadata` is the one of torch's DCP."""
+    """True where `.metadata` is that of torch's DCP."""
     found = recognise(directory) if is_dcp(directory) else None
     return found is not None and found.is_torch_metadata
 
 
 def _add_beside(path: str, directory: str, described: list[Described], report: Report) -> None:
-    """Take a manifest that is not in the checkpoint; one that says how it was made stands for the one inside."""
+    """Use a manifest that lies elsewhere. If it says how the checkpoint was made, it replaces the one inside."""
     found = read_manifest(directory, "", report, path=path)
     if found is None:
         return
@@ -212,7 +211,7 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
         True where nothing is wrong with it.
     """
     directory = directory_of(path)
-    of_the_machine = isinstance(failure, ResourceError)  # it may be gone when the folders are looked at
+    of_the_machine = isinstance(failure, ResourceError)  # it may be over when the folders are looked at
     found = recognise(path) if has_folders and not report.problems and not of_the_machine else None
     if found is not None and found.is_dcp_alone:
         report.add_notes([f"it is whole, but shardkit cannot take the weights from it: {failure.message}"])
@@ -227,7 +226,7 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
 
 
 def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report: Report) -> list[FileBytes]:
-    """Return the weight files of what is no DCP directory."""
+    """Return the weight files that lie in no DCP directory."""
     home = storage.realpath(checkpoint.catalog.directory)
     if any(storage.realpath(os.path.join(directory, folder)) == home for folder in folders):
         return []
@@ -237,7 +236,7 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
 
 
 def _has_tensors(described: Described) -> bool:
-    """True where the kind of manifest has tensors; that of the files beside several folders need not."""
+    """True where the manifest lists tensors; one of the files beside several folders may not."""
     return not isinstance(described.content, manifest.FileList) or described.content.tensors is not None
 
 
@@ -256,7 +255,7 @@ def _lacking(
     files: list[FileBytes],
     checkpoint: Checkpoint | None,
 ) -> Iterator[str]:
-    """Yield notes on what has no checksum anywhere."""
+    """Yield notes about what has no checksum anywhere."""
     covered = {place_of(file.path) for file in files if file.has_digest}
     owners = {each.folder for each in described if each.metadata is not None}
     if any(
@@ -278,7 +277,7 @@ _STORAGE = "data/"
 
 
 def verify_hub(checkpoint: Checkpoint, report: Report) -> list[FileBytes]:
-    """Take a Hub model, whose headers and index were checked when it was opened; return its weight files."""
+    """Return the weight files of a Hub model. Its headers and index were checked when it was opened."""
     catalog = checkpoint.catalog
     report.num_tensors += len(catalog.tensors)
     report.add_notes(checkpoint.notes)
@@ -295,7 +294,7 @@ def verify_hub(checkpoint: Checkpoint, report: Report) -> list[FileBytes]:
 
 
 def verify_other(checkpoint: Checkpoint, directory: str, report: Report) -> list[FileBytes]:
-    """Open all records of all tensors, and return the files with the checksums in them, if they have any.
+    """Open all records of all tensors, and return the files with the checksums that they hold.
 
     Args:
         checkpoint: of a format that is neither DCP nor the Hub's.
@@ -322,7 +321,7 @@ def verify_other(checkpoint: Checkpoint, directory: str, report: Report) -> list
 
 
 def named_file(text: str, directory: str) -> str | None:
-    """Return the file that a message begins with, where it does; names in it may be relative to a folder."""
+    """Return the file that a message begins with, if any. The name may be relative to a folder of the checkpoint."""
     name = text.partition(":")[0]
     if not name or "\0" in name or os.path.isabs(name):
         return None
@@ -334,7 +333,7 @@ def named_file(text: str, directory: str) -> str | None:
 
 
 def report_failure(error: SourceError, directory: str, report: Report) -> None:
-    """Add what kept a checkpoint from being opened: what it says of single files as problems of those."""
+    """Report what kept a checkpoint from being opened; what is said of a single file is a problem of that file."""
     others = []
     for line in error.problems:
         file = named_file(line, directory)
@@ -347,7 +346,7 @@ def report_failure(error: SourceError, directory: str, report: Report) -> None:
 
 
 def _files(catalog: Catalog, directory: str, report: Report) -> list[FileBytes]:
-    """Return the files that chunks lie in, each with its chunks; of those that exist only decoded, the file itself."""
+    """Return the files that chunks lie in, each with its chunks; chunks that exist only decoded are left out."""
     table, found = catalog.chunks, dict[str, FileBytes]()
     for source in catalog.files:
         if source.path not in found:
@@ -373,7 +372,7 @@ def _name(path: str, directory: str) -> str:
 
 
 def _decoded(catalog: Catalog) -> Mapping[str, list[str]]:
-    """Return, by path, the tensors of a file whose bytes are no run of it."""
+    """Return, by path, the tensors whose bytes do not lie in the file as they are."""
     table, found = catalog.chunks, dict[str, list[str]]()
     for fqn, entry in catalog.tensors.items():
         for path in {catalog.files[table.file[r]].path for r in entry.chunk_ids if _is_decoded(catalog, r)}:
@@ -386,7 +385,7 @@ def _is_decoded(catalog: Catalog, row: int) -> bool:
 
 
 def _legacy_files(catalog: Catalog, report: Report) -> list[FileBytes]:
-    """Return `.bin` files: zips of torch, whose entries have checksums."""
+    """Return `.bin` files: zips that torch writes, with a checksum for each entry."""
     files: dict[str, FileBytes] = {}
     for entry in catalog.tensors.values():
         report.chunk(entry.nbytes)
@@ -401,7 +400,7 @@ def _legacy_files(catalog: Catalog, report: Report) -> list[FileBytes]:
 
 
 def _add_entries(file: FileBytes, decoded: Sequence[str], report: Report) -> None:
-    """Put the entries of a file of `torch.save`, which have checksums, in the place of the tensors in them.
+    """Replace the tensors of a file of `torch.save` by the entries that they lie in, which have checksums.
 
     Several tensors may be parts of one storage.
     """
@@ -424,7 +423,7 @@ def _add_entries(file: FileBytes, decoded: Sequence[str], report: Report) -> Non
 
 
 def _of_entry(name: str, entry: Entry, inside: Sequence[Stretch], decoded: Sequence[str]) -> Stretch:
-    """Return what is known of an entry of a zip: the tensors in it, or those that may be."""
+    """Describe an entry of a zip: the tensors in it, or those that may be in it."""
     what, region = f"the data ({name})", None
     tensor = inside[0].tensor if inside else None
     names = {stretch.tensor for stretch in inside}

@@ -256,7 +256,7 @@ class TestDtypes:
     def test_it_says_where_nobody_knows(self, trained: Path) -> None:
         result = shardkit.consolidate(trained, dtype="bf16")
         assert any(
-            "nobody knows which tensors the model keeps in fp32, as there is no base" in note
+            "nothing tells which tensors the model keeps in fp32, as there is no base" in note
             for note in result.notes
         )
 
@@ -264,7 +264,7 @@ class TestDtypes:
         base = hub(tmp_path / "base", config={**CONFIG, "model_type": "nobodys"})
         result = shardkit.consolidate(trained, base=str(base), dtype="bf16")
         assert any(
-            "nobody knows which tensors the model keeps in fp32, as its class" in note
+            "nothing tells which tensors the model keeps in fp32, as its class" in note
             for note in result.notes
         )
 
