@@ -146,8 +146,7 @@ def _add(found: Survey, path: str, name: str) -> None:
     if stat.S_ISLNK(status.st_mode):
         found.links.append(name)
     elif stat.S_ISREG(status.st_mode):
-        stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
-        found.files.append(BesideFile(name, stamp, bool(status.st_mode & stat.S_IXUSR)))
+        found.files.append(BesideFile(name, FileStamp.of(status), bool(status.st_mode & stat.S_IXUSR)))
     else:
         found.special.append(name)
 

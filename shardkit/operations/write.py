@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from shardkit._version import __version__
-from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.catalog import Catalog, FileStamp, SourceFile
 from shardkit.core.text import KIB, MIB, escape, parse_size
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import Interrupted, ResourceError, UsageError
@@ -201,15 +201,14 @@ def hash_plan(job: Job, **described: object) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
-def _stamp(file: SourceFile) -> tuple[int, ...] | None:
+def _stamp(file: SourceFile) -> FileStamp | None:
     """Return what tells a source file from another of its name and size."""
     if file.stamp is not None:
         return file.stamp
     try:
-        status = storage.stat(file.path)
+        return FileStamp.of(storage.stat(file.path))
     except OSError:  # the run will say so
         return None
-    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
 Describe = Callable[[str], AbstractContextManager[Describer]]

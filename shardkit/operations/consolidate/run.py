@@ -203,10 +203,9 @@ class Descriptions:
         """Copy a module's own weights block by block; return their entry in the manifest."""
         assert asset.path is not None
         try:
-            status = storage.stat(asset.path)
+            stamp = FileStamp.of(storage.stat(asset.path))
         except OSError as error:
             raise ResourceError(f"cannot copy {escape(asset.name)}: {error.strerror}") from error
-        stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
         crc, sha256 = copy_file(
             os.path.dirname(asset.path),
             BesideFile(asset.name, stamp, is_executable=False),

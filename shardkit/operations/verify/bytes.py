@@ -166,15 +166,8 @@ def _check_archives(file: FileBytes, fd: int, report: Report) -> None:
         else:
             num_alike += found
     for archive, difference in unlike if file.is_spelled_as_torch or num_alike > len(unlike) else ():
-        report.problem(
-            "a byte of the record around the object",
-            file=file.name,
-            tensor=archive.name,
-            start_byte=difference.start,
-            num_bytes=1,
-            expected=f"{difference.expected:02x}",
-            found=f"{difference.found:02x}",
-        )
+        place = Stretch(archive.start, archive.nbytes, archive.name, None, None)
+        report_difference("object", file, place, difference, report)
 
 
 def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -> Difference | bool:
@@ -245,6 +238,17 @@ class Difference(NamedTuple):
     """In the file."""
     expected: int
     found: int
+
+
+def report_difference(what: str, file: FileBytes, place: Stretch, found: Difference, report: Report) -> None:
+    """Report a byte of the record around `what`, "data" or "object"."""
+    report.problem(
+        f"a byte of the record around the {what}",
+        file=file.name,
+        at=place._replace(start=found.start, nbytes=1),
+        expected=f"{found.expected:02x}",
+        found=f"{found.found:02x}",
+    )
 
 
 def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> Difference | bool:

@@ -21,7 +21,7 @@ from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.records import Packed, check_transforms, difference, packed_file
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner
-from shardkit.operations.verify.bytes import Difference, spelling
+from shardkit.operations.verify.bytes import Difference, report_difference, spelling
 from shardkit.operations.verify.manifest import METADATA, Described, check_tensors
 from shardkit.operations.verify.result import Report
 
@@ -237,13 +237,7 @@ class _Folder:
     def _report_unlike(self, is_spelled: bool) -> None:
         """Report records that torch 2.13 would write differently; none where most records are such."""
         for file, place, unlike in self._unlike if is_spelled else ():
-            self._report.problem(
-                "a byte of the record around the data",
-                file=file.name,
-                at=place.stretch._replace(start=unlike.start, nbytes=1),
-                expected=f"{unlike.expected:02x}",
-                found=f"{unlike.found:02x}",
-            )
+            report_difference("data", file, place.stretch, unlike, self._report)
 
     def _pack(self, source: SourceFile, file: FileBytes, place: _Place) -> None:
         """Take a record that went through an extension: it is checked when it is decompressed."""

@@ -126,6 +126,8 @@ class Report:
     """Collects what is found."""
 
     progress: Progress = field(default_factory=NoProgress)
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Once it is set, whoever reads bytes stops."""
     problems: list[VerifyProblem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -198,7 +200,13 @@ class Report:
         self.tensor_bytes += nbytes
 
     def read(self, nbytes: int) -> None:
-        """Count bytes that were read to be compared."""
+        """Count bytes that were read to be compared.
+
+        Raises:
+            CancelledError: another thread failed, or a person wants to stop.
+        """
+        if self.stop.is_set():
+            raise CancelledError
         self.read_bytes += nbytes
         self.progress.advance(nbytes)
 
@@ -216,24 +224,6 @@ def check_jobs(jobs: int) -> None:
         raise UsageError(f"--jobs must be at least 1, not {jobs}")
 
 
-class _Stoppable:
-    """Passes progress on. Once everything has to stop, it stops whoever tells of bytes that were read."""
-
-    def __init__(self, progress: Progress, stop: threading.Event) -> None:
-        self._progress, self._stop = progress, stop
-
-    def start(self, total_bytes: int, label: str) -> None:
-        self._progress.start(total_bytes, label)
-
-    def advance(self, num_bytes: int) -> None:
-        if self._stop.is_set():
-            raise CancelledError
-        self._progress.advance(num_bytes)
-
-    def finish(self) -> None:
-        self._progress.finish()
-
-
 def in_threads(tasks: Sequence[Task], jobs: int, report: Report, *, label: str, total_bytes: int) -> None:
     """Carry out tasks, `jobs` at a time; what they report is the same for any number of threads.
 
@@ -248,8 +238,7 @@ def in_threads(tasks: Sequence[Task], jobs: int, report: Report, *, label: str, 
         BaseException: the first that a task raises, or Ctrl-C, once no task runs any more.
     """
     stop = threading.Event()
-    progress = _Stoppable(report.progress, stop)
-    parts = [Report(progress=progress) for _ in tasks]
+    parts = [Report(progress=report.progress, stop=stop) for _ in tasks]
     calls = [partial(task, part) for task, part in zip(tasks, parts, strict=True)]
     report.progress.start(total_bytes, label)
     try:
