@@ -187,11 +187,9 @@ def _keep_fp32(
     if known is None:
         known, origin = _from_transformers(wide, base, target), "the model's class asks for it"
     if known is None:
-        lacking = (
-            "its class cannot be built here" if base and base.config else "there is no base and no config"
-        )
+        why = "its class cannot be built here" if base and base.config else "there is no base and no config"
         return frozenset(), [
-            f"nothing tells which tensors the model keeps in fp32, as {lacking}: all were converted"
+            f"nothing tells which tensors the model keeps in fp32, as {why}: all were converted"
         ]
     if not known:
         return known, []

@@ -231,8 +231,6 @@ class MergePlan:
     names: dict[str, str]
     """Name in the catalog -> name in the output."""
     merges: tuple[LoraMerge, ...]
-    peft: PeftNames
-    """What the names tell."""
 
 
 def plan_merge(
@@ -264,11 +262,8 @@ def plan_merge(
         merges += _merges_of(module, stored, tensors, config, problems)
     if problems:
         raise SourceError(f"{len(problems)} modules cannot be merged", problems=problems)
-    return MergePlan(
-        names={stored[name]: target for name, target in peft.base_names.items()},
-        merges=tuple(merges),
-        peft=peft,
-    )
+    kept = {stored[name]: target for name, target in peft.base_names.items()}
+    return MergePlan(names=kept, merges=tuple(merges))
 
 
 def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:

@@ -114,7 +114,7 @@ def _manifest_beside(directory: str, manifest_path: str | None, report: Report) 
         report.add_notes(
             [
                 f"{escape(os.path.basename(found))} beside it was not used, as it has a manifest inside; "
-                "--manifest names the one to use"
+                "--manifest takes it"
             ]
         )
         return None
