@@ -19,7 +19,7 @@ from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import locate, read_inside
-from shardkit.formats.contract import Checkpoint, listing
+from shardkit.formats.contract import Checkpoint, has_any, listing
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.hub.files import PIPELINE
 from shardkit.formats.registry import directory_of, recognise
@@ -292,7 +292,8 @@ class _Search:
             others = list[tuple[str, str]]()
             if not self._is_in_a_checkpoint(directory):
                 others = [*self._others(directory, best, rule, order, depth), *_undated(best, found)]
-            has_others = bool(others) or (directory == self.home and self._has_model_at_the_top())
+            has_model_at_top = directory == self.home and any(path == os.curdir for path, _ in self.skipped)
+            has_others = bool(others) or has_model_at_top
             is_only = not self._has_skipped_beside(directory, name)
             why = _why(best, rule, len(names), len(found), is_only=is_only, has_others=has_others)
             why = why.format(tracker=tracked[0] if tracked else "")
@@ -407,9 +408,6 @@ class _Search:
         if step is not None and len(self.skipped) == num_skipped:
             self._skip(path, "it holds no checkpoint of a known format")
         return None
-
-    def _has_model_at_the_top(self) -> bool:
-        return any(path == os.curdir for path, _ in self.skipped)
 
     def _has_skipped_beside(self, directory: str, name: str) -> bool:
         """True where something other than `name` was passed over in a directory, unless its step is lower."""
@@ -615,12 +613,9 @@ def _tracked(directory: str) -> tuple[str, str] | None:
 
 def _unfinished(path: str) -> str | None:
     """Return what shows that a directory is a save that did not finish, None where nothing does."""
-    try:
-        names = storage.listdir(path)
-    except OSError:
-        return None
+    names = listing(path)
     if ".metadata.tmp" in names:
         return "the save did not finish: .metadata.tmp was never renamed"
-    if any(name.endswith(".distcp") for name in names):
+    if has_any(names, "*.distcp"):
         return "the save did not finish: there are .distcp files without .metadata"
     return None

@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
@@ -21,7 +20,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import parse_integer, read_small
-from shardkit.formats.contract import Checkpoint
+from shardkit.formats.contract import Checkpoint, has_any
 from shardkit.formats.hub.assets import CONFIG, GENERATION_CONFIG, is_weights, modules
 from shardkit.formats.hub.base import ADAPTER_CONFIG, Base
 from shardkit.formats.hub.directory import open_weights
@@ -97,8 +96,8 @@ def model_assets(base: Base | None, dtype: DType | None, *, untie: bool) -> tupl
 
 def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:
     """Return what to write beside an adapter's weights: its config, and the tokenizer."""
-    names = [name for name in (base.assets if base else ()) if any(fnmatchcase(name, p) for p in _ADAPTERS)]
-    assets = [Asset(name, base.assets[name], b"") for name in names] if base else []
+    beside = base.assets.items() if base else ()
+    assets = [Asset(name, path, b"") for name, path in beside if has_any((name,), *_ADAPTERS)]
     return [*assets, Asset(ADAPTER_CONFIG, None, config)] if config is not None else assets
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from shardkit import formats
@@ -18,7 +17,7 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch, place_of
 from shardkit.files.strict_json import open_regular
-from shardkit.formats.contract import Checkpoint, inner
+from shardkit.formats.contract import Checkpoint, has_any, inner, listing
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
@@ -145,27 +144,16 @@ def _is_damaged_one(path: str) -> bool:
     if recognise(path) is not None:
         return True
     directory = directory_of(path)
-    return any(_has_remains(place) for place in (directory, *_directories(directory)))
+    return any(has_any(listing(place), *_REMAINS) for place in (directory, *_directories(directory)))
 
 
 def _directories(path: str) -> Iterator[str]:
     """Yield the directories in a directory that have shard files but no `.metadata` to list them."""
-    for name in _names(path):
+    for name in listing(path):
         below = inner(path, name)
-        names = _names(below) if below is not None else []
-        if below is not None and METADATA not in names and any(name.endswith(".distcp") for name in names):
+        names = listing(below) if below is not None else frozenset[str]()
+        if below is not None and METADATA not in names and has_any(names, "*.distcp"):
             yield below
-
-
-def _has_remains(path: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in _names(path) for pattern in _REMAINS)
-
-
-def _names(path: str) -> list[str]:
-    try:
-        return sorted(storage.listdir(path))
-    except OSError:
-        return []
 
 
 def _survey(
