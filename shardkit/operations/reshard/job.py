@@ -374,14 +374,14 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
     entries = part.catalog.tensors
     optimizer = optimizer_state((entries[name] for name in kept if name not in objects), part.folder)
     layout = _layout(part, kept, mesh)
-    dtypes = {
-        name: entries[name].dtype
-        if name in objects
-        else _target(
-            entries[name], CASTS.get(optimizer_cast if name in optimizer else cast), name in optimizer
-        )
-        for name in kept
-    }
+
+    def dtype_of(name: str) -> DType:
+        entry, is_optimizer = entries[name], name in optimizer
+        wanted = CASTS.get(optimizer_cast if is_optimizer else cast)
+        is_cast = name not in objects and is_convertible(entry, is_optimizer=is_optimizer)
+        return wanted if wanted is not None and is_cast else entry.dtype
+
+    dtypes = {name: dtype_of(name) for name in kept}
     sources = {name: join_name(part.folder, name) for name in kept}
     return PartJob(
         layout=layout,
@@ -439,12 +439,6 @@ def _layout(part: Part, names: list[str], mesh: Mesh) -> Layout:
         )
     units = (Unit(path="", class_name=None),)
     return Layout(origin="declared", mesh=mesh, units=units, tensors=placed, policy="none")
-
-
-def _target(entry: TensorEntry, wanted: DType | None, is_optimizer: bool) -> DType:
-    if wanted is None or not is_convertible(entry, is_optimizer=is_optimizer):
-        return entry.dtype
-    return wanted
 
 
 def optimizer_state(entries: Iterable[TensorEntry], folder: str) -> frozenset[str]:

@@ -177,27 +177,22 @@ class _Folder:
     def _check_file(self, source: SourceFile, file: FileBytes, places: Iterator[_Place], fd: int) -> None:
         described = self._described
         listed = described.lists.get(source.name) if described is not None else None
-        lines = {chunk.record_start: chunk for chunk in listed.chunks} if listed is not None else None
-        seen: set[int] = set()
+        lines = {chunk.record_start: chunk for chunk in listed.chunks} if listed is not None else {}
+        aliases = listed.aliases if listed is not None else {}
         for start, group in groupby(places, key=lambda place: place.start):
             same = list(group)
             records = [self._open(source, file, place) for place in same]
-            line = lines.get(start) if lines is not None else None
+            line = lines.pop(start, None)
             record = next((record for record in records if record is not None), None)
             if line is not None:
-                seen.add(start)
-                self._compare_line(
-                    line, listed.aliases.get(line.fqn, ()) if listed else (), same, record, file
-                )
-            elif lines is not None:
+                self._compare_line(line, aliases.get(line.fqn, ()), same, record, file)
+            elif listed is not None:
                 self._report.problem("it is not in the file's chunk list", file=file.name, at=same[0].stretch)
             if record is not None:
                 self._add(file, same[0], record, line)
                 if file.crc32 is None:
                     self._spell(fd, file, same[0], record)
-        for start in sorted(lines.keys() - seen) if lines is not None else ():
-            assert lines is not None
-            chunk = lines[start]
+        for start, chunk in sorted(lines.items(), key=lambda item: item[0]):
             at = Stretch(start, chunk.record_nbytes, chunk.fqn, chunk.region, None)
             self._report.problem(
                 f"the chunk list has it, {METADATA} does not", file=file.name, at=at, num_bytes=None

@@ -363,13 +363,10 @@ def _decoded(catalog: Catalog) -> Mapping[str, list[str]]:
     """Return, by path, the tensors whose bytes do not lie in the file as they are."""
     table, found = catalog.chunks, dict[str, list[str]]()
     for fqn, entry in catalog.tensors.items():
-        for path in {catalog.files[table.file[r]].path for r in entry.chunk_ids if _is_decoded(catalog, r)}:
+        files = (catalog.files[number] for number in {table.file[row] for row in entry.chunk_ids})
+        for path in {file.path for file in files if file.decode is not None}:
             found.setdefault(path, []).append(fqn)
     return found
-
-
-def _is_decoded(catalog: Catalog, row: int) -> bool:
-    return catalog.files[catalog.chunks.file[row]].decode is not None
 
 
 def _legacy_files(catalog: Catalog, report: Report) -> list[FileBytes]:
