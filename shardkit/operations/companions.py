@@ -62,7 +62,8 @@ class Survey:
 def walk(path: str) -> Iterator[tuple[str, str, list[str], list[str]]]:
     """Yield (path, name, directories in it, files in it) of a directory and of each below it, in order.
 
-    Names are relative to `path`, which is "". A caller may take directories out of the list: they are passed over.
+    The name is relative to `path`; that of `path` itself is "". Directories that a caller takes out of the list are
+    passed over.
 
     Raises:
         ResourceError: a directory cannot be listed.

@@ -11,12 +11,12 @@ from shardkit.core.text import escape, format_size, listed
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.staging import Staging, reclaimable_bytes, recover, remove_abandoned, rename_noreplace
+from shardkit.formats.dcp.directory import METADATA
 from shardkit.formats.hub.assets import is_asset, is_asset_folder
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _BESIDE = (manifest.NAME, "adapter_config.json", ".gitattributes")
-_METADATA = ".metadata"
 _ANOTHER = "choose another name, or replace it: --overwrite (overwrite=True)"
 
 
@@ -31,7 +31,7 @@ def is_sharded_checkpoint(path: str) -> str | None:
     """
     if is_hub_model(path) is None:  # with a manifest of its own, perhaps
         return "holds a Hub model"
-    if storage.isfile(os.path.join(path, _METADATA)) or _has_manifest(path) or _is_resharded(path):
+    if storage.isfile(os.path.join(path, METADATA)) or _has_manifest(path) or _is_resharded(path):
         return None
     return "is not a sharded checkpoint (--overwrite replaces only a directory with shardkit.json or .metadata in it)"
 
@@ -54,7 +54,7 @@ def _is_resharded(path: str) -> bool:
     format = recognise(path)
     if format is None or not format.is_trainers:  # a run's directory, a folder of somebody's own
         return False
-    found = [here for here, _, names in storage.walk(path) if _METADATA in names]
+    found = [here for here, _, names in storage.walk(path) if METADATA in names]
     return bool(found) and all(storage.isfile(os.path.join(here, manifest.NAME)) for here in found)
 
 

@@ -21,11 +21,12 @@ from shardkit.errors import SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint, HubModel
+from shardkit.formats.dcp.directory import METADATA
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.ties import ties_embeddings
 from shardkit.operations.casts import DTypeCount, count_dtypes
 
-_METADATA, _SHARD_SUFFIX = ".metadata", ".distcp"
+_SHARD_SUFFIX = ".distcp"
 _SHOWN_NAMES = 3
 
 
@@ -157,7 +158,7 @@ def inspect(
 
 
 def _is_part_of_checkpoint(name: str) -> bool:
-    return name in (manifest.NAME, _METADATA) or name.endswith(_SHARD_SUFFIX)
+    return name in (manifest.NAME, METADATA) or name.endswith(_SHARD_SUFFIX)
 
 
 def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:

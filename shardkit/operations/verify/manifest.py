@@ -27,7 +27,6 @@ from shardkit.formats.dcp.chunk_list import ChunkList
 from shardkit.operations.companions import walk
 from shardkit.operations.verify.result import Report
 
-METADATA = ".metadata"
 _LIST = re.compile(r".*\.chunks\.json")
 _UPLOADED = (".gitattributes", "README.md")
 """What the Hub itself puts beside an uploaded model."""
