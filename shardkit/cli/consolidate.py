@@ -33,15 +33,9 @@ Examples:
     help="The model that it was trained from, a Hub directory or repo id: for config, tokenizer, names, shapes.",
 )
 @click.option("--base-revision", metavar="REV", help="Branch, tag or commit of a repo id.")
-@opt.dtype(
-    "--dtype", "base", help="Convert floating tensors; base: to the dtype that the base stores each in."
-)
+@opt.dtype("--dtype", "base", help="Convert floating tensors; base: each as it is stored in the base.")
 @click.option(
-    "--max-shard-size",
-    default="5GB",
-    show_default=True,
-    metavar="SIZE",
-    help="Maximum tensor bytes in a file.",
+    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Max. tensor bytes in a file."
 )
 @click.option("--single-file", is_flag=True, help="One model.safetensors, whatever its size.")
 @opt.naming
@@ -50,11 +44,7 @@ Examples:
     help="Ask the config's class whether from_pretrained would find all weights; off saves seconds.",
 )
 @click.option("--merge-lora", is_flag=True, help="Add an adapter to the weights that it was trained on.")
-@click.option(
-    "--adapter-config",
-    metavar="FILE",
-    help="The adapter's settings, if neither base nor checkpoint has them.",
-)
+@click.option("--adapter-config", metavar="FILE", help="Adapter settings, if base and checkpoint have none.")
 @click.option("--check", is_flag=True, help="First compare the checkpoint with the checksums in it.")
 @opt.recording
 @opt.publishing

@@ -83,9 +83,7 @@ strict = click.option(
 dry_run = click.option(
     "--dry-run", "-n", is_flag=True, help="Check everything, say what would be done, write nothing."
 )
-sha256 = click.option(
-    "--sha256", is_flag=True, help="Also compute the sha256 of every file, for the manifest."
-)
+sha256 = click.option("--sha256", is_flag=True, help="Compute every file's sha256 too, for the manifest.")
 jobs = click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
 max_memory = click.option(
     "--max-memory",
@@ -115,9 +113,7 @@ naming = group(
         help="model, ema, or another part of the checkpoint by its name.",
     ),
     click.option("--root", metavar="PATH", help="Where the model begins, dotted; nothing is guessed."),
-    click.option(
-        "--strip-prefix", multiple=True, metavar="PREFIX", help="Remove this from names; repeatable."
-    ),
+    click.option("--strip-prefix", multiple=True, metavar="PREFIX", help="Take this off names; repeatable."),
     click.option("--add-prefix", default="", metavar="PREFIX", help="Put this before every name."),
     click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Rename, in order; repeatable."),
     globs,
@@ -133,9 +129,7 @@ recording = group(
     click.option(
         "--manifest", is_flag=True, help="Put shardkit.json, with sizes and digests, into the output."
     ),
-    click.option(
-        "--manifest-file", metavar="FILE", help="Write the same manifest to FILE, outside the output."
-    ),
+    click.option("--manifest-file", metavar="FILE", help="Write the manifest to FILE, outside the output."),
 )
 writing = group(
     dry_run,

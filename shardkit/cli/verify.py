@@ -29,22 +29,16 @@ Examples:
 @click.option(
     "--read", metavar="AMOUNT", help="Read this much, in chunks chosen at random: 5% of the bytes, or 50GiB."
 )
-@click.option(
-    "--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of the random choice."
-)
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed for --read.")
 @click.option("--manifest", metavar="FILE", help="Compare with this manifest, which lies elsewhere.")
-@click.option(
-    "--against", metavar="OTHER", help="Compare its weights, bit by bit, with those of another checkpoint."
-)
+@click.option("--against", metavar="OTHER", help="Compare its weights bit by bit with another checkpoint's.")
 @click.option(
     "--rounded",
     is_flag=True,
     help="Weights may be rounded to bf16 or fp16 even where the dtypes are the same.",
 )
 @opt.strict
-@click.option(
-    "--hub", metavar="REPO", help="Compare its files with a repo on the Hub, without downloading them."
-)
+@click.option("--hub", metavar="REPO", help="Compare its files with a Hub repo's, without downloading.")
 @opt.revision
 @opt.jobs
 @opt.follow_links

@@ -159,7 +159,9 @@ def select_model(
         SourceError: nothing is left, two names become one, or the weights cannot be named.
     """
     rules = parse_rules(naming)
-    base = _fast_to_search(base_names if base_shapes is None else base_shapes)
+    base = base_names if base_shapes is None else base_shapes
+    if base is not None and not isinstance(base, (set, frozenset)):
+        base = dict.fromkeys(base)  # quick to search, and keeps the order
     source = read_source(tensors, objects, paths, roots or {})
     located = _locate(source, naming, rules, base)
     _refuse_nothing(source, located, naming.weights)
@@ -190,11 +192,6 @@ def select_model(
         warnings=(*located.warnings, *hub.warnings, *in_memory_warnings(by_output, right)),
         unloadable=own_names_warnings(by_output, right),
     )
-
-
-def _fast_to_search(names: Collection[str] | None) -> Collection[str] | None:
-    """Return names as a collection that finds them quickly and keeps their order, if they have one."""
-    return names if names is None or isinstance(names, (set, frozenset)) else dict.fromkeys(names)
 
 
 def _name(

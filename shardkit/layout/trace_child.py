@@ -243,7 +243,7 @@ def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int,
                 tuple(tensor.shape),
                 [str(p) for p in placements[name]],
                 innermost_unit(name, index),
-                not _is_parameter(tensor),
+                not isinstance(tensor, nn.Parameter | DTensor),
             )
             for name, tensor in kept.items()
         ],
@@ -252,10 +252,6 @@ def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int,
         "ignored_patterns": ignored_patterns(model),
         "notes": [f"left out, not a tensor: {escape(name)}" for name in after.others],
     }
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter | DTensor)
 
 
 def _units(model: nn.Module, classes: dict[int, str]) -> list[tuple[str, str]]:
