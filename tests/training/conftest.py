@@ -30,10 +30,5 @@ def run_world(name: str, out: Path) -> World:
 
 
 @pytest.fixture(scope="session")
-def save_world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return run_world("save_world.py", tmp_path_factory.mktemp("save"))
-
-
-@pytest.fixture(scope="session")
 def precision_world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return run_world("precision_world.py", tmp_path_factory.mktemp("precision"))

@@ -2,6 +2,10 @@
 
 import copy
 import json
+import os
+import resource
+import signal
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,20 +18,28 @@ import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import shardkit
-from shardkit.training.wrap import layer_policy
-from tests.training.conftest import World
+from shardkit.files import staging, storage
+from shardkit.training.wrap import layer_policy, wrap
 from tests.training.models import reference
 from tests.training.wrapping import full, tensor_parallel, wrapped, wrapped_with_replicas
-from tests.worlds.ranks import Ranks
+from tests.worlds.ranks import Ranks, same_error
 
 pytestmark = pytest.mark.dist
 
-two = Ranks(__name__, 2)
+
+def make_kills(out: Path) -> None:
+    (out / "kills").mkdir()
+
+
+two = Ranks(__name__, 2, first=make_kills)
 four = Ranks(__name__, 4)
 CLASSES = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
 
@@ -114,13 +126,254 @@ def test_a_tied_parameter_is_stored_once(out: Path) -> None:
     assert shown.tensor_bytes == 15768 * 4
 
 
-@pytest.mark.parametrize("case", ["plain", "fsdp2", "ddp", "held-ddp", "fsdp1", "held-fsdp1"])
-def test_a_tensor_with_several_names_is_stored_once(save_world: World, case: str, tmp_path: Path) -> None:
-    for each in save_world.found("several"):
-        assert each[case]["stock"]  # dcp.load into the same model
-        assert each[case]["own"]
-    names = save_world.found("several")[0][case]["names"]
-    place = save_world.out / "several" / case / "last"
+def test_the_manifest_says_what_was_saved(out: Path) -> None:
+    content = json.loads((out / "saved-hsdp" / "shardkit.json").read_text())
+    assert content["kind"] == "checkpoint"
+    assert content["model_class"] == "LlamaForCausalLM"
+    assert content["world_size"] == 4
+    assert content["meshes"] == ["dp_replicate=2, dp_shard=2"]
+    assert [unit["path"] for unit in content["units"]] == ["", *(f"model.layers.{n}" for n in range(3))]
+    assert content["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+    assert [file["name"] for file in content["files"]] == [f"__{n}_0.distcp" for n in range(4)]
+
+
+class Model(nn.Module):
+    """Odd sizes, a tie, buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 10)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(10, 23), nn.GELU(), nn.Linear(23, 10)) for _ in range(2)
+        )
+        self.head = nn.Linear(10, 37, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((3,), 0.5))
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden) * self.scale.mean()
+
+
+def start(value: float | None = None, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A wrapped model, all its parameters `value` if that is given."""
+    torch.manual_seed(seed)
+    model = Model()
+    if value is not None:
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, value)
+    wrap(model, init_device_mesh("cpu", (2,)), mixed_precision=None)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(12).view(2, 6)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict):
+        return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}{key}.").items()}
+    if isinstance(tree, list | tuple):
+        return flat(dict(enumerate(tree)), prefix)
+    if hasattr(tree, "local_shards"):  # FSDP1 without a mesh has ShardedTensors
+        return flat([shard.tensor for shard in tree.local_shards()], prefix)
+    return {prefix: tree.full_tensor() if isinstance(tree, DTensor) else tree}
+
+
+def same(a: Any, b: Any) -> bool:
+    a, b = flat(a), flat(b)
+    return a.keys() == b.keys() and all(
+        torch.equal(a[key], b[key]) if isinstance(a[key], torch.Tensor) else a[key] == b[key] for key in a
+    )
+
+
+@two.test
+def test_model_optimizer_and_the_rest_come_back(out: Path) -> None:
+    model, optimizer = start()
+    train_step(model, optimizer)
+    place = out / "whole" / "trained"  # its parent is missing
+    sampler = torch.Generator().get_state()
+    result = shardkit.save(model, place, optimizer=optimizer, extra={"step": 5, "sampler": sampler})
+    assert result.path == str(place)
+    assert result.num_files == 2
+    assert result.file_bytes > 3 * 1729 * 4  # weights and two moments
+    other, other_optimizer = start(seed=1)
+    weights, states = get_state_dict(other, other_optimizer)
+    state = {"model": weights, "optimizer": states, "extra": {"step": 0}}
+    dcp.load(state, checkpoint_id=place)
+    set_state_dict(
+        other, other_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    assert same(get_state_dict(other, other_optimizer), get_state_dict(model, optimizer))
+    assert state["extra"]["step"] == 5
+    assert other.head.weight is other.embed.weight
+
+
+def test_an_optimizer_is_resharded_with_its_model(out: Path) -> None:
+    done = shardkit.reshard(out / "whole" / "trained", str(out / "three"), world_size=3)
+    assert done.num_optimizer_tensors == 3 * 9
+
+
+@two.test
+def test_an_optimizer_that_has_not_stepped_stays_so(out: Path) -> None:
+    model, optimizer = start()
+    model(torch.arange(12).view(2, 6)).pow(2).mean().backward()
+    gradient = model.head.weight.grad
+    shardkit.save(model, out / "unused", optimizer=optimizer)
+    assert len(optimizer.state) == 0
+    assert model.head.weight.grad is gradient
+    optimizer.zero_grad()
+    other, other_optimizer = start(seed=1)
+    train_step(other, other_optimizer)
+    weights, states = get_state_dict(other, other_optimizer)
+    state = {"model": weights, "optimizer": states}
+    dcp.load(state, checkpoint_id=out / "unused")
+    set_state_dict(
+        other, other_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    train_step(model, optimizer)
+    train_step(other, other_optimizer)  # its first step after loading is a first step
+    assert same(model.state_dict(), other.state_dict())
+
+
+def names_in(folder: Path) -> list[str]:
+    dist.barrier()
+    names = sorted(path.name for path in folder.iterdir())
+    dist.barrier()  # before any rank goes on and makes a new one
+    return names
+
+
+class FailsOnOne:
+    """An object whose state dict cannot be had on rank 1."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise OSError(5, "the tape is torn")
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def save_on_a_full_disk(model: nn.Module, place: Path) -> None:
+    """Rank 1's files may not grow beyond a few bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    try:
+        shardkit.save(model, place, overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+class Failure(NamedTuple):
+    save: Callable[[nn.Module, Path], object]
+    """Given a checkpoint that exists."""
+    error: str
+    rank: int
+    """That fails."""
+    message: str
+
+
+@two.test_each(
+    {
+        "exists": Failure(lambda model, last: shardkit.save(model, last), "UsageError", 0, "exists"),
+        "foreign": Failure(
+            lambda model, last: shardkit.save(model, last.parent, overwrite=True),
+            "UsageError",
+            0,
+            "is not a sharded checkpoint",
+        ),
+        "orphan": Failure(
+            lambda model, last: shardkit.save(model, last / ".metadata" / "last"),
+            "ResourceError",
+            0,
+            "cannot be made: Not a directory",
+        ),
+        "state_dict": Failure(
+            lambda model, last: shardkit.save(model, last.parent / "new", extra={"bad": FailsOnOne()}),
+            "ResourceError",
+            1,
+            "the tape is torn",
+        ),
+        "full": Failure(save_on_a_full_disk, "ResourceError", 1, "File too large"),
+    }
+)
+def test_one_rank_that_fails_fails_all(failure: Failure, out: Path) -> None:
+    """It leaves nothing, and the next save works."""
+    model, _ = start()
+    last = out / f"fails-{failure.error}-{failure.message}" / "last"
+    shardkit.save(model, last)
+    error = same_error(lambda: failure.save(model, last))
+    assert error["error"] == failure.error
+    (problem,) = error["problems"]
+    assert problem.startswith(f"rank {failure.rank}: ")
+    assert failure.message in problem
+    assert names_in(last.parent) == ["last"]
+    shardkit.save(model, last, overwrite=True)
+    assert names_in(last) == [".metadata", "__0_0.distcp", "__1_0.distcp", "shardkit.json"]
+
+
+class Several(Model):
+    """A block, a parameter and a buffer under two names each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.blocks[0]
+        self.register_buffer("scale_again", self.scale)
+
+
+class Holder(nn.Module):
+    """Holds a wrapped model, as a LightningModule does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def flat_fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=False, device_id=torch.device("cpu"))
+
+
+SEVERAL: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "fsdp2": lambda model: wrap(model, init_device_mesh("cpu", (2,)), mixed_precision=None),
+    "ddp": DistributedDataParallel,
+    "held-ddp": lambda model: Holder(DistributedDataParallel(model)),
+    "fsdp1": flat_fsdp1,
+    "held-fsdp1": lambda model: Holder(flat_fsdp1(model)),
+}
+
+
+@two.test_each(SEVERAL.keys())
+def test_a_tensor_with_several_names_is_stored_once(case: str, out: Path) -> None:
+    """Stock torch loads it into the same model, and `load_into` does."""
+    prepare = SEVERAL[case]
+    torch.manual_seed(0)
+    model = prepare(Several())
+    expected = get_model_state_dict(model)
+    place = out / "several" / case / "last"
+    shardkit.save(model, place, optimizer=torch.optim.AdamW(model.parameters()))
+    torch.manual_seed(1)
+    state = {"model": get_model_state_dict(prepare(Several()))}
+    dcp.load(state, checkpoint_id=place)
+    assert same(state["model"], expected)
+    if "fsdp1" not in case:
+        torch.manual_seed(2)
+        refilled = prepare(Several())
+        shardkit.load_into(refilled, place)
+        assert same(get_model_state_dict(refilled), expected)
+    if dist.get_rank() == 0:
+        check_stored_once(place, sorted(expected))
+
+
+def check_stored_once(place: Path, names: list[str]) -> None:
     metadata = FileSystemReader(place).read_metadata()
     assert sorted(n.removeprefix("model.") for n in metadata.state_dict_metadata if n[0] == "m") == names
     records: dict[Any, set[str]] = {}
@@ -136,8 +389,8 @@ def test_a_tensor_with_several_names_is_stored_once(save_world: World, case: str
     manifest = json.loads((place / "shardkit.json").read_text())
     assert {frozenset(f"model.{n}" for n in tie) for tie in manifest["ties"]} == set(map(frozenset, shared))
 
-    done = shardkit.consolidate(place, str(tmp_path / "model"), root="model")
-    found = load_file(tmp_path / "model" / "model.safetensors")
+    done = shardkit.consolidate(place, str(place.with_name("model")), root="model")
+    found = load_file(place.with_name("model") / "model.safetensors")
     first = {name: ties[0] for ties in done.ties for name in ties}
     assert {name for name in names if name in found or first[name] in found} == set(names)
     for ties in manifest["ties"]:
@@ -145,83 +398,81 @@ def test_a_tensor_with_several_names_is_stored_once(save_world: World, case: str
         assert len(values) == 1
 
 
-def test_the_manifest_says_what_was_saved(out: Path) -> None:
-    content = json.loads((out / "saved-hsdp" / "shardkit.json").read_text())
-    assert content["kind"] == "checkpoint"
-    assert content["model_class"] == "LlamaForCausalLM"
-    assert content["world_size"] == 4
-    assert content["meshes"] == ["dp_replicate=2, dp_shard=2"]
-    assert [unit["path"] for unit in content["units"]] == ["", *(f"model.layers.{n}" for n in range(3))]
-    assert content["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
-    assert [file["name"] for file in content["files"]] == [f"__{n}_0.distcp" for n in range(4)]
+class Kills:
+    """An object that cannot be written: whoever tries is killed."""
+
+    def __reduce__(self) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
 
 
-def test_model_optimizer_and_the_rest_come_back(save_world: World) -> None:
-    for each in save_world.found("whole"):
-        assert each["loaded"]
-        assert each["step"] == 5
-        assert each["tied"]
-        path, num_files, file_bytes = each["result"]
-        assert path == str(save_world.out / "whole" / "trained")
-        assert num_files == 2
-        assert file_bytes > 3 * 1729 * 4  # weights and two moments
-    with_optimizer = shardkit.reshard(
-        save_world.out / "whole" / "trained", str(save_world.out / "three"), world_size=3
-    )
-    assert with_optimizer.num_optimizer_tensors == 3 * 9
+def kill_after_rename() -> None:
+    rename = storage.renameat2
+
+    def last(source: str, target: str, flags: int) -> bool:
+        if rename(source, target, flags):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    storage.renameat2 = last
 
 
-def test_an_optimizer_that_has_not_stepped_stays_so(save_world: World) -> None:
-    for each in save_world.found("unused"):
-        assert each["state"] == 0
-        assert each["gradient"]
-        assert each["same"]  # its first step after loading is a first step
+def value_in(place: Path) -> float:
+    """The one value of all tensors of a checkpoint, read with stock torch; of a torn one this fails."""
+    state = {
+        "model": {
+            name: torch.zeros_like(value) for name, value in Model().state_dict().items() if name != "scale"
+        }
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=place, no_dist=True)
+    (value,) = {float(value) for tensor in state["model"].values() for value in tensor.flatten()}
+    return value
 
 
-@pytest.mark.parametrize(
-    ("case", "kind", "rank", "message"),
-    [
-        ("exists", "UsageError", 0, "exists"),
-        ("foreign", "UsageError", 0, "is not a sharded checkpoint"),
-        ("orphan", "ResourceError", 0, "cannot be made: Not a directory"),
-        ("state_dict", "ResourceError", 1, "the tape is torn"),
-        ("full", "ResourceError", 1, "File too large"),
-    ],
+class Kill(NamedTuple):
+    value: float
+    """Of all tensors that are saved over the last checkpoint."""
+    victim: int | None
+    moment: str
+    holds: float
+    """What the checkpoint's name stands for afterwards."""
+    num_left: int
+    """Directories beside it. What a killed first rank left is removed by the next save; one that lives removes its own."""
+
+
+@two.test_each_killing(
+    {
+        "1 nobody": Kill(1.0, None, "", 1.0, 0),
+        "2 writing on rank 1": Kill(2.0, 1, "writing", 1.0, 0),
+        "3 writing on rank 0": Kill(3.0, 0, "writing", 1.0, 1),
+        "4 before the rename": Kill(4.0, 0, "before", 1.0, 1),
+        "5 after the rename": Kill(5.0, 0, "after", 5.0, 1),
+        "6 writing on rank 1": Kill(6.0, 1, "writing", 5.0, 0),
+        "7 nobody": Kill(7.0, None, "", 7.0, 0),
+    }
 )
-def test_one_rank_that_fails_fails_all(
-    save_world: World, case: str, kind: str, rank: int, message: str
-) -> None:
-    for each in save_world.found("whole"):
-        error = each[case]
-        assert error["error"] == kind
-        (problem,) = error["problems"]
-        assert problem.startswith(f"rank {rank}: ")
-        assert message in problem
-
-
-def test_a_failed_save_leaves_nothing_and_the_next_one_works(save_world: World) -> None:
-    for each in save_world.found("whole"):
-        assert each["names"] == ["last", "trained"]
-        assert each["after"] == {}
-        assert each["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp", "shardkit.json"]
-
-
-def test_killed_ranks_never_cost_the_last_checkpoint(save_world: World) -> None:
-    steps = json.loads((save_world.out / "parent.json").read_text())["kills"]
-    # Values 1 to 7 are saved over one another: what the name holds after each.
-    assert [step["holds"] for step in steps] == [1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 7.0]
-    assert [step["ended"] for step in steps] == [
-        *([0, 0], [0, -9], [-9, 0], [-9, 0], [-9, 0], [0, -9], [0, 0]),
-    ]
-    # What a killed first rank left is removed by the next save; a first rank that lives removes its own.
-    assert [step["left"] for step in steps] == [0, 0, 1, 1, 1, 0, 0]
-
-
-@pytest.mark.parametrize(("value", "survivor"), [("2.0", 0), ("3.0", 1), ("4.0", 1), ("5.0", 1), ("6.0", 0)])
-def test_survivors_hear_of_it_at_once(save_world: World, value: str, survivor: int) -> None:
-    found = json.loads((save_world.out / f"kill{value}-{survivor}.json").read_text())
-    assert found["message"] == "another rank was lost during saving"
-    assert "imed out" not in json.dumps(found)  # nobody waited until gloo gave up
+def test_killed_ranks_never_cost_the_last_checkpoint(kill: Kill, out: Path) -> None:
+    """Saved over one another. Survivors hear of it at once: nobody waits until gloo gives up."""
+    model, _ = start(kill.value)
+    is_victim = dist.get_rank() == kill.victim
+    if kill.moment == "before" and is_victim:
+        staging.Staging.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    if kill.moment == "after" and is_victim:
+        kill_after_rename()
+    extra = {f"bad{kill.victim}": Kills()} if kill.moment == "writing" and is_victim else {}
+    last = out / "kills" / "last"
+    if kill.victim is None:
+        shardkit.save(model, last, extra=extra, overwrite=True)
+        dist.barrier()
+    else:
+        with pytest.raises(shardkit.ResourceError) as caught:
+            shardkit.save(model, last, extra=extra, overwrite=True)
+        assert caught.value.message == "another rank was lost during saving"
+        assert "imed out" not in json.dumps(caught.value.to_json())
+    assert value_in(last) == kill.holds
+    assert len([path for path in last.parent.iterdir() if path != last]) == kill.num_left
 
 
 def test_a_model_without_values_is_refused(tmp_path: Any) -> None:
