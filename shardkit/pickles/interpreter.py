@@ -20,7 +20,7 @@ Handler = Callable[[Any, int], int]
 """Executes an opcode on an `Interpreter`; given the position behind the opcode, returns that of the next one."""
 
 _MAX_NAME = 200  # bytes of a module or a name that GLOBAL may give
-_STOP = 0x2E
+STOP = 0x2E
 _CUT = "it ends too early"
 
 
@@ -99,22 +99,26 @@ class Interpreter:
 
     def execute(self) -> object:
         """Execute all opcodes and return the one value that they leave."""
+        self.step_to_stop()
+        if self.pos + 1 != len(self.data):
+            raise Refusal(f"{len(self.data) - self.pos - 1} bytes follow the end of the pickle")
+        if len(self.stack) != 1 or self.outer:
+            raise Refusal("the pickle does not end with one object")
+        return self.stack[0]
+
+    def step_to_stop(self) -> None:
+        """Execute opcodes up to STOP."""
         data, opcodes, pos = self.data, self.opcodes, 0
         try:
             for _ in range(self.max_opcodes):
                 op = data[pos]
-                if op == _STOP:
+                if op == STOP:
                     break
                 pos = opcodes[op](self, pos + 1)
             else:
                 raise Refusal(f"it has more than {self.max_opcodes} opcodes")
         finally:
             self.pos = pos
-        if pos + 1 != len(data):
-            raise Refusal(f"{len(data) - pos - 1} bytes follow the end of the pickle")
-        if len(self.stack) != 1 or self.outer:
-            raise Refusal("the pickle does not end with one object")
-        return self.stack[0]
 
     def put_items(self, target: dict[Any, Any], items: list[Any]) -> None:
         """Put [key, value, ...] into a dict; check the keys."""

@@ -24,7 +24,17 @@ from typing import Any, ClassVar
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.pickles.columns import RunKind, Runs
-from shardkit.pickles.interpreter import COMMON, Handler, Interpreter, Refusal, number, plain, sized, table
+from shardkit.pickles.interpreter import (
+    COMMON,
+    STOP,
+    Handler,
+    Interpreter,
+    Refusal,
+    number,
+    plain,
+    sized,
+    table,
+)
 
 _SIZE = b"\x94\x85\x94R\x94"  # what follows the tuple of a torch.Size: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE
 _STATE = b"\x94}\x94("  # what follows NEWOBJ of a record: MEMOIZE EMPTY_DICT MEMOIZE MARK
@@ -109,6 +119,36 @@ class Strict(Interpreter):
             self.runs[kind.classes[-1]] = Runs(self.data, kind, self.keep, self.memo, _call_of)
         return super().execute()
 
+    def step_to_stop(self) -> None:
+        """Execute opcodes up to STOP; those that are most of a `.metadata` here, without a call for each."""
+        data, opcodes, memo, keep = self.data, self.opcodes, self.memo, self.keep
+        stack, pos = self.stack, 0
+        try:
+            while True:
+                op = data[pos]
+                if op == 0x6A:  # LONG_BINGET
+                    stack.append(memo[_u32(data, pos + 1)[0]])
+                    pos += 5
+                elif op == 0x68:  # BINGET
+                    stack.append(memo[data[pos + 1]])
+                    pos += 2
+                elif op == 0x4B:  # BININT1
+                    stack.append(data[pos + 1])
+                    pos += 2
+                elif op == 0x94:  # MEMOIZE
+                    last = stack[-1]  # there has to be one, fetched or not
+                    if keep[self.num_memoized]:
+                        memo[self.num_memoized] = last
+                    self.num_memoized += 1
+                    pos += 1
+                elif op == STOP:
+                    break
+                else:
+                    pos = opcodes[op](self, pos + 1)
+                    stack = self.stack
+        finally:
+            self.pos = pos
+
     def _look_up(self, module: str, name: str) -> object:
         if (module, name) not in self.vocabulary.names:
             raise Refusal(f"it names {escape(module)}.{escape(name)}")
@@ -127,13 +167,6 @@ class Strict(Interpreter):
             set_records(target, items)
         else:
             _put_texts(target, items)
-
-    def memoize(self, pos: int) -> int:
-        slot, last = self.num_memoized, self.stack[-1]  # there has to be one, fetched or not
-        if self.keep[slot]:
-            self.memo[slot] = last
-        self.num_memoized = slot + 1
-        return pos
 
     def reduce(self) -> None:
         args, function = self.stack.pop(), self.stack.pop()
@@ -201,16 +234,6 @@ def _called(function: object, args: object) -> object:
     return function.call(args)
 
 
-def _short_get(vm: Strict, pos: int) -> int:
-    vm.stack.append(vm.memo[vm.data[pos]])
-    return pos + 1
-
-
-def _long_get(vm: Strict, pos: int) -> int:
-    vm.stack.append(vm.memo[_u32(vm.data, pos)[0]])
-    return pos + 4
-
-
 def _put(layout: str) -> Handler:
     """Return a handler that fills the memo slot that `struct` reads as `layout`."""
     size, unpack = struct.calcsize(layout), struct.Struct(layout).unpack_from
@@ -266,8 +289,6 @@ Strict.opcodes = table(
         0x52: plain(Strict.reduce),  # REDUCE
         0x58: sized("<I", _text),  # BINUNICODE
         0x62: plain(Strict.build),  # BUILD
-        0x68: _short_get,  # BINGET
-        0x6A: _long_get,  # LONG_BINGET
         0x71: _put("<B"),  # BINPUT
         0x72: _put("<I"),  # LONG_BINPUT
         0x75: Strict.set_marked_items,  # SETITEMS
@@ -277,7 +298,6 @@ Strict.opcodes = table(
         0x87: _size_of(3),  # TUPLE3
         0x8C: sized("<B", _text),  # SHORT_BINUNICODE
         0x8D: sized("<Q", _text),  # BINUNICODE8
-        0x94: Strict.memoize,  # MEMOIZE
     }
 )
 
