@@ -1,44 +1,52 @@
-"""The shortcut for large metadata: whole runs of records that are spelled alike, decoded in columns with numpy.
+"""The shortcut for `.metadata`: whole runs of records that are spelled alike, decoded in columns.
 
 A checkpoint of a thousand ranks repeats one unit hundreds of thousands of times: a chunk, or a storage entry with
 its index. The interpreter executes one unit. That gives the *form*: the bytes that all units share, and between
-them numbers, texts and corners. The bytes that all units begin with tell where the next ones may lie. Then every
-byte is compared with the form, and each unit has to begin where the one before ended. So what is taken is what
-the interpreter would have made, opcode by opcode. The run ends at the first unit that differs in any way.
+them numbers, texts and corners. The form as a regular expression reads the units that follow, each where the one
+before ended. So what is taken is what the interpreter would have made, opcode by opcode. The run ends at the first
+unit that differs in any way.
 """
 
 from __future__ import annotations
 
 import re
+from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache, partial
+from itertools import chain
+from typing import Any, NamedTuple, cast
 
-if TYPE_CHECKING:
-    import numpy as np
+from shardkit.pickles.interpreter import Refusal
 
-    Ints = np.ndarray[Any, np.dtype[np.int64]]
-
-_GET = rb"h.|j...."  # BINGET, LONG_BINGET
-_INT = rb"K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8}"  # BININT1, BININT2, BININT, LONG1
-_get = re.compile(_GET, re.DOTALL)
-_number = re.compile(_INT, re.DOTALL)
-_head = re.compile(rb"(?:%s)(?:\)\x81\x94\}\x94\(|\)\x81\}\()" % _GET, re.DOTALL)
-_corner = re.compile(rb"(%s)((?:%s)+)[\x85-\x87](\x94\x85\x94R\x94|\x85R)" % (_GET, _INT), re.DOTALL)
-_TEXT, _NONE, _MEMOIZE, _TAIL = 0x8C, 0x4E, 0x94, b"ub"
-_MAX_DIMS = 3  # what TUPLE1 to TUPLE3 take
+_GET = rb"(?:h.|j....)"  # BINGET, LONG_BINGET
+_INT = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})"  # BININT1, 2, BININT, LONG1
+_TEXT = rb"(?:%s|\x8c.[^\x94]{0,255}\x94)" % _GET  # or SHORT_BINUNICODE MEMOIZE, if 0x94 is not in it
+_CORNER = rb"(?:%s{1,3}[\x85-\x87]|\(%s{0,64}t)" % (_INT, _INT)  # TUPLE1 to TUPLE3, or MARK and TUPLE
+_head = re.compile(rb"%s(\)\x81\x94\}\x94\(|\)\x81\}\()" % _GET, re.DOTALL)
+_key = re.compile(_GET, re.DOTALL)
+_int = re.compile(_INT, re.DOTALL)
+_field = re.compile(
+    rb"(?P<corner>(%s)%s(\x94\x85\x94R\x94|\x85R))|(?P<number>%s)|(?P<text>%s)|N"
+    % (_GET, _CORNER, _INT, _TEXT),
+    re.DOTALL,
+)
+_TAIL = b"ub"
+_MEMOIZE = b"\x94"
+_SHORT_TEXT, _MARK, _TUPLE1, _BININT, _LONG1 = 0x8C, 0x28, 0x85, 0x4A, 0x8A
 _MAX_UNIT = 4096  # bytes of a unit that may give the form
-_WINDOW, _MAX_WINDOW = 1 << 14, 1 << 19  # bytes looked at for a run: it grows while all of them are taken
-_MIN_TAKEN = 8  # units: below that a try costs more than it saves, and the next ones are left alone
+_WINDOW = 1 << 15  # bytes that are matched at once
+_MIN_BYTES = 1 << 15  # of a pickle: compiling regular expressions has to pay
+_MAX_FORMS = 16  # of one kind in a file
 _MAX_PAUSE = 1024  # units
-_MIN_BYTES = 1 << 20  # of a pickle: numpy's import has to pay
-_MAX_KNOWN = 4096  # texts
-_MAX_FIELD = 300  # bytes of a field: a text has up to 258
+_MAX_KNOWN = 4096  # decoded values that are kept
 
 
 class Numbers(NamedTuple):
     """A field that is an integer."""
 
-    values: Ints
+    values: list[int]
+    """All fit into 64 bits."""
 
 
 class Texts(NamedTuple):
@@ -48,11 +56,10 @@ class Texts(NamedTuple):
 
 
 class Corners(NamedTuple):
-    """A field that is made of a tuple of one to three integers, none negative."""
+    """A field that is made of a tuple of integers."""
 
-    num_dims: Ints
-    values: Ints
-    """One row for each unit: its integers, then zeros."""
+    values: list[bytes]
+    """Each as native 64-bit integers."""
 
 
 Column = Numbers | Texts | Corners | None
@@ -68,21 +75,36 @@ class RunKind(NamedTuple):
     """The records of a unit, one after the other on the stack."""
     holder: type
     """What the units must be about to go into: list or dict."""
-    maker: Callable[[tuple[Any, ...]], object]
+    maker: Callable[[tuple[Any, ...]], tuple[int, ...]]
     """What makes a corner."""
     make: Callable[[Fields], tuple[object, ...] | None]
     """Makes what stands for a run, as many values as a unit has records, and checks as the records would;
-    None, where it cannot, leaves the run to the interpreter."""
+    None, where it cannot, leaves this and all further runs to the interpreter."""
 
 
-class _Token(NamedTuple):
-    """A part of the form: bytes, then a field of which each unit has its own."""
+class _Field(NamedTuple):
+    """What each unit has of its own."""
 
-    literal: bytes
-    field: tuple[int, str] | None
-    """Number of the record and name; None behind the last field."""
-    kind: type | None = None
-    """`Numbers`, `Texts` or `Corners`; None where the field is None."""
+    record: int
+    name: str
+    kind: str | None
+    """The group of `_field` that it matches; None where the field is None."""
+    slot: int
+    """Memo slots that the form fills before it."""
+
+
+class _Form(NamedTuple):
+    """What all units share."""
+
+    unit: re.Pattern[bytes]
+    """A unit, with a group for each field that is not None."""
+    run: re.Pattern[bytes]
+    """Units, each where the one before ends."""
+    fields: tuple[_Field, ...]
+    num_slots: int
+    """Memo slots that a unit fills, without those of texts in it."""
+    nbytes: int
+    """Bytes of a unit, without the groups."""
 
 
 class _Taken(NamedTuple):
@@ -90,7 +112,7 @@ class _Taken(NamedTuple):
 
     values: tuple[object, ...]
     stop: int
-    num_slots: int
+    num_memoized: int
 
 
 class Runs:
@@ -113,11 +135,13 @@ class Runs:
         call_of: Callable[[Any], Callable[[tuple[Any, ...]], object] | None],
     ) -> None:
         self._data, self.kind, self._keep, self._memo, self._call_of = data, kind, keep, memo, call_of
-        self._form: list[_Token] | None = None
+        self._form: _Form | None = None
+        self._forms_left = _MAX_FORMS if len(data) >= _MIN_BYTES else 0
         self._end = len(data)  # of the unit before
-        self._left, self._pause = (0, _MIN_TAKEN) if len(data) >= _MIN_BYTES else (len(data), 0)
-        self._window = _WINDOW
-        self._texts: dict[bytes, str] = {}
+        self._left, self._pause = 0, 1
+        # Not bound to self: a cycle would keep the data until the collector comes.
+        self._text = lru_cache(_MAX_KNOWN)(partial(_text, memo))
+        self._corner = lru_cache(_MAX_KNOWN)(partial(_corner, kind.maker))
 
     def take(self, pos: int, num_memoized: int) -> _Taken | None:
         """Return the run that begins at `pos`, just behind a unit that was executed; None where there is none."""
@@ -125,270 +149,149 @@ class Runs:
         if self._left:
             self._left -= 1
             return None
-        if self._form is None and 0 < pos - before <= _MAX_UNIT:
-            self._form = self._learn(before, pos)
-        if self._form is None:
-            return None
         taken = self._read(pos, num_memoized)
-        if taken is None:
-            self._form, self._window = None, _WINDOW
-            self._left, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
-            return None
-        self._end, self._pause = taken.stop, _MIN_TAKEN
-        if taken.stop - pos > self._window // 2:
-            self._window = min(2 * self._window, _MAX_WINDOW)
+        if taken is None and self._forms_left and 0 < pos - before <= _MAX_UNIT:
+            form = self._learn(before, pos)
+            if form is not None and form != self._form:
+                self._form, self._forms_left = form, self._forms_left - 1
+                taken = self._read(pos, num_memoized)
+        if taken is not None:
+            self._end = taken.stop
         return taken
 
-    def _learn(self, start: int, stop: int) -> list[_Token] | None:
+    def _learn(self, start: int, stop: int) -> _Form | None:
         """Return the form of a unit that was just executed, None where it has other parts than runs have."""
-        form: list[_Token] = []
-        data, literal, pos, record = self._data, b"", start, -1
+        data, pattern, pos, record, num_slots = self._data, b"", start, -1, 0
+        fields: dict[tuple[int, str], _Field] = {}
         while pos < stop:
             head = _head.match(data, pos, stop)
             if head is None:
                 return None
-            literal, pos, record = literal + head.group(), head.end(), record + 1
-            names: set[str] = set()
+            pattern, pos, record = pattern + re.escape(head.group()), head.end(), record + 1
+            num_slots += head[1].count(_MEMOIZE)
             while data[pos : pos + 2] != _TAIL:
-                key = _get.match(data, pos, stop)
+                key = _key.match(data, pos, stop)
+                found = key and _field.match(data, key.end(), stop)
                 name = self._fetched(key.group()) if key else None
-                if key is None or type(name) is not str or name in names:
+                if key is None or not found or type(name) is not str or (record, name) in fields:
                     return None
-                names.add(name)
-                kind, before, after, size = self._learn_field(key.end(), stop)
-                if not size:
+                own = self._pattern_of(found)
+                if own is None:
                     return None
-                form.append(_Token(literal + key.group() + before, (record, name), kind))
-                literal, pos = after, key.end() + size
-            literal, pos = literal + _TAIL, pos + 2
-        is_unit = record + 1 == len(self.kind.classes) and pos == stop
-        return [*form, _Token(literal, None)] if form and is_unit else None
+                fields[record, name] = _Field(record, name, found.lastgroup, num_slots)
+                pattern, pos = pattern + re.escape(key.group()) + own, found.end()
+                num_slots += (found[3] or b"").count(_MEMOIZE)
+            pattern, pos = pattern + _TAIL, pos + 2
+        if record + 1 != len(self.kind.classes) or pos != stop:
+            return None
+        unit, run = re.compile(pattern, re.DOTALL), re.compile(b"(?:%s)+" % pattern, re.DOTALL)
+        example = unit.fullmatch(data, start, stop)
+        if example is None or unit.groups < 2:  # with two, `findall` gives tuples
+            return None
+        nbytes = stop - start - sum(map(len, example.groups()))
+        return _Form(unit, run, tuple(fields.values()), num_slots, nbytes)
 
-    def _learn_field(self, pos: int, stop: int) -> tuple[type | None, bytes, bytes, int]:
-        """Return a field's kind, the bytes of all such fields before and after it, and its size (0: no field)."""
-        data = self._data
-        corner, number, text = (each.match(data, pos, stop) for each in (_corner, _number, _get))
-        if corner is not None and self._call_of(self._fetched(corner[1])) is self.kind.maker:
-            return Corners, corner[1], corner[3], corner.end() - pos
-        if number is not None:
-            return Numbers, b"", b"", number.end() - pos
+    def _pattern_of(self, field: re.Match[bytes]) -> bytes | None:
+        """Return what all such fields match, with their own part as a group; None for one that runs do not have."""
+        text = field["text"]
+        if field["corner"] is not None:
+            is_made = self._call_of(self._fetched(field[2])) is self.kind.maker
+            return re.escape(field[2]) + b"(%s)" % _CORNER + re.escape(field[3]) if is_made else None
         if text is not None:
-            return Texts, b"", b"", text.end() - pos
-        if data[pos] == _TEXT:
-            return Texts, b"", b"", data[pos + 1] + 3
-        return None, b"", b"N", 1 if data[pos] == _NONE else 0
+            return b"(%s)" % _TEXT if self._text(text) is not None else None
+        return b"N" if field["number"] is None else b"(%s)" % _INT
 
     def _fetched(self, text: bytes) -> object:
         """Return what BINGET or LONG_BINGET fetches."""
         return self._memo.get(int.from_bytes(text[1:], "little"))
 
     def _read(self, pos: int, num_memoized: int) -> _Taken | None:
-        assert self._form is not None
-        starts = self._starts(pos)
-        if len(starts) < _MIN_TAKEN or starts[0] != pos:
+        """Read units up to the first that differs, or that the interpreter has to look at."""
+        form = self._form
+        run = form and form.run.match(self._data, pos, pos + _WINDOW)
+        if form is None or run is None:
             return None
-        walk = _Walk(self._data, starts)
-        places = [walk.pass_token(token) for token in self._form]
-        count = walk.num_taken()
-        if count < _MIN_TAKEN:
+        units = form.unit.findall(self._data, pos, run.end())
+        count, num_memoized = self._memoize(form, units, num_memoized)
+        if count == len(units):
+            self._pause, stop = 1, run.end()
+        else:  # the others were matched for nothing: that must not happen at every unit of a file
+            self._left, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
+            del units[count:]
+            stop = pos + count * form.nbytes + sum(map(len, chain.from_iterable(units)))
+        if not units:
             return None
-        memory = _Memory(walk, count, num_memoized, self._keep, self._memo)
-        texts = [memory.texts(place, self._texts) for place in places if type(place) is _TextPlaces]
-        if any(column is None for column in texts) or not memory.is_whole():
-            return None
-        values = self.kind.make(self._fields(places, [column for column in texts if column], count))
+        values = self.kind.make(self._fields(form, units))
         if values is None:
+            self._form, self._forms_left = None, 0
             return None
-        self._memo.update(memory.new)
-        return _Taken(values, int(walk.at[count - 1]), memory.num_slots)
+        return _Taken(values, stop, num_memoized)
 
-    def _starts(self, pos: int) -> Ints:
-        """Return where units seem to begin, all of whose bytes are certainly in the file."""
-        import numpy as np
+    def _memoize(self, form: _Form, units: Sequence[tuple[bytes, ...]], first: int) -> tuple[int, int]:
+        """Put strings that are fetched later into the memo.
 
-        assert self._form is not None
-        most = sum(len(token.literal) + _MAX_FIELD for token in self._form)
-        stop = max(min(pos + self._window, len(self._data) - most), pos)
-        ending = self._data.find(_TAIL + (b"e" if self.kind.holder is list else b"u"), pos, stop)
-        words = np.ndarray(((stop if ending < 0 else ending) - pos,), "<u8", self._data, pos, (1,))
-        return np.flatnonzero(words == int.from_bytes(self._form[0].literal[:8], "little")) + pos
+        Returns how many units are right, and the memo slot behind the last of those. One is not where a field is no
+        string, or where anything else of it is fetched later.
+        """
+        own = [field for field in form.fields if field.kind]
+        texts = [(at, field.slot) for at, field in enumerate(own) if field.kind == "text"]
+        num_slots = form.num_slots
+        raws = Counter(unit[at] for at, _ in texts for unit in units)
+        num_inline = sum(count for raw, count in raws.items() if raw[0] == _SHORT_TEXT)
+        stop = first + num_slots * len(units) + num_inline
+        # A string that is not there yet must not be asked for: what `_text` found is kept. The first half sees to it.
+        if self._keep.find(1, first, stop) < 0 and None not in map(self._text, raws):
+            return len(units), stop
+        for row, unit in enumerate(units):
+            stop, num_kept = first + num_slots, 0
+            for at, slot in texts:
+                text = self._text(unit[at])
+                if text is None:
+                    return row, first
+                if unit[at][0] == _SHORT_TEXT:
+                    slot += stop - num_slots
+                    stop += 1
+                    if self._keep[slot]:
+                        self._memo[slot] = text
+                        num_kept += 1
+            if self._keep.count(1, first, stop) != num_kept:
+                return row, first
+            first = stop
+        return len(units), first
 
-    def _fields(self, places: Sequence[object], texts: list[Texts], count: int) -> Fields:
-        """Put the columns under the names of their fields."""
-        assert self._form is not None
+    def _fields(self, form: _Form, units: Sequence[tuple[bytes, ...]]) -> Fields:
+        """Decode the columns, and put them under the names of their fields."""
         fields: list[dict[str, Column]] = [{} for _ in self.kind.classes]
-        remaining = iter(texts)
-        for token, place in zip(self._form, places, strict=True):
-            if token.field is None:
-                continue
+        columns = zip(*units, strict=True)
+        for record, name, kind, _ in form.fields:
             column: Column = None
-            if type(place) is Numbers:
-                column = Numbers(place.values[:count])
-            elif type(place) is Corners:
-                column = Corners(place.num_dims[:count], place.values[:count])
-            elif type(place) is _TextPlaces:
-                column = next(remaining)
-            fields[token.field[0]][token.field[1]] = column
+            if kind == "text":
+                column = Texts(cast("list[str]", list(map(self._text, next(columns)))))
+            elif kind == "number":
+                column = Numbers(list(map(_number, next(columns))))
+            elif kind == "corner":
+                column = Corners(list(map(self._corner, next(columns))))
+            fields[record][name] = column
         return fields
 
 
-class _TextPlaces(NamedTuple):
-    """Where the texts of a field are: in the unit itself, or in a memo slot."""
-
-    at: Ints
-    is_inline: Any
-    value: Ints
-    """Bytes of those in the unit, memo slot of the others."""
-    slot: Ints
-    """Of those in the unit: their own memo slot, counted from the unit's first."""
+def _text(memo: Mapping[int, Any], raw: bytes) -> str | None:
+    """Return a string that stands in the unit or is fetched, None for anything else."""
+    if raw[0] == _SHORT_TEXT:
+        return raw[2:-1].decode() if len(raw) == raw[1] + 3 else None
+    value = memo.get(int.from_bytes(raw[1:], "little"))
+    return value if type(value) is str else None
 
 
-class _Walk:
-    """Reads all units of a run at once, token by token."""
-
-    def __init__(self, data: bytes, starts: Ints) -> None:
-        import numpy as np
-
-        self.data = data
-        self._bytes = np.frombuffer(data, dtype=np.uint8)
-        # The eight bytes at every byte, to be looked up by position.
-        self._words: Any = np.ndarray((len(data) - 7,), "<u8", data, 0, (1,))
-        self._widths = np.zeros(256, dtype=np.uint64)
-        self._widths[[0x4B, 0x4D, 0x4A]] = 1, 2, 4  # BININT1, BININT2, BININT
-        self._starts = starts
-        self.at: Ints = starts.copy()
-        """Where each unit is read next."""
-        self.num_slots: Ints = np.zeros(len(starts), dtype=np.int64)
-        """Memo slots that each has filled so far."""
-        self._is_right = np.ones(len(starts), dtype=bool)
-
-    def pass_token(self, token: _Token) -> Numbers | Texts | Corners | _TextPlaces | None:
-        """Read a token of every unit; units that have something else there are not taken."""
-        self._pass_literal(token.literal)
-        if token.kind is Numbers:
-            values, lengths = self._numbers()
-            self._is_right &= lengths > 0
-            self.at += lengths
-            return Numbers(values)
-        if token.kind is Corners:
-            return self._pass_corners()
-        return self._pass_texts() if token.kind is Texts else None
-
-    def num_taken(self) -> int:
-        """Return how many units, from the first on, are right and begin where the one before ends."""
-        follows = (self.at[:-1] == self._starts[1:]) & self._is_right[:-1]
-        count = len(follows) if follows.all() else int(follows.argmin())
-        return count + bool(self._is_right[count])
-
-    def _pass_literal(self, literal: bytes) -> None:
-        for first in range(0, len(literal), 8):
-            part = literal[first : first + 8]
-            words = self._words[self.at + first]
-            if len(part) < 8:
-                words = words & ((1 << 8 * len(part)) - 1)
-            self._is_right &= words == int.from_bytes(part, "little")
-        self.at += len(literal)
-        self.num_slots += literal.count(_MEMOIZE)
-
-    def _numbers(self) -> tuple[Ints, Ints]:
-        """Return the integers at the present places and the bytes that they take, 0 where there is none."""
-        import numpy as np
-
-        op = self._bytes[self.at]
-        widths = self._widths[op]
-        shift = (64 - 8 * widths) & np.uint64(63)
-        words = self._words[self.at + 1] << shift
-        values = np.where(
-            op == 0x4A, words.view(np.int64) >> shift.view(np.int64), (words >> shift).view(np.int64)
-        )
-        lengths = widths.view(np.int64) + (widths > 0)
-        long = np.flatnonzero(op == 0x8A)  # LONG1
-        if len(long):
-            nbytes = self._bytes[self.at[long] + 1].astype(np.int64)
-            fits = (nbytes >= 5) & (nbytes <= 8)
-            shift = np.where(fits, 64 - 8 * nbytes, 0)
-            values[long] = (self._words[self.at[long] + 2].view(np.int64) << shift) >> shift
-            lengths[long] = np.where(fits, nbytes + 2, 0)
-        return values, lengths
-
-    def _pass_corners(self) -> Corners:
-        import numpy as np
-
-        num_dims = np.zeros(len(self.at), dtype=np.int64)
-        columns = []
-        for _ in range(_MAX_DIMS):
-            values, lengths = self._numbers()
-            is_there = lengths > 0
-            self._is_right &= ~is_there | (values >= 0)
-            columns.append(np.where(is_there, values, 0))
-            num_dims += is_there
-            self.at += lengths
-        # TUPLE1 to TUPLE3 take one to three values.
-        self._is_right &= (num_dims > 0) & (self._bytes[self.at] == 0x84 + num_dims)
-        self.at += 1
-        return Corners(num_dims, np.stack(columns, axis=1))
-
-    def _pass_texts(self) -> _TextPlaces:
-        import numpy as np
-
-        op, word = self._bytes[self.at], self._words[self.at + 1]
-        is_inline, is_short, is_long = op == _TEXT, op == 0x68, op == 0x6A
-        value = np.where(is_long, word & 0xFFFFFFFF, word & 0xFF).view(np.int64)
-        places = _TextPlaces(self.at + 2, is_inline, value, self.num_slots.copy())
-        lengths = np.where(is_inline, value + 3, np.where(is_long, 5, 2))
-        memoized = self._bytes[self.at + lengths - 1] == _MEMOIZE
-        self._is_right &= (is_inline & memoized) | is_short | is_long
-        self.at = self.at + lengths
-        self.num_slots += is_inline
-        return places
+def _corner(maker: Callable[[tuple[Any, ...]], tuple[int, ...]], raw: bytes) -> bytes:
+    numbers = tuple(map(_number, _int.findall(raw, raw[0] == _MARK, len(raw) - 1)))
+    if raw[0] != _MARK and raw[-1] != _TUPLE1 - 1 + len(numbers):
+        raise Refusal("a tuple of more or fewer numbers than stand before it")
+    return array("q", maker((numbers,))).tobytes()
 
 
-class _Memory:
-    """The memo, as the first `count` units of a run use it."""
-
-    def __init__(
-        self, walk: _Walk, count: int, num_memoized: int, keep: bytearray, memo: Mapping[int, Any]
-    ) -> None:
-        import numpy as np
-
-        self._data, self._count, self._memo = walk.data, count, memo
-        each = walk.num_slots[:count]
-        self.num_slots = int(each.sum())
-        self._firsts: Ints = num_memoized + np.cumsum(each) - each
-        self._keep = np.frombuffer(keep, dtype=np.uint8)
-        self._num_kept = int(np.count_nonzero(self._keep[num_memoized : num_memoized + self.num_slots]))
-        self.new: dict[int, str] = {}
-        """Strings of the run that are fetched later, by slot."""
-
-    def is_whole(self) -> bool:
-        """True where all that is fetched later was found: of a run's values, only strings may be."""
-        return len(self.new) == self._num_kept
-
-    def texts(self, places: _TextPlaces, known: dict[bytes, str]) -> Texts | None:
-        """Return the strings of a field, None where one is fetched from a slot without one."""
-        import numpy as np
-
-        at, is_inline, value, slot = (column[: self._count] for column in places)
-        values: list[str] = [""] * self._count
-        rows = np.flatnonzero(is_inline)
-        starts, stops = at[rows].tolist(), (at[rows] + value[rows]).tolist()
-        for row, start, stop in zip(rows.tolist(), starts, stops, strict=True):
-            raw = self._data[start:stop]
-            text = known.get(raw)
-            if text is None:
-                if len(known) >= _MAX_KNOWN:
-                    known.clear()
-                text = known[raw] = raw.decode()
-            values[row] = text
-        slots = self._firsts[rows] + slot[rows]
-        for index in np.flatnonzero(self._keep[slots]).tolist():
-            self.new[int(slots[index])] = values[int(rows[index])]
-        rows = np.flatnonzero(~is_inline)
-        if (value[rows] >= self._firsts[rows]).any():
-            return None
-        for row, number in zip(rows.tolist(), value[rows].tolist(), strict=True):
-            text = self._memo.get(number, self.new.get(number))
-            if type(text) is not str:
-                return None
-            values[row] = text
-        return Texts(values)
+@lru_cache(_MAX_KNOWN)
+def _number(raw: bytes) -> int:
+    """Return the value of BININT1, BININT2, BININT or LONG1."""
+    start = 2 if raw[0] == _LONG1 else 1
+    return int.from_bytes(raw[start:], "little", signed=raw[0] in (_BININT, _LONG1))

@@ -224,7 +224,7 @@ class Strict(Interpreter):
             taken = self.runs[kind].take(pos, self.num_memoized)
             if taken is not None:
                 stack += taken.values
-                pos, self.num_memoized = taken.stop, self.num_memoized + taken.num_slots
+                pos, self.num_memoized = taken.stop, taken.num_memoized
         return pos
 
 

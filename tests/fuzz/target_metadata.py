@@ -79,8 +79,6 @@ def _eager() -> Iterator[None]:
     """Take records in columns from the second one on."""
     changed = (
         (pickle_batches, "_MIN_BYTES", 0),
-        (pickle_batches, "_MIN_TAKEN", 2),
-        (pickle_batches, "_MAX_PAUSE", 1),
         (dcp_metadata, "MIN_COLUMNS", 2),
         (dcp_metadata, "MIN_TOTAL", 2),
     )

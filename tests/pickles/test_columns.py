@@ -178,3 +178,45 @@ def test_no_changed_byte_is_taken_for_another(taken: list[int]) -> None:
         assert found == outcome(step_by_step, data), trial
         accepted += len(found) > 2  # type: ignore[arg-type]
     assert accepted > 3
+
+
+def test_a_slot_whose_number_is_an_opcode(taken: list[int]) -> None:
+    """A reference to slot 148 holds the byte of MEMOIZE; the slots behind a run are still counted right."""
+    source, spelled = metadata(12), 0
+    rest = {name: value for name, value in vars(source).items() if name != "planner_data"}
+    for num_names in range(30, 40):
+        source.__dict__ = {"planner_data": {f"k{i}": (f"k{i}",) for i in range(num_names)}, **rest}
+        data = pickle.dumps(source)
+        spelled += b"h\x94)\x81" in data
+        num_taken = len(taken)
+        Strict(data, metadata_vocabulary(len(data)), in_columns=True).run(".metadata")
+        assert len(taken) > num_taken
+        assert outcome(parse_metadata, data) == outcome(step_by_step, data)
+    assert spelled
+
+
+def test_names_with_the_byte_of_an_opcode_are_left_to_the_interpreter(taken: list[int]) -> None:
+    source = metadata(300)
+    places = dict(source.storage_data)
+    for number, info in enumerate(places.values()):
+        info.relative_path = copied(f"__{number}_\u00d4.distcp") if number % 50 == 7 else info.relative_path
+    data = pickle.dumps(source)
+    assert outcome(parse_metadata, data) == outcome(step_by_step, data)
+    assert sum(taken) > len(data) // 3
+
+
+def test_extents_that_are_fetched_again(taken: list[int]) -> None:
+    """Where chunks and places share their corners, as one process saves them, both stay right."""
+    source = metadata(300)
+    corners = {
+        tuple(c.offsets): c.offsets
+        for t in source.state_dict_metadata.values()
+        if hasattr(t, "chunks")
+        for c in t.chunks
+    }
+    shared = {
+        MetadataIndex(i.fqn, corners.get(tuple(i.offset or ()), i.offset), i.index): info
+        for i, info in source.storage_data.items()
+    }
+    data = pickle.dumps(Metadata(source.state_dict_metadata, None, shared))
+    assert outcome(parse_metadata, data) == outcome(step_by_step, data)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, TypeGuard
 
 from shardkit.core.dtypes import BY_NAME, DType
@@ -165,10 +165,8 @@ class StorageInfoRun:
     """Many `_StorageInfo` without transforms; the second half."""
 
     paths: list[str]
-    offsets: bytes
-    """Native 64-bit integers."""
-    lengths: bytes
-    """Native 64-bit integers."""
+    offsets: array[int]
+    lengths: array[int]
 
 
 class StorageTable:
@@ -219,8 +217,8 @@ class StorageTable:
             for name in dict.fromkeys(names):
                 known.setdefault(name, len(known))
             ids.extend(map(known.__getitem__, names))
-        self.offsets.frombytes(infos.offsets)
-        self.lengths.frombytes(infos.lengths)
+        self.offsets.extend(infos.offsets)
+        self.lengths.extend(infos.lengths)
 
     def corner(self, row: int) -> bytes | None:
         """Return a chunk's offsets as `Index.corner` has them, None for an object."""
@@ -449,22 +447,18 @@ _NAMES: dict[tuple[str, str], object] = {
 
 def chunk_run(fields: Fields) -> tuple[ChunkRun] | None:
     """Take chunks that all have the same number of dims; None for others, or where they have other fields."""
-    import numpy as np
-
     offsets, sizes = fields[0].get("offsets"), fields[0].get("sizes")
     if len(fields[0]) != 2 or type(offsets) is not Corners or type(sizes) is not Corners:
         return None
-    num_dims = int(offsets.num_dims[0])
-    if (offsets.num_dims != num_dims).any() or (sizes.num_dims != num_dims).any():
+    nbytes = len(offsets.values[0])
+    if {nbytes} != {*map(len, offsets.values), *map(len, sizes.values)}:
         return None
-    boxes = np.hstack([offsets.values[:, :num_dims], sizes.values[:, :num_dims]])
-    return (ChunkRun(len(boxes), num_dims, boxes.tobytes()),)
+    pairs = zip(offsets.values, sizes.values, strict=True)
+    return (ChunkRun(len(offsets.values), nbytes // 8, b"".join(chain.from_iterable(pairs))),)
 
 
 def storage_run(fields: Fields) -> tuple[IndexRun, StorageInfoRun] | None:
     """Take storage entries of chunks without transforms; None for others, or where they have other fields."""
-    import numpy as np
-
     index, info = fields
     if not INDEX_FIELDS.issuperset(index) or not STORAGE_FIELDS.issuperset(info):
         return None
@@ -474,17 +468,16 @@ def storage_run(fields: Fields) -> tuple[IndexRun, StorageInfoRun] | None:
         return None
     if not _are_places(offsets) or not _are_places(lengths) or info.get("transform_descriptors") is not None:
         return None
-    is_value = np.arange(corners.values.shape[1]) < corners.num_dims[:, None]
-    num_dims = array("b", corners.num_dims.astype(np.int8).tobytes())
+    num_dims = array("b", [len(corner) // 8 for corner in corners.values])
     return (
-        IndexRun(fqns.values, num_dims, corners.values[is_value].tobytes()),
-        StorageInfoRun(paths.values, offsets.values.tobytes(), lengths.values.tobytes()),
+        IndexRun(fqns.values, num_dims, b"".join(corners.values)),
+        StorageInfoRun(paths.values, array("q", offsets.values), array("q", lengths.values)),
     )
 
 
 def _are_places(column: Column) -> TypeGuard[Numbers]:
     """True for integers that `_StorageInfo` may hold: their negatives fit into 64 bits too."""
-    return type(column) is Numbers and bool((column.values != _MIN_INT).all())
+    return type(column) is Numbers and min(column.values) > _MIN_INT
 
 
 RUNS = (
