@@ -6,8 +6,9 @@ All counts are elements unless a name says bytes. A shape is a tuple of sizes; `
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -200,9 +201,9 @@ def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
     whole = full_region(shape)
     if len(regions) == 1 and regions[0] == whole and min(shape, default=0) >= 0:
         return None  # in most checkpoints a tensor is one chunk
-    for region in regions:
-        if len(region.offsets) != len(shape) or len(region.sizes) != len(shape):
-            return f"a chunk has {len(region.offsets)} dims, the tensor has {len(shape)}"
+    strange = set(map(len, chain.from_iterable(regions))) - {len(shape)}
+    if strange:
+        return f"a chunk has {strange.pop()} dims, the tensor has {len(shape)}"
     kept = [region for region in regions if 0 not in region.sizes]
     if _is_grid(shape, kept):
         return None
@@ -227,7 +228,7 @@ def _is_grid(shape: Shape, regions: list[Region]) -> bool:
     Each dim is cut into ranges, and every combination is there. Where no two regions begin at one place, counting
     the cells is enough.
     """
-    if len({region.offsets for region in regions}) != len(regions):
+    if len(set(map(itemgetter(0), regions))) != len(regions):
         return False
     num_cells = 1
     for dim, size in enumerate(shape):
