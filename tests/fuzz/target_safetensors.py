@@ -11,7 +11,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
 from shardkit.core.dtypes import BY_NAME
-from shardkit.formats.dcp.safetensors import saved_offsets
+from shardkit.formats.dcp.hugging_face import saved_offsets
 from shardkit.formats.hub.safetensors import SafetensorsHeader, check_header, read_header
 from tests.fuzz.mutate import change_bytes, change_json, pick
 from tests.fuzz.target import MemoryFile, Refusals, Target, attempt, load_json

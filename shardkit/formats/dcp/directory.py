@@ -26,6 +26,7 @@ from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import read_small
 from shardkit.formats.contract import Checkpoint, Place, asset_directories
+from shardkit.formats.dcp.hugging_face import holds_bare_bytes, point_at_parts
 from shardkit.formats.dcp.metadata import (
     MIN_COLUMNS,
     MIN_TOTAL,
@@ -35,7 +36,6 @@ from shardkit.formats.dcp.metadata import (
     read_rank_metadata,
 )
 from shardkit.formats.dcp.records import check_records, select_raw
-from shardkit.formats.dcp.safetensors import holds_bare_bytes, point_at_parts
 from shardkit.keys.names import is_flat_parameter
 
 METADATA = ".metadata"
