@@ -41,8 +41,7 @@ from shardkit.formats.contract import (
 from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 from shardkit.formats.dcp.directory import open_dcp_checkpoint, refuse_flat
 from shardkit.formats.rankfiles.files import RankFile, gather_files, require_ranks
-from shardkit.formats.rankfiles.numbered import parameters_of
-from shardkit.formats.rankfiles.optimizer import open_optimizer_files
+from shardkit.formats.rankfiles.optimizer import open_optimizer_files, parameters_of
 from shardkit.formats.trainers.full_file import open_full_file
 
 _MODEL = re.compile(r"pytorch_model_fsdp_\d+")

@@ -25,8 +25,7 @@ from shardkit.files.strict_json import parse_object
 from shardkit.formats.contract import Checkpoint, Opener, asset_directories, explained, inner, listing
 from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 from shardkit.formats.rankfiles.files import Gathered, RankFile, gather_files, require_ranks
-from shardkit.formats.rankfiles.numbered import parameters_of
-from shardkit.formats.rankfiles.optimizer import open_optimizer_files
+from shardkit.formats.rankfiles.optimizer import open_optimizer_files, parameters_of
 
 _MODEL = re.compile(r"model_world_size_([1-9]\d{0,5})_rank_(0|[1-9]\d{0,5})\.pt")
 _SKIPPED = {

@@ -12,8 +12,7 @@ import torch
 
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
-from shardkit.formats.rankfiles.numbered import Parameter
-from shardkit.formats.rankfiles.optimizer import open_optimizer_files
+from shardkit.formats.rankfiles.optimizer import Parameter, open_optimizer_files
 from tests.formats.reading import expected, read_tensor
 
 MODEL = [Parameter("a.weight", (4, 3)), Parameter("a.bias", (4,)), Parameter("b.weight", (2, 4))]

@@ -6,9 +6,8 @@ from math import prod
 
 import pytest
 
-from shardkit.formats.rankfiles.numbered import Parameter
-from shardkit.formats.rankfiles.optimizer import split_units
-from tests.formats.rankfiles.test_numbered import MODEL, NAMES
+from shardkit.formats.rankfiles.optimizer import Parameter, split_units
+from tests.formats.rankfiles.test_optimizer_numbers import MODEL, NAMES
 
 
 def padded(names: list[str], num_ranks: int) -> int:

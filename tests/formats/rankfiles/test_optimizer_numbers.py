@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.formats.rankfiles.numbered import Parameter, name_numbers, without_copies
+from shardkit.formats.rankfiles.optimizer import Parameter, name_numbers, without_copies
 
 MODEL = [
     Parameter("embed.weight", (7, 4)),
