@@ -12,7 +12,8 @@ import shardkit
 from shardkit.errors import IntegrityError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
-from tests.operations.consolidate.checkpoints import CONFIG, EMBED, HEAD, assert_bit_equal, hub, load, raw
+from tests.bits import raw
+from tests.operations.consolidate.checkpoints import CONFIG, EMBED, HEAD, assert_bit_equal, hub, load
 from tests.worlds.processes import run_script
 
 pytestmark = pytest.mark.dist

@@ -8,6 +8,7 @@ from typing import Any
 from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.regions import relative_to, runs
 from shardkit.formats.contract import Checkpoint
+from tests.bits import raw
 
 Contents = dict[str, tuple[str, tuple[int, ...], bytes]]
 
@@ -50,10 +51,3 @@ def expected(tensors: Mapping[str, Any]) -> Contents:
         name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw(tensor))
         for name, tensor in tensors.items()
     }
-
-
-def raw(tensor: Any) -> bytes:
-    import torch
-
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

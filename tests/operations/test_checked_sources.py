@@ -23,6 +23,7 @@ from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
 from shardkit.operations.consolidate import ConsolidateResult
 from shardkit.transfer import checks, fill, sources, stream, windows
+from tests.bits import flip
 from tests.corruption.outputs import columns
 from tests.formats.deepspeed.test_checkpoint import deepspeed_classes as deepspeed_classes
 from tests.formats.deepspeed.test_checkpoint import write_joined, write_partitioned
@@ -36,14 +37,6 @@ def save_dcp(directory: Path, state: dict[str, torch.Tensor] = TENSORS) -> Path:
         warnings.simplefilter("ignore")  # torch says that it saves in a single process, as asked
         dcp.save(state, checkpoint_id=directory, no_dist=True)
     return directory
-
-
-def flip(path: Path, around: torch.Tensor, at: int = 777) -> None:
-    """Change one bit of a tensor in a file that holds it."""
-    content = bytearray(path.read_bytes())
-    start = content.index(around.contiguous().view(torch.uint8).numpy().tobytes())
-    content[start + at] ^= 4
-    path.write_bytes(content)
 
 
 def unchecked(result: ConsolidateResult) -> dict[str, tuple[int, int]]:

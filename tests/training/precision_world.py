@@ -34,6 +34,7 @@ from shardkit.training.finalize import finalize
 from shardkit.training.prepare import prepare
 from shardkit.training.wrap import wrap
 from tests.training import models
+from tests.training.wrapping import full
 from tests.worlds.processes import end_world, fork, forked_trace, wait
 
 torch.set_num_threads(1)
@@ -272,10 +273,6 @@ def compare(out: Path, mesh: DeviceMesh, name: str) -> Found:
     return found
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def train(out: Path, mesh: DeviceMesh, name: str) -> Found:
     """Compare logits and gradients of a model with parameters in fp32; each rank has a batch of its own."""
     case = KEPT[name]
@@ -307,7 +304,7 @@ def train(out: Path, mesh: DeviceMesh, name: str) -> Found:
         ours.float().pow(2).sum().backward()
         held = {clean_name(fqn): parameter for fqn, parameter in model.named_parameters()}
         errors = {
-            fqn: float((whole(held[fqn].grad).float() - gradient).abs().max())
+            fqn: float((full(held[fqn].grad).float() - gradient).abs().max())
             for fqn, gradient in mean.items()
         }
         found[f"{dtype}{'-again' if again else ''}{'-presharded' if 'presharded' in source.name else ''}"] = {

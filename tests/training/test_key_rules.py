@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.errors import IntegrityError, LayoutError
@@ -27,6 +26,7 @@ from shardkit.training.save import save
 from shardkit.training.source.weights import open_weights
 from shardkit.training.wrap import wrap
 from tests.training import models
+from tests.training.wrapping import full
 from tests.worlds.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("fast_trace")
@@ -79,7 +79,7 @@ def start(hub: Path, source: Path) -> nn.Module:
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     state = get_model_state_dict(model)
-    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
+    return {name: full(value) for name, value in state.items()}
 
 
 @two.test_each(RULES.keys())

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardkit
 from shardkit.keys.names import clean_name
 from shardkit.training.gradients import clip_grad_norm_
+from tests.training.wrapping import full
 from tests.worlds.ranks import Ranks
 
 STEPS, BATCH, WIDTH = 5, 24, 8
@@ -72,10 +73,6 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(100 + step))
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def train(
     model: nn.Module, backwards: Callable[[nn.Module, torch.Tensor], None]
 ) -> list[dict[str, torch.Tensor]]:
@@ -86,10 +83,10 @@ def train(
         backwards(model, batch(step))
         norm = clip_grad_norm_(model, 1.0)
         gradients = {clean_name(name): p.grad for name, p in model.named_parameters()}
-        found.append({name: whole(g).clone() for name, g in gradients.items() if g is not None} | {"": norm})
+        found.append({name: full(g).clone() for name, g in gradients.items() if g is not None} | {"": norm})
         optimizer.step()
         optimizer.zero_grad()
-    return [*found, {clean_name(name): whole(p.detach()) for name, p in model.named_parameters()}]
+    return [*found, {clean_name(name): full(p.detach()) for name, p in model.named_parameters()}]
 
 
 def one(model: nn.Module, rows: torch.Tensor) -> None:

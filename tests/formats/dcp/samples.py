@@ -21,12 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardkit.core.catalog import Catalog, ignore_read
 from shardkit.core.regions import relative_to, runs
 from shardkit.formats.dcp.directory import open_dcp
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    """The tensor's bytes, row-major."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+from tests.bits import raw
 
 
 def read_tensor(catalog: Catalog, fqn: str) -> bytes:

@@ -27,7 +27,8 @@ from shardkit.core.regions import flat_offset
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.trainers.bytecheckpoint import is_bytecheckpoint_metadata
-from tests.formats.dcp.samples import alter, open_catalog, raw, read_tensor, save
+from tests.bits import raw
+from tests.formats.dcp.samples import alter, open_catalog, read_tensor, save
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "fixtures"
 

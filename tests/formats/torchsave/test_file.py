@@ -35,6 +35,7 @@ from shardkit.formats.torchsave.file import (
     open_torch_file,
 )
 from shardkit.pickles.policies import Opaque
+from tests.bits import raw
 
 Save = Callable[..., TorchFile]
 
@@ -63,11 +64,6 @@ def read(file: TorchFile, ref: TensorRef) -> bytes:
     itemsize = ref.dtype.itemsize
     strides = tuple(step * itemsize for step in ref.stride)
     return np.ndarray(ref.shape, f"V{itemsize}", storage, ref.storage_offset * itemsize, strides).tobytes()
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

@@ -17,6 +17,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.torchsave.record import TensorRecord, parse_tensor
 from shardkit.formats.torchsave.writer import record_skeleton
+from tests.bits import raw
 from tests.formats.torchsave.samples import read_record
 
 LEAD = b"something before"
@@ -48,11 +49,6 @@ def saved(tensor: Any) -> bytes:
     out = io.BytesIO()
     torch.save(tensor, out)
     return out.getvalue()
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def random_tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -34,7 +34,8 @@ from shardkit.formats.trainers.bytecheckpoint import (
 )
 from shardkit.operations.reshard import reshard
 from shardkit.pickles.policies import Strict
-from tests.formats.dcp.samples import assert_holds, raw, save
+from tests.bits import raw
+from tests.formats.dcp.samples import assert_holds, save
 from tests.formats.reading import read_tensor
 
 MODULE = "bytecheckpoint.checkpointer.meta_type"

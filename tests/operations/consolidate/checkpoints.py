@@ -14,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tests.bits import raw
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "dtype": "float32",
@@ -100,12 +102,6 @@ def load(directory: Path | str) -> dict[str, torch.Tensor]:
                     assert fqn not in found
                     found[fqn] = file.get_tensor(fqn)
     return found
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's bytes."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def assert_bit_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

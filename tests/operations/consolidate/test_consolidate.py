@@ -22,6 +22,7 @@ from shardkit.errors import IntegrityError, Interrupted, LayoutError, ResourceEr
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.operations.consolidate import default_output
+from tests.bits import raw
 from tests.operations.consolidate.checkpoints import (
     CONFIG,
     EMBED,
@@ -29,7 +30,6 @@ from tests.operations.consolidate.checkpoints import (
     assert_bit_equal,
     hub,
     load,
-    raw,
     save,
     training_state,
     weights,

@@ -27,6 +27,7 @@ from shardkit.files.digest import crc32
 from shardkit.formats.dcp import chunk_list
 from shardkit.operations.destination import check_space
 from shardkit.operations.preshard import _choose_dtypes, _needed_bytes
+from tests.bits import raw
 
 MakeHub = Callable[..., Path]
 CAUSAL = {"architectures": ["TinyForCausalLM"]}  # no model_type: declared, without a child process
@@ -39,11 +40,6 @@ def loaded(directory: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch
         warnings.simplefilter("ignore")  # torch says that it loads in a single process, as asked
         dcp.load(state, checkpoint_id=directory, no_dist=True)
     return state
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def assert_bit_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

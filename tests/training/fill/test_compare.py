@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardkit
 from shardkit.errors import IntegrityError
 from shardkit.transfer.checks import CheckedSource
+from tests.bits import flip
 from tests.worlds.ranks import Ranks, same_error
 
 NBYTES = 4 * (64 * 900 + 900 + 900 * 301 + 301)
@@ -41,13 +42,6 @@ def build() -> nn.Module:
     for number, parameter in enumerate(model.parameters()):
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
     return model
-
-
-def flip(path: Path, held: torch.Tensor, at: int) -> None:
-    """Change one bit, `at` bytes into what a file holds of a tensor."""
-    content = bytearray(path.read_bytes())
-    content[content.index(held.contiguous().view(torch.uint8).numpy().tobytes()) + at] ^= 8
-    path.write_bytes(content)
 
 
 def make_sources(out: Path) -> None:
