@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 from shardkit.pickles.interpreter import Refusal
@@ -35,7 +36,7 @@ _TAIL = b"ub"
 _MEMOIZE = b"\x94"
 _SHORT_TEXT, _MARK, _TUPLE1, _BININT, _LONG1 = 0x8C, 0x28, 0x85, 0x4A, 0x8A
 _MAX_UNIT = 4096  # bytes of a unit that may give the form
-_WINDOW = 1 << 15  # bytes that are matched at once
+_WINDOW = 1 << 17  # bytes that are matched at once
 _MIN_BYTES = 1 << 15  # of a pickle: compiling regular expressions has to pay
 _MAX_FORMS = 16  # of one kind in a file
 _MAX_PAUSE = 1024  # units
@@ -236,7 +237,7 @@ class Runs:
         own = [field for field in form.fields if field.kind]
         texts = [(at, field.slot) for at, field in enumerate(own) if field.kind == "text"]
         num_slots = form.num_slots
-        raws = Counter(unit[at] for at, _ in texts for unit in units)
+        raws = Counter(chain.from_iterable(map(itemgetter(at), units) for at, _ in texts))
         num_inline = sum(count for raw, count in raws.items() if raw[0] == _SHORT_TEXT)
         stop = first + num_slots * len(units) + num_inline
         # A string that is not there yet must not be asked for: what `_text` found is kept. The first half sees to it.
