@@ -26,7 +26,6 @@ from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import read_small
 from shardkit.formats.contract import Checkpoint, Place, asset_directories
-from shardkit.formats.dcp.hugging_face import holds_bare_bytes, point_at_parts
 from shardkit.formats.dcp.metadata import (
     MIN_COLUMNS,
     MIN_TOTAL,
@@ -144,7 +143,10 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
         SourceError, ResourceError: as `open_dcp`.
     """
     files = _stat_files(directory, metadata)
-    if metadata.encoding != "raw" and holds_bare_bytes(metadata):
+    if metadata.encoding != "raw" and _holds_bare_bytes(metadata):
+        # Here, so that DCP opens without the modules for Hub models.
+        from shardkit.formats.dcp.hugging_face import point_at_parts
+
         point_at_parts(metadata, files)
     check_extents(metadata, files)
     check_tiling(metadata, _ANOTHER_COPY if metadata.where == METADATA else _OTHER_RANKS)
@@ -436,3 +438,13 @@ def are_apart(
     order = np.lexsort((start, file))
     file, start, stop = file[order], start[order], (start + length)[order]
     return not ((file[1:] == file[:-1]) & (start[1:] < stop[:-1])).any()
+
+
+def _holds_bare_bytes(metadata: DcpMetadata) -> bool:
+    """True where every chunk has exactly the bytes of its elements: no record is as short as that."""
+    table = metadata.chunks
+    return bool(metadata.tensors) and all(
+        table.nbytes[row] == table.region(row).num_elements * entry.dtype.itemsize
+        for entry in metadata.tensors.values()
+        for row in entry.chunk_ids
+    )

@@ -396,16 +396,6 @@ def _add(catalog: Catalog, fqn: str, found: _Parts, problems: list[str]) -> None
     catalog.add_tensor_columns(fqn, found.dtype, shape, files, starts, nbytes, regions)
 
 
-def holds_bare_bytes(metadata: DcpMetadata) -> bool:
-    """True where every chunk has exactly the bytes of its elements: no record is as short as that."""
-    table = metadata.chunks
-    return bool(metadata.tensors) and all(
-        table.nbytes[row] == table.region(row).num_elements * entry.dtype.itemsize
-        for entry in metadata.tensors.values()
-        for row in entry.chunk_ids
-    )
-
-
 def point_at_parts(metadata: DcpMetadata, files: list[SourceFile]) -> None:
     """Point every chunk at its bytes in the safetensors part of its file; the encoding becomes "raw".
 
