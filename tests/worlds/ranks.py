@@ -179,6 +179,10 @@ class Ranks:
             dist.init_process_group(
                 "gloo", init_method=store, rank=rank, world_size=self.size, timeout=_TIMEOUT
             )
+            # One that is killed before all are connected would fail the others where no test looks.
+            here = dist.FileStore(f"{place}/here", self.size)
+            here.set(str(rank), "")
+            here.wait([str(each) for each in range(self.size)])
         wrong = dict.fromkeys(tests, "")
         is_killed = any(test.victim is not None for test in tests.values())
         for name, test in tests.items():
