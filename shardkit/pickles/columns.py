@@ -24,6 +24,8 @@ _GET = rb"(?:h.|j....)"  # BINGET, LONG_BINGET
 _INT = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})"  # BININT1, 2, BININT, LONG1
 _TEXT = rb"(?:%s|\x8c.[^\x94]{0,255}\x94)" % _GET  # or SHORT_BINUNICODE MEMOIZE, if 0x94 is not in it
 _CORNER = rb"(?:%s{1,3}[\x85-\x87]|\(%s{0,64}t)" % (_INT, _INT)  # TUPLE1 to TUPLE3, or MARK and TUPLE
+_OWN = (_INT, _TEXT, _CORNER)
+"""Parts of a unit that are its own."""
 _head = re.compile(rb"%s(\)\x81\x94\}\x94\(|\)\x81\}\()" % _GET, re.DOTALL)
 _key = re.compile(_GET, re.DOTALL)
 _int = re.compile(_INT, re.DOTALL)
@@ -162,13 +164,13 @@ class Runs:
 
     def _learn(self, start: int, stop: int) -> _Form | None:
         """Return the form of a unit that was just executed, None where it has other parts than runs have."""
-        data, pattern, pos, record, num_slots = self._data, b"", start, -1, 0
+        data, parts, pos, record, num_slots = self._data, list[bytes](), start, -1, 0
         fields: dict[tuple[int, str], _Field] = {}
         while pos < stop:
             head = _head.match(data, pos, stop)
             if head is None:
                 return None
-            pattern, pos, record = pattern + re.escape(head.group()), head.end(), record + 1
+            parts, pos, record = [*parts, re.escape(head.group())], head.end(), record + 1
             num_slots += head[1].count(_MEMOIZE)
             while data[pos : pos + 2] != _TAIL:
                 key = _key.match(data, pos, stop)
@@ -180,27 +182,28 @@ class Runs:
                 if own is None:
                     return None
                 fields[record, name] = _Field(record, name, found.lastgroup, num_slots)
-                pattern, pos = pattern + re.escape(key.group()) + own, found.end()
+                parts, pos = [*parts, re.escape(key.group()), *own], found.end()
                 num_slots += (found[3] or b"").count(_MEMOIZE)
-            pattern, pos = pattern + _TAIL, pos + 2
+            parts, pos = [*parts, _TAIL], pos + 2
         if record + 1 != len(self.kind.classes) or pos != stop:
             return None
-        unit, run = re.compile(pattern, re.DOTALL), re.compile(b"(?:%s)+" % pattern, re.DOTALL)
+        unit = re.compile(b"".join(b"(%s)" % part if part in _OWN else part for part in parts), re.DOTALL)
+        run = re.compile(b"(?:%s)+" % b"".join(parts), re.DOTALL)
         example = unit.fullmatch(data, start, stop)
         if example is None or unit.groups < 2:  # with two, `findall` gives tuples
             return None
         nbytes = stop - start - sum(map(len, example.groups()))
         return _Form(unit, run, tuple(fields.values()), num_slots, nbytes)
 
-    def _pattern_of(self, field: re.Match[bytes]) -> bytes | None:
-        """Return what all such fields match, with their own part as a group; None for one that runs do not have."""
+    def _pattern_of(self, field: re.Match[bytes]) -> tuple[bytes, ...] | None:
+        """Return what all such fields match, part by part; None for one that runs do not have."""
         text = field["text"]
         if field["corner"] is not None:
             is_made = self._call_of(self._fetched(field[2])) is self.kind.maker
-            return re.escape(field[2]) + b"(%s)" % _CORNER + re.escape(field[3]) if is_made else None
+            return (re.escape(field[2]), _CORNER, re.escape(field[3])) if is_made else None
         if text is not None:
-            return b"(%s)" % _TEXT if self._text(text) is not None else None
-        return b"N" if field["number"] is None else b"(%s)" % _INT
+            return (_TEXT,) if self._text(text) is not None else None
+        return (b"N",) if field["number"] is None else (_INT,)
 
     def _fetched(self, text: bytes) -> object:
         """Return what BINGET or LONG_BINGET fetches."""
@@ -243,21 +246,25 @@ class Runs:
         # A string that is not there yet must not be asked for: what `_text` found is kept. The first half sees to it.
         if self._keep.find(1, first, stop) < 0 and None not in map(self._text, raws):
             return len(units), stop
+        kept = self._keep.find(1, first, stop)
         for row, unit in enumerate(units):
-            stop, num_kept = first + num_slots, 0
+            after, num_kept = first + num_slots, 0
             for at, slot in texts:
-                text = self._text(unit[at])
+                raw = unit[at]
+                text = self._text(raw)
                 if text is None:
                     return row, first
-                if unit[at][0] == _SHORT_TEXT:
-                    slot += stop - num_slots
-                    stop += 1
-                    if self._keep[slot]:
+                if raw[0] == _SHORT_TEXT:
+                    slot += after - num_slots
+                    after += 1
+                    if slot >= kept >= 0 and self._keep[slot]:
                         self._memo[slot] = text
                         num_kept += 1
-            if self._keep.count(1, first, stop) != num_kept:
-                return row, first
-            first = stop
+            if 0 <= kept < after:
+                if self._keep.count(1, first, after) != num_kept:
+                    return row, first
+                kept = self._keep.find(1, after, stop)
+            first = after
         return len(units), first
 
     def _fields(self, form: _Form, units: Sequence[tuple[bytes, ...]]) -> Fields:
