@@ -337,21 +337,10 @@ def all_tensors(manifest: Manifest) -> Mapping[str, Tensor]:
     return (None if isinstance(manifest, SavedState) else manifest.tensors) or {}
 
 
-def file_entry(name: str, size: int, crc: int | None, sha256: str | None = None) -> dict[str, Any]:
-    return to_json(File(name=name, size=size, crc32=crc, sha256=sha256))
-
-
-def entry_of(name: str, data: bytes, *, digest: bool, sha256: bool) -> dict[str, Any]:
-    return to_json(describe_bytes(name, data, digest=digest, sha256=sha256))
-
-
-KIND_FILES = "files"
-
-
-def describe_bytes(name: str, data: bytes, *, digest: bool, sha256: bool) -> File:
+def describe_bytes(name: str, data: bytes, *, digest: bool, sha256: bool) -> ListedFile:
     """Return what a manifest says of a file whose content is at hand; `digest` and `sha256` say what to take."""
     crc = int(crc32(data)) if digest else None
-    return File(
+    return ListedFile(
         name=name, size=len(data), crc32=crc, sha256=hashlib.sha256(data).hexdigest() if sha256 else None
     )
 
@@ -369,9 +358,13 @@ def to_json(record: Any) -> dict[str, Any]:
     }
 
 
-def dump(manifest: Manifest | Mapping[str, Any]) -> bytes:
+def dump(manifest: Manifest) -> bytes:
     """Return a manifest as bytes, with its own digest in it."""
-    content = manifest if isinstance(manifest, Mapping) else to_json(manifest)
+    return sign(to_json(manifest))
+
+
+def sign(content: Mapping[str, Any]) -> bytes:
+    """Return the JSON of a manifest as bytes, with its digest as the last key."""
     body = {key: value for key, value in content.items() if key != "crc32"}
     return encode({**body, "crc32": _digest(body)})
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from shardkit._version import __version__
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, is_contiguous
@@ -49,7 +48,7 @@ class DcpOutput:
     """The name of each stored tensor in the plan's catalog."""
     aliases: Mapping[str, tuple[str, ...]]
     """For a stored tensor, the other names that point at its records."""
-    identity: Mapping[str, Any]
+    identity: manifest.Source
     """What the source is."""
     cast: str
     """As asked for: "keep", "bf16", "fp16" or "fp32"."""
@@ -64,39 +63,49 @@ class DcpOutput:
     objects: tuple[str, ...] = ()
     """Names of the byte entries."""
 
-    def describe(self) -> dict[str, Any]:
-        """Return the part of the manifest that is known before a byte moves; see docs/format.md."""
+    def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.Presharded:
+        """Return the manifest, as far as it is known before a byte moves.
+
+        Args:
+            crcs: CRC-32s of tensors, once they are known.
+        """
         layout, mesh, is_whole = self.layout, self.layout.mesh, self.optimizer_cast is not None
         placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
-        return {
-            "mesh": {
-                "axes": [{"name": a.name, "size": a.size, "role": a.role} for a in mesh.axes],
-                "world_size": mesh.size,
-                "num_shards": mesh.num_shards,
-            },
-            "layout": {"origin": layout.origin, "policy": layout.policy},
-            "units": [{"path": unit.path, "class": unit.class_name} for unit in layout.units],
-            "ties": [[name, *others] for name, others in self.aliases.items()],
-            "key_rules": [[rule.old, rule.new] for rule in self.key_rules],
-            "derived": [],
-            "dtype": self.cast,
-            **({"optimizer_dtype": self.optimizer_cast} if is_whole else {}),
-            "digest": self.digest,
-            "omitted": [{"name": name, "reason": reason} for name, reason in layout.omitted],
-            **({"objects": list(self.objects)} if is_whole else {}),
-            "tensors": {
-                fqn: {
-                    "dtype": self.dtypes[fqn].name,
-                    "shape": list(tensor.shape),
-                    "placements": [str(placement) for placement in tensor.placements],
-                    "unit": tensor.unit,
-                    "buffer": tensor.is_buffer,
-                    "source": {"name": self.entries[fqn].fqn, "dtype": self.entries[fqn].dtype.name},
-                }
+        return manifest.Presharded(
+            tool=manifest.TOOL,
+            source=self.identity,
+            mesh=manifest.Mesh(
+                axes=tuple(manifest.Axis(name=a.name, size=a.size, role=a.role) for a in mesh.axes),
+                world_size=mesh.size,
+                num_shards=mesh.num_shards,
+            ),
+            layout=manifest.LayoutOrigin(origin=layout.origin, policy=layout.policy),
+            units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in layout.units),
+            ties=tuple((name, *others) for name, others in self.aliases.items()),
+            key_rules=tuple((rule.old, rule.new) for rule in self.key_rules),
+            derived=(),
+            dtype=self.cast,
+            optimizer_dtype=self.optimizer_cast,
+            digest=self.digest,
+            omitted=tuple(manifest.Omitted(name=name, reason=reason) for name, reason in layout.omitted),
+            objects=self.objects if is_whole else None,
+            tensors={
+                fqn: manifest.ShardedTensor(
+                    dtype=self.dtypes[fqn].name,
+                    shape=tensor.shape,
+                    placements=tuple(map(str, tensor.placements)),
+                    unit=tensor.unit,
+                    buffer=tensor.is_buffer,
+                    source=manifest.SourceTensor(
+                        name=self.entries[fqn].fqn, dtype=self.entries[fqn].dtype.name
+                    ),
+                    crc32=crcs.get(fqn),
+                )
                 for fqn, tensor in placed.items()
                 if fqn not in self.output.objects
             },
-        }
+            files=(),
+        )
 
 
 class Descriptions:
@@ -112,7 +121,7 @@ class Descriptions:
         self._job, self._directory, self._sha256 = job, directory, sha256
         self._images = {image.name: image for image in job.output}
         self._line_makers = [self._lines_of(kind) for kind in job.output.kinds]
-        self._lists: dict[str, dict[str, Any]] = {}
+        self._lists: dict[str, manifest.File] = {}
         self._hashes: dict[str, str] = {}
         self.manifest = b""
         """What was written as the manifest."""
@@ -133,7 +142,7 @@ class Descriptions:
         self._write_synced(name, data)
         if self._sha256:
             self._hashes[image.name] = sha256_of(os.path.join(self._directory, image.name), image.name)
-        self._lists[image.name] = manifest.entry_of(name, data, digest=True, sha256=self._sha256)
+        self._lists[image.name] = manifest.describe_bytes(name, data, digest=True, sha256=self._sha256)
 
     def _lines_of(self, kind: RecordKind) -> chunk_list.Lines | None:
         """Return what makes the lines for such records; byte entries have no lines."""
@@ -157,14 +166,14 @@ class Descriptions:
         digests: Mapping[str, FileDigest],
         scattered: Mapping[str, int],
         *,
-        others: Sequence[Mapping[str, Any]] = (),
+        others: Sequence[manifest.File] = (),
     ) -> None:
         """Write the manifest, then let `.metadata` appear, which makes the directory a checkpoint.
 
         Args:
             digests: of every file, those of an interrupted run included.
             scattered: CRC-32 of every scattered tensor, by its source name.
-            others: entries of the manifest for files that lie beside.
+            others: the files that lie beside.
         """
         list(
             self._pool.map(
@@ -172,26 +181,25 @@ class Descriptions:
             )
         )
         until_done([self._metadata])
-        described = self._job.describe()
-        if self._job.digest != "none":
-            for fqn, crc in self._tensor_crcs(digests, scattered).items():
-                described["tensors"][fqn]["crc32"] = crc
-        content = {
-            "format": manifest.FORMAT,
-            "tool": {"name": "shardkit", "version": __version__},
-            "source": self._job.identity,
-            **described,
-            "files": [self._file_entry(digests[name]) for name in self._images],
-            **({"others": list(others)} if others else {}),
-            "metadata": self._metadata.result(),
-        }
+        crcs = self._tensor_crcs(digests, scattered) if self._job.digest != "none" else {}
+        content = replace(
+            self._job.describe(crcs),
+            files=tuple(self._listed(digests[name]) for name in self._images),
+            others=tuple(others) or None,
+            metadata=self._metadata.result(),
+        )
         self.manifest = manifest.dump(content)
         self._write_synced(manifest.NAME, self.manifest)
         storage.rename(os.path.join(self._directory, _PART), os.path.join(self._directory, METADATA))
 
-    def _file_entry(self, digest: FileDigest) -> dict[str, Any]:
-        entry = manifest.file_entry(digest.name, digest.size, digest.crc32, self._hashes.get(digest.name))
-        return {**entry, "chunks": self._lists[digest.name]}
+    def _listed(self, digest: FileDigest) -> manifest.ShardFile:
+        return manifest.ShardFile(
+            name=digest.name,
+            size=digest.size,
+            crc32=digest.crc32,
+            sha256=self._hashes.get(digest.name),
+            chunks=self._lists[digest.name],
+        )
 
     def _tensor_crcs(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> dict[str, int]:
         """Return the CRC-32 of every tensor's logical bytes.
@@ -214,7 +222,7 @@ class Descriptions:
             found[fqn] = combine(pieces) if are_neighbours else scattered[self._job.sources[fqn]]
         return found
 
-    def _write_metadata(self) -> dict[str, Any]:
+    def _write_metadata(self) -> manifest.File:
         path = os.path.join(self._directory, _PART)
         with storage.writing(path) as (fd, stream):
             job = self._job
@@ -225,7 +233,7 @@ class Descriptions:
             size = storage.fstat(fd).st_size
             crc = read_back(fd, 0, size, bytearray(1 << 20))
         sha256 = sha256_of(path, METADATA) if self._sha256 else None
-        return manifest.file_entry(METADATA, size, crc, sha256)
+        return manifest.File(name=METADATA, size=size, crc32=crc, sha256=sha256)
 
     def _write_synced(self, name: str, data: bytes) -> None:
         storage.write_file(os.path.join(self._directory, name), data)

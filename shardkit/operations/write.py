@@ -24,7 +24,7 @@ from shardkit.core.catalog import Catalog, FileStamp, SourceFile
 from shardkit.core.text import KIB, MIB, escape, parse_size
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import Interrupted, ResourceError, UsageError
-from shardkit.files import storage
+from shardkit.files import manifest, storage
 from shardkit.files.staging import Staging, abandoned, journal_of, named, remove_abandoned
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.destination import (
@@ -198,7 +198,9 @@ def hash_plan(job: Job, **described: object) -> str:
         "sources": [(file.name, file.size, _stamp(file)) for file in job.plan.catalog.files],
         "images": [(image.name, image.size) for image in job.output],
     }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(described, sort_keys=True, default=manifest.to_json).encode()
+    ).hexdigest()
 
 
 def _stamp(file: SourceFile) -> FileStamp | None:

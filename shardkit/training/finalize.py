@@ -19,9 +19,16 @@ from shardkit.files.links import may_follow_links
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
 from shardkit.training.fill.broadcast import fill_broadcast, first_line
-from shardkit.training.fill.compare import say_checked
 from shardkit.training.fill.direct import fill_direct
-from shardkit.training.fill.reading import Filled, ReadOptions, SourceRank, Strategy, match, window
+from shardkit.training.fill.reading import (
+    Filled,
+    ReadOptions,
+    SourceRank,
+    Strategy,
+    match,
+    say_checked,
+    window,
+)
 from shardkit.training.model.buffers import (
     compute_buffers,
     equalise_buffers,

@@ -48,8 +48,7 @@ from shardkit.formats.dcp.directory import DcpDirectory, open_dcp
 from shardkit.formats.dcp.records import decode_object
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
 from shardkit.formats.torchsave.bin import screen
-from shardkit.training.fill.compare import DAMAGED
-from shardkit.training.fill.reading import Read, plan_reads, run_reads, torch_dtype
+from shardkit.training.fill.reading import DAMAGED, Read, plan_reads, run_reads, torch_dtype
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.sources import SourceFiles
 

@@ -33,7 +33,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit._torch import describe_as_before, fsdp1_unit, non_persistent_buffers
-from shardkit._version import __version__
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
@@ -238,22 +237,20 @@ def _describe(
     for alias, kept in aliases.items():
         ties.setdefault(kept, [kept]).append(alias)
     metadata = read_small(os.path.join(writer.path, METADATA), METADATA, manifest.MAX_BYTES)
-    content = {
-        "format": manifest.FORMAT,
-        "kind": "checkpoint",
-        "tool": {"name": "shardkit", "version": __version__},
-        "model_class": found.model_class,
-        "world_size": dist.get_world_size(group) if dist.is_initialized() else 1,
-        "meshes": sorted({unit.mesh for unit in found.units if unit.mesh}),
-        "units": [{"path": unit.path, "class": unit.class_name} for unit in found.units],
-        "ties": list(ties.values()),
-        **({} if rules is None else {"key_rules": rules}),
-        "metadata": manifest.entry_of(METADATA, metadata, digest=True, sha256=False),
-        "files": [
-            {"name": name, "size": storage.getsize(os.path.join(writer.path, name))}
+    content = manifest.SavedState(
+        tool=manifest.TOOL,
+        model_class=found.model_class,
+        world_size=dist.get_world_size(group) if dist.is_initialized() else 1,
+        meshes=tuple(sorted({unit.mesh for unit in found.units if unit.mesh})),
+        units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in found.units),
+        ties=tuple(map(tuple, ties.values())),
+        key_rules=rules,
+        metadata=manifest.describe_bytes(METADATA, metadata, digest=True, sha256=False),
+        files=tuple(
+            manifest.SavedFile(name=name, size=storage.getsize(os.path.join(writer.path, name)))
             for name in sorted(writer.files)
-        ],
-    }
+        ),
+    )
     storage.write_file(os.path.join(writer.path, manifest.NAME), manifest.dump(content))
 
 

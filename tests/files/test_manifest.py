@@ -97,12 +97,12 @@ CONTENTS: dict[str, dict[str, Any]] = {
 
 
 def parsed(content: dict[str, Any]) -> manifest.Manifest:
-    return manifest.parse(manifest.dump({"format": 1, **content}), manifest.NAME)
+    return manifest.parse(manifest.sign({"format": 1, **content}), manifest.NAME)
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
 def test_what_is_read_is_written_again(kind: str) -> None:
-    data = manifest.dump({"format": 1, **CONTENTS[kind]})
+    data = manifest.sign({"format": 1, **CONTENTS[kind]})
     found = manifest.parse(data, manifest.NAME)
     assert found.kind == kind
     assert manifest.dump(found) == data

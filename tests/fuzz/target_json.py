@@ -164,7 +164,7 @@ def mutate_manifest(rng: Random, seeds: Sequence[bytes]) -> bytes:
         return data
     try:
         content = json.loads(data)
-        return manifest.dump(content) if isinstance(content, dict) else data
+        return manifest.sign(content) if isinstance(content, dict) else data
     except (ValueError, RecursionError):
         return data
 
@@ -184,7 +184,7 @@ def check_list(data: bytes) -> bool:
     content = json.loads(_presharded()[manifest.NAME])
     entry = next(file for file in content["files"] if file["name"] == _SHARD)["chunks"]
     entry["size"], entry["crc32"] = len(data), crc32(data)
-    _lists.put(manifest.NAME, manifest.dump(content))
+    _lists.put(manifest.NAME, manifest.sign(content))
     attempt(lambda: verify(_lists.path()))
     attempt(lambda: _open(_lists.path()))
     return True

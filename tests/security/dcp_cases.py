@@ -533,7 +533,7 @@ def _edit_json(name: str, edit: Callable[[dict[str, Any]], object], *, sign: boo
     def apply(d: Path) -> None:
         content = json.loads((d / name).read_text())
         edit(content)
-        dumped = manifest.dump(content) if sign and name == manifest.NAME else json.dumps(content).encode()
+        dumped = manifest.sign(content) if sign and name == manifest.NAME else json.dumps(content).encode()
         (d / name).write_bytes(dumped)
 
     return apply

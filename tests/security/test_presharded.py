@@ -55,7 +55,7 @@ def load(directory: Path) -> Weights:
 def of_manifest(directory: Path, change: Change) -> None:
     content = json.loads((directory / NAME).read_text())
     change(content)
-    (directory / NAME).write_bytes(manifest.dump(content))
+    (directory / NAME).write_bytes(manifest.sign(content))
 
 
 def of_list(directory: Path, change: Change) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shardkit.core.catalog import Catalog
 from shardkit.errors import ShardkitError
-from shardkit.files import storage
+from shardkit.files import manifest, storage
 from shardkit.files.links import read_inside
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class HubModel:
     """Where the files lie."""
     label: str
     """A short name, for the names of outputs."""
-    identity: dict[str, object]
+    identity: manifest.Source
     """Which weights these are, as plain data; the same wherever they lie."""
     beside: tuple[tuple[str, str], ...] = ()
     """(name, what it is) of other files with weights, which are not read."""

@@ -13,7 +13,7 @@ from shardkit.core.catalog import Catalog, SourceFile, subset
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import ResourceError, ShardkitError, SourceError
-from shardkit.files import storage
+from shardkit.files import manifest, storage
 from shardkit.files.links import link_notes, locate, locate_weights, read_inside
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
 from shardkit.formats.contract import Checkpoint, HubModel, Opener, asset_directories, listing
@@ -126,7 +126,12 @@ def open_weights(
         config=read_config(directory),
         directory=directory,
         label=_label(directory) if not chosen_by_hand or not stem or stem in _PLAIN_STEMS else stem,
-        identity={"files": [_identity(name, content) for name, content in contents.items()]},
+        identity=manifest.Source(
+            files=tuple(
+                manifest.SourceFile(name=name, size_bytes=content.size, crc32=content.crc32)
+                for name, content in contents.items()
+            )
+        ),
         download_bytes=sum(contents[name].size for name in contents if name in elsewhere),
     )
 
@@ -341,10 +346,6 @@ def _notes(
             f"the tensors take {catalog.nbytes}"
         )
     return tuple(notes)
-
-
-def _identity(name: str, content: Content) -> dict[str, object]:
-    return {"name": name, "size_bytes": content.size, "crc32": content.crc32}
 
 
 def _label(directory: str) -> str:

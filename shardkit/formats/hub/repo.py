@@ -85,7 +85,7 @@ def fetch_model(
     model = with_beside(open_weights(folder, weights, elsewhere=elsewhere), there)
     if headers_only and absent and weights.kind != "safetensors":
         model.catalog.notes += (_DOWNLOADED.format(name=escape(absent[0])),)
-    identity = {"repo": repo_id, "commit": commit, **model.identity}
+    identity = replace(model.identity, repo=repo_id, commit=commit)
     return replace(model, label=repo_id.rpartition("/")[2], identity=identity)
 
 

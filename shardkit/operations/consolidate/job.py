@@ -11,12 +11,13 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import MappingProxyType
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
+from shardkit.files import manifest
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import SAVED_ROOT, Base, holds_equal, hub_key_rules, saved_key_rules
@@ -118,30 +119,32 @@ class ConsolidateJob:
         """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
         return hash_plan(self, description=self.describe())
 
-    def describe(self) -> dict[str, Any]:
-        """Return the part of the manifest that is known before a byte moves."""
-        return {
-            "layout": self.checkpoint.format,
-            "writer": self.checkpoint.writer,
-            "weights": self.options.naming.weights,
-            "holds": self.kind,
-            "root": self.selection.root,
-            "key_rules": [list(rule) for rule in (*self.selection.stripped, *self.selection.renamed)],
-            "ties": [[kept, dropped] for dropped, kept in self.ties.dropped.items()],
-            "dtype": self.options.dtype,
-            "digest": self.options.digest,
-            "tensors": {
-                tensor.fqn: {
-                    "dtype": tensor.dtype.name,
-                    "shape": list(tensor.shape),
-                    "source": {
-                        "name": tensor.source,
-                        "dtype": self.catalog.tensors[tensor.source].dtype.name,
-                    },
-                }
+    def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.HubModel:
+        """Return the manifest, as far as it is known before a byte moves; `crcs` are those of tensors."""
+        return manifest.HubModel(
+            tool=manifest.TOOL,
+            layout=self.checkpoint.format,
+            writer=self.checkpoint.writer,
+            weights=self.options.naming.weights,
+            holds=self.kind,
+            root=self.selection.root,
+            key_rules=tuple(map(tuple, (*self.selection.stripped, *self.selection.renamed))),
+            ties=tuple((kept, dropped) for dropped, kept in self.ties.dropped.items()),
+            dtype=self.options.dtype,
+            digest=self.options.digest,
+            tensors={
+                tensor.fqn: manifest.HubTensor(
+                    dtype=tensor.dtype.name,
+                    shape=tensor.shape,
+                    source=manifest.SourceTensor(
+                        name=tensor.source, dtype=self.catalog.tensors[tensor.source].dtype.name
+                    ),
+                    crc32=crcs.get(tensor.fqn),
+                )
                 for tensor in self.tensors
             },
-        }
+            files=(),
+        )
 
 
 def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> ConsolidateJob:

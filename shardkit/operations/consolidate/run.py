@@ -10,9 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from shardkit._version import __version__
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape, fold, listed
 from shardkit.core.threads import NoProgress
@@ -129,18 +127,18 @@ class Descriptions:
             SourceError, ResourceError: a file beside the weights cannot be read or written.
         """
         self._on_written()
-        others, copies = list[dict[str, Any]](), list[tuple[str, str, int | None]]()
+        others, copies = list[manifest.File](), list[tuple[str, str, int | None]]()
         for asset in self._job.assets:
             is_large = asset.path is not None and is_weights(asset.name)
             data = b"" if is_large else asset.read()
             others.append(self._copy(asset) if is_large else self._write_listed(asset.name, data))
             if asset.path is not None:
-                crc = others[-1]["crc32"] if is_large else int(crc32(data))
+                crc = others[-1].crc32 if is_large else int(crc32(data))
                 copies.append((asset.name, asset.path, crc))
         self._manifests.check_copies(copies)
         others += [self._move(module) for module in self._job.modules]
         if not self._has_digests:
-            others = [{**entry, "crc32": None} for entry in others]
+            others = [replace(entry, crc32=None) for entry in others]
         index = self._job.output.index()
         if index is not None:
             others.append(self._entry(self._job.output.index_name, index))
@@ -153,7 +151,7 @@ class Descriptions:
             storage.rename(os.path.join(self._directory, name + _PART), os.path.join(self._directory, name))
         check_output(self._job, self._directory)
 
-    def _write_manifest(self, digests: Mapping[str, FileDigest], others: list[dict[str, Any]]) -> None:
+    def _write_manifest(self, digests: Mapping[str, FileDigest], others: list[manifest.File]) -> None:
         if self._sha256:
             for name in digests.keys() - self._hashes.keys():  # of an interrupted run
                 self._hashes[name] = sha256_of(os.path.join(self._directory, name), name)
@@ -162,27 +160,22 @@ class Descriptions:
             self._write_synced(manifest.NAME, data)
         self._on_manifest(data)
 
-    def _manifest(self, digests: Mapping[str, FileDigest], others: list[dict[str, Any]]) -> dict[str, Any]:
-        described = self._job.describe()
-        if self._job.options.digest != "none":
-            for fqn, crc in self._tensor_crcs(digests).items():
-                described["tensors"][fqn]["crc32"] = crc
-        return {
-            "format": manifest.FORMAT,
-            "kind": "hub",
-            "tool": {"name": "shardkit", "version": __version__},
-            **described,
-            "files": [
-                manifest.file_entry(
-                    image.name,
-                    image.size,
-                    digests[image.name].crc32 if image.tensors else int(crc32(image.header)),
-                    self._hashes.get(image.name),
+    def _manifest(
+        self, digests: Mapping[str, FileDigest], others: Sequence[manifest.File]
+    ) -> manifest.HubModel:
+        return replace(
+            self._job.describe(self._tensor_crcs(digests) if self._job.options.digest != "none" else {}),
+            files=tuple(
+                manifest.File(
+                    name=image.name,
+                    size=image.size,
+                    crc32=digests[image.name].crc32 if image.tensors else int(crc32(image.header)),
+                    sha256=self._hashes.get(image.name),
                 )
                 for image in self._job.output
-            ],
-            "others": others,
-        }
+            ),
+            others=tuple(others),
+        )
 
     def _tensor_crcs(self, digests: Mapping[str, FileDigest]) -> dict[str, int]:
         """Return the CRC-32 of every tensor: its holes are neighbours in its file, and in order."""
@@ -194,13 +187,13 @@ class Descriptions:
                 found[tensor.fqn] = combine([(next(crcs), hole.nbytes) for _, hole in holes])
         return found
 
-    def _write_listed(self, name: str, data: bytes) -> dict[str, Any]:
-        """Write a file; return its entry in the manifest."""
+    def _write_listed(self, name: str, data: bytes) -> manifest.File:
+        """Write a file; return what the manifest says of it."""
         self._write_synced(name, data)
         return self._entry(name, data)
 
-    def _copy(self, asset: Asset) -> dict[str, Any]:
-        """Copy a module's own weights block by block; return their entry in the manifest."""
+    def _copy(self, asset: Asset) -> manifest.File:
+        """Copy a module's own weights block by block; return what the manifest says of them."""
         assert asset.path is not None
         try:
             stamp = FileStamp.of(storage.stat(asset.path))
@@ -214,10 +207,10 @@ class Descriptions:
             digest=self._has_digests or self._manifests.crc_of(asset.path) is not None,
             sha256=self._sha256,
         )
-        return manifest.file_entry(asset.name, stamp.size, crc, sha256)
+        return manifest.File(name=asset.name, size=stamp.size, crc32=crc, sha256=sha256)
 
-    def _move(self, module: TrainedModule) -> dict[str, Any]:
-        """Write a module's weights from the checkpoint; return their entry in the manifest."""
+    def _move(self, module: TrainedModule) -> manifest.File:
+        """Write a module's weights from the checkpoint; return what the manifest says of them."""
         storage.make_directories(os.path.join(self._directory, os.path.dirname(module.file)))
         digests, _ = Execution(
             module.plan,
@@ -231,10 +224,12 @@ class Descriptions:
         digest = digests[module.file]
         path = os.path.join(self._directory, module.file)
         sha256 = sha256_of(path, module.file) if self._sha256 else None
-        return manifest.file_entry(module.file, digest.size, digest.crc32, sha256)
+        return manifest.File(name=module.file, size=digest.size, crc32=digest.crc32, sha256=sha256)
 
-    def _entry(self, name: str, data: bytes) -> dict[str, Any]:
-        return manifest.entry_of(name, data, digest=self._job.options.digest != "none", sha256=self._sha256)
+    def _entry(self, name: str, data: bytes) -> manifest.File:
+        return manifest.describe_bytes(
+            name, data, digest=self._job.options.digest != "none", sha256=self._sha256
+        )
 
     def _write_synced(self, name: str, data: bytes) -> None:
         path = os.path.join(self._directory, name)

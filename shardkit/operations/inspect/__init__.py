@@ -183,12 +183,12 @@ def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
     )
 
 
-def _hub_files(identity: Mapping[str, Any], held: Mapping[str, int]) -> Iterator[InspectedFile]:
+def _hub_files(source: manifest.Source, held: Mapping[str, int]) -> Iterator[InspectedFile]:
     """Yield the weight files. A legacy file is one file, though each of its tensors has an entry of its own."""
-    for file in identity["files"]:
-        name, prefix = file["name"], f"{file['name']}:"
+    for file in source.files:
+        name, prefix = file.name, f"{file.name}:"
         nbytes = sum(size for entry, size in held.items() if entry == name or entry.startswith(prefix))
-        yield InspectedFile(name=name, file_bytes=file["size_bytes"], tensor_bytes=nbytes)
+        yield InspectedFile(name=name, file_bytes=file.size_bytes, tensor_bytes=nbytes)
 
 
 def _inspect_sharded(

@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from shardkit._version import __version__
+from shardkit.core.catalog import Catalog
+from shardkit.core.regions import is_contiguous
 from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.files.digest import FileBytes, place_of
+from shardkit.files.digest import FileBytes, Scan, combine, place_of
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.formats.registry import directory_of, format_of
 from shardkit.operations.destination import check_sidecar, write_sidecar
-from shardkit.operations.manifest.digests import Digests
+from shardkit.operations.verify.bytes import scan_whole
 from shardkit.operations.verify.manifest import Listing, list_files
 from shardkit.operations.verify.result import Report, check_jobs, in_threads
 from shardkit.operations.verify.structure import Structure, check_structure
+
+_NOT_TAKEN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +116,16 @@ def write_manifest(
         in_threads(tasks, jobs, report, label="manifest", total_bytes=result.read_bytes)
         _refuse_damaged(path, report)
         tensors = digests.tensors(opened.catalog) if opened is not None else None
-        content = _content(result, listing, digests.entries, tensors)
+        content = manifest.FileList(
+            tool=manifest.TOOL,
+            layout=result.format,
+            writer=result.writer,
+            files=tuple(digests.files[name] for name in listing.files),
+            unlisted=tuple(listing.unlisted),
+            tensors=tensors,
+        )
         write_sidecar(target, manifest.dump(content), overwrite=overwrite)
-        taken = sum("crc32" in entry for entry in (tensors or {}).values())
+        taken = sum(tensor.crc32 is not None for tensor in (tensors or {}).values())
         result = replace(result, num_tensor_digests=taken)
     return replace(result, elapsed_s=round(time.monotonic() - begun, 3))
 
@@ -191,24 +202,6 @@ def _follows(structure: Structure) -> bool:
     return structure.checkpoint is not None and structure.checkpoint.hub is not None
 
 
-def _content(
-    result: ManifestResult,
-    listing: Listing,
-    entries: Mapping[str, dict[str, Any]],
-    tensors: dict[str, dict[str, Any]] | None,
-) -> dict[str, Any]:
-    content = {
-        "format": manifest.FORMAT,
-        "kind": manifest.KIND_FILES,
-        "tool": {"name": "shardkit", "version": __version__},
-        "layout": result.format,
-        "writer": result.writer,
-        "files": [entries[name] for name in listing.files],
-        "unlisted": list(listing.unlisted),
-    }
-    return content if tensors is None else {**content, "tensors": tensors}
-
-
 def _result(
     path: str,
     target: str,
@@ -240,3 +233,80 @@ def _result(
         notes=tuple(notes),
         warnings=tuple(report.warnings),
     )
+
+
+class Digests:
+    """Takes the digests of files, and of the chunks in them.
+
+    Args:
+        catalog: where the tensors' bytes lie; None where that is not known.
+        sha256: take it of every file too.
+    """
+
+    def __init__(self, catalog: Catalog | None, *, sha256: bool) -> None:
+        self._catalog = catalog = catalog if catalog is not None else Catalog(format="", directory="")
+        self._sha256 = sha256
+        self.files: dict[str, manifest.ListedFile] = {}
+        """What the manifest says of each file."""
+        self._crcs = array("q", [_NOT_TAKEN]) * len(catalog.chunks)
+        self._rows: dict[str, list[int]] = {}
+        places = [place_of(file.path) if file.decode is None else None for file in catalog.files]
+        for row, number in enumerate(catalog.chunks.file):
+            place = places[number]
+            if place is not None:
+                self._rows.setdefault(place, []).append(row)
+
+    def take(self, name: str, file: FileBytes, report: Report) -> None:
+        """Read a file; may be called from several threads, for different files.
+
+        Args:
+            name: what the manifest calls it.
+            file: with the checksums that lie in it, which are compared.
+            report: gets what is wrong.
+        """
+        table, rows = self._catalog.chunks, self._rows.get(place_of(file.path), [])
+        marks = (at for row in rows for at in (table.start[row], table.start[row] + table.nbytes[row]))
+        scan = scan_whole(file, marks, report, sha256=self._sha256)
+        if scan is None:
+            return
+        for row in rows:
+            self._crcs[row] = scan.crc(table.start[row], table.nbytes[row])
+        self.files[name] = manifest.ListedFile(
+            name=name,
+            size=file.size,
+            crc32=scan.crc32,
+            sha256=scan.sha256,
+            extents=tuple(self._extents(file, scan)) or None,
+        )
+
+    def _extents(self, file: FileBytes, scan: Scan) -> Iterator[tuple[int, int, int]]:
+        """Yield (first byte, bytes, CRC-32) of each part of a tensor that has no checksum in the file."""
+        for stretch in sorted(file.stretches, key=lambda stretch: stretch.start):
+            entry = self._catalog.tensors.get(stretch.tensor) if stretch.tensor is not None else None
+            is_whole = entry is not None and entry.nbytes == stretch.nbytes
+            if stretch.crc32 is None and not is_whole:
+                yield stretch.start, stretch.nbytes, scan.crc(stretch.start, stretch.nbytes)
+
+    def tensors(self, stored: Catalog) -> dict[str, manifest.ListedTensor]:
+        """Return what the manifest says of each tensor, in the order of the checkpoint.
+
+        Args:
+            stored: with the names, dtypes and shapes of all of them.
+        """
+        return {
+            fqn: manifest.ListedTensor(
+                dtype=tensor.dtype.name, shape=tensor.shape, crc32=self._tensor_crc(fqn)
+            )
+            for fqn, tensor in stored.tensors.items()
+        }
+
+    def _tensor_crc(self, fqn: str) -> int | None:
+        """Return the CRC-32 of a tensor whose chunks are runs of it; None for any other, which would be read again."""
+        entry = self._catalog.tensors[fqn]
+        regions = self._catalog.chunks.regions(entry.chunk_ids)
+        pieces = []
+        for region, row in sorted(zip(regions, entry.chunk_ids, strict=True)):
+            if self._crcs[row] == _NOT_TAKEN or not is_contiguous(region, entry.shape):
+                return None
+            pieces.append((self._crcs[row], region.num_elements * entry.dtype.itemsize))
+        return combine(pieces)

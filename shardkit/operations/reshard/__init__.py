@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
-from shardkit._version import __version__
 from shardkit.core.mesh import parse_mesh
 from shardkit.core.text import MIB, escape
 from shardkit.core.threads import Progress
@@ -80,10 +80,10 @@ class ReshardDescriptions:
             storage.make_directories(os.path.join(self._directory, name))
         copied = [self._copy(file) for file in self._job.parts.files]
         self._manifests.check_copies(
-            (entry["name"], os.path.join(self._source, entry["name"]), entry["crc32"]) for entry in copied
+            (entry.name, os.path.join(self._source, entry.name), entry.crc32) for entry in copied
         )
         if not self._has_digests:
-            copied = [{**entry, "crc32": None} for entry in copied]
+            copied = [replace(entry, crc32=None) for entry in copied]
         for folder, descriptions in self._of.items():
             own = {
                 os.path.basename(name): replace(digest, name=os.path.basename(name))
@@ -94,30 +94,28 @@ class ReshardDescriptions:
         if "" not in self._of:
             self._write_manifest(copied)
 
-    def _copy(self, file: BesideFile) -> dict[str, Any]:
-        """Copy a file; return its entry in the manifest."""
+    def _copy(self, file: BesideFile) -> manifest.ListedFile:
+        """Copy a file; return what the manifest says of it."""
         is_listed = self._manifests.crc_of(os.path.join(self._source, file.name)) is not None
         crc, sha256 = copy_file(
             self._source, file, self._directory, digest=self._has_digests or is_listed, sha256=self._sha256
         )
-        return manifest.file_entry(file.name, file.stamp.size, crc, sha256)
+        return manifest.ListedFile(name=file.name, size=file.stamp.size, crc32=crc, sha256=sha256)
 
-    def _write_manifest(self, copied: list[dict[str, Any]]) -> None:
+    def _write_manifest(self, copied: list[manifest.ListedFile]) -> None:
         """Write the manifest of the whole: the files beside the folders, and the folders' manifests."""
         own = [
-            manifest.entry_of(
+            manifest.describe_bytes(
                 os.path.join(folder, manifest.NAME), each.manifest, digest=True, sha256=self._sha256
             )
             for folder, each in self._of.items()
         ]
-        content = {
-            "format": manifest.FORMAT,
-            "kind": manifest.KIND_FILES,
-            "tool": {"name": "shardkit", "version": __version__},
-            "folders": list(self._of),
-            "files": sorted((*copied, *own), key=lambda entry: str(entry["name"])),
-            "unlisted": [],
-        }
+        content = manifest.FileList(
+            tool=manifest.TOOL,
+            folders=tuple(self._of),
+            files=tuple(sorted((*copied, *own), key=attrgetter("name"))),
+            unlisted=(),
+        )
         storage.write_file(os.path.join(self._directory, manifest.NAME), manifest.dump(content))
 
 

@@ -22,7 +22,7 @@ from shardkit.core.mesh import REPLICATE, Mesh, Placement
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError, UsageError
-from shardkit.files import storage
+from shardkit.files import manifest, storage
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint, DcpFolder, Place
 from shardkit.formats.contract.optimizer import OptimizerState
@@ -389,7 +389,11 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
         dtypes=dtypes,
         sources=sources,
         aliases=aliases,
-        identity={"files": [{"name": file.name, "size_bytes": file.size} for file in part.catalog.files]},
+        identity=manifest.Source(
+            files=tuple(
+                manifest.SourceFile(name=file.name, size_bytes=file.size) for file in part.catalog.files
+            )
+        ),
         cast=cast,
         digest=digest,
         paths=part.paths,

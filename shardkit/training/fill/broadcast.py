@@ -22,8 +22,8 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region, blocks, intersect, relative_to
 from shardkit.core.text import MIB
 from shardkit.errors import LayoutError, SourceError
-from shardkit.training.fill.compare import DAMAGED, together
 from shardkit.training.fill.reading import (
+    DAMAGED,
     Filled,
     ReadOptions,
     SourceRank,
@@ -32,6 +32,7 @@ from shardkit.training.fill.reading import (
     flat_bytes,
     match,
     plan_reads,
+    together,
     torch_dtype,
     window,
 )

@@ -17,7 +17,7 @@ from shardkit.core.catalog import Catalog, subset
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, ShardkitError
-from shardkit.files import storage
+from shardkit.files import manifest, storage
 from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.hub.base import saved_key_rules
 from shardkit.formats.hub.directory import read_config
@@ -223,7 +223,7 @@ def _of_hub(model: HubModel, path: str, wanted: list[str]) -> _Opened:
         hub_names={name: name for name in model.catalog.tensors},
         select=lambda names: subset(model.catalog, names),
         # Without the repo and its commit: a copy in a directory has the same weights.
-        identity=lambda _: model.identity["files"],
+        identity=lambda _: [manifest.to_json(file) for file in model.identity.files],
         quantised=_quantisation(model.config),
         is_hub=True,
         notes=model.catalog.notes,

@@ -161,6 +161,7 @@ def hub():
 
 SCRIPT = """
 import json, os, sys
+from dataclasses import asdict
 from shardkit import preshard
 from shardkit.errors import ShardkitError
 from shardkit import formats
@@ -175,7 +176,7 @@ for source, revision in json.loads(sys.argv[1]):
     try:
         model = formats.open(source, format="hub", revision=revision).hub
         config = model.config and model.config["model_type"]
-        row = [model.identity, model.label, config, list(model.catalog.tensors)]
+        row = [asdict(model.identity), model.label, config, list(model.catalog.tensors)]
         row.append([open(file.path, "rb").read()[-1:].decode() for file in model.catalog.files])
     except ShardkitError as error:
         row = [type(error).__name__, error.message, error.hint]

@@ -35,7 +35,7 @@ def rewrite(directory, change):
     """Change the manifest, its own digest included."""
     content = manifest.load(manifest.read_bytes(str(directory)), manifest.NAME)
     change(content)
-    (directory / manifest.NAME).write_bytes(manifest.dump(content))
+    (directory / manifest.NAME).write_bytes(manifest.sign(content))
 
 
 def test_hub(model):

@@ -174,7 +174,7 @@ def test_sha256_of_what_describes_the_rest(plain: Path, tmp_path: Path) -> None:
     content = manifest.load(manifest.read_bytes(str(out)), manifest.NAME)
     for entry in (content["metadata"], content["files"][1]["chunks"]):
         entry["sha256"] = "0" * 64
-    (out / manifest.NAME).write_bytes(manifest.dump(content))
+    (out / manifest.NAME).write_bytes(manifest.sign(content))
     found = {problem.file: problem.message for problem in verify(out).problems}
     assert found == dict.fromkeys((".metadata", "__1_0.chunks.json"), "sha256 of the file")
 

@@ -389,7 +389,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], object]) -> None
     """Change the manifest, its own digest included."""
     content = manifest.load(manifest.read_bytes(str(directory)), manifest.NAME)
     change(content)
-    (directory / manifest.NAME).write_bytes(manifest.dump(content))
+    (directory / manifest.NAME).write_bytes(manifest.sign(content))
 
 
 def test_manifest_against_the_tensors(copied: Callable[[str], Path]) -> None:
@@ -432,7 +432,7 @@ def test_manifest_of_a_training_state(copied: Callable[[str], Path]) -> None:
         ties=(),
         files=(manifest.SavedFile(name=SHARD, size=size),),
     )
-    (directory / manifest.NAME).write_bytes(manifest.dump(content))
+    (directory / manifest.NAME).write_bytes(manifest.sign(content))
     result = verify(directory, full=True)
     assert result.ok
     assert result.manifests == (manifest.NAME,)

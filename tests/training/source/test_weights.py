@@ -336,12 +336,12 @@ def test_chunk_lists_that_cover_less_are_refused(
     shutil.copytree(sharded, broken)
     content = json.loads((broken / "shardkit.json").read_text())
     content["files"].pop()
-    (broken / "shardkit.json").write_bytes(manifest.dump(content))
+    (broken / "shardkit.json").write_bytes(manifest.sign(content))
     with pytest.raises(IntegrityError, match="disagree") as caught:
         opened(build_model(str(hub("qwen3"))), broken).located()
     assert len(caught.value.problems) > 20
     content["files"][0]["name"] = "../x.distcp"
-    (broken / "shardkit.json").write_bytes(manifest.dump(content))
+    (broken / "shardkit.json").write_bytes(manifest.sign(content))
     with pytest.raises(SourceError, match=r"files\[0\]\.name: expected a file name"):
         opened(build_model(str(hub("qwen3"))), broken)
 
