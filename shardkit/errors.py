@@ -18,7 +18,7 @@ they are put into a message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _SHOWN_PROBLEMS = 20
 
@@ -39,6 +39,12 @@ class ShardkitError(Exception):
         self.message = message
         self.problems = tuple(problems)
         self.hint = hint
+
+    @classmethod
+    def raise_for(cls, problems: Collection[str], message: str, *, hint: str | None = None) -> None:
+        """Raise this error where there are problems; arguments as for the error itself."""
+        if problems:
+            raise cls(message, problems=problems, hint=hint)
 
     def __str__(self) -> str:
         lines = [self.message, *(f"  {problem}" for problem in self.problems[:_SHOWN_PROBLEMS])]

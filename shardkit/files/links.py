@@ -108,12 +108,9 @@ def locate_all(directory: str, names: Sequence[str]) -> list[str]:
         except SourceError as error:
             problems.append(error.message)
             hint = error.hint
-    if problems:
-        raise SourceError(
-            f"{len(problems)} of {len(names)} files lie outside of {escape(directory)}",
-            problems=problems,
-            hint=hint,
-        )
+    SourceError.raise_for(
+        problems, f"{len(problems)} of {len(names)} files lie outside of {escape(directory)}", hint=hint
+    )
     return paths
 
 

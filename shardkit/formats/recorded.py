@@ -52,12 +52,9 @@ class SourceManifests:
             for name, path, crc in copies
             if crc is not None and (recorded := self.crc_of(path)) not in (None, crc)
         ]
-        if problems:
-            raise IntegrityError(
-                "files beside the weights are not what the source's manifest says",
-                problems=problems,
-                hint=_WAYS_OUT,
-            )
+        IntegrityError.raise_for(
+            problems, "files beside the weights are not what the source's manifest says", hint=_WAYS_OUT
+        )
 
 
 class _Row(NamedTuple):

@@ -426,12 +426,11 @@ def parse_rules(naming: Naming) -> Rules:
     problems: list[str] = []
     renames = [parsed for text in naming.rename if (parsed := _rename(text, problems)) is not None]
     problems += [f"--strip-prefix {text!r}: empty" for text in naming.strip_prefix if not text.strip(".")]
-    if problems:
-        raise UsageError(
-            f"{count(len(problems), 'option')} about names cannot be read",
-            problems=problems,
-            hint=r"write --rename 'REGEX=REPL', e.g. --rename '^backbone\.=model.'; groups are \1 or \g<name>",
-        )
+    UsageError.raise_for(
+        problems,
+        f"{count(len(problems), 'option')} about names cannot be read",
+        hint=r"write --rename 'REGEX=REPL', e.g. --rename '^backbone\.=model.'; groups are \1 or \g<name>",
+    )
     return Rules(
         strip_prefix=tuple(join(clean(text.rstrip("."))) for text in naming.strip_prefix),
         add_prefix=naming.add_prefix.rstrip(".") + "." if naming.add_prefix.strip(".") else "",
@@ -477,8 +476,7 @@ def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str],
             notes.append(f"--rename {escape(text)!r} matches no name")
         names = renamed
     empty = [escape(stored) for stored, name in names.items() if not name and stored not in unnamed]
-    if empty:
-        raise UsageError(f"--rename leaves {count(len(empty), 'name')} empty", problems=empty)
+    UsageError.raise_for(empty, f"--rename leaves {count(len(empty), 'name')} empty")
     notes += [f"--exclude {escape(glob)!r} matches no name" for glob in _idle(rules.exclude, names)]
     notes += [f"--include {escape(glob)!r} matches no name" for glob in _idle(rules.include, names)]
     kept = {

@@ -199,12 +199,11 @@ def _refuse_several(names: Mapping[str, list[str]]) -> None:
     problems = [
         f"{escape(fqn)}: {' and '.join(map(escape, keys))}" for fqn, keys in names.items() if len(keys) > 1
     ]
-    if problems:
-        raise SourceError(
-            f"several stored tensors would be one of the model's, for {count(len(problems), 'name')}",
-            problems=problems,
-            hint="the source holds two models, or one under two roots: give one of them",
-        )
+    SourceError.raise_for(
+        problems,
+        f"several stored tensors would be one of the model's, for {count(len(problems), 'name')}",
+        hint="the source holds two models, or one under two roots: give one of them",
+    )
 
 
 def find_lacking(model: nn.Module, shapes: Mapping[str, Shape]) -> Lacking:

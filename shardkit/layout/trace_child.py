@@ -282,12 +282,11 @@ def _placements(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, Place
             found[name] = _placement(tensor, mesh)
         except _UnsupportedError as error:
             problems.append(f"{escape(name)}: {error}")
-    if problems:
-        raise LayoutError(
-            "tensors have placements that are not supported yet",
-            problems=problems,
-            hint="replicated and dim-sharded tensors on the axes of --mesh are supported",
-        )
+    LayoutError.raise_for(
+        problems,
+        "tensors have placements that are not supported yet",
+        hint="replicated and dim-sharded tensors on the axes of --mesh are supported",
+    )
     return found
 
 

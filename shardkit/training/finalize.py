@@ -320,12 +320,11 @@ def _prove(
         if ctx is not None:
             problems += [*_unlike_expected(shards, ctx.expected), *_too_large(model, shards)]
         problems += [f"{escape(fqn)}: the buffer differs between ranks" for fqn in differing]
-        if problems:
-            raise IntegrityError(
-                f"the filled model is not as it should be in {count(len(problems), 'place')}",
-                problems=problems,
-                hint="a wrapper has changed it between prepare and finalize" if ctx is not None else None,
-            )
+        IntegrityError.raise_for(
+            problems,
+            f"the filled model is not as it should be in {count(len(problems), 'place')}",
+            hint="a wrapper has changed it between prepare and finalize" if ctx is not None else None,
+        )
 
 
 def prove_filled(shards: Sequence[LocalShard], elements: Counter[str]) -> Iterator[str]:

@@ -163,23 +163,21 @@ class UnitFiller:
                         replicas=Replicas(mesh=None),
                         whole=tensor,
                     )
-        if strangers:
-            raise LayoutError(
-                "FSDP1 wraps parameters on meta that are not in the prepared model",
-                problems=strangers,
-                hint="prepare the model that they belong to, or give them values",
-            )
+        LayoutError.raise_for(
+            strangers,
+            "FSDP1 wraps parameters on meta that are not in the prepared model",
+            hint="prepare the model that they belong to, or give them values",
+        )
         split = [
             listed(group)
             for group in self._ctx.ties
             if not inside.isdisjoint(group) and not inside >= set(group)
         ]
-        if split:
-            raise LayoutError(
-                "names of one parameter lie in different FSDP1 units: they would be trained apart",
-                problems=split,
-                hint="let the wrap policy leave both modules to one unit, such as the root (wrap the blocks alone)",
-            )
+        LayoutError.raise_for(
+            split,
+            "names of one parameter lie in different FSDP1 units: they would be trained apart",
+            hint="let the wrap policy leave both modules to one unit, such as the root (wrap the blocks alone)",
+        )
         return list(found.values())
 
     def _fill(self, shards: Sequence[LocalShard]) -> None:
@@ -195,8 +193,7 @@ class UnitFiller:
             )
             fill_initialised(shards, part, filled)
             problems = list(prove_filled(shards, filled.elements))
-            if problems:
-                raise IntegrityError("an FSDP1 unit is not filled as it should be", problems=problems)
+            IntegrityError.raise_for(problems, "an FSDP1 unit is not filled as it should be")
 
     def _end(self) -> None:
         differing = equalise_buffers(self._ctx.model)

@@ -45,12 +45,11 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names
         for index, parameter in enumerate(group["params"])
         if id(parameter) not in names
     ]
-    if strangers:
-        raise UsageError(
-            f"{count(len(strangers), 'tensor')} of the optimizer are no parameters of the model",
-            problems=strangers,
-            hint="ask before the model is wrapped, and for the model that the optimizer was made for",
-        )
+    UsageError.raise_for(
+        strangers,
+        f"{count(len(strangers), 'tensor')} of the optimizer are no parameters of the model",
+        hint="ask before the model is wrapped, and for the model that the optimizer was made for",
+    )
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
@@ -86,12 +85,11 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
             hint="give what parameter_names returned for this optimizer",
         )
     problems = list(_mismatches(optimizer, known, by_name))
-    if problems:
-        raise UsageError(
-            f"{count(len(problems), 'parameter')} of the optimizer cannot be found in the model",
-            problems=problems,
-            hint="make the optimizer again from the wrapped model's parameters",
-        )
+    UsageError.raise_for(
+        problems,
+        f"{count(len(problems), 'parameter')} of the optimizer cannot be found in the model",
+        hint="make the optimizer again from the wrapped model's parameters",
+    )
     for group, group_names in zip(optimizer.param_groups, known, strict=True):
         group["params"] = [by_name[clean_name(name)] for name in group_names]
 

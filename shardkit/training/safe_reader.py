@@ -178,12 +178,11 @@ class SafeReader(StorageReader):
         names = tuple(needed)
         if self.check_crc and part.has_records:
             problems = list(part.check(names))
-            if problems:
-                raise IntegrityError(
-                    f"{len(problems)} records do not have the CRC-32 that was recorded",
-                    problems=problems,
-                    hint="the checkpoint is damaged: use another copy",
-                )
+            IntegrityError.raise_for(
+                problems,
+                f"{len(problems)} records do not have the CRC-32 that was recorded",
+                hint="the checkpoint is damaged: use another copy",
+            )
         raw = part.select(names)
         by_file: dict[int, list[tuple[ReadItem, int]]] = defaultdict(list)
         for item, fqn, row in chunks:
@@ -215,12 +214,9 @@ def _check_backed(opened: DcpDirectory) -> None:
         stored = sum(lengths[rows.start : rows.stop])
         if stored < entry.nbytes:
             problems.append(f"{escape(fqn)}: {entry.nbytes} bytes of data in records of {stored} bytes")
-    if problems:
-        raise SourceError(
-            f"{len(problems)} tensors are larger than what is stored of them",
-            problems=problems,
-            hint=_ANOTHER_COPY,
-        )
+    SourceError.raise_for(
+        problems, f"{len(problems)} tensors are larger than what is stored of them", hint=_ANOTHER_COPY
+    )
 
 
 def _check_lists(catalog: Catalog) -> None:

@@ -226,12 +226,11 @@ def _describe(
         for name, size in sorted(writer.files.items())
         if not _has_bytes(os.path.join(writer.path, name), size)
     ]
-    if missing:
-        raise ResourceError(
-            "files that ranks wrote are not in the directory that rank 0 sees",
-            problems=missing,
-            hint="save to a file system that all ranks share",
-        )
+    ResourceError.raise_for(
+        missing,
+        "files that ranks wrote are not in the directory that rank 0 sees",
+        hint="save to a file system that all ranks share",
+    )
     found = diagnose(model)
     ties: dict[str, list[str]] = {}
     for alias, kept in aliases.items():

@@ -289,13 +289,12 @@ class SourceCheck:
             IntegrityError: names tensor, file and place of every entry that differs.
         """
         problems = self.differences()
-        if problems:
-            raise IntegrityError(
-                f"the source is damaged: {count(len(problems), 'stretch', 'stretches')} "
-                f"{'does' if len(problems) == 1 else 'do'} not have the CRC-32 recorded in the file",
-                problems=problems,
-                hint=hint,
-            )
+        IntegrityError.raise_for(
+            problems,
+            f"the source is damaged: {count(len(problems), 'stretch', 'stretches')} "
+            f"{'does' if len(problems) == 1 else 'do'} not have the CRC-32 recorded in the file",
+            hint=hint,
+        )
 
     def differences(self) -> list[str]:
         """Return a line for each entry whose bytes are not the recorded ones."""

@@ -232,12 +232,11 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
                 owner = _owner_of_file(metadata, index)
                 problems.append(f"{escape(name)}: {problem} ({_named(owner)} there)")
         files.append(SourceFile(name=name, path=path, size=size))
-    if problems:
-        raise SourceError(
-            f"{metadata.where} points at {len(problems)} files that cannot be read",
-            problems=problems,
-            hint="copy the missing files from where the checkpoint was saved; it needs all of them",
-        )
+    SourceError.raise_for(
+        problems,
+        f"{metadata.where} points at {len(problems)} files that cannot be read",
+        hint="copy the missing files from where the checkpoint was saved; it needs all of them",
+    )
     return files
 
 
@@ -342,12 +341,11 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
             )
         if file != previous[0] or stop > previous[2]:
             previous = extent
-    if problems:
-        raise SourceError(
-            f"{metadata.where} places {len(problems)} entries where their bytes cannot be",
-            problems=problems,
-            hint=_ANOTHER_COPY,
-        )
+    SourceError.raise_for(
+        problems,
+        f"{metadata.where} places {len(problems)} entries where their bytes cannot be",
+        hint=_ANOTHER_COPY,
+    )
 
 
 def _owners(tensors: dict[str, TensorEntry]) -> Callable[[int], str]:
@@ -374,12 +372,11 @@ def check_tiling(metadata: DcpMetadata, hint: str = _ANOTHER_COPY) -> None:
         reason = find_tiling_error(entry.shape, metadata.chunks.regions(entry.chunk_ids))
         if reason:
             problems.append(f"{escape(fqn)}: {reason}")
-    if problems:
-        raise SourceError(
-            f"the chunks of {len(problems)} tensors in {metadata.where} do not make up the tensor",
-            problems=problems,
-            hint=hint,
-        )
+    SourceError.raise_for(
+        problems,
+        f"the chunks of {len(problems)} tensors in {metadata.where} do not make up the tensor",
+        hint=hint,
+    )
 
 
 def are_row_shards(shape: Shape, boxes: array[int]) -> bool:

@@ -211,12 +211,11 @@ def _open_shards(home: _Home) -> Catalog:
     """Open the shards, and compare them with whatever else says what should be there."""
     catalog = _read_shards(home.directory, f"{_SHARDED}/" if home.directory != home.path else "")
     problems = [*_absent(home, catalog), *_too_small(home, catalog)]
-    if problems:
-        raise SourceError(
-            f"the shards in {escape(home.directory)} are not all of the model: files of the last ranks may be missing",
-            problems=problems,
-            hint=_COPY,
-        )
+    SourceError.raise_for(
+        problems,
+        f"the shards in {escape(home.directory)} are not all of the model: files of the last ranks may be missing",
+        hint=_COPY,
+    )
     return catalog
 
 
@@ -328,12 +327,11 @@ def _read_shards(directory: str, prefix: str) -> Catalog:
         _read_shard(catalog, parts, locate(directory, name), prefix + name, problems)
     for fqn, found in parts.items():
         _add(catalog, fqn, found, problems)
-    if problems:
-        raise SourceError(
-            f"the shards in {escape(directory)} do not make up {count(len(problems), 'tensor')}",
-            problems=problems,
-            hint=f"the checkpoint is damaged or incomplete: {_COPY}",
-        )
+    SourceError.raise_for(
+        problems,
+        f"the shards in {escape(directory)} do not make up {count(len(problems), 'tensor')}",
+        hint=f"the checkpoint is damaged or incomplete: {_COPY}",
+    )
     if not catalog.tensors:
         raise SourceError(f"the shards in {escape(directory)} hold no tensors", hint=_COPY)
     return catalog
@@ -351,8 +349,7 @@ def _check_numbers(shards: Mapping[str, _ShardName], prefix: str) -> None:
     wanted = [f"shard-{rank:05d}-model-*" for rank in _gaps(ranks, max(ranks))]
     wanted += [f"shard-*-model-{number:05d}" for number in _gaps(numbers, totals[0])]
     problems = [f"{prefix}{name}-of-{totals[0]:05d}.safetensors: no such file" for name in wanted]
-    if problems:
-        raise SourceError(f"{count(len(problems), 'shard')} missing", problems=problems, hint=_COPY)
+    SourceError.raise_for(problems, f"{count(len(problems), 'shard')} missing", hint=_COPY)
 
 
 def _gaps(present: Collection[int], last: int) -> list[int]:
@@ -410,12 +407,11 @@ def point_at_parts(metadata: DcpMetadata, files: list[SourceFile]) -> None:
     problems: list[str] = []
     for file, rows in rows_of.items():
         files[file] = _point_in_file(metadata, files[file], rows, problems)
-    if problems:
-        raise SourceError(
-            f"{len(problems)} chunks that {metadata.where} lists are not in their files",
-            problems=problems,
-            hint="torch keeps one chunk of a tensor in each safetensors file: what is lost cannot be recovered",
-        )
+    SourceError.raise_for(
+        problems,
+        f"{len(problems)} chunks that {metadata.where} lists are not in their files",
+        hint="torch keeps one chunk of a tensor in each safetensors file: what is lost cannot be recovered",
+    )
     metadata.encoding = "raw"
 
 
@@ -505,12 +501,11 @@ def saved_offsets(header: SafetensorsHeader, name: str) -> dict[str, Shape] | No
             )
         else:
             found[tensor.fqn] = corner
-    if problems:
-        raise SourceError(
-            f"{escape(name)}: {_INFO} does not place {len(problems)} tensors",
-            problems=problems,
-            hint="the file is damaged or was put together by hand: use another copy",
-        )
+    SourceError.raise_for(
+        problems,
+        f"{escape(name)}: {_INFO} does not place {len(problems)} tensors",
+        hint="the file is damaged or was put together by hand: use another copy",
+    )
     return found
 
 

@@ -236,12 +236,11 @@ def _check_same_save(tag: Tag, states: Sequence[ModelStates], num_ranks: int) ->
             problems.append(f"{name}: saved at step {state.step}, others at {first.step}")
         if state.num_ranks not in (None, num_ranks):
             problems.append(f"{name}: saved by {state.num_ranks} ranks, the optimizer by {num_ranks}")
-    if problems:
-        raise IntegrityError(
-            f"{escape(tag.directory)}: its files are not of one save",
-            problems=problems,
-            hint="use another copy of the checkpoint",
-        )
+    IntegrityError.raise_for(
+        problems,
+        f"{escape(tag.directory)}: its files are not of one save",
+        hint="use another copy of the checkpoint",
+    )
 
 
 def _dtypes(state: ModelStates) -> set[str]:
@@ -406,12 +405,9 @@ def _open_parameters(
             problems.append(f"{escape(name)}: {escape(file.name)} does not hold {list(shapes[name] or ())}")
         else:
             weights[name] = weight
-    if problems:
-        raise SourceError(
-            f"{escape(tag.directory)}: {len(problems)} files do not hold their parameter",
-            problems=problems,
-            hint=_AGAIN,
-        )
+    SourceError.raise_for(
+        problems, f"{escape(tag.directory)}: {len(problems)} files do not hold their parameter", hint=_AGAIN
+    )
     return weights, [file for file, _ in opened]
 
 

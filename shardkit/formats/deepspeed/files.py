@@ -189,8 +189,7 @@ def _refuse_splits(tag: Tag, names: Sequence[str], split: Sequence[str]) -> None
         ("has experts in files of their own", filter(_EXPERTS.fullmatch, names)),
     ):
         problems = [escape(tag.prefix + name) for name in found]
-        if problems:
-            raise SourceError(f"{escape(tag.directory)} {what}", problems=problems, hint=_UNIVERSAL)
+        SourceError.raise_for(problems, f"{escape(tag.directory)} {what}", hint=_UNIVERSAL)
 
 
 def require_files(tag: Tag, files: StateFiles, num_ranks: int, *, with_models: bool) -> None:

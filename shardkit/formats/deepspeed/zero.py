@@ -126,12 +126,9 @@ def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directo
     elif not problems:
         for number, group in enumerate(groups):
             collect(joined_pieces, number, group, [held[number] for held in lengths], paddings.get(number))
-    if problems:
-        raise IntegrityError(
-            f"{escape(directory)}: the fp32 partitions do not hold the parameters",
-            problems=problems,
-            hint=_HINT,
-        )
+    IntegrityError.raise_for(
+        problems, f"{escape(directory)}: the fp32 partitions do not hold the parameters", hint=_HINT
+    )
     # A parameter without elements has no pieces; it still has a dtype, a state, and a place to point at.
     return {name: found or [FlatPiece(0, 0, 0, 0, 0)] for name, found in pieces.items()}
 

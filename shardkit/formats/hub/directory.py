@@ -174,12 +174,11 @@ def read_index(path: str, name: str) -> Index:
     problems = [
         f"{escape(fqn)}: {problem}" for fqn, file in weight_map.items() if (problem := _name_problem(file))
     ]
-    if problems:
-        raise SourceError(
-            f"{escape(name)}: {len(problems)} of {len(weight_map)} entries do not name a file in the model's directory",
-            problems=problems,
-            hint="file names are relative, with '/' between their parts and without '..'",
-        )
+    SourceError.raise_for(
+        problems,
+        f"{escape(name)}: {len(problems)} of {len(weight_map)} entries do not name a file in the model's directory",
+        hint="file names are relative, with '/' between their parts and without '..'",
+    )
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return Index(weight_map=weight_map, total_bytes=total if type(total) is int else None)
@@ -278,12 +277,11 @@ def _check_index(index: Index, contents: dict[str, Content], index_name: str) ->
             problems.append(f"{escape(fqn)}: in {len(names)} files: {', '.join(map(escape, names))}")
         elif fqn not in index.weight_map:
             problems.append(f"{escape(fqn)}: in {escape(names[0])}, not in the index")
-    if problems:
-        raise SourceError(
-            f"{escape(index_name)} and its files disagree in {count(len(problems), 'place')}",
-            problems=problems,
-            hint="index and files are not of one version: download all of them again",
-        )
+    SourceError.raise_for(
+        problems,
+        f"{escape(index_name)} and its files disagree in {count(len(problems), 'place')}",
+        hint="index and files are not of one version: download all of them again",
+    )
 
 
 def _lacking(fqn: str, listed: str, holders: dict[str, list[str]], *, suggest: bool) -> str:

@@ -157,12 +157,11 @@ def _check_metadata(metadata: object, name: str) -> dict[str, str]:
             problems.append(f"{escape(key)}: expected a string, found {type(value).__name__}")
         elif not is_unicode(key) or not is_unicode(value):
             problems.append(f"{escape(key)}: a lone surrogate, which is not Unicode text")
-    if problems:
-        raise SourceError(
-            f"{escape(name)}: {len(problems)} of {len(metadata)} entries of __metadata__ are malformed",
-            problems=problems,
-            hint="__metadata__ maps strings to strings, and no tensor may have that name",
-        )
+    SourceError.raise_for(
+        problems,
+        f"{escape(name)}: {len(problems)} of {len(metadata)} entries of __metadata__ are malformed",
+        hint="__metadata__ maps strings to strings, and no tensor may have that name",
+    )
     return metadata
 
 
@@ -174,12 +173,11 @@ def _check_entries(header: dict[str, object], base: int, name: str) -> tuple[Sto
             tensors.append(_check_entry(fqn, fields, base))
         except ValueError as error:
             problems.append(f"{escape(fqn)}: {error}")
-    if problems:
-        raise SourceError(
-            f"{escape(name)}: {len(problems)} of {len(header)} tensors are described wrongly in the header",
-            problems=problems,
-            hint=DOWNLOAD_AGAIN,
-        )
+    SourceError.raise_for(
+        problems,
+        f"{escape(name)}: {len(problems)} of {len(header)} tensors are described wrongly in the header",
+        hint=DOWNLOAD_AGAIN,
+    )
     # Stable: empty tensors at the same place stay in the header's order.
     return tuple(sorted(tensors, key=lambda tensor: (tensor.start, tensor.start + tensor.nbytes)))
 
@@ -503,18 +501,14 @@ def _check_writable(tensors: Sequence[OutputTensor]) -> None:
     unknown = [
         f"{escape(tensor.fqn)}: {tensor.dtype.name}" for tensor in tensors if tensor.dtype.safetensors is None
     ]
-    if unknown:
-        raise SourceError(
-            f"safetensors has no way to hold {len(unknown)} of the tensors",
-            problems=unknown,
-            hint="leave them out with --exclude",
-        )
+    SourceError.raise_for(
+        unknown,
+        f"safetensors has no way to hold {len(unknown)} of the tensors",
+        hint="leave them out with --exclude",
+    )
     refused = [
         escape(tensor.fqn) for tensor in tensors if tensor.fqn == _METADATA or not is_unicode(tensor.fqn)
     ]
-    if refused:
-        raise SourceError(
-            f"safetensors cannot hold {len(refused)} of the names",
-            problems=refused,
-            hint="give them others with --rename",
-        )
+    SourceError.raise_for(
+        refused, f"safetensors cannot hold {len(refused)} of the names", hint="give them others with --rename"
+    )

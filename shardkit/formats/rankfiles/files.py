@@ -120,12 +120,9 @@ def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
         else:
             no_dicts.append(f"{escape(file.name)}: no dict at its top, so no state dict either")
         del file  # its tree may be large; without this, it would live until the next file is open
-    if no_dicts:
-        raise SourceError(
-            f"{len(no_dicts)} of {len(files)} files hold something else",
-            problems=no_dicts,
-            hint=_ANOTHER_COPY,
-        )
+    SourceError.raise_for(
+        no_dicts, f"{len(no_dicts)} of {len(files)} files hold something else", hint=_ANOTHER_COPY
+    )
     return gathering.finish()
 
 
@@ -313,12 +310,11 @@ class Gathering:
                 (chunk.file, chunk.start, chunk.nbytes, region) for region, chunk in tensor.chunks.items()
             )
             catalog.add_tensor(name, tensor.dtype, tensor.shape, chunks)
-        if gaps:
-            raise SourceError(
-                f"the parts of {len(gaps)} tensors in {len(self._opened)} files do not make up the tensor",
-                problems=gaps,
-                hint="the file of a rank is missing, or files are from different saves: use another copy",
-            )
+        SourceError.raise_for(
+            gaps,
+            f"the parts of {len(gaps)} tensors in {len(self._opened)} files do not make up the tensor",
+            hint="the file of a rank is missing, or files are from different saves: use another copy",
+        )
         catalog.objects = tuple(self._objects)
         catalog.paths = {name: tensor.path for name, tensor in tensors.items()}
         return Gathered(

@@ -208,12 +208,11 @@ def _split(
             tensors.append(_describe(key, value, path, mappings))
         except ValueError as error:
             problems.append(f"{escape(key)}: {error}")
-    if problems:
-        raise SourceError(
-            f"{escape(name)}: {len(problems)} of {len(entries)} entries are tensors without plain bytes",
-            problems=problems,
-            hint="save the model with dense tensors of torch's ordinary dtypes",
-        )
+    SourceError.raise_for(
+        problems,
+        f"{escape(name)}: {len(problems)} of {len(entries)} entries are tensors without plain bytes",
+        hint="save the model with dense tensors of torch's ordinary dtypes",
+    )
     wrapper = next((key for key in objects if key in _WRAPPERS), None)
     if wrapper and not tensors:
         raise SourceError(

@@ -191,12 +191,11 @@ def _point(catalog: Catalog, pickles: PickleTable) -> None:
                 catalog.files.append(strided_file(catalog.files[table.file[row]], entry, record))
                 table.file[row], table.start[row] = len(catalog.files) - 1, 0
                 table.nbytes[row] = record.nbytes
-    if problems:
-        raise IntegrityError(
-            f"{METADATA} describes {len(problems)} chunks in two ways",
-            problems=problems,
-            hint="the checkpoint is damaged: use another copy",
-        )
+    IntegrityError.raise_for(
+        problems,
+        f"{METADATA} describes {len(problems)} chunks in two ways",
+        hint="the checkpoint is damaged: use another copy",
+    )
 
 
 def _stamp(catalog: Catalog) -> None:

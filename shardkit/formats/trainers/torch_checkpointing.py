@@ -61,12 +61,11 @@ def open_torch_checkpointing(path: str) -> Checkpoint:
                 problems.append(f"item {escape(name)}, rank {rank}: {error}")
                 continue
             files.append(RankFile(found, (name,) if len(names) > 1 else ()))
-    if problems:
-        raise SourceError(
-            f"{len(problems)} files of {_METADATA} cannot be taken",
-            problems=problems,
-            hint="copy all files of the checkpoint, and save tensors with torch's own serialization",
-        )
+    SourceError.raise_for(
+        problems,
+        f"{len(problems)} files of {_METADATA} cannot be taken",
+        hint="copy all files of the checkpoint, and save tensors with torch's own serialization",
+    )
     gathered = gather_files(path, files)
     is_alone = len(names) == 1
     known = [name for name in names if name in ("model", "optimizer", "ema")]

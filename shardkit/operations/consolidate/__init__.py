@@ -299,12 +299,11 @@ def _check(job: ConsolidateJob) -> tuple[str, ...]:
         return (f"--check: {escape(job.checkpoint.writer)} writes no checksums to compare with",)
     beside = [tensor for module in job.modules for image in module.output for tensor in image.tensors]
     problems = list(check([tensor.source for tensor in (*job.tensors, *beside)]))
-    if problems:
-        raise IntegrityError(
-            f"the checkpoint differs from its checksums in {count(len(problems), 'place')}",
-            problems=problems,
-            hint="the checkpoint is damaged: use another copy",
-        )
+    IntegrityError.raise_for(
+        problems,
+        f"the checkpoint differs from its checksums in {count(len(problems), 'place')}",
+        hint="the checkpoint is damaged: use another copy",
+    )
     return ()
 
 

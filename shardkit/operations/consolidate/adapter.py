@@ -260,8 +260,7 @@ def plan_merge(
     merges, problems = list[LoraMerge](), list[str]()
     for module in peft.modules:
         merges += _merges_of(module, stored, tensors, config, problems)
-    if problems:
-        raise SourceError(f"{len(problems)} modules cannot be merged", problems=problems)
+    SourceError.raise_for(problems, f"{len(problems)} modules cannot be merged")
     kept = {stored[name]: target for name, target in peft.base_names.items()}
     return MergePlan(names=kept, merges=tuple(merges))
 
@@ -271,10 +270,9 @@ def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
     problems += [f"the adapter's settings have {name}" for name in _OTHER_ARITHMETIC if config.get(name)]
     if config.get("peft_type") not in (None, "LORA"):
         problems.append(f"the adapter is of type {escape(str(config['peft_type']))}, not LORA")
-    if problems:
-        raise SourceError(
-            "the adapter cannot be merged", problems=problems, hint="export it without --merge-lora instead"
-        )
+    SourceError.raise_for(
+        problems, "the adapter cannot be merged", hint="export it without --merge-lora instead"
+    )
     if config.get("lora_alpha") is None:
         raise SourceError(
             "the adapter's lora_alpha is not known, so neither is its scale",
@@ -287,8 +285,7 @@ def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
     ]
     for name in ("rank_pattern", "alpha_pattern"):
         problems += [f"{name}: {problem}" for problem in _pattern_problems(config.get(name))]
-    if problems:
-        raise SourceError("the adapter's settings cannot be read", problems=problems)
+    SourceError.raise_for(problems, "the adapter's settings cannot be read")
 
 
 def _pattern_problems(patterns: object) -> Iterator[str]:

@@ -492,12 +492,11 @@ def _check_fit(
             for name, base, ours in found.wrong_shapes
         ),
     ]
-    if problems:
-        raise LayoutError(
-            f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
-            problems=problems,
-            hint=_FUSED if holds_fused_experts(found.unexpected) else _OTHER_NAMES,
-        )
+    LayoutError.raise_for(
+        problems,
+        f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
+        hint=_FUSED if holds_fused_experts(found.unexpected) else _OTHER_NAMES,
+    )
     return Fit(notes=(*_differences(found, label), *said), is_whole=is_whole)
 
 

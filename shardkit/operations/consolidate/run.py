@@ -253,11 +253,9 @@ def check_output(job: ConsolidateJob, directory: str) -> None:
             f"what was written cannot be opened: {error.message}", problems=error.problems
         ) from error
     problems = list(_differences(job, model))
-    if problems:
-        raise IntegrityError(
-            f"what was written is not what was decided: {count(len(problems), 'difference')}",
-            problems=problems,
-        )
+    IntegrityError.raise_for(
+        problems, f"what was written is not what was decided: {count(len(problems), 'difference')}"
+    )
 
 
 def _open(job: ConsolidateJob, directory: str) -> HubModel:

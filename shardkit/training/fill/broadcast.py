@@ -180,12 +180,11 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, source_rank: So
     problems = [
         f"rank {rank}: {first_line(each.reason)}" for rank, each in enumerate(told) if each.group not in found
     ]
-    if problems:
-        raise SourceError(
-            f"no rank of some {source_rank} can open the source" if found else "no rank can open the source",
-            problems=problems,
-            hint="source_rank='global' needs only one rank that can" if found else None,
-        )
+    SourceError.raise_for(
+        problems,
+        f"no rank of some {source_rank} can open the source" if found else "no rank can open the source",
+        hint="source_rank='global' needs only one rank that can" if found else None,
+    )
     first = told[min(found.values())].identity
     others = [rank for rank in found.values() if told[rank].identity != first]
     if others:

@@ -177,8 +177,7 @@ def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
             )
         else:
             found.append(_want(shard, entry))
-    if problems:
-        raise LayoutError(f"{escape(weights.path)} does not fit the model", problems=problems)
+    LayoutError.raise_for(problems, f"{escape(weights.path)} does not fit the model")
     return found
 
 

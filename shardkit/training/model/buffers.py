@@ -221,13 +221,12 @@ def _follow(on_meta: list[Place], attributes: list[_Attribute]) -> None:
 def _refuse(buffers: list[str], attributes: list[_Attribute]) -> None:
     problems = [f"{escape(fqn)}: a buffer that is in no checkpoint" for fqn in buffers]
     problems += [f"{escape(attribute.fqn)}: a tensor attribute" for attribute in attributes]
-    if problems:
-        raise LayoutError(
-            f"{len(problems)} buffers or tensor attributes of the model are on meta, and nothing computes them",
-            problems=problems,
-            hint="give prepare a function that builds the model instead of a model on meta, or init_buffers=fn that"
-            " computes them all; or give them values before load_into",
-        )
+    LayoutError.raise_for(
+        problems,
+        f"{len(problems)} buffers or tensor attributes of the model are on meta, and nothing computes them",
+        hint="give prepare a function that builds the model instead of a model on meta, or init_buffers=fn that"
+        " computes them all; or give them values before load_into",
+    )
 
 
 def restore_buffers(model: nn.Module, values: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -346,12 +345,11 @@ def retie(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
                 problems.append(f"{escape(other)} and {escape(first)}")
             else:
                 setattr(place.module, place.name, kept)
-    if problems:
-        raise LayoutError(
-            "names that were one parameter are several in the wrapped model",
-            problems=problems,
-            hint="keep tied modules in one unit (fully_shard takes a list of modules), and parallelise them alike",
-        )
+    LayoutError.raise_for(
+        problems,
+        "names that were one parameter are several in the wrapped model",
+        hint="keep tied modules in one unit (fully_shard takes a list of modules), and parallelise them alike",
+    )
 
 
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:

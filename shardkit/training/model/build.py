@@ -366,12 +366,11 @@ def _refuse_wrapped(model: nn.Module) -> None:
         wrapped = [
             f"{escape(name)}: a DTensor" for name, p in model.named_parameters() if isinstance(p, DTensor)
         ]
-    if wrapped:
-        raise UsageError(
-            "the model is wrapped already, and prepare needs the plain one",
-            problems=wrapped,
-            hint="prepare first and wrap ctx.model; a model that is wrapped with fully_shard is filled by load_into",
-        )
+    UsageError.raise_for(
+        wrapped,
+        "the model is wrapped already, and prepare needs the plain one",
+        hint="prepare first and wrap ctx.model; a model that is wrapped with fully_shard is filled by load_into",
+    )
 
 
 def _check_parameters(model: nn.Module, *, given: bool) -> None:

@@ -115,12 +115,11 @@ def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:
         IntegrityError, ResourceError: a file cannot be read as described.
     """
     problems = [f"{escape(first)} and {escape(other)}" for first, other, _ in diverged_ties(ties, weights)]
-    if problems:
-        raise LayoutError(
-            f"the model ties names whose values in {escape(weights.path)} differ: one of them would be lost",
-            problems=problems,
-            hint="build the model with tie_word_embeddings=False in its config",
-        )
+    LayoutError.raise_for(
+        problems,
+        f"the model ties names whose values in {escape(weights.path)} differ: one of them would be lost",
+        hint="build the model with tie_word_embeddings=False in its config",
+    )
 
 
 def check_untied(broken: Iterable[BrokenTie], weights: Weights | None) -> None:
@@ -302,9 +301,8 @@ def _refuse_renamed(sides: _Sides, initialised: Collection[str], *, guess: bool)
             problems.append(f"{escape(fqn)} {list(expected[fqn].shape)}: the source has {listed(alike)}")
     if not weights.names:
         problems.append("none of the model's tensors is in the source")
-    if problems:
-        raise LayoutError(
-            f"missing= would initialise what {escape(weights.path)} seems to have under other names",
-            problems=problems,
-            hint="if these are new after all, name them: missing=['score.*']",
-        )
+    LayoutError.raise_for(
+        problems,
+        f"missing= would initialise what {escape(weights.path)} seems to have under other names",
+        hint="if these are new after all, name them: missing=['score.*']",
+    )

@@ -112,10 +112,7 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
                 whole=whole,
             )
         )
-    if problems:
-        raise LayoutError(
-            f"{len(problems)} tensors are placed in a way that is not understood", problems=problems
-        )
+    LayoutError.raise_for(problems, f"{len(problems)} tensors are placed in a way that is not understood")
     return found
 
 
@@ -248,8 +245,7 @@ def allocate(wanted: Iterable[tuple[str, torch.Tensor, torch.device, FSDPShard |
                     _allocate(whole, managed, device)
                 except RuntimeError as error:
                     problems.append(f"{escape(name)}: {str(error).splitlines()[0]}")
-    if problems:
-        raise LayoutError(f"{len(problems)} parameters cannot be given memory", problems=problems)
+    LayoutError.raise_for(problems, f"{len(problems)} parameters cannot be given memory")
 
 
 def _device_of(whole: torch.Tensor) -> torch.device:

@@ -109,10 +109,7 @@ def check_sources(source: object) -> None:
         for here, (_, _, has) in enumerate(told)
         if has != (here == rank)
     ]
-    if wrong:
-        raise UsageError(
-            f"from_rank: rank {rank}, and no other, gives the state dict", problems=wrong, hint=hint
-        )
+    UsageError.raise_for(wrong, f"from_rank: rank {rank}, and no other, gives the state dict", hint=hint)
 
 
 def _tensors(state: StateDict | None) -> Mapping[str, Any]:
@@ -137,12 +134,11 @@ def _tensors(state: StateDict | None) -> Mapping[str, Any]:
 def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
     catalog = Catalog(format="memory", directory=label)
     problems = [f"{escape(name)}: {reason}" for name, value in state.items() if (reason := _refused(value))]
-    if problems:
-        raise SourceError(
-            f"{count(len(problems), 'tensor')} of {label} cannot be sent",
-            problems=problems,
-            hint="give whole plain tensors: gather DTensors with full_tensor(), dequantise, densify",
-        )
+    SourceError.raise_for(
+        problems,
+        f"{count(len(problems), 'tensor')} of {label} cannot be sent",
+        hint="give whole plain tensors: gather DTensors with full_tensor(), dequantise, densify",
+    )
     numbers: dict[object, int] = {}
     others = []
     for name, value in state.items():

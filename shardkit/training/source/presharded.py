@@ -135,11 +135,9 @@ class Presharded:
                     problems.append(f"{escape(fqn)}: {stored} of {region.num_elements} elements are there")
                 elif not _are_apart(parts, region):
                     problems.append(f"{escape(fqn)}: chunks overlap, so that elements are missing")
-        if problems:
-            raise IntegrityError(
-                f"{escape(catalog.directory)}: {manifest.NAME} and the chunk lists disagree",
-                problems=problems,
-            )
+        IntegrityError.raise_for(
+            problems, f"{escape(catalog.directory)}: {manifest.NAME} and the chunk lists disagree"
+        )
 
 
 def _are_apart(parts: Sequence[Region], region: Region) -> bool:
@@ -188,12 +186,11 @@ def open_presharded(directory: str) -> Presharded | None:
     there = set(storage.listdir(directory))
     names = (name for file in found.catalog.files for name in (file.name, chunk_list.name_for(file.name)))
     missing = [escape(name) for name in names if name not in there]
-    if missing:
-        raise IntegrityError(
-            f"{escape(directory)}: {count(len(missing), 'file')} missing that {manifest.NAME} lists",
-            problems=missing,
-            hint="copy all of the directory; or preshard again",
-        )
+    IntegrityError.raise_for(
+        missing,
+        f"{escape(directory)}: {count(len(missing), 'file')} missing that {manifest.NAME} lists",
+        hint="copy all of the directory; or preshard again",
+    )
     return found
 
 
