@@ -36,7 +36,7 @@ from shardkit.training.ranks.context import (
     places,
 )
 from shardkit.training.source.from_rank import RankSource, check_sources
-from shardkit.training.source.weights import first_dtype, open_weights
+from shardkit.training.source.weights import Opening, first_dtype, open_weights
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".metadata", ".json")
 _OPENING = "opening the source"
@@ -143,8 +143,9 @@ def prepare(
         UsageError: options contradict each other.
         All are raised on all ranks and name those that failed.
     """
+    opening = None if source is None else Opening(source, revision=revision, variant=variant)
     if dtype is None and isinstance(build_model, (str, os.PathLike)):
-        dtype = _stored_dtype(build_model, source, revision, variant)
+        dtype = _stored_dtype(os.fspath(build_model), opening, revision, variant)
     with agreed("building the model"):
         plain = _build(
             build_model,
@@ -159,10 +160,10 @@ def prepare(
     with agreed(_OPENING):
         if isinstance(source, RankSource) and (revision is not None or variant is not None):
             raise UsageError("revision and variant are of files: a state dict has none")
-        given = source if source is None or isinstance(source, RankSource) else os.fspath(source)
+        given = None if opening is None else opening.source
         asked = _Asked(source=given, revision=revision, variant=variant, missing=missing, seed=seed)
     check_sources(given)
-    found = _open_together(plain, asked)
+    found = _open_together(plain, asked, opening)
     fit = found.fit
     assert fit is not None
     if found.untied:
@@ -198,26 +199,27 @@ def prepare(
 
 
 def _stored_dtype(
-    model: str | os.PathLike[str],
-    source: str | os.PathLike[str] | RankSource | None,
-    revision: str | None,
-    variant: str | None,
+    model: str, source: Opening | None, revision: str | None, variant: str | None
 ) -> str | None:
     """Return the dtype of stored weights, for a model whose config names none: its own, or else the source's."""
 
+    is_source = source is not None and source.source == model
+
     def look() -> str | None:
         try:
-            directory = find_config(os.fspath(model), revision if model == source else None)
+            directory = find_config(model, revision if is_source else None)
             config = read_config(directory) or {}
         except ShardkitError:  # building the model raises it again
             return None
         if any(config.get(key) is not None for key in ("dtype", "torch_dtype")):
             return None
-        own = first_dtype(directory, variant=variant) if storage.exists(model) else None
-        if own is not None or not isinstance(source, (str, os.PathLike, RankSource)):
+        own = None
+        if storage.exists(model):
+            own = first_dtype(source if source and is_source else Opening(directory, variant=variant))
+        if own is not None or source is None:
             return own
-        is_here = not isinstance(source, RankSource) or source.is_here
-        return first_dtype(source, revision=revision, variant=variant) if is_here else None
+        is_here = not isinstance(source.source, RankSource) or source.source.is_here
+        return first_dtype(source) if is_here else None
 
     phase = "reading the config"
     with agreed(phase):
@@ -244,11 +246,11 @@ def _build(
     return _Plain(model=model, expected=expected, ties=ties, grown=grown, writes=writes, retied=retied)
 
 
-def _open_together(plain: _Plain, asked: _Asked) -> _Source:
+def _open_together(plain: _Plain, asked: _Asked, opening: Opening | None) -> _Source:
     """Open the source on every rank that has it; these tell the others what is read and what is initialised."""
     found, error = _Source(), None
     try:
-        found = _open(plain, asked)
+        found = _open(plain, asked, opening)
     except BaseException as caught:
         error = caught
     mine = {"has": found.weights is not None, "failed": error is not None, "digest": plain.digest(asked)}
@@ -277,23 +279,16 @@ def _open_together(plain: _Plain, asked: _Asked) -> _Source:
     return found
 
 
-def _open(plain: _Plain, asked: _Asked) -> _Source:
-    source = asked.source
-    if source is None:
+def _open(plain: _Plain, asked: _Asked, opening: Opening | None) -> _Source:
+    if opening is None:
         check_untied(broken_ties(plain.model), None)
         every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
         return _Source(fit=Fit(initialised=every, notes=("no source: every tensor is initialised",)))
+    source = opening.source
     if isinstance(source, RankSource) and not source.is_here:
         return _Source(absent=source.elsewhere())
     try:
-        weights = open_weights(
-            source,
-            plain.expected,
-            plain.ties,
-            model=plain.model,
-            revision=asked.revision,
-            variant=asked.variant,
-        )
+        weights = open_weights(opening, plain.expected, plain.ties, model=plain.model)
     except ShardkitError as error:
         if not isinstance(source, RankSource) and (isinstance(error, ResourceError) or _is_absent(source)):
             return _Source(absent=error)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardkit
 from shardkit.formats.dcp import directory
@@ -57,3 +60,29 @@ def test_one_source_is_parsed_once(
     parsed.clear()
     verb(run, tmp_path / "out")
     assert parsed == ["step-2"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_prepare_parses_it_once(run: Path, parsed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the config names no dtype, the source tells it, before it is known which of its tensors are wanted."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 8,
+        "vocab_size": 16,
+    }
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = run.parent / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        names = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).state_dict()
+    dcp.save(
+        {name: torch.ones(each.shape).bfloat16() for name, each in names.items()},
+        checkpoint_id=run / "dcp",
+        no_dist=True,
+    )
+    parsed.clear()
+    context = shardkit.prepare(str(model), run / "dcp")
+    assert parsed == ["dcp"]
+    assert {param.dtype for param in context.model.parameters()} == {torch.bfloat16}

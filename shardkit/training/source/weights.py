@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -62,27 +62,64 @@ class _Opened:
     open_chunks: Callable[[Mapping[str, Sequence[Region]]], Catalog] | None = None
 
 
+class Opening:
+    """A source that is opened when it is first needed, and once.
+
+    Args:
+        source: a Hub directory, file or repo id, a pre-sharded directory, a checkpoint of any trainer, or what
+            `from_rank` returned on the rank that holds the state dict.
+        revision: branch, tag or commit of a repo id.
+        variant: "fp16" takes `model.fp16.safetensors`.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | RankSource,
+        *,
+        revision: str | None = None,
+        variant: str | None = None,
+    ) -> None:
+        self.source = os.fspath(source) if isinstance(source, os.PathLike) else source
+        self._revision, self._variant = revision, variant
+
+    def weights_of(self, wanted: list[str]) -> _Opened:
+        """Return what it holds of a model with some names; raises as `open_weights`."""
+        content = self._content
+        if isinstance(content, Presharded):
+            return _of_presharded(str(self.source), content, wanted)
+        if isinstance(content, Checkpoint):
+            hub = content.hub
+            return _of_checkpoint(content, wanted) if hub is None else _of_hub(hub, content.path, wanted)
+        assert isinstance(self.source, RankSource)
+        return _of_rank(self.source, content, wanted)
+
+    @cached_property
+    def _content(self) -> Presharded | Checkpoint | Catalog:
+        if isinstance(self.source, RankSource):
+            return self.source.open()
+        if storage.isdir(self.source) and self._revision is None and self._variant is None:
+            presharded = open_presharded(self.source)
+            if presharded is not None:
+                return presharded
+        return formats.open(self.source, revision=self._revision, variant=self._variant)
+
+
 def open_weights(
-    source: str | os.PathLike[str] | RankSource,
+    source: str | os.PathLike[str] | RankSource | Opening,
     names: Mapping[str, ExpectedTensor],
     ties: Iterable[Collection[str]] = (),
     *,
     model: nn.Module | None = None,
-    revision: str | None = None,
-    variant: str | None = None,
 ) -> Weights:
     """Open a source and find the tensors of a model in it; reads none of them.
 
     `check_fit` tells whether they fit.
 
     Args:
-        source: a Hub directory, file or repo id, a pre-sharded directory, a checkpoint of any trainer, or what
-            `from_rank` returned on the rank that holds the state dict.
+        source: as for `Opening`.
         names: the model's parameters and buffers; those that no state dict has are not searched for.
         ties: groups of names that are one parameter; the source may have any of them.
         model: where it is a model of transformers, wrapped or not, its own renamings apply.
-        revision: branch, tag or commit of a repo id.
-        variant: "fp16" takes `model.fp16.safetensors`.
 
     Raises:
         SourceError, IntegrityError: nothing there, or it is damaged or incomplete, or holds factors of matrices that
@@ -93,10 +130,8 @@ def open_weights(
     wanted = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
     for group in ties:
         wanted.update(dict.fromkeys(group if any(name in wanted for name in group) else ()))
-    if isinstance(source, RankSource):
-        opened = _open_rank(source, list(wanted))
-    else:
-        opened = _open(os.fspath(source), list(wanted), revision, variant)
+    opening = source if isinstance(source, Opening) else Opening(source)
+    opened = opening.weights_of(list(wanted))
     found = match_names(
         opened.names,
         wanted,
@@ -129,25 +164,15 @@ def _match_notes(found: NameMatch) -> Iterator[str]:
         yield f"{count(found.renamed, 'tensor')} of the source found under other names than the model's"
 
 
-def first_dtype(
-    source: str | os.PathLike[str] | RankSource, *, revision: str | None = None, variant: str | None = None
-) -> str | None:
+def first_dtype(source: Opening) -> str | None:
     """Return the dtype that `from_pretrained` takes where a config names none; None where it cannot be told.
 
     It is the dtype of the first floating tensor by name, in the first file.
 
-    Args:
-        source: as for `open_weights`.
-        revision: as there.
-        variant: as there.
-
     Source: transformers 5.23, modeling_utils, _get_dtype and get_state_dict_dtype.
     """
     try:
-        if isinstance(source, RankSource):
-            opened = _open_rank(source, [])
-        else:
-            opened = _open(os.fspath(source), [], revision, variant)
+        opened = source.weights_of([])
     except ShardkitError:  # opening it in earnest reports this
         return None
     tensors, chunks = opened.catalog.tensors, opened.catalog.chunks
@@ -170,17 +195,6 @@ def _key_rules(opened: _Opened, names: Mapping[str, str]) -> KeyRules | None:
     return rules if rules or not opened.may_have_own_names else None
 
 
-def _open(source: str, wanted: list[str], revision: str | None, variant: str | None) -> _Opened:
-    is_plain = storage.isdir(source) and revision is None and variant is None
-    presharded = open_presharded(source) if is_plain else None
-    if presharded is not None:
-        return _of_presharded(source, presharded, wanted)
-    checkpoint = formats.open(source, revision=revision, variant=variant)
-    if checkpoint.hub is not None:
-        return _of_hub(checkpoint.hub, checkpoint.path, wanted)
-    return _of_checkpoint(checkpoint, wanted)
-
-
 def _of_presharded(source: str, presharded: Presharded, wanted: list[str]) -> _Opened:
     catalog, digest = presharded.catalog, presharded.digest
     names, _ = _select(catalog, wanted, None)
@@ -197,8 +211,7 @@ def _of_presharded(source: str, presharded: Presharded, wanted: list[str]) -> _O
     )
 
 
-def _open_rank(source: RankSource, wanted: list[str]) -> _Opened:
-    catalog = source.open()
+def _of_rank(source: RankSource, catalog: Catalog, wanted: list[str]) -> _Opened:
     names, notes = _select(catalog, wanted, None)
     return _Opened(
         path=source.label,
