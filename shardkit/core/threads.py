@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from typing import Any, Protocol
 
 _UNHEARD_S = 0.5
@@ -39,7 +40,8 @@ def run_all(
     futures: list[Future[None]] = []
     with ThreadPoolExecutor(min(num_threads, len(jobs)), thread_name_prefix=name) as pool:
         try:
-            futures.extend(pool.submit(work) for _ in range(min(num_threads, len(jobs))))
+            # What the run allows, such as following links, it allows in its threads too.
+            futures.extend(pool.submit(copy_context().run, work) for _ in range(min(num_threads, len(jobs))))
             until_done(futures)
         except BaseException:  # Ctrl-C: the pool waits for threads that stop at their next check
             stop.set()

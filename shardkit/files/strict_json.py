@@ -37,6 +37,15 @@ FOLLOWS_LINKS: ContextVar[bool] = ContextVar("follow_links", default=False)
 """The person who runs the operation at hand allowed links that leave the checkpoint's directory."""
 
 
+def status_of(path: str) -> os.stat_result:
+    """Return the status of a file, of a link itself unless links are followed.
+
+    Raises:
+        OSError: there is none, or it may not be asked.
+    """
+    return (storage.stat if FOLLOWS_LINKS.get() else storage.lstat)(path)
+
+
 @contextmanager
 def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple[int, int]]:
     """Open a regular file for reading and give (descriptor, size in bytes).

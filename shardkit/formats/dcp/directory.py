@@ -24,7 +24,7 @@ from shardkit.core.regions import Shape, find_tiling_error
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
-from shardkit.files.strict_json import read_small
+from shardkit.files.strict_json import FOLLOW, read_small, status_of
 from shardkit.formats.contract import Checkpoint, Place, asset_directories
 from shardkit.formats.dcp.metadata import (
     MIN_COLUMNS,
@@ -248,13 +248,13 @@ def _file_size(path: str, name: str) -> tuple[int, str | None]:
     if not path:
         return 0, f"not the name of a {_SUFFIX} file in the checkpoint's own directory"
     try:
-        status = storage.lstat(path)
+        status = status_of(path)
     except FileNotFoundError:
         return 0, "no such file"
     except (OSError, ValueError) as error:
         return 0, str(getattr(error, "strerror", None) or error)
     if not stat.S_ISREG(status.st_mode):
-        return 0, "not a regular file"
+        return 0, f"a symbolic link; {FOLLOW}" if stat.S_ISLNK(status.st_mode) else "not a regular file"
     return status.st_size, None
 
 

@@ -20,6 +20,7 @@ from shardkit.core.text import escape, fold
 from shardkit.errors import SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.links import may_follow_links
+from shardkit.files.strict_json import status_of
 from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.dcp.directory import METADATA
 from shardkit.formats.registry import stray_weights
@@ -322,7 +323,7 @@ def _differences(directory: str, said: manifest.Presharded) -> Iterator[str]:
 
 def _file_size(path: str) -> int | None:
     try:
-        status = storage.lstat(path)
+        status = status_of(path)
     except OSError:
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None
