@@ -432,7 +432,7 @@ def test_manifest_of_a_training_state(copied: Callable[[str], Path]) -> None:
         ties=(),
         files=(manifest.SavedFile(name=SHARD, size=size),),
     )
-    (directory / manifest.NAME).write_bytes(manifest.sign(content))
+    (directory / manifest.NAME).write_bytes(manifest.dump(content))
     result = verify(directory, full=True)
     assert result.ok
     assert result.manifests == (manifest.NAME,)
