@@ -27,7 +27,7 @@ MAX_FILES = 16
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("training",),
-    ("training/diagnostics", "training/model", "training/source"),
+    ("training/diagnostics", "training/model"),
     ("training/fill",),
     ("training/ranks",),
     ("operations/manifest", "operations/preshard", "operations/consolidate", "operations/reshard"),

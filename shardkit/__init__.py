@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.training.diagnostics.diagnose import diagnose as diagnose
     from shardkit.training.diagnostics.lightning import FSDPDiagnosticsCallback as FSDPDiagnosticsCallback
     from shardkit.training.diagnostics.memory import PhaseMemory as PhaseMemory
+    from shardkit.training.fill.from_rank import from_rank as from_rank
     from shardkit.training.finalize import finalize as finalize
     from shardkit.training.finalize import load_into as load_into
     from shardkit.training.fsdp1 import hf_ram_efficient_loading as hf_ram_efficient_loading
@@ -65,7 +66,6 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.training.safe_reader import SafeReader as SafeReader
     from shardkit.training.save import SaveResult as SaveResult
     from shardkit.training.save import save as save
-    from shardkit.training.source.from_rank import from_rank as from_rank
     from shardkit.training.wrap import bf16_mixed_precision as bf16_mixed_precision
     from shardkit.training.wrap import layer_policy as layer_policy
     from shardkit.training.wrap import wrap as wrap
@@ -96,7 +96,7 @@ _HOMES = {
     "shardkit.training.ranks.context": ("ModelInitializationContext",),
     "shardkit.training.safe_reader": ("SafeReader",),
     "shardkit.training.save": ("SaveResult", "save"),
-    "shardkit.training.source.from_rank": ("from_rank",),
+    "shardkit.training.fill.from_rank": ("from_rank",),
     "shardkit.training.wrap": ("bf16_mixed_precision", "layer_policy", "wrap"),
 }
 """Module -> the public names that it has."""

@@ -20,6 +20,7 @@ from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
 from shardkit.training.fill.broadcast import fill_broadcast, first_line
 from shardkit.training.fill.direct import fill_direct
+from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import (
     Filled,
     ReadOptions,
@@ -29,6 +30,7 @@ from shardkit.training.fill.reading import (
     say_checked,
     window,
 )
+from shardkit.training.fill.source import open_weights
 from shardkit.training.model.buffers import (
     compute_buffers,
     equalise_buffers,
@@ -52,8 +54,6 @@ from shardkit.training.ranks.context import (
     remember,
 )
 from shardkit.training.ranks.local import LocalShard, local_shards, materialise, refuse_fsdp1, reshard
-from shardkit.training.source.from_rank import RankSource, check_sources
-from shardkit.training.source.weights import open_weights
 
 _log = logging.getLogger("shardkit")
 

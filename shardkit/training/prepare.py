@@ -22,6 +22,8 @@ from shardkit.files.links import may_follow_links
 from shardkit.formats.hub.directory import read_config, read_index
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import BrokenTie, broken_ties, tie
+from shardkit.training.fill.from_rank import RankSource, check_sources
+from shardkit.training.fill.source import Opening, first_dtype, open_weights
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import MULTIPLE, BuildModel, align_vocab, build_model, find_config
 from shardkit.training.model.fit import Fit, Missing, check_fit, check_ties, check_untied, diverged_ties
@@ -35,8 +37,6 @@ from shardkit.training.ranks.context import (
     describe,
     places,
 )
-from shardkit.training.source.from_rank import RankSource, check_sources
-from shardkit.training.source.weights import Opening, first_dtype, open_weights
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".metadata", ".json")
 _OPENING = "opening the source"

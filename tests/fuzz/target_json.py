@@ -24,7 +24,7 @@ from shardkit.formats.hub.directory import open_model, read_index
 from shardkit.operations.inspect import inspect
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify import verify
-from shardkit.training.source.presharded import open_presharded
+from shardkit.training.fill.presharded import open_presharded
 from tests.fuzz.mutate import change_json, pick
 from tests.fuzz.target import Directory, MemoryFile, Target, attempt, load_json
 

@@ -18,8 +18,8 @@ from shardkit.errors import SourceError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.operations.preshard import preshard
+from shardkit.training.fill.source import open_weights
 from shardkit.training.ranks.context import Weights, describe
-from shardkit.training.source.weights import open_weights
 
 NAME, LIST, FILE = manifest.NAME, "__0_0.chunks.json", "__0_0.distcp"
 W = "0.weight"

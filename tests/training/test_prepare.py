@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardkit.errors import LayoutError, SourceError, UsageError
+from shardkit.training.fill.source import open_weights
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.context import ModelInitializationContext, describe
-from shardkit.training.source.weights import open_weights
 from tests.training import models
 from tests.worlds.ranks import Ranks, on_all, same_error
 

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shardkit.errors import LayoutError, UsageError
+from shardkit.training.fill.source import open_weights
 from shardkit.training.model.build import build_model
 from shardkit.training.model.fit import Fit, check_fit, check_ties
 from shardkit.training.ranks.context import describe
-from shardkit.training.source.weights import open_weights
 from tests.training import models
 
 

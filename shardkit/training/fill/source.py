@@ -27,9 +27,9 @@ from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.naming import NameMatch, match_names
+from shardkit.training.fill.from_rank import RankSource
+from shardkit.training.fill.presharded import METADATA, Presharded, open_presharded
 from shardkit.training.ranks.context import ExpectedTensor, KeyRules, Weights, key_rules
-from shardkit.training.source.from_rank import RankSource
-from shardkit.training.source.presharded import METADATA, Presharded, open_presharded
 
 # Stored beside packed or scaled values. transformers 5.23, quantizers/: fp8, bitsandbytes, GPTQ, AWQ, MXFP4.
 _SCALES = (

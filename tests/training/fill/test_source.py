@@ -21,11 +21,11 @@ from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats.dcp import chunk_list
 from shardkit.operations.preshard import preshard
+from shardkit.training.fill.source import open_weights
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.model.build import build_model
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.context import Weights, describe
-from shardkit.training.source.weights import open_weights
 from shardkit.transfer.sources import SourceFiles
 from tests.training import models
 
