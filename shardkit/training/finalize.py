@@ -30,7 +30,7 @@ from shardkit.training.fill.reading import (
     say_checked,
     window,
 )
-from shardkit.training.fill.source import open_weights
+from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.model.buffers import (
     compute_buffers,
     equalise_buffers,
@@ -177,7 +177,8 @@ def _open(model: nn.Module, source: str | os.PathLike[str] | RankSource) -> Supp
     try:
         if isinstance(source, RankSource) and not source.is_here:
             raise source.elsewhere()
-        weights = open_weights(source, expected, ties, model=model)
+        opened = open_source(source if isinstance(source, RankSource) else os.fspath(source))
+        weights = find_weights(opened, expected, ties, model=model)
     except BaseException as caught:  # the others must not wait
         error = caught
     is_absent = isinstance(error, (SourceError, ResourceError))

@@ -7,8 +7,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from shardkit.formats.hub.directory import read_config, read_index
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import BrokenTie, broken_ties, tie
 from shardkit.training.fill.from_rank import RankSource, check_sources
-from shardkit.training.fill.source import Opening, first_dtype, open_weights
+from shardkit.training.fill.source import Source, find_weights, first_dtype, open_source
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import MULTIPLE, BuildModel, align_vocab, build_model, find_config
 from shardkit.training.model.fit import Fit, Missing, check_fit, check_ties, check_untied, diverged_ties
@@ -53,6 +54,10 @@ class _Asked:
     variant: str | None
     missing: Missing
     seed: int
+    open: Callable[[str | RankSource, str | None, str | None], Source] = field(
+        default_factory=lambda: cache(open_source)
+    )
+    """Opens a source of some revision and variant, each once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +148,13 @@ def prepare(
         UsageError: options contradict each other.
         All are raised on all ranks and name those that failed.
     """
-    opening = None if source is None else Opening(source, revision=revision, variant=variant)
+    with agreed(_OPENING):
+        if isinstance(source, RankSource) and (revision is not None or variant is not None):
+            raise UsageError("revision and variant are of files: a state dict has none")
+        given = source if source is None or isinstance(source, RankSource) else os.fspath(source)
+        asked = _Asked(source=given, revision=revision, variant=variant, missing=missing, seed=seed)
     if dtype is None and isinstance(build_model, (str, os.PathLike)):
-        dtype = _stored_dtype(os.fspath(build_model), opening, revision, variant)
+        dtype = _stored_dtype(build_model, asked)
     with agreed("building the model"):
         plain = _build(
             build_model,
@@ -157,13 +166,8 @@ def prepare(
             tokenizer=tokenizer,
             align=align_vocab,
         )
-    with agreed(_OPENING):
-        if isinstance(source, RankSource) and (revision is not None or variant is not None):
-            raise UsageError("revision and variant are of files: a state dict has none")
-        given = None if opening is None else opening.source
-        asked = _Asked(source=given, revision=revision, variant=variant, missing=missing, seed=seed)
     check_sources(given)
-    found = _open_together(plain, asked, opening)
+    found = _open_together(plain, asked)
     fit = found.fit
     assert fit is not None
     if found.untied:
@@ -198,35 +202,34 @@ def prepare(
     )
 
 
-def _stored_dtype(
-    model: str, source: Opening | None, revision: str | None, variant: str | None
-) -> str | None:
+def _stored_dtype(model: str | os.PathLike[str], asked: _Asked) -> str | None:
     """Return the dtype of stored weights, for a model whose config names none: its own, or else the source's."""
 
-    is_source = source is not None and source.source == model
+    def dtype_of(source: str | RankSource, revision: str | None) -> str | None:
+        try:
+            return first_dtype(asked.open(source, revision, asked.variant))
+        except ShardkitError:  # opening it in earnest raises it again
+            return None
 
     def look() -> str | None:
+        home, source = os.fspath(model), asked.source
         try:
-            directory = find_config(model, revision if is_source else None)
+            directory = find_config(home, asked.revision if home == source else None)
             config = read_config(directory) or {}
         except ShardkitError:  # building the model raises it again
             return None
         if any(config.get(key) is not None for key in ("dtype", "torch_dtype")):
             return None
-        own = None
-        if storage.exists(model):
-            own = first_dtype(source if source and is_source else Opening(directory, variant=variant))
-        if own is not None or source is None:
+        own = dtype_of(directory, None) if storage.exists(home) else None
+        if own is not None or source is None or (isinstance(source, RankSource) and not source.is_here):
             return own
-        is_here = not isinstance(source.source, RankSource) or source.source.is_here
-        return first_dtype(source) if is_here else None
+        return dtype_of(source, asked.revision)
 
     phase = "reading the config"
     with agreed(phase):
         mine = look()
-    return next(
-        (each for each in gather_json(mine, phase=phase) if each), None
-    )  # a rank may not see the source
+    # A rank may not see the source.
+    return next((each for each in gather_json(mine, phase=phase) if each), None)
 
 
 def _build(
@@ -246,11 +249,11 @@ def _build(
     return _Plain(model=model, expected=expected, ties=ties, grown=grown, writes=writes, retied=retied)
 
 
-def _open_together(plain: _Plain, asked: _Asked, opening: Opening | None) -> _Source:
+def _open_together(plain: _Plain, asked: _Asked) -> _Source:
     """Open the source on every rank that has it; these tell the others what is read and what is initialised."""
     found, error = _Source(), None
     try:
-        found = _open(plain, asked, opening)
+        found = _open(plain, asked)
     except BaseException as caught:
         error = caught
     mine = {"has": found.weights is not None, "failed": error is not None, "digest": plain.digest(asked)}
@@ -279,16 +282,17 @@ def _open_together(plain: _Plain, asked: _Asked, opening: Opening | None) -> _So
     return found
 
 
-def _open(plain: _Plain, asked: _Asked, opening: Opening | None) -> _Source:
-    if opening is None:
+def _open(plain: _Plain, asked: _Asked) -> _Source:
+    source = asked.source
+    if source is None:
         check_untied(broken_ties(plain.model), None)
         every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
         return _Source(fit=Fit(initialised=every, notes=("no source: every tensor is initialised",)))
-    source = opening.source
     if isinstance(source, RankSource) and not source.is_here:
         return _Source(absent=source.elsewhere())
     try:
-        weights = open_weights(opening, plain.expected, plain.ties, model=plain.model)
+        opened = asked.open(source, asked.revision, asked.variant)
+        weights = find_weights(opened, plain.expected, plain.ties, model=plain.model)
     except ShardkitError as error:
         if not isinstance(source, RankSource) and (isinstance(error, ResourceError) or _is_absent(source)):
             return _Source(absent=error)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardkit
 from shardkit.errors import IntegrityError, LayoutError
 from shardkit.files import manifest
-from shardkit.training.fill.source import open_weights
+from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.context import Weights, describe, key_rules, recall, remember
@@ -221,7 +221,7 @@ def test_rules_outlive_reshard(tmp_path: Path) -> None:
     for name in ("saved", "two", "three"):
         shardkit.consolidate(tmp_path / name, tmp_path / f"{name}-hub")
         assert_is(tmp_path / f"{name}-hub", tmp_path / "saved-hub")
-        weights = open_weights(tmp_path / name, describe(model)[0])
+        weights = find_weights(open_source(str(tmp_path / name)), describe(model)[0])
         assert weights.key_rules == (("0.", "net."), ("1.", "head.")), name
     assert shardkit.verify(tmp_path / "three").ok
 

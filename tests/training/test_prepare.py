@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardkit.errors import LayoutError, SourceError, UsageError
-from shardkit.training.fill.source import open_weights
+from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.context import ModelInitializationContext, describe
@@ -368,7 +368,7 @@ def test_a_model_that_is_wrapped_is_no_plain_one(out: Path) -> None:
     expected, ties = describe(ctx.model)
     assert ctx.weights is not None
     # transformers' own renamings are found in a model whose classes fully_shard has changed.
-    again = open_weights(out / "vlm", expected, ties, model=ctx.model)
+    again = find_weights(open_source(str(out / "vlm")), expected, ties, model=ctx.model)
     assert (again.names, again.identity) == (ctx.weights.names, ctx.weights.identity)
     found = same_error(lambda: prepare(ctx.model, str(out / "vlm")))
     assert "wrapped already" in found["message"]

@@ -1,4 +1,4 @@
-"""A source of weights, opened for one model: where each tensor lies, and which weights these are."""
+"""A source of weights, opened; and the weights of one model in it: where each tensor lies, and which weights these are."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from shardkit import formats
 from shardkit.core.catalog import Catalog, subset
-from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import ResourceError, ShardkitError
+from shardkit.errors import ResourceError
 from shardkit.files import manifest, storage
 from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.hub.base import saved_key_rules
@@ -41,119 +40,129 @@ _SAMPLE_NBYTES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Opened:
-    """A source, before it is known which of its tensors are wanted."""
+class Source:
+    """A source of weights, opened: it is known what lies where, and no tensor has been read."""
 
     path: str
+    """For messages."""
     catalog: Catalog
-    names: Mapping[str, str]
-    """Stored name -> name without the checkpoint's own root, of the weights of its model."""
-    select: Callable[[Collection[str]], Catalog]
-    identity: Callable[[Catalog], object]
-    """Plain data that tells these weights from others, given the catalog of the wanted ones."""
-    hub_names: Mapping[str, str] | None = None
-    """Stored name -> the Hub's; None where that is not known."""
-    may_have_own_names: bool = False
-    """Names may also be the model's own; then only those that differ from it are the Hub's."""
-    quantised: str | None = None
-    presharded: str | None = None
-    is_hub: bool = False
-    notes: tuple[str, ...] = ()
-    open_chunks: Callable[[Mapping[str, Sequence[Region]]], Catalog] | None = None
+    """All that it holds; a pre-sharded directory's has no chunks yet."""
+    checkpoint: Checkpoint | None = None
+    """None for a pre-sharded directory, and for the memory of a rank."""
+    presharded: Presharded | None = None
 
 
-class Opening:
-    """A source that is opened when it is first needed, and once.
+def open_source(source: str | RankSource, revision: str | None = None, variant: str | None = None) -> Source:
+    """Open a source, whatever model it is for.
 
     Args:
         source: a Hub directory, file or repo id, a pre-sharded directory, a checkpoint of any trainer, or what
             `from_rank` returned on the rank that holds the state dict.
         revision: branch, tag or commit of a repo id.
         variant: "fp16" takes `model.fp16.safetensors`.
+
+    Raises:
+        SourceError, IntegrityError: nothing there, or it is damaged or incomplete.
+        ResourceError: it cannot be read or downloaded.
+        UsageError: a revision of something local, or a state dict that is none.
     """
-
-    def __init__(
-        self,
-        source: str | os.PathLike[str] | RankSource,
-        *,
-        revision: str | None = None,
-        variant: str | None = None,
-    ) -> None:
-        self.source = os.fspath(source) if isinstance(source, os.PathLike) else source
-        self._revision, self._variant = revision, variant
-
-    def weights_of(self, wanted: list[str]) -> _Opened:
-        """Return what it holds of a model with some names; raises as `open_weights`."""
-        content = self._content
-        if isinstance(content, Presharded):
-            return _of_presharded(str(self.source), content, wanted)
-        if isinstance(content, Checkpoint):
-            hub = content.hub
-            return _of_checkpoint(content, wanted) if hub is None else _of_hub(hub, content.path, wanted)
-        assert isinstance(self.source, RankSource)
-        return _of_rank(self.source, content, wanted)
-
-    @cached_property
-    def _content(self) -> Presharded | Checkpoint | Catalog:
-        if isinstance(self.source, RankSource):
-            return self.source.open()
-        if storage.isdir(self.source) and self._revision is None and self._variant is None:
-            presharded = open_presharded(self.source)
-            if presharded is not None:
-                return presharded
-        return formats.open(self.source, revision=self._revision, variant=self._variant)
+    if isinstance(source, RankSource):
+        return Source(path=source.label, catalog=source.open())
+    is_plain = revision is None and variant is None and storage.isdir(source)
+    presharded = open_presharded(source) if is_plain else None
+    if presharded is not None:
+        return Source(path=source, catalog=presharded.catalog, presharded=presharded)
+    checkpoint = formats.open(source, revision=revision, variant=variant)
+    path = checkpoint.path if checkpoint.hub is None else checkpoint.hub.directory
+    return Source(path=path, catalog=checkpoint.catalog, checkpoint=checkpoint)
 
 
-def open_weights(
-    source: str | os.PathLike[str] | RankSource | Opening,
+def first_dtype(source: Source) -> str | None:
+    """Return the dtype that `from_pretrained` takes where a config names none; None where it cannot be told.
+
+    It is the dtype of the first floating tensor by name, in the first file.
+
+    Raises:
+        SourceError: its names cannot be told from those of an optimizer or another model.
+
+    Source: transformers 5.23, modeling_utils, _get_dtype and get_state_dict_dtype.
+    """
+    tensors, chunks, files = source.catalog.tensors, source.catalog.chunks, source.catalog.files
+    is_hub = source.checkpoint is not None and source.checkpoint.hub is not None
+
+    def place(name: str) -> tuple[str, str]:
+        entry = tensors[name]
+        return files[chunks.file[entry.first_chunk]].name if is_hub and entry.num_chunks else "", name
+
+    names = tensors if is_hub else _select(source, [])[0]
+    first = min((name for name in names if tensors[name].dtype.is_convertible), key=place, default=None)
+    return None if first is None else tensors[first].dtype.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """The weights of the model in a source."""
+
+    names: Mapping[str, str]
+    """Stored name -> name without the checkpoint's own root."""
+    select: Callable[[Collection[str]], Catalog]
+    identity: Callable[[Catalog], object]
+    """Plain data that tells these weights from others, given the catalog of the wanted ones."""
+    hub_names: Mapping[str, str] | None
+    """Stored name -> the Hub's; None where that is not known."""
+    may_have_own_names: bool = False
+    """Names may also be the model's own; then only those that differ from it are the Hub's."""
+    quantised: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def find_weights(
+    source: Source,
     names: Mapping[str, ExpectedTensor],
     ties: Iterable[Collection[str]] = (),
     *,
     model: nn.Module | None = None,
 ) -> Weights:
-    """Open a source and find the tensors of a model in it; reads none of them.
+    """Find the tensors of a model in a source; reads none of them.
 
     `check_fit` tells whether they fit.
 
     Args:
-        source: as for `Opening`.
+        source: opened; it may be used again for another model.
         names: the model's parameters and buffers; those that no state dict has are not searched for.
         ties: groups of names that are one parameter; the source may have any of them.
         model: where it is a model of transformers, wrapped or not, its own renamings apply.
 
     Raises:
-        SourceError, IntegrityError: nothing there, or it is damaged or incomplete, or holds factors of matrices that
-            the model has whole.
-        ResourceError: it cannot be read or downloaded.
-        UsageError: a revision of something local.
+        SourceError, IntegrityError: it is damaged or incomplete, or holds factors of matrices that the model has
+            whole.
+        ResourceError: it cannot be read.
     """
     wanted = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
     for group in ties:
         wanted.update(dict.fromkeys(group if any(name in wanted for name in group) else ()))
-    opening = source if isinstance(source, Opening) else Opening(source)
-    opened = opening.weights_of(list(wanted))
+    stored = _stored(source, list(wanted))
     found = match_names(
-        opened.names,
+        stored.names,
         wanted,
-        shapes={name: opened.catalog.tensors[name].shape for name in opened.names},
+        shapes={name: source.catalog.tensors[name].shape for name in stored.names},
         computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
         model=model,
     )
-    catalog = opened.select(list(dict.fromkeys(found.names.values())))
+    catalog = stored.select(list(dict.fromkeys(found.names.values())))
     return Weights(
-        path=opened.path,
+        path=source.path,
         catalog=catalog,
         names=found.names,
-        identity=_digest([opened.identity(catalog), _samples(catalog)]),
-        presharded=opened.presharded,
-        unused={name: opened.catalog.tensors[name].shape for name in found.unused},
+        identity=_digest([stored.identity(catalog), _samples(catalog)]),
+        unused={name: source.catalog.tensors[name].shape for name in found.unused},
         made=frozenset(found.made),
         follows_class=found.is_transformers,
         fused=found.fused,
-        quantised=opened.quantised or _scales(found.unused),
-        notes=(*opened.notes, *_match_notes(found)),
-        key_rules=_key_rules(opened, found.names),
-        open_chunks=opened.open_chunks,
+        quantised=stored.quantised or _scales(found.unused),
+        notes=(*stored.notes, *_match_notes(found)),
+        key_rules=_key_rules(stored, found.names),
+        open_chunks=source.presharded.open_chunks if source.presharded is not None else None,
     )
 
 
@@ -164,92 +173,59 @@ def _match_notes(found: NameMatch) -> Iterator[str]:
         yield f"{count(found.renamed, 'tensor')} of the source found under other names than the model's"
 
 
-def first_dtype(source: Opening) -> str | None:
-    """Return the dtype that `from_pretrained` takes where a config names none; None where it cannot be told.
-
-    It is the dtype of the first floating tensor by name, in the first file.
-
-    Source: transformers 5.23, modeling_utils, _get_dtype and get_state_dict_dtype.
-    """
-    try:
-        opened = source.weights_of([])
-    except ShardkitError:  # opening it in earnest reports this
-        return None
-    tensors, chunks = opened.catalog.tensors, opened.catalog.chunks
-
-    def place(name: str) -> tuple[str, str]:
-        entry = tensors[name]
-        file = opened.catalog.files[chunks.file[entry.first_chunk]].name if entry.num_chunks else ""
-        return file if opened.is_hub else "", name
-
-    floating = (name for name in opened.names if tensors[name].dtype.is_convertible)
-    first = min(floating, key=place, default=None)
-    return None if first is None else tensors[first].dtype.name
-
-
-def _key_rules(opened: _Opened, names: Mapping[str, str]) -> KeyRules | None:
-    hub = opened.hub_names
+def _key_rules(stored: _Stored, names: Mapping[str, str]) -> KeyRules | None:
+    hub = stored.hub_names
     if hub is None:
         return None
-    rules = key_rules({fqn: hub[stored] for fqn, stored in names.items()})
-    return rules if rules or not opened.may_have_own_names else None
+    rules = key_rules({fqn: hub[name] for fqn, name in names.items()})
+    return rules if rules or not stored.may_have_own_names else None
 
 
-def _of_presharded(source: str, presharded: Presharded, wanted: list[str]) -> _Opened:
-    catalog, digest = presharded.catalog, presharded.digest
-    names, _ = _select(catalog, wanted, None)
-    return _Opened(
-        path=source,
-        catalog=catalog,
+def _stored(source: Source, wanted: list[str]) -> _Stored:
+    if wanted:
+        refuse_factors(
+            source.catalog.tensors, wanted
+        )  # first: otherwise the error would be that names fit nothing
+    if source.checkpoint is None:
+        return _of_records(source, wanted)
+    if source.checkpoint.hub is not None:
+        return _of_hub(source.checkpoint, source.checkpoint.hub)
+    return _of_checkpoint(source, source.checkpoint, wanted)
+
+
+def _of_records(source: Source, wanted: list[str]) -> _Stored:
+    """Describe a pre-sharded directory, or the memory of a rank."""
+    catalog, presharded = source.catalog, source.presharded
+    names, notes = _select(source, wanted)
+    return _Stored(
         names=names,
-        hub_names=_renamed(names, presharded.key_rules or ()),
+        hub_names=_renamed(names, (presharded.key_rules if presharded is not None else None) or ()),
         may_have_own_names=True,  # `reshard` writes what preshard does, under a model's names
-        select=lambda names: subset(catalog, names),
-        identity=lambda _: {"manifest": digest},
-        presharded=source,
-        open_chunks=presharded.open_chunks,
+        select=partial(subset, catalog),
+        identity=lambda _: source.path if presharded is None else presharded.digest,
+        notes=(*catalog.notes, *notes) if presharded is None else (),
     )
 
 
-def _of_rank(source: RankSource, catalog: Catalog, wanted: list[str]) -> _Opened:
-    names, notes = _select(catalog, wanted, None)
-    return _Opened(
-        path=source.label,
-        catalog=catalog,
+def _of_hub(checkpoint: Checkpoint, model: HubModel) -> _Stored:
+    add_checksums(model.catalog, checkpoint.path)
+    names = {name: name for name in model.catalog.tensors}
+    return _Stored(
         names=names,
         hub_names=names,
-        may_have_own_names=True,
-        select=lambda names: subset(catalog, names),
-        identity=lambda _: [source.label],
-        notes=(*catalog.notes, *notes),
-    )
-
-
-def _of_hub(model: HubModel, path: str, wanted: list[str]) -> _Opened:
-    add_checksums(model.catalog, path)
-    if wanted:
-        refuse_factors(model.catalog.tensors, wanted)
-    return _Opened(
-        path=model.directory,
-        catalog=model.catalog,
-        names={name: name for name in model.catalog.tensors},
-        hub_names={name: name for name in model.catalog.tensors},
-        select=lambda names: subset(model.catalog, names),
+        select=partial(subset, model.catalog),
         # Without the repo and its commit: a copy in a directory has the same weights.
         identity=lambda _: [manifest.to_json(file) for file in model.identity.files],
         quantised=_quantisation(model.config),
-        is_hub=True,
         notes=model.catalog.notes,
     )
 
 
-def _of_checkpoint(checkpoint: Checkpoint, wanted: list[str]) -> _Opened:
-    names, notes = _select(checkpoint.catalog, wanted, checkpoint)
+def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) -> _Stored:
+    names, notes = _select(source, wanted)
     config = next((read_config(directory) for directory in checkpoint.assets), None)
     rules = saved_key_rules(checkpoint)
-    return _Opened(
-        path=checkpoint.path,
-        catalog=checkpoint.catalog,
+    return _Stored(
         names=names,
         hub_names=None if rules is None else _renamed(names, rules),
         select=partial(_selected, checkpoint),
@@ -270,18 +246,14 @@ def _renamed(names: Mapping[str, str], rules: Sequence[KeyRule]) -> dict[str, st
     return {stored: changed.get(name, name) for stored, name in names.items()}
 
 
-def _select(
-    catalog: Catalog, wanted: list[str], checkpoint: Checkpoint | None
-) -> tuple[dict[str, str], tuple[str, ...]]:
+def _select(source: Source, wanted: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the weights of a checkpoint's model by stored name, each with its name below the root; no optimizer."""
-    if wanted:
-        refuse_factors(catalog.tensors, wanted)  # first: otherwise the error would be that names fit nothing
-    bases = [base for base in map(base_name, wanted) if base is not None]
+    catalog, bases = source.catalog, [base for base in map(base_name, wanted) if base is not None]
     selection = select_model(
         catalog.tensors,
         catalog.objects,
         catalog.paths,
-        checkpoint.roots if checkpoint is not None else {},
+        source.checkpoint.roots if source.checkpoint is not None else {},
         base_names=list(dict.fromkeys((*wanted, *bases))),
     )
     return selection.names, (*selection.notes, *selection.unloadable, *selection.warnings)

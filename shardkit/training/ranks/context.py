@@ -122,8 +122,6 @@ class Weights:
     identity: str
     """Hex digest that is the same for every copy of these weights, whatever its path and times: of the manifest, or
     of sizes and headers."""
-    presharded: str | None = None
-    """Directory that preshard wrote, with a chunk list for each file; None for any other source."""
     unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of every weight of the source that the model has no place for, by its stored name."""
     made: frozenset[str] = frozenset()

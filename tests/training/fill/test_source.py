@@ -21,7 +21,7 @@ from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats.dcp import chunk_list
 from shardkit.operations.preshard import preshard
-from shardkit.training.fill.source import open_weights
+from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.model.build import build_model
 from shardkit.training.prepare import prepare
@@ -54,7 +54,7 @@ def save_dcp(state: dict[str, Any], directory: Path) -> None:
 
 def opened(model: nn.Module, source: Path | str, **options: Any) -> Weights:
     expected, ties = describe(model)
-    return open_weights(source, expected, ties, model=model, **options)
+    return find_weights(open_source(str(source), **options), expected, ties, model=model)
 
 
 def read(weights: Weights, stored: str) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_a_hub_directory(name: str, hub: Callable[[str], Path]) -> None:
     weights = opened(build_model(str(hub(name))), hub(name))
     assert_is(weights, models.reference(name))
     assert not weights.unused
-    assert weights.presharded is None
+    assert weights.open_chunks is None  # all places are known
     # Qwen2-VL's file has names of before transformers 4.52, which from_pretrained changes.
     assert bool(weights.notes) == (name == "qwen2-vl")
 
@@ -228,7 +228,7 @@ def sharded(hub: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 def test_a_presharded_directory(hub: Callable[[str], Path], sharded: Path) -> None:
     model = build_model(str(hub("qwen3")))
     weights = opened(model, sharded)
-    assert weights.presharded == str(sharded)
+    assert weights.open_chunks is not None
     assert_is(weights, models.reference("qwen3"))
     assert [file.name for file in weights.catalog.files] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shardkit.errors import LayoutError, UsageError
-from shardkit.training.fill.source import open_weights
+from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.model.build import build_model
 from shardkit.training.model.fit import Fit, check_fit, check_ties
 from shardkit.training.ranks.context import describe
@@ -33,7 +33,7 @@ class Net(nn.Module):
 def fitted(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path, **options: Any) -> Fit:
     save_file(dict(state), path / "x.safetensors")
     expected, ties = describe(model)
-    weights = open_weights(path / "x.safetensors", expected, ties, model=model)
+    weights = find_weights(open_source(str(path / "x.safetensors")), expected, ties, model=model)
     return check_fit(expected, ties, weights, **options)
 
 
@@ -133,7 +133,7 @@ def test_fused_experts_are_never_left_random(name: str, missing: Any, tmp_path: 
     models.save(name, tmp_path)
     model = build_model(str(tmp_path))
     expected, ties = describe(model)
-    weights = open_weights(tmp_path, expected, ties, model=model)
+    weights = find_weights(open_source(str(tmp_path)), expected, ties, model=model)
     with pytest.raises(LayoutError, match="stores experts one by one, the model holds them fused") as caught:
         check_fit(expected, ties, weights, missing=missing)
     assert "not supported yet" in caught.value.message
@@ -191,7 +191,7 @@ def test_any_name_of_a_tie_will_do(stored: list[str], tmp_path: Path) -> None:
     expected, ties = describe(model)
     assert ties == (("embed.weight", "head.weight"),)
     assert list(expected) == ["embed.weight"]
-    weights = open_weights(tmp_path / "x.safetensors", expected, ties)
+    weights = find_weights(open_source(str(tmp_path / "x.safetensors")), expected, ties)
     assert sorted(weights.names) == sorted(stored)
     assert check_fit(expected, ties, weights) == Fit()
     check_ties(ties, weights)
@@ -203,7 +203,7 @@ def test_a_tie_with_two_values_would_lose_one(tmp_path: Path) -> None:
         {"embed.weight": torch.ones(6, 3), "head.weight": torch.ones(6, 3) * 2}, tmp_path / "x.safetensors"
     )
     expected, ties = describe(build_model(Tied))
-    weights = open_weights(tmp_path / "x.safetensors", expected, ties)
+    weights = find_weights(open_source(str(tmp_path / "x.safetensors")), expected, ties)
     with pytest.raises(LayoutError, match="one of them would be lost") as caught:
         check_ties(ties, weights)
     assert caught.value.problems == ("embed.weight and head.weight",)
