@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageErr
 from shardkit.files.links import may_follow_links
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
-from shardkit.training.fill.broadcast import fill_broadcast, first_line
+from shardkit.training.fill.broadcast import fill_broadcast
 from shardkit.training.fill.direct import fill_direct
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import (
@@ -108,7 +110,8 @@ def finalize(
         shards = local_shards(model)
     filled = Filled()
     if ctx.source is not None:
-        filled = fill(shards, supply_of(ctx), options)
+        supply = supply_of(ctx)
+        filled = fill(shards, supply, options, choose_sources(shards, supply, options))
         ctx.checked = filled.checked
         say_checked(filled.checked, check_source=check_source)
     with agreed("initialising parameters"):
@@ -161,7 +164,7 @@ def load_into(
         materialise(model, place)
         shards = local_shards(model)
     supply = _open(model, source)
-    filled = fill(shards, supply, options)
+    filled = fill(shards, supply, options, choose_sources(shards, supply, options))
     say_checked(filled.checked, check_source=check_source)
     _prove(model, shards, filled, None)
     remember(model, supply.weights)
@@ -226,7 +229,7 @@ def _say_unlike_computed(buffers: Sequence[str]) -> None:
 
 
 def fill(
-    shards: Sequence[LocalShard], supply: Supply, options: ReadOptions, *, direct: bool | None = None
+    shards: Sequence[LocalShard], supply: Supply, options: ReadOptions, sources: Sequence[int] | None
 ) -> Filled:
     """Fill shards from a source, one way or the other; every rank calls it.
 
@@ -234,39 +237,71 @@ def fill(
         shards: of this rank, materialised.
         supply: what fills them.
         options: how they are filled.
-        direct: what `is_direct` said before; None asks it.
+        sources: from `choose_sources`.
     """
-    if direct is None:
-        direct = is_direct(supply, options)
-    if not direct:
-        return fill_broadcast(shards, supply, options)
+    if sources is not None:
+        return fill_broadcast(shards, supply, sources, check_source=options.check_source)
     assert supply.weights is not None
     with agreed("holding the source against the model"):
         wanted = match(shards, supply)
     return fill_direct(wanted, supply.weights, check_source=options.check_source)
 
 
-def is_direct(supply: Supply, options: ReadOptions) -> bool:
-    """Decide whether ranks read for themselves, on all ranks alike, and log once what was decided and why."""
-    identity = None if supply.weights is None else supply.weights.identity
-    mine = [options.strategy, options.source_rank, f"check_source={options.check_source}"]
-    told = gather_json([identity, supply.unavailable, mine], phase="comparing the ranks' sources")
-    if any(given != told[0][2] for _, _, given in told):
+class _Told(NamedTuple):
+    """What a rank says of itself."""
+
+    identity: str | None
+    """Of the weights that it sees; None if it cannot open them."""
+    reason: str | None
+    """Why it cannot."""
+    group: str
+    """Ranks of the same group are served by one source."""
+    options: str
+
+
+def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> list[int] | None:
+    """Return the source rank of every rank, or None if each reads for itself; every rank calls it.
+
+    A source rank is the first of its group that can open the source. What was decided, and why, is logged once.
+
+    Args:
+        shards: of this rank; they tell the replicas of a mesh from each other.
+        supply: whether this rank can open the source.
+        options: what the caller wants; the same on all ranks.
+
+    Raises:
+        UsageError: on all ranks: they want different things.
+        SourceError: on all ranks: too few of them can open the source for what is wanted, or source ranks see
+            different weights.
+    """
+    group = ""
+    if options.source_rank != "global":
+        group = _node() if options.source_rank == "node" else _replica(shards)
+    asked = f"{options.strategy}, {options.source_rank}, check_source={options.check_source}"
+    mine = _Told(
+        None if supply.weights is None else supply.weights.identity, supply.unavailable, group, asked
+    )
+    told = [_Told(*each) for each in gather_json(mine, phase="comparing the ranks' sources")]
+    if any(each.options != told[0].options for each in told):
         raise UsageError(
             "the ranks do not have the same strategy, source_rank and check_source",
-            problems=[f"rank {rank}: {', '.join(given)}" for rank, (_, _, given) in enumerate(told)],
+            problems=[f"rank {rank}: {each.options}" for rank, each in enumerate(told)],
         )
-    blind = {rank: reason for rank, (identity, reason, _) in enumerate(told) if identity is None}
-    others = [rank for rank, (identity, *_) in enumerate(told) if identity not in (None, told[0][0])]
-    if options.strategy == "broadcast":
-        return False
+    if options.strategy != "broadcast" and _all_read(told, options.strategy):
+        return None
+    return _sources(told, options.source_rank)
+
+
+def _all_read(told: Sequence[_Told], strategy: Strategy) -> bool:
+    """True if all ranks can read the same weights; otherwise raise, unless others may read for those that cannot."""
+    blind = [rank for rank, each in enumerate(told) if each.identity is None]
+    others = [rank for rank, each in enumerate(told) if each.identity not in (None, told[0].identity)]
     if not blind and not others:
         _say(f"direct: all {len(told)} ranks see the same weights")
         return True
-    problems = [f"rank {rank}: {first_line(reason)}" for rank, reason in blind.items()]
-    if others and not blind:
-        problems += [f"rank {rank}: other weights than rank 0" for rank in others]
-    if options.strategy == "direct" or len(blind) == len(told):
+    problems = [f"rank {rank}: {_first_line(told[rank].reason)}" for rank in blind]
+    problems = problems or [f"rank {rank}: other weights than rank 0" for rank in others]
+    if strategy == "direct" or len(blind) == len(told):
         raise SourceError(
             f"{len(problems)} of {len(told)} ranks cannot read the source by themselves",
             problems=problems,
@@ -276,6 +311,59 @@ def is_direct(supply: Supply, options: ReadOptions) -> bool:
         )
     _say(f"broadcast, not direct: {problems[0]}", logging.WARNING if others else logging.INFO)
     return False
+
+
+def _sources(told: Sequence[_Told], source_rank: SourceRank) -> list[int]:
+    """Return the source rank of every rank: the first of its group that can open the source."""
+    found: dict[str, int] = {}
+    for rank, each in enumerate(told):
+        if each.identity is not None:
+            found.setdefault(each.group, rank)
+    problems = [
+        f"rank {rank}: {_first_line(each.reason)}"
+        for rank, each in enumerate(told)
+        if each.group not in found
+    ]
+    SourceError.raise_for(
+        problems,
+        f"no rank of some {source_rank} can open the source" if found else "no rank can open the source",
+        hint="source_rank='global' needs only one rank that can" if found else None,
+    )
+    first = min(found.values())
+    others = [rank for rank in found.values() if told[rank].identity != told[first].identity]
+    SourceError.raise_for(
+        [f"rank {rank}: other weights than rank {first}" for rank in others],
+        "source ranks see different weights",
+        hint="copy the same weights to every node, or use source_rank='global'",
+    )
+    return [found[each.group] for each in told]
+
+
+def _first_line(reason: str | None) -> str:
+    """Return why a rank cannot open the source, in one line."""
+    return (reason or "cannot open the source").splitlines()[0]
+
+
+def _node() -> str:
+    """Name this rank's node: torchrun numbers the nodes; without it the host's name tells them apart."""
+    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
+
+
+def _replica(shards: Sequence[LocalShard]) -> str:
+    """Return the place on the axes that replicate every sharded tensor: `dp_replicate` of an HSDP mesh."""
+    widest = max(
+        (shard.replicas.mesh for shard in shards if shard.replicas.mesh is not None),
+        key=lambda mesh: mesh.size(),
+        default=None,
+    )
+    coordinate = widest.get_coordinate() if widest is not None else None
+    if coordinate is None:
+        return ""
+    axes = set(range(len(coordinate)))
+    for shard in shards:
+        if shard.replicas.mesh == widest:
+            axes.intersection_update(shard.replicas.axes)
+    return str([coordinate[axis] for axis in sorted(axes)])
 
 
 def _say(text: str, level: int = logging.INFO) -> None:

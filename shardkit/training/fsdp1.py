@@ -22,7 +22,7 @@ from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.training.fill.reading import Filled, ReadOptions, Strategy
-from shardkit.training.finalize import fill, fill_initialised, is_direct, prove_filled, supply_of
+from shardkit.training.finalize import choose_sources, fill, fill_initialised, prove_filled, supply_of
 from shardkit.training.model.buffers import equalise_buffers, memory_for_buffers, restore_buffers, retie
 from shardkit.training.ranks.agree import agreed, device_for
 from shardkit.training.ranks.context import ModelInitializationContext, full_name, remember
@@ -94,7 +94,8 @@ class UnitFiller:
     def __init__(
         self, ctx: ModelInitializationContext, options: ReadOptions, device: torch.device | str | None
     ) -> None:
-        self._ctx, self._options, self._direct = ctx, options, False
+        self._ctx, self._options = ctx, options
+        self._sources: list[int] | None = None
         default = device_for() if dist.is_initialized() else torch.device("cpu")
         self._device = default if device is None else torch.device(device)
         self._supply = supply_of(ctx)
@@ -135,7 +136,7 @@ class UnitFiller:
     def _locate(self) -> None:
         """Decide once who reads."""
         if self._ctx.source is not None:
-            self._direct = is_direct(self._supply, self._options)
+            self._sources = choose_sources([], self._supply, self._options)
         with agreed("opening the source"):
             if self._supply.weights is not None:
                 self._supply = replace(self._supply, weights=self._supply.weights.located())
@@ -184,7 +185,7 @@ class UnitFiller:
         ctx, filled = self._ctx, Filled()
         fqns = {shard.fqn for shard in shards}
         if ctx.source is not None:
-            filled = fill(shards, self._supply, self._options, direct=self._direct)
+            filled = fill(shards, self._supply, self._options, self._sources)
         with agreed("initialising parameters"):
             part = replace(
                 ctx,

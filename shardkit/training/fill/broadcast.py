@@ -8,8 +8,6 @@ together behind a status: a source that cannot read on says so there, and nobody
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,12 +19,10 @@ from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region, blocks, intersect, relative_to
 from shardkit.core.text import MIB
-from shardkit.errors import LayoutError, SourceError
+from shardkit.errors import LayoutError
 from shardkit.training.fill.reading import (
     DAMAGED,
     Filled,
-    ReadOptions,
-    SourceRank,
     Wanted,
     Worker,
     flat_bytes,
@@ -42,7 +38,6 @@ from shardkit.training.ranks.agree import (
     broadcast_json,
     device_for,
     from_bytes,
-    gather_json,
     lost,
     to_bytes,
     world,
@@ -62,13 +57,16 @@ _OK, _FAILED = 1, 2
 _PHASE = "sending weights"
 
 
-def fill_broadcast(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> Filled:
+def fill_broadcast(
+    shards: Sequence[LocalShard], supply: Supply, sources: Sequence[int], *, check_source: bool = True
+) -> Filled:
     """Fill shards from what source ranks read and send; every rank calls it.
 
     Args:
         shards: of this rank, materialised.
         supply: what fills them.
-        options: who reads for whom, and whether that is compared with the checksums in the source.
+        sources: the source rank of every rank; the same on all of them.
+        check_source: compare what is read with the checksums in the source.
 
     Returns:
         What this rank filled, by FQN; the bytes that it read.
@@ -76,7 +74,6 @@ def fill_broadcast(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
     Raises:
         ShardkitError: on all ranks, if any fails; names these.
     """
-    sources = choose_sources(shards, supply, options.source_rank)
     rank, _ = world()
     rows: list[Any] = []
     with agreed("holding the source against the model"):
@@ -98,12 +95,12 @@ def fill_broadcast(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
             assert supply.weights is not None
             receivers = [other for other, source in enumerate(sources) if source == rank and other != rank]
             catalog = supply.weights.catalog
-            check = SourceCheck(catalog) if options.check_source else None
+            check = SourceCheck(catalog) if check_source else None
             error = _Source(catalog, sent, mine, receivers, filled, check).run()
         else:
             error = _Receiver(sources[rank], sent, mine, filled).run()
     agree(error, phase=_PHASE)
-    if options.check_source:  # several sources read the same bytes: the first one's count
+    if check_source:  # several sources read the same bytes: the first one's count
         filled.checked = together([filled.checked] if rank == min(sources) else [])
     return filled
 
@@ -144,83 +141,6 @@ def _in_rows_order(wanted: Sequence[Wanted], rows: Sequence[Any]) -> list[Wanted
             hint="every rank must build and wrap the same model",
         )
     return [by_fqn[row[0]] for row in rows]
-
-
-class Told(NamedTuple):
-    """What a rank says of itself."""
-
-    identity: str | None
-    """Of the weights that it sees; None if it cannot open them."""
-    reason: str | None
-    """Why it cannot."""
-    group: str
-    """Ranks of the same group are served by one source."""
-
-
-def choose_sources(shards: Sequence[LocalShard], supply: Supply, source_rank: SourceRank) -> list[int]:
-    """Return the source rank of every rank: the first of its group that can open the source. Every rank calls it.
-
-    Args:
-        shards: of this rank.
-        supply: whether this rank can open the source.
-        source_rank: "global", "node" or "replica".
-
-    Raises:
-        SourceError: on all ranks: no rank of some group can open the source, or two source ranks see other weights.
-    """
-    group = ""
-    if source_rank != "global":
-        group = _node() if source_rank == "node" else _replica(shards)
-    mine = Told(None if supply.weights is None else supply.weights.identity, supply.unavailable, group)
-    told = [Told(*each) for each in gather_json(mine, phase="choosing source ranks")]
-    found: dict[str, int] = {}
-    for rank, each in enumerate(told):
-        if each.identity is not None:
-            found.setdefault(each.group, rank)
-    problems = [
-        f"rank {rank}: {first_line(each.reason)}" for rank, each in enumerate(told) if each.group not in found
-    ]
-    SourceError.raise_for(
-        problems,
-        f"no rank of some {source_rank} can open the source" if found else "no rank can open the source",
-        hint="source_rank='global' needs only one rank that can" if found else None,
-    )
-    first = told[min(found.values())].identity
-    others = [rank for rank in found.values() if told[rank].identity != first]
-    if others:
-        raise SourceError(
-            "source ranks see different weights",
-            problems=[f"rank {rank}: other weights than rank {min(found.values())}" for rank in others],
-            hint="copy the same weights to every node, or use source_rank='global'",
-        )
-    return [found[each.group] for each in told]
-
-
-def first_line(reason: str | None) -> str:
-    """Return why a rank cannot open the source, in one line."""
-    return (reason or "cannot open the source").splitlines()[0]
-
-
-def _node() -> str:
-    """Name this rank's node: torchrun numbers the nodes; without it the host's name tells them apart."""
-    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
-
-
-def _replica(shards: Sequence[LocalShard]) -> str:
-    """Return the place on the axes that replicate every sharded tensor: `dp_replicate` of an HSDP mesh."""
-    widest = max(
-        (shard.replicas.mesh for shard in shards if shard.replicas.mesh is not None),
-        key=lambda mesh: mesh.size(),
-        default=None,
-    )
-    coordinate = widest.get_coordinate() if widest is not None else None
-    if coordinate is None:
-        return ""
-    axes = set(range(len(coordinate)))
-    for shard in shards:
-        if shard.replicas.mesh == widest:
-            axes.intersection_update(shard.replicas.axes)
-    return str([coordinate[axis] for axis in sorted(axes)])
 
 
 class Sent(NamedTuple):
