@@ -440,7 +440,7 @@ class Owner:
 class _Status(NamedTuple):
     started: int
     is_zombie: bool
-    """It has ended, and nobody has asked how; a container's first process may never do so."""
+    """It has ended, but its parent has not asked how; the first process of a container may never ask."""
 
 
 def _host() -> str:
@@ -465,9 +465,8 @@ def _status(pid: int) -> _Status | None:
     try:
         # man 5 proc: fields 3 and 22, counted after the command, which may hold blanks and brackets
         fields = content.rpartition(")")[2].split() if content else []
-        is_zombie = (
-            fields[0] in "ZX" and len(storage.listdir(f"/proc/{pid}/task")) <= 1
-        )  # else its threads live on
+        # The first thread of a process may have ended while others live on.
+        is_zombie = fields[0] in "ZX" and len(storage.listdir(f"/proc/{pid}/task")) <= 1
         return _Status(int(fields[19]), is_zombie)
     except (IndexError, ValueError, *_NOT_THERE):
         return None
