@@ -9,12 +9,12 @@ Source: CPython 3.13, Lib/pickletools.py (opcodes of protocols 2 to 5).
 
 from __future__ import annotations
 
-import gc
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from shardkit.errors import SourceError
+from shardkit.files.strict_json import uncollected
 
 Handler = Callable[[Any, int], int]
 """Executes an opcode on an `Interpreter`; given the position behind the opcode, returns that of the next one."""
@@ -64,6 +64,7 @@ class Interpreter:
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []  # the stacks below each open MARK
 
+    @uncollected()
     def run(self, where: str) -> object:
         """Return the value that the pickle describes.
 
@@ -77,9 +78,6 @@ class Interpreter:
             raise SourceError(
                 f"{where} has {len(self.data)} bytes, more than the {self.max_bytes} that it may"
             )
-        # A million records are made and none is garbage: the collector would walk them again and again.
-        collecting = gc.isenabled()
-        gc.disable()
         try:
             return self.execute()
         except Refusal as refusal:
@@ -90,9 +88,6 @@ class Interpreter:
             reason = _CUT if self.pos + 1 >= len(self.data) else "an opcode finds nothing to work on"
         except tuple(self.faults) as error:
             reason = next(text for kind, text in self.faults.items() if isinstance(error, kind))
-        finally:
-            if collecting:
-                gc.enable()
         raise SourceError(
             f"{where} is damaged or not what torch writes: {reason} (near byte {self.pos})", hint=self.hint
         ) from None
