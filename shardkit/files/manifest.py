@@ -10,33 +10,35 @@ A manifest that lies beside a directory, not in it, has the directory's name and
 """
 
 # Annotations here are objects, not text: `get_type_hints` would compile text, while a file is parsed.
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache, lru_cache
-from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from functools import cache, partial
+from itertools import islice
+from operator import attrgetter
+from types import NoneType
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 from shardkit._version import __version__
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape
-from shardkit.errors import IntegrityError, SourceError
+from shardkit.errors import IntegrityError, ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.links import locate
-from shardkit.files.strict_json import parse_integer, read_small
+from shardkit.files.strict_json import open_regular, parse_integer, read_exactly, read_small, uncollected
 
 NAME = "shardkit.json"
 FORMAT = 1
 MAX_BYTES = 1 << 30
 _SIDECAR_ENDING = ".shardkit.json"
-_MAX_NUMBER = 1 << 62
+_NUMBERS = range(1 << 62)
 _MAX_PROBLEMS = 100
+_BATCH = 4096  # tensors that are decoded at once
 _MAX_SHOWN = 200  # characters of a name or value
 
 # An `int` is a whole number from 0 on, below 2^62. What else a value has to be stands beside its type.
@@ -347,15 +349,29 @@ def describe_bytes(name: str, data: bytes, *, digest: bool, sha256: bool) -> Lis
 
 def to_json(record: Any) -> dict[str, Any]:
     """Return a record of this module as JSON has it, its parts still records: what `json.dumps` takes as `default`."""
-    head: dict[str, Any] = {}
-    if isinstance(record, KINDS):
-        head = (
-            {"format": FORMAT} if isinstance(record, Presharded) else {"format": FORMAT, "kind": record.kind}
-        )
-    values = ((item, getattr(record, item.name)) for item in fields(record))
-    return head | {
-        _key(item): value for item, value in values if value is not None or item.default is not None
-    }
+    kind: Any = type(record)
+    head, keys, values_of, optional = _spelling(kind)
+    found = {**head, **dict(zip(keys, values_of(record), strict=True))}
+    for key in optional:
+        if found[key] is None:
+            del found[key]
+    return found
+
+
+@cache
+def _spelling(kind: Any) -> tuple[dict[str, object], list[str], Callable[[Any], tuple[Any, ...]], list[str]]:
+    """Return what a type's JSON begins with, the keys, what takes their values, and which keys may be left out."""
+    head: dict[str, object] = {"format": FORMAT} if kind in KINDS else {}
+    if kind in KINDS and kind is not Presharded:
+        head["kind"] = kind.kind
+    found = fields(kind)
+    values_of = attrgetter(*(item.name for item in found))
+    return (
+        head,
+        [_key(item) for item in found],
+        values_of,
+        [_key(item) for item in found if item.default is None],
+    )
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -402,6 +418,16 @@ def read_bytes(directory: str) -> bytes:
     return read_small(locate(directory, NAME), NAME, MAX_BYTES)
 
 
+def lists_files(directory: str) -> bool:
+    """True where the manifest of a directory is a `FileList`; only its first bytes are read, which say so."""
+    try:
+        with open_regular(locate(directory, NAME), NAME) as (fd, size):
+            head = read_exactly(fd, 0, min(size, 64), NAME)
+    except ShardkitError:  # whoever needs the manifest will say that it cannot be read
+        return False
+    return f'"kind": "{FileList.kind}"'.encode() in head
+
+
 def parse(data: bytes, name: str) -> Manifest:
     """Return a manifest from its bytes, checked against its own digest.
 
@@ -415,6 +441,7 @@ def parse(data: bytes, name: str) -> Manifest:
     return decode(load(data, name), name)
 
 
+@uncollected()
 def load(data: bytes, name: str) -> dict[str, Any]:
     """Return the JSON of a manifest, checked against its own digest; arguments as for `parse`.
 
@@ -444,6 +471,7 @@ def load(data: bytes, name: str) -> dict[str, Any]:
     return content
 
 
+@uncollected()
 def decode(content: dict[str, Any], name: str) -> Manifest:
     """Return a manifest from its JSON.
 
@@ -461,7 +489,7 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
             f"{shown}: kind: expected one of {', '.join(known)}, found {_found(kind)}", hint="update shardkit"
         )
     try:
-        manifest: Manifest = _decoder(known[kind])(content)
+        manifest: Manifest = _decoder(known[kind])([content])[0]
     except _Wrong as wrong:
         problems = [problem.removeprefix(".") for problem in wrong.problems]
         what = problems[0] if len(problems) == 1 else count(len(problems), "field")
@@ -474,13 +502,17 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
 
 
 class _Wrong(Exception):
-    """Fields that are not what they should be; each problem begins with the path below the place that raised it."""
+    """Wrong fields; each problem begins with its place below the value that was decoded."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
 
 
-_Decoder = Callable[[Any], Any]
+_Decoder = Callable[[list[Any]], list[Any]]
+"""Makes values of one type from JSON, a column at a time: one call decodes a field of many records.
+
+Raises `_Wrong` if any value is wrong. Its problems are complete if the column has one value. For a longer column `_each`
+decodes the values again, one by one."""
 
 
 def _key(item: dataclasses.Field[Any]) -> str:
@@ -489,156 +521,166 @@ def _key(item: dataclasses.Field[Any]) -> str:
 
 @cache
 def _decoder(hint: Any) -> _Decoder:
-    """Return what makes a value of some type from JSON, or raises `_Wrong`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return _record_decoder(hint)
+        return _records(hint)
     if origin is Annotated:
-        return _checked_decoder(*arguments)
-    if origin in (Union, UnionType):
-        return _union_decoder(arguments)
+        kind, check, what = arguments
+        is_good = check.fullmatch if isinstance(check, re.Pattern) else check.__contains__
+        return _scalars({kind}, what, is_good)
     if origin is Mapping:
-        return _mapping_decoder(_decoder(arguments[1]))
+        return _mappings(_decoder(arguments[1]))
     if origin is tuple and arguments[-1] is Ellipsis:
-        return _list_decoder(_decoder(arguments[0]))
+        return _lists(_decoder(arguments[0]))
     if origin is tuple:
-        return _fixed_decoder([_decoder(argument) for argument in arguments])
+        return _rows([_decoder(argument) for argument in arguments])
+    if NoneType in arguments:
+        (given,) = {*arguments} - {NoneType}
+        return _optional(_decoder(given))
     return _SCALARS[hint]
 
 
-def _record_decoder(kind: Any) -> _Decoder:
+def _records(kind: Any) -> _Decoder:
     hints = get_type_hints(kind, include_extras=True)
-    parts = [(i.name, _key(i), _decoder(hints[i.name]), i.default is MISSING) for i in fields(kind)]
+    parts = [
+        (_key(item), _decoder(hints[item.name]), MISSING if item.default is MISSING else None)
+        for item in fields(kind)
+    ]
+    # Slots are set directly: the `__init__` of a frozen class would look each of them up by name, for each record.
+    setters = [getattr(kind, item.name).__set__ for item in fields(kind)]
 
-    def decode(value: Any) -> Any:
-        if type(value) is not dict:
-            raise _expected("an object", value)
-        problems: list[str] = []
-        found: dict[str, Any] = {}
-        for name, key, decode_part, is_required in parts:
-            if key in value:
-                try:
-                    found[name] = decode_part(value[key])
-                except _Wrong as wrong:
-                    problems += (f".{key}{problem}" for problem in wrong.problems)
-            elif is_required:
-                problems.append(f".{key}: it is missing")
-        if problems:
-            raise _Wrong(problems)
-        return kind(**found)
+    def decode(values: list[Any]) -> list[Any]:
+        if set(map(type, values)) - {dict}:
+            raise _expected("an object", values[0])
+        columns = _columns(
+            (f".{key}", decode_part, [value.get(key, absent) for value in values])
+            for key, decode_part, absent in parts
+        )
+        found = [object.__new__(kind) for _ in values]
+        for set_field, column in zip(setters, columns, strict=True):
+            for _ in map(set_field, found, column):
+                pass
+        return found
 
     return decode
 
 
-def _mapping_decoder(decode_item: _Decoder) -> _Decoder:
-    def decode(value: Any) -> Any:
+def _rows(decoders: list[_Decoder]) -> _Decoder:
+    def decode(values: list[Any]) -> list[Any]:
+        if set(map(type, values)) - {list} or set(map(len, values)) - {len(decoders)}:
+            raise _expected(f"a list of {len(decoders)}", values[0])
+        columns = _columns(
+            (f"[{at}]", decode_part, [value[at] for value in values])
+            for at, decode_part in enumerate(decoders)
+        )
+        return list(zip(*columns, strict=True))
+
+    return decode
+
+
+def _columns(parts: Iterable[tuple[str, _Decoder, list[Any]]]) -> list[list[Any]]:
+    """Decode the columns of some records, each with its place in a record; all that is wrong comes at once."""
+    columns, problems = list[list[Any]](), list[str]()
+    for place, decode, column in parts:
+        try:
+            columns.append(decode(column))
+        except _Wrong as wrong:
+            problems += (place + problem for problem in wrong.problems)
+    if problems:
+        raise _Wrong(problems)
+    return columns
+
+
+def _lists(decode_item: _Decoder) -> _Decoder:
+    def decode(values: list[Any]) -> list[Any]:
+        if set(map(type, values)) - {list}:
+            raise _expected("a list", values[0])
+        if len(values) == 1:
+            return [tuple(_each(decode_item, values[0], lambda at: f"[{at}]"))]
+        items = iter(decode_item([item for value in values for item in value]))
+        return [tuple(islice(items, len(value))) for value in values]
+
+    return decode
+
+
+def _mappings(decode_item: _Decoder) -> _Decoder:
+    def decode_one(value: Any) -> Any:
         if type(value) is not dict:
             raise _expected("an object", value)
-        problems: list[str] = []
-        for key, item in value.items():
+        names, problems = list(value), list[str]()
+        for start in range(0, len(names), _BATCH):
+            batch = names[start : start + _BATCH]
             try:
-                value[key] = decode_item(item)  # in place: of many tensors there is one copy at a time
+                found = _each(decode_item, [value[name] for name in batch], partial(_place, batch))
             except _Wrong as wrong:
-                problems += (f'["{escape(key[:_MAX_SHOWN])}"]{problem}' for problem in wrong.problems)
+                problems += wrong.problems
                 if len(problems) >= _MAX_PROBLEMS:
                     break
+            else:
+                value.update(zip(batch, found, strict=True))  # in place: memory holds most tensors only once
         if problems:
             raise _Wrong(problems)
         return value
 
-    return decode
+    return lambda values: [decode_one(value) for value in values]
 
 
-def _list_decoder(decode_item: _Decoder) -> _Decoder:
-    def decode(value: Any) -> Any:
-        if type(value) is not list:
-            raise _expected("a list", value)
-        try:
-            return tuple(map(decode_item, value))
-        except _Wrong:
-            raise _collected((f"[{at}]", decode_item, item) for at, item in enumerate(value)) from None
+def _optional(decode_given: _Decoder) -> _Decoder:
+    def decode(values: list[Any]) -> list[Any]:
+        given = iter(decode_given([value for value in values if value is not None]))
+        return [None if value is None else next(given) for value in values]
 
     return decode
 
 
-def _fixed_decoder(decoders: list[_Decoder]) -> _Decoder:
-    def decode(value: Any) -> Any:
-        if type(value) is not list or len(value) != len(decoders):
-            raise _expected(f"a list of {len(decoders)}", value)
+def _each(decode: _Decoder, values: list[Any], place: Callable[[int], str]) -> list[Any]:
+    """Decode some values; problems begin with `place(at)`, where `at` is the index of the wrong value."""
+    try:
+        return decode(values)
+    except _Wrong:
+        problems = list[str]()
+    for at, value in enumerate(values):
         try:
-            return tuple([decode_item(item) for decode_item, item in zip(decoders, value, strict=True)])
-        except _Wrong:
-            numbered = enumerate(zip(decoders, value, strict=True))
-            raise _collected((f"[{at}]", decode_item, item) for at, (decode_item, item) in numbered) from None
-
-    return decode
-
-
-def _collected(parts: Iterable[tuple[str, _Decoder, object]]) -> _Wrong:
-    """Return everything that is wrong with the parts of a value, each with its place below that."""
-    problems: list[str] = []
-    for place, decode_part, value in parts:
-        try:
-            decode_part(value)
+            decode([value])
         except _Wrong as wrong:
-            problems += (f"{place}{problem}" for problem in wrong.problems)
-            if len(problems) >= _MAX_PROBLEMS:
-                break
-    return _Wrong(problems)
+            problems += (place(at) + problem for problem in wrong.problems)
+        if len(problems) >= _MAX_PROBLEMS:
+            break
+    raise _Wrong(problems)
 
 
-def _checked_decoder(kind: Any, check: Container[Any] | re.Pattern[str], what: str) -> _Decoder:
-    is_good: Callable[[Any], object]
-    is_good = lru_cache(check.fullmatch) if isinstance(check, re.Pattern) else check.__contains__
-
-    def decode(value: Any) -> Any:
-        if type(value) is not kind or not is_good(value):
-            raise _expected(what, value)
-        return value
-
-    return decode
-
-
-def _union_decoder(kinds: tuple[Any, ...]) -> _Decoder:
-    """Take what any of several types is; what is wrong is told by the last."""
-    *firsts, last = [_decoder(kind) for kind in kinds if kind is not NoneType]
-    is_optional = NoneType in kinds
-
-    def decode(value: Any) -> Any:
-        if value is None and is_optional:
-            return None
-        for decode_as in firsts:
-            with contextlib.suppress(_Wrong):
-                return decode_as(value)
-        return last(value)
+def _scalars(kinds: set[type], what: str, is_good: Callable[[Any], object] | None = None) -> _Decoder:
+    def decode(values: list[Any]) -> list[Any]:
+        if set(map(type, values)) - kinds:  # by exact type: True is an int to isinstance
+            raise _expected(what, values[0])
+        # A file could choose numbers that all have one hash, so only text goes into a set.
+        if is_good and not all(map(is_good, set(values) if kinds == {str} else values)):
+            raise _expected(what, values[0])
+        return values
 
     return decode
 
 
-def _scalar(kind: type, what: str) -> _Decoder:
-    def decode(value: Any) -> Any:
-        if type(value) is not kind:
-            raise _expected(what, value)
-        return value
-
-    return decode
-
-
-def _whole_number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_NUMBER:  # True is an int to isinstance
-        raise _expected("an integer from 0 on", value)
-    return value
+def _is_name_or_count(value: str | int) -> bool:
+    return isinstance(value, str) or value in _NUMBERS
 
 
 _SCALARS: Mapping[Any, _Decoder] = {
-    int: _whole_number,
-    str: _scalar(str, "text"),
-    bool: _scalar(bool, "true or false"),
-    object: lambda value: value,
+    int: _scalars({int}, "an integer from 0 on", _NUMBERS.__contains__),
+    str: _scalars({str}, "text"),
+    bool: _scalars({bool}, "true or false"),
+    str | int: _scalars({str, int}, "an integer from 0 on", _is_name_or_count),
+    object: list,
 }
 
 
+def _place(names: list[str], at: int) -> str:
+    return f'["{escape(names[at][:_MAX_SHOWN])}"]'
+
+
 def _expected(what: str, value: object) -> _Wrong:
+    if value is MISSING:
+        return _Wrong([": it is missing"])
     return _Wrong([f": expected {what}, found {_found(value)}"])
 
 

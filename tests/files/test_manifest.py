@@ -166,6 +166,32 @@ def test_errors_name_the_field(path: tuple[str | int, ...], value: object, said:
     assert not isinstance(caught.value, IntegrityError)
 
 
+def test_the_wrong_one_of_many_tensors_is_named() -> None:
+    content = changed(("omitted",), [])
+    tensor = content["tensors"]["a.w"]
+    content["tensors"] = {f"t{number}": dict(tensor) for number in range(10_000)}
+    content["tensors"]["t9876"]["shape"] = [2, -3]
+    content["tensors"]["t9877"].pop("unit")
+    with pytest.raises(SourceError) as caught:
+        parsed(content)
+    assert caught.value.problems == (
+        'tensors["t9876"].shape[1]: expected an integer from 0 on, found -3',
+        'tensors["t9877"].unit: it is missing',
+    )
+    content["tensors"]["t9876"]["shape"], content["tensors"]["t9877"]["unit"] = [5], 8
+    found = manifest.all_tensors(parsed(content))
+    assert list(found) == list(content["tensors"])
+    assert found["t9876"].shape == (5,)
+    assert dataclasses.replace(found["t9877"], unit=0) == found["t0"]
+
+
+@pytest.mark.parametrize("content", ["presharded", "checkpoint", "hub", "files"])
+def test_a_list_of_files_is_told_from_its_first_bytes(content: str, tmp_path: Path) -> None:
+    assert not manifest.lists_files(str(tmp_path))
+    (tmp_path / manifest.NAME).write_bytes(manifest.sign({"format": 1, **CONTENTS[content]}))
+    assert manifest.lists_files(str(tmp_path)) == (content == "files")
+
+
 def test_all_that_is_wrong_comes_at_once_and_not_without_end() -> None:
     content = changed(("mesh",), None)
     content["files"] = 3

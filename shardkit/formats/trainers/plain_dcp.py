@@ -18,10 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from shardkit.core.text import escape
-from shardkit.errors import ShardkitError
 from shardkit.files import manifest
-from shardkit.files.links import locate
-from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.contract import (
     Checkpoint,
     Opener,
@@ -196,16 +193,6 @@ def inside(checkpoint: Checkpoint, found: Found, path: str) -> Checkpoint:
     )
 
 
-def _lists_files(directory: str) -> bool:
-    """True for a manifest of somebody else's files, which says so in its second or third line."""
-    try:
-        with open_regular(locate(directory, manifest.NAME), manifest.NAME) as (fd, size):
-            head = read_exactly(fd, 0, min(size, 64), manifest.NAME)
-    except ShardkitError:  # whoever needs it will say that it cannot be read
-        return False
-    return b'"kind": "files"' in head
-
-
 def open_plain_dcp(directory: str) -> Checkpoint:
     """Open a DCP directory; its names, and the files beside it, tell who wrote it.
 
@@ -223,7 +210,7 @@ def open_plain_dcp(directory: str) -> Checkpoint:
     tops = {head[0] for head in heads}
     notes = (*checkpoint.notes, *_only_optimizer(tops, directory))
     checkpoint = replace(checkpoint, assets=tuple(dict.fromkeys((*assets, *checkpoint.assets))), notes=notes)
-    if manifest.NAME in names and not _lists_files(directory):
+    if manifest.NAME in names and not manifest.lists_files(directory):
         return replace(checkpoint, writer="shardkit")
     for writer in _WRITERS:
         if writer.mark is not None and not has_any(names, writer.mark):
