@@ -1,10 +1,10 @@
 """`shardkit.json`: what was written, from what, and how to check it.
 
-docs/format.md is the contract, and the types here say the same: a field is a key, fields stand in the order of the file,
-and an optional field that is None is left out. A manifest is parsed once, here, with errors that name the field.
+docs/format.md is the contract, and the types here say the same. A field is a key; fields stand in the order of the
+file; an optional field that is None is left out. A manifest is parsed once, here, with errors that name the field.
 
-The manifest has the digests of `.metadata`, of every shard file and its chunk list, of every tensor, and of itself: `crc32`
-is that of the manifest's own JSON without that key, written with sorted keys and no blanks.
+The manifest has the digests of `.metadata`, of every shard file and its chunk list, of every tensor, and of itself:
+`crc32` is that of the manifest's own JSON without that key, written with sorted keys and no blanks.
 
 A manifest that lies beside a directory, not in it, has the directory's name and `.shardkit.json`.
 """
@@ -261,7 +261,7 @@ class SavedState:
     """Modules that `fully_shard` was called on."""
     ties: tuple[tuple[str, ...], ...]
     key_rules: tuple[tuple[str, str], ...] | None = None
-    """What makes the Hub's names of the model's: a prefix and what stands in its place. None where that is not known."""
+    """Rules that turn the model's names into the Hub's: a prefix and its replacement. None where that is not known."""
     metadata: File | None = None
     """`.metadata`; early versions did not list it."""
     files: tuple[SavedFile, ...]
@@ -511,8 +511,8 @@ class _Wrong(Exception):
 _Decoder = Callable[[list[Any]], list[Any]]
 """Makes values of one type from JSON, a column at a time: one call decodes a field of many records.
 
-Raises `_Wrong` if any value is wrong. Its problems are complete if the column has one value. For a longer column `_each`
-decodes the values again, one by one."""
+Raises `_Wrong` if any value is wrong. Its problems are complete if the column has one value. For a longer column
+`_each` decodes the values again, one by one."""
 
 
 def _key(item: dataclasses.Field[Any]) -> str:
