@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 def _known(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function refuse by name a torch that is newer than those that were tried, where a name is another one there."""
+    """Let a function refuse, by name, a torch newer than those that were tried in which a name has changed."""
 
     def refused(error: Exception) -> Exception:
         note = torch_note(torch.__version__)

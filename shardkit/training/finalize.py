@@ -91,8 +91,8 @@ def finalize(
         The model: every parameter filled once, nothing on meta, ties one object, buffers equal on all ranks.
 
     Raises:
-        UsageError: an unknown strategy, a model that is wrapped by FSDP1, or an optimizer that has one parameter several
-            times or another model's, and no names that would tell which ones are meant.
+        UsageError: an unknown strategy, or a model that is wrapped by FSDP1. Or an optimizer that has one parameter
+            several times, or another model's, and no names that would tell which ones are meant.
         LayoutError, IntegrityError: the wrapped model is not what was prepared, the source does not fit it, or its
             bytes are not what its checksums say.
         SourceError, ResourceError: the source cannot be read. All are raised on all ranks and name those that failed.

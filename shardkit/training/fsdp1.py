@@ -110,7 +110,7 @@ class UnitFiller:
     def __call__(self, module: nn.Module) -> nn.Module:
         """Fill what is on meta in a module, and in those inside it that FSDP1 has not wrapped; return the module.
 
-        FSDP1 calls it for the modules of a unit one after the other, the outermost first. The first call fills them all.
+        FSDP1 calls it for the modules of a unit one after the other, the outermost first. The first call fills all.
         """
         if not any(parameter.is_meta for part in _unit(module) for parameter in part.parameters(False)):
             return module

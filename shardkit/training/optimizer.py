@@ -131,7 +131,8 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
     ]
     if kept:
         raise UsageError(
-            f"{type(optimizer).__name__} keeps parameters in {', '.join(sorted(kept))} too, which would stay the old ones",
+            f"{type(optimizer).__name__} keeps parameters in {', '.join(sorted(kept))} too, which would stay the old "
+            "ones",
             hint="make it again from the wrapped model's parameters",
         )
 

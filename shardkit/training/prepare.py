@@ -124,7 +124,7 @@ def prepare(
         source: a Hub directory or repo id, a pre-sharded directory, or any sharded checkpoint; `from_rank(...)` for
             a state dict in the memory of one rank; None initialises every tensor, whole, the same in any world.
         dtype: of floating parameters; None keeps the model's own: what its config says, or else what is stored.
-            Parameters that its class makes fp32 stay so, as in `from_pretrained`. Values are converted as they are read.
+            Parameters that its class makes fp32 stay fp32, as in `from_pretrained`. Reading converts the values.
         tokenizer: embeddings are made as long as it needs; a number of tokens will do.
         align_vocab: False leaves embeddings alone; a number rounds their rows up to a multiple of it, True and None
             to a multiple of 8.
@@ -388,8 +388,8 @@ def _warn_not_repeated(blueprint: nn.Module, plain: _Plain, fit: Fit) -> None:
     lost = not_repeated(blueprint, plain.writes, fit.initialised)
     if lost and world()[0] == 0:
         _log.warning(
-            "initialised by reset_parameters and _init_weights alone, though other code of the model writes them too: %s;"
-            " move that code into _init_weights(module) of the model",
+            "initialised by reset_parameters and _init_weights alone, though other code of the model writes them too: "
+            "%s; move that code into _init_weights(module) of the model",
             listed(lost),
         )
 

@@ -144,7 +144,8 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
     copies = [len(ids) - len(set(ids)) for ids in ([id(p) for p in stepped_by(each)] for each in optimizers)]
     if any(copies):
         raise LayoutError(
-            f"the optimizer has the same parameters {sum(copies)} times more: it does not step all that it was made for",
+            f"the optimizer has the same parameters {sum(copies)} times more: it does not step all that it was made "
+            "for",
             hint="point it at all of them before the first step: rebind_optimizer, or finalize(..., optimizer=)",
         )
 
@@ -195,13 +196,12 @@ def _make_parents(path: str) -> None:
 def _write(state: State, writer: Writer, group: dist.ProcessGroup | None) -> None:
     """Let torch save. It tells every rank of every failure; each rank reports its own."""
     caught: CheckpointException | None = None
+    # A rank's own failures come as CheckpointException; a RuntimeError is of a collective.
     try:
         save_distributed(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         caught = error
-    except (
-        RuntimeError
-    ) as error:  # of a collective; failures of a rank's own work come as CheckpointException
+    except RuntimeError as error:
         raise lost(_PHASE, error) from error
     own = None
     if caught is not None:

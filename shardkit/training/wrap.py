@@ -367,9 +367,8 @@ def _apply_checkpointing(
             wrappers[id(module)] = checkpointed(module)
     named = model.named_modules(remove_duplicate=False)
     found = {path: wrappers[id(module)] for path, module in named if id(module) in wrappers}
-    for path in sorted(
-        found, key=lambda path: -path.count(".")
-    ):  # inner ones first: no path has a wrapper in it yet
+    # Inner ones first: no path has a wrapper in it yet.
+    for path in sorted(found, key=lambda path: -path.count(".")):
         model.set_submodule(path, found[path])
     return {path: wrappers.get(id(module), module) for path, module in units.items()}
 
@@ -529,6 +528,7 @@ def layer_policy(*paths: str) -> set[type[nn.Module]]:
             if not paths
             else f"layer_policy: {count(len(problems), 'path')} cannot be used",
             problems=problems,
-            hint="give import paths of module classes, such as transformers.models.llama.modeling_llama.LlamaDecoderLayer",
+            hint="give import paths of module classes, such as "
+            "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
         )
     return found

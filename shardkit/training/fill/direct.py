@@ -1,4 +1,4 @@
-"""Every rank fills its own shards straight from storage; what several ranks hold is read once and sent to the others."""
+"""Every rank fills its own shards straight from storage; what several hold, one reads and sends to the others."""
 
 from __future__ import annotations
 

@@ -105,7 +105,8 @@ def check_sources(source: object) -> None:
             f"from_rank: rank={escape(str(rank))} is none of the {count(len(told), 'rank')}", hint=hint
         )
     wrong = [
-        f"rank {here}: {'None, though it is the rank that is named' if here == rank else 'a state dict; it would be ignored'}"
+        f"rank {here}: "
+        + ("a state dict; it would be ignored" if has else "None, though it is the rank that is named")
         for here, (_, _, has) in enumerate(told)
         if has != (here == rank)
     ]

@@ -98,7 +98,7 @@ class Presharded:
             stored = ((chunk.data_start, chunk.data_nbytes, chunk.crc32) for chunk in listed.chunks)
             catalog.files[number] = replace(
                 whole.files[number],
-                stamp=_stamp(whole.files[number]),
+                stamp=FileStamp.of(storage.stat(whole.files[number].path)),
                 checksums=Checksums.of(stored),
             )
             for chunk in listed.chunks:
@@ -108,7 +108,8 @@ class Presharded:
             chunks = rows.pop(fqn, [])
             if any((chunk.dtype, chunk.shape) != (entry.dtype, entry.shape) for _, chunk in chunks):
                 raise IntegrityError(
-                    f"{escape(whole.directory)}: a chunk list has another dtype or shape of {escape(fqn)} than {manifest.NAME}"
+                    f"{escape(whole.directory)}: a chunk list has another dtype or shape of {escape(fqn)} than "
+                    f"{manifest.NAME}"
                 )
             catalog.add_tensor_columns(
                 fqn,
@@ -274,8 +275,3 @@ def _read_list(directory: str, file: manifest.ShardFile) -> ChunkList:
     if crc32(read_small(os.path.join(directory, own), own, _MAX_LIST_BYTES)) != file.chunks.crc32:
         raise IntegrityError(f"{escape(own)} has been changed")
     return listed
-
-
-def _stamp(file: SourceFile) -> FileStamp:
-    status = storage.stat(file.path)
-    return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)

@@ -64,7 +64,7 @@ class ReadOptions:
     """
 
     strategy: Strategy = "auto"
-    """"direct": every rank reads its own shards. "broadcast": source ranks read and send. "auto": direct if possible."""
+    """"direct": every rank reads its own shards. "broadcast": source ranks read and send. "auto": direct if it can."""
     source_rank: SourceRank = "global"
     """Which ranks read for which others."""
     check_source: bool = True

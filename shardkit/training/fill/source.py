@@ -1,4 +1,4 @@
-"""A source of weights, opened; and the weights of one model in it: where each tensor lies, and which weights these are."""
+"""A source of weights, opened, and the weights of one model in it: where each tensor lies, and which they are."""
 
 from __future__ import annotations
 
@@ -183,9 +183,8 @@ def _key_rules(stored: _Stored, names: Mapping[str, str]) -> KeyRules | None:
 
 def _stored(source: Source, wanted: list[str]) -> _Stored:
     if wanted:
-        refuse_factors(
-            source.catalog.tensors, wanted
-        )  # first: otherwise the error would be that names fit nothing
+        # First: otherwise the error would be that names fit nothing.
+        refuse_factors(source.catalog.tensors, wanted)
     if source.checkpoint is None:
         return _of_records(source, wanted)
     if source.checkpoint.hub is not None:

@@ -131,7 +131,7 @@ def unlike_computed(model: nn.Module) -> list[str]:
 
 
 def _are_close(held: torch.Tensor, computed: torch.Tensor) -> bool:
-    """True for values that differ by no more than rounding to 16 bits, or where the model has made the buffer larger."""
+    """True for values that differ by no more than rounding to 16 bits, and for a buffer that the model has enlarged."""
     if held.shape != computed.shape:
         return True
     if not held.is_floating_point() or not computed.is_floating_point():

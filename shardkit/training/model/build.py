@@ -83,7 +83,8 @@ def _embedding_model(model: nn.Module) -> Any:
     inner = next((module for module in model.modules() if is_transformers(module)), None)
     if inner is None:
         raise UsageError(
-            f"align_vocab needs a model of transformers, not a {type(model).__name__}: it asks the model for its embeddings",
+            f"align_vocab needs a model of transformers, not a {type(model).__name__}: it asks the model for its "
+            "embeddings",
             hint="build the model with as many rows as the tokenizer needs",
         )
     return inner

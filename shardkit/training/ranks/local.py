@@ -137,7 +137,8 @@ def refuse_fsdp1(model: nn.Module) -> None:
         raise UsageError(
             f"the model is wrapped by FullyShardedDataParallel (FSDP1, {wrapped} units), whose flat parameters need "
             "whole tensors to be filled",
-            hint="give FSDP1 param_init_fn=shardkit.param_init_fn(ctx) when it wraps the model, or call load_into before; or wrap with shardkit.wrap or fully_shard (FSDP2)",
+            hint="give FSDP1 param_init_fn=shardkit.param_init_fn(ctx) when it wraps the model, or call load_into "
+            "before; or wrap with shardkit.wrap or fully_shard (FSDP2)",
         )
 
 
