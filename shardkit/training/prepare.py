@@ -364,16 +364,15 @@ def _untie(plain: _Plain, fqns: Sequence[str]) -> _Plain:
 def _refuse_uncomputed(plain: _Plain, buffers: Mapping[str, torch.Tensor], fit: Fit) -> None:
     """Refuse buffers that the model does not compute and the source lacks."""
     lost = [
-        fqn
+        escape(fqn)
         for fqn, tensor in plain.expected.items()
         if tensor.kind == "buffer" and fqn not in buffers and fqn in fit.initialised
     ]
-    if lost:
-        raise LayoutError(
-            f"{count(len(lost), 'buffer')} of the model are on meta, nothing computes them, and they are not read",
-            problems=[escape(fqn) for fqn in lost],
-            hint="give a function that builds the model, or init_buffers=fn that computes them",
-        )
+    LayoutError.raise_for(
+        lost,
+        f"{count(len(lost), 'buffer')} of the model are on meta, nothing computes them, and they are not read",
+        hint="give a function that builds the model, or init_buffers=fn that computes them",
+    )
 
 
 def _blueprint(model: nn.Module) -> nn.Module:

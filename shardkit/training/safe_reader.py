@@ -344,14 +344,13 @@ def vetted(data: memoryview, where: str) -> io.BytesIO:
     pickle = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
     storages = {name[5:]: entry for name, entry in entries.items() if name.startswith("data/")}
     trusted = _trusted_names()
-    unknown = [name for name in screen(pickle, storages, where) if name not in trusted]
-    if unknown:
-        raise SourceError(
-            f"{where} holds more than plain data, and is not loaded: nothing of it was executed",
-            problems=[escape(name) for name in unknown],
-            hint="leave it out of the state dict that is loaded; or, for classes of your own in a checkpoint that "
-            "you trust, torch.serialization.add_safe_globals",
-        )
+    unknown = [escape(name) for name in screen(pickle, storages, where) if name not in trusted]
+    SourceError.raise_for(
+        unknown,
+        f"{where} holds more than plain data, and is not loaded: nothing of it was executed",
+        hint="leave it out of the state dict that is loaded; or, for classes of your own in a checkpoint that "
+        "you trust, torch.serialization.add_safe_globals",
+    )
     try:
         value = torch.load(_clean_copy(reader, entries, pickle), map_location="cpu", weights_only=True)
     except Exception as error:  # torch may refuse with any kind of exception

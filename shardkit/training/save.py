@@ -125,13 +125,12 @@ def save(
 
 
 def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    empty = [clean_name(name) for name, parameter in model.named_parameters() if parameter.is_meta]
-    if empty:
-        raise LayoutError(
-            f"{count(len(empty), 'parameter')} of the model on meta: there are no values to save",
-            problems=map(escape, empty),
-            hint="finalize or load_into gives it weights",
-        )
+    empty = [escape(clean_name(name)) for name, parameter in model.named_parameters() if parameter.is_meta]
+    LayoutError.raise_for(
+        empty,
+        f"{count(len(empty), 'parameter')} of the model on meta: there are no values to save",
+        hint="finalize or load_into gives it weights",
+    )
     own = {id(parameter) for parameter in model.parameters()}
     stepped = [parameter for each in optimizers for parameter in stepped_by(each)]
     foreign = sum(id(parameter) not in own for parameter in stepped)

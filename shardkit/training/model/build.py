@@ -118,12 +118,11 @@ def _refuse_other_rows(inner: nn.Module, old: int, longer: list[nn.Parameter]) -
     ]
     # If a width happened to equal the vocabulary's, many tensors would have it, not a bias or two.
     others += [clean_name(name) for name, buffer in inner.named_buffers() if buffer.shape[-1:] == (old,)]
-    if others:
-        raise LayoutError(
-            f"{count(len(others), 'tensor')} beside the embeddings seem to have an element for each token",
-            problems=[escape(name) for name in others],
-            hint="resize the model with transformers and save it, then give that as the source",
-        )
+    LayoutError.raise_for(
+        [escape(name) for name in others],
+        f"{count(len(others), 'tensor')} beside the embeddings seem to have an element for each token",
+        hint="resize the model with transformers and save it, then give that as the source",
+    )
 
 
 def _lengthen(model: nn.Module, longer: list[nn.Parameter], rows: int) -> dict[str, int]:
@@ -377,16 +376,15 @@ def _refuse_wrapped(model: nn.Module) -> None:
 def _check_parameters(model: nn.Module, *, given: bool) -> None:
     """Refuse parameters that cannot be sharded or have memory already; move to meta those that no module was given."""
     lazy = [
-        name
+        escape(name)
         for name, param in model.named_parameters()
         if isinstance(param, nn.parameter.UninitializedParameter)
     ]
-    if lazy:
-        raise LayoutError(
-            f"{len(lazy)} parameters have no shape before the first forward",
-            problems=[escape(name) for name in lazy],
-            hint="build the model with modules that are not lazy",
-        )
+    LayoutError.raise_for(
+        lazy,
+        f"{len(lazy)} parameters have no shape before the first forward",
+        hint="build the model with modules that are not lazy",
+    )
     real = {name: param for name, param in model.named_parameters() if not param.is_meta}
     if given and real:
         raise UsageError(

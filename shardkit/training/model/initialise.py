@@ -64,11 +64,8 @@ def initialise(ctx: ModelInitializationContext, fqns: Collection[str]) -> Iterat
         if fqn in left:
             left.discard(fqn)
             yield fqn, ctx.buffers[fqn]
-    if left:
-        raise LayoutError(
-            f"{count(len(left), 'tensor')} to be initialised are not in the model",
-            problems=map(escape, sorted(left)),
-        )
+    problems = list(map(escape, sorted(left)))
+    LayoutError.raise_for(problems, f"{count(len(left), 'tensor')} to be initialised are not in the model")
 
 
 def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
