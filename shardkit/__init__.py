@@ -59,10 +59,10 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.training.fsdp1 import param_init_fn as param_init_fn
     from shardkit.training.gradients import clip_grad_norm_ as clip_grad_norm_
     from shardkit.training.gradients import grad_norm as grad_norm
+    from shardkit.training.model.fit import ModelInitializationContext as ModelInitializationContext
     from shardkit.training.optimizer import parameter_names as parameter_names
     from shardkit.training.optimizer import rebind_optimizer as rebind_optimizer
     from shardkit.training.prepare import prepare as prepare
-    from shardkit.training.ranks.context import ModelInitializationContext as ModelInitializationContext
     from shardkit.training.safe_reader import SafeReader as SafeReader
     from shardkit.training.save import SaveResult as SaveResult
     from shardkit.training.save import save as save
@@ -93,7 +93,7 @@ _HOMES = {
     "shardkit.training.gradients": ("clip_grad_norm_", "grad_norm"),
     "shardkit.training.optimizer": ("parameter_names", "rebind_optimizer"),
     "shardkit.training.prepare": ("prepare",),
-    "shardkit.training.ranks.context": ("ModelInitializationContext",),
+    "shardkit.training.model.fit": ("ModelInitializationContext",),
     "shardkit.training.safe_reader": ("SafeReader",),
     "shardkit.training.save": ("SaveResult", "save"),
     "shardkit.training.fill.from_rank": ("from_rank",),

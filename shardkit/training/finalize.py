@@ -28,11 +28,13 @@ from shardkit.training.fill.reading import (
     ReadOptions,
     SourceRank,
     Strategy,
+    Supply,
+    Weights,
     match,
     say_checked,
     window,
 )
-from shardkit.training.fill.source import find_weights, open_source
+from shardkit.training.fill.source import find_weights, open_source, remember
 from shardkit.training.model.buffers import (
     compute_buffers,
     equalise_buffers,
@@ -42,20 +44,20 @@ from shardkit.training.model.buffers import (
     retie,
     unlike_computed,
 )
-from shardkit.training.model.fit import check_fit, check_ties, check_untied
+from shardkit.training.model.fit import ModelInitializationContext, check_fit, check_ties, check_untied
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.optimizer import rebind_optimizer
 from shardkit.training.ranks.agree import agree, agreed, current_device, gather_json, world
-from shardkit.training.ranks.context import (
+from shardkit.training.ranks.local import (
     ExpectedTensor,
-    ModelInitializationContext,
-    Supply,
-    Weights,
+    LocalShard,
     buffer_places,
     describe,
-    remember,
+    local_shards,
+    materialise,
+    refuse_fsdp1,
+    reshard,
 )
-from shardkit.training.ranks.local import LocalShard, local_shards, materialise, refuse_fsdp1, reshard
 
 _log = logging.getLogger("shardkit")
 

@@ -22,11 +22,12 @@ from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.training.fill.reading import Filled, ReadOptions, Strategy
+from shardkit.training.fill.source import remember
 from shardkit.training.finalize import choose_sources, fill, fill_initialised, prove_filled, supply_of
 from shardkit.training.model.buffers import equalise_buffers, memory_for_buffers, restore_buffers, retie
+from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.ranks.agree import agreed, device_for
-from shardkit.training.ranks.context import ModelInitializationContext, full_name, remember
-from shardkit.training.ranks.local import LocalShard, Replicas, allocate
+from shardkit.training.ranks.local import LocalShard, Replicas, allocate, full_name
 
 # accelerate 1.15, utils/dataclasses.py: if either is on, accelerate replaces param_init_fn by a function that leaves
 # memory as it is, and rank 0 sends that to all.

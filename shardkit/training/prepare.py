@@ -24,20 +24,22 @@ from shardkit.formats.hub.directory import read_config, read_index
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import BrokenTie, broken_ties, tie
 from shardkit.training.fill.from_rank import RankSource, check_sources
+from shardkit.training.fill.reading import Weights
 from shardkit.training.fill.source import Source, find_weights, first_dtype, open_source
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import MULTIPLE, BuildModel, align_vocab, build_model, find_config
-from shardkit.training.model.fit import Fit, Missing, check_fit, check_ties, check_untied, diverged_ties
+from shardkit.training.model.fit import (
+    Fit,
+    Missing,
+    ModelInitializationContext,
+    check_fit,
+    check_ties,
+    check_untied,
+    diverged_ties,
+)
 from shardkit.training.model.initialise import not_repeated
 from shardkit.training.ranks.agree import agreed, gather_json, world
-from shardkit.training.ranks.context import (
-    ExpectedTensor,
-    ModelInitializationContext,
-    Weights,
-    buffer_places,
-    describe,
-    places,
-)
+from shardkit.training.ranks.local import ExpectedTensor, buffer_places, describe, places
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".metadata", ".json")
 _OPENING = "opening the source"

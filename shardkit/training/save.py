@@ -42,9 +42,10 @@ from shardkit.formats.dcp.directory import METADATA
 from shardkit.keys.names import clean_name
 from shardkit.operations.destination import check_destination
 from shardkit.training.diagnostics.diagnose import diagnose
+from shardkit.training.fill.reading import KeyRules
+from shardkit.training.fill.source import recall
 from shardkit.training.optimizer import stepped_by
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
-from shardkit.training.ranks.context import KeyRules, recall
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 _PHASE = "saving"

@@ -47,8 +47,7 @@ from shardkit.layout.units import (
     without_ties,
 )
 from shardkit.layout.wrap_policy import Wording, list_candidates, parse_policy
-from shardkit.training.ranks.context import buffer_places
-from shardkit.training.ranks.local import local_tensor
+from shardkit.training.ranks.local import buffer_places, local_tensor
 
 Policy = str | type[nn.Module] | Iterable[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
 """See `shardkit.wrap`."""

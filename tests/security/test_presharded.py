@@ -18,8 +18,9 @@ from shardkit.errors import SourceError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.operations.preshard import preshard
+from shardkit.training.fill.reading import Weights
 from shardkit.training.fill.source import find_weights, open_source
-from shardkit.training.ranks.context import Weights, describe
+from shardkit.training.ranks.local import describe
 
 NAME, LIST, FILE = manifest.NAME, "__0_0.chunks.json", "__0_0.distcp"
 W = "0.weight"

@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardkit
 from shardkit.errors import IntegrityError, LayoutError
 from shardkit.files import manifest
-from shardkit.training.fill.source import find_weights, open_source
+from shardkit.training.fill.reading import Weights
+from shardkit.training.fill.source import find_weights, key_rules, open_source, recall, remember
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.prepare import prepare
-from shardkit.training.ranks.context import Weights, describe, key_rules, recall, remember
+from shardkit.training.ranks.local import describe
 from shardkit.training.save import save
 from shardkit.training.wrap import wrap
 from tests.training import models

@@ -21,9 +21,10 @@ from torch.distributed.fsdp import fully_shard
 
 from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.training.fill.source import find_weights, open_source
+from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.prepare import prepare
-from shardkit.training.ranks.context import ModelInitializationContext, describe
+from shardkit.training.ranks.local import describe
 from tests.training import models
 from tests.worlds.ranks import Ranks, on_all, same_error
 

@@ -28,8 +28,7 @@ from shardkit._torch import (
 from shardkit.core.text import MIB, count, escape, fold, listed
 from shardkit.keys.names import clean_name
 from shardkit.training.ranks.agree import world
-from shardkit.training.ranks.context import full_name
-from shardkit.training.ranks.local import local_tensor
+from shardkit.training.ranks.local import full_name, local_tensor
 
 _TOLERANCE = 0.2  # of the expected share; a rank that differs by more gets a problem
 _KINDS = {

@@ -23,9 +23,10 @@ from shardkit.errors import LayoutError
 from shardkit.training.fill.reading import (
     DAMAGED,
     Filled,
+    Supply,
     Wanted,
+    Weights,
     Worker,
-    flat_bytes,
     match,
     plan_reads,
     together,
@@ -42,8 +43,7 @@ from shardkit.training.ranks.agree import (
     to_bytes,
     world,
 )
-from shardkit.training.ranks.context import Supply, Weights
-from shardkit.training.ranks.local import LocalShard
+from shardkit.training.ranks.local import LocalShard, flat_bytes
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.sources import SourceFiles

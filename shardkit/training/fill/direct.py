@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardkit.core.regions import Region, intersect
 from shardkit.core.text import MIB
 from shardkit.files.digest import crc32
-from shardkit.training.fill.reading import Filled, Wanted, compare_together, flat_bytes, plan_reads, run_reads
+from shardkit.training.fill.reading import Filled, Wanted, Weights, compare_together, plan_reads, run_reads
 from shardkit.training.ranks.agree import agreed, device_for, gather_json, lost, world
-from shardkit.training.ranks.context import Weights
+from shardkit.training.ranks.local import flat_bytes
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.sources import SourceFiles
 

@@ -15,8 +15,8 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, SourceError, UsageError
-from shardkit.training.fill.reading import memory_of
 from shardkit.training.ranks.agree import gather_json, world
+from shardkit.training.ranks.local import memory_of
 
 StateDict = Mapping[str, Any] | nn.Module
 """What the rank holds: names and tensors, or the model that has them."""

@@ -10,8 +10,8 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -36,8 +36,7 @@ from shardkit.core.threads import run_all
 from shardkit.errors import LayoutError, UsageError
 from shardkit.files.storage import BLOCK
 from shardkit.training.ranks.agree import agreed, gather_json, world
-from shardkit.training.ranks.context import Supply
-from shardkit.training.ranks.local import LocalShard
+from shardkit.training.ranks.local import LocalShard, memory_of
 from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.sources import Reader, SourceFiles
@@ -48,6 +47,9 @@ _log = logging.getLogger("shardkit")
 
 Strategy = Literal["auto", "direct", "broadcast"]
 SourceRank = Literal["global", "node", "replica"]
+
+KeyRules = tuple[tuple[str, str], ...]
+"""(prefix of a model's names, the Hub's prefix in its place), as `keys.renaming.KeyRule` spells them."""
 
 _STRAIGHT_NBYTES = 16 * MIB  # of one system call, so that two threads share a large tensor
 STAGED_NBYTES = 4 * MIB  # of a thread's buffer: copying out of it is fastest if it fits the processor's cache
@@ -75,6 +77,67 @@ class ReadOptions:
             value = getattr(self, name)
             if value not in known:
                 raise UsageError(f"{name} must be one of {', '.join(known)}, not {escape(str(value))!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A source of weights, opened for one model: no tensor has been read."""
+
+    path: str
+    """Where it lies, for messages."""
+    catalog: Catalog
+    """Of the tensors that the model wants, under their stored names; extents are raw bytes. If there is an
+    `open_chunks`, it has no chunks yet."""
+    names: Mapping[str, str]
+    """The model's FQN -> stored name. A tie may have all of its names here, or one of them."""
+    identity: str
+    """Hex digest that is the same for every copy of these weights, whatever its path and times: of the manifest, or
+    of sizes and headers."""
+    unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shape of every weight of the source that the model has no place for, by its stored name."""
+    made: frozenset[str] = frozenset()
+    """FQNs that the source lacks and that the model makes itself, as its class says: sinusoids, masks."""
+    follows_class: bool = False
+    """The model is one of transformers. Whatever else the source has is left out, as by `from_pretrained`."""
+    fused: Mapping[str, str] = field(default_factory=dict)
+    """Stored name -> FQN, where the model holds several stored tensors as one, or one in another form."""
+    quantised: str | None = None
+    """What shows that the stored values mean nothing by themselves."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told."""
+    key_rules: KeyRules | None = None
+    """They turn the model's names into the Hub's; None if the source does not have the Hub's names."""
+    open_chunks: Callable[[Mapping[str, Sequence[Region]]], Catalog] | None = None
+    """Makes a catalog with the chunks of some regions, by stored name."""
+
+    def located(self, wanted: Mapping[str, Sequence[Region]] | None = None) -> Weights:
+        """Return these weights with the chunks in which some regions lie.
+
+        Args:
+            wanted: regions of tensors, in elements, by stored name; None is everything.
+
+        Raises:
+            IntegrityError, SourceError: the record of where they lie is damaged or missing.
+        """
+        if self.open_chunks is None:
+            return self
+        if wanted is None:
+            wanted = {name: [full_region(entry.shape)] for name, entry in self.catalog.tensors.items()}
+        return replace(self, catalog=self.open_chunks(wanted), open_chunks=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supply:
+    """What a model's tensors are filled with, as this rank sees it."""
+
+    weights: Weights | None
+    """None if this rank cannot open the source."""
+    unavailable: str | None = None
+    """Why it cannot."""
+    initialised: Collection[str] = ()
+    """FQNs that are not read."""
+    grown: Mapping[str, int] = field(default_factory=dict)
+    """FQN -> rows in the source, for tensors that are longer in the model."""
 
 
 class Read(NamedTuple):
@@ -410,21 +473,6 @@ class DeviceStaging:
     def finish(self) -> None:
         """Wait until every target is filled."""
         self._stream.synchronize()
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, readable and writable."""
-    view: memoryview = flat_bytes(tensor).numpy().data
-    return view
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as its bytes, in order.
-
-    `reshape` keeps the stride of a single element, which need not be 1. Such a tensor has no view of another element
-    size.
-    """
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def compare_together(check: SourceCheck, sources: SourceFiles, names: Iterable[str]) -> CheckedSource:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardkit import formats
 from shardkit.core.catalog import Catalog, subset
@@ -22,19 +23,22 @@ from shardkit.formats.hub.base import saved_key_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
 from shardkit.keys.check import refuse_factors
+from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
-from shardkit.keys.renaming import KeyRule, apply_key_rules
+from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.naming import NameMatch, match_names
 from shardkit.training.fill.from_rank import RankSource
 from shardkit.training.fill.presharded import METADATA, Presharded, open_presharded
-from shardkit.training.ranks.context import ExpectedTensor, KeyRules, Weights, key_rules
+from shardkit.training.fill.reading import KeyRules, Weights
+from shardkit.training.ranks.local import ExpectedTensor
 
 # Stored beside packed or scaled values. transformers 5.23, quantizers/: fp8, bitsandbytes, GPTQ, AWQ, MXFP4.
 _SCALES = (
     *(".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight", ".qzeros", ".absmax", ".quant_map"),
     *("_proj_blocks", "_proj_scales", ".SCB"),
 )
+_ATTRIBUTE = "_shardkit_key_rules"
 _NUM_SAMPLES = 64
 _SAMPLE_NBYTES = 256
 
@@ -322,3 +326,32 @@ def _samples(catalog: Catalog) -> str:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, separators=(",", ":"), sort_keys=True).encode()).hexdigest()
+
+
+def key_rules(names: Mapping[str, str]) -> KeyRules | None:
+    """Return the prefixes that turn a model's names into the Hub's; None for a model that PEFT has wrapped.
+
+    Args:
+        names: the model's FQN -> the Hub's name.
+    """
+    if any(base_name(fqn) != fqn for fqn in names):  # an adapter is saved under PEFT's own names
+        return None
+    return tuple((rule.old, rule.new) for rule in find_rules(names))
+
+
+def remember(model: nn.Module, weights: Weights | None) -> None:
+    """Keep with a model what its source told about names, for `save`; a source that tells nothing changes nothing."""
+    if weights is not None and weights.key_rules is not None:
+        setattr(model, _ATTRIBUTE, weights.key_rules)
+
+
+def recall(model: nn.Module) -> KeyRules | None:
+    """Return what was kept with a model, whatever it has been wrapped in since; None if nothing was."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    for path, module in inner.named_modules():
+        if clean_name(path):
+            break
+        rules: KeyRules | None = getattr(module, _ATTRIBUTE, None)
+        if rules is not None:
+            return rules
+    return None

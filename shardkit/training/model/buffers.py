@@ -24,9 +24,8 @@ from shardkit.errors import LayoutError
 from shardkit.files.digest import crc32
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import is_transformers, meta_twins
-from shardkit.training.fill.reading import flat_bytes, memory_of
 from shardkit.training.ranks.agree import agreed, device_for, gather_json, lost, world
-from shardkit.training.ranks.context import Place, buffer_places, full_name, places
+from shardkit.training.ranks.local import Place, buffer_places, flat_bytes, full_name, memory_of, places
 
 InitBuffers = Callable[[nn.Module], object]
 """Computes a model's buffers, in place or by assigning new ones."""

@@ -33,7 +33,7 @@ from shardkit.layout.classes import (
 )
 from shardkit.layout.layout import CannotBuildError
 from shardkit.training.model.buffers import InitBuffers, compute_buffers
-from shardkit.training.ranks.context import buffer_places, places
+from shardkit.training.ranks.local import buffer_places, places
 
 MULTIPLE = 8  # rows of embeddings; tensor cores want it, and ranks up to 8 get shards of one size
 

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
+import torch
+from torch import nn
+
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError, UsageError
 from shardkit.layout.classes import BrokenTie
-from shardkit.training.fill.reading import converts
-from shardkit.training.ranks.context import ExpectedTensor, Weights
+from shardkit.training.fill.reading import Weights, converts
+from shardkit.training.ranks.local import ExpectedTensor
+from shardkit.transfer.checks import CheckedSource
 from shardkit.transfer.sources import same_bytes
 
 Missing = Literal["error", "init"] | Sequence[str]
@@ -33,6 +37,41 @@ class Fit:
     grown: Mapping[str, int] = field(default_factory=dict)
     """FQN -> rows in the source, for tensors that are longer in the model."""
     notes: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelInitializationContext:
+    """A prepared model: what it must hold, where that comes from, and what is made anew.
+
+    `prepare` returns it and `finalize` consumes it. It holds no weights but buffers.
+    """
+
+    model: nn.Module
+    """Parameters on meta, buffers real on the CPU."""
+    source: object
+    """As it was given: a path, a repo id, or what `from_rank` returned; None initialises from scratch."""
+    weights: Weights | None
+    """None without a source, or if this rank cannot open it; `unavailable` says why."""
+    unavailable: str | None = None
+    """Why this rank cannot open the source that others can open."""
+    expected: dict[str, ExpectedTensor] = field(default_factory=dict)
+    """Every parameter and buffer (non-persistent ones too) by clean FQN, ties under their first name."""
+    ties: tuple[tuple[str, ...], ...] = ()
+    """Groups of names that are one parameter, first name first."""
+    initialised: frozenset[str] = frozenset()
+    """FQNs that are initialised and not read: `missing`, new heads, or everything without a source."""
+    grown: dict[str, int] = field(default_factory=dict)
+    """FQN -> rows in the source, for tensors that `align_vocab` made longer; the other rows are initialised."""
+    seed: int = 0
+    """Of everything that is initialised; the same on every rank."""
+    blueprint: nn.Module | None = None
+    """A copy of the plain model on meta. Its own initialisation makes what is not read; None if everything is."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Every buffer's computed value on the CPU, by clean FQN: finalize restores what a wrapper lost."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told, once."""
+    checked: CheckedSource | None = None
+    """How much of the source all ranks together compared with the CRC-32s in it; `finalize` sets it."""
 
 
 class _Sides(NamedTuple):

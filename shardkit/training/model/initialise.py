@@ -23,7 +23,8 @@ from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.layout.classes import is_transformers
 from shardkit.training.model.buffers import FILLS, around, filled, same_bits
-from shardkit.training.ranks.context import ModelInitializationContext, full_name
+from shardkit.training.model.fit import ModelInitializationContext
+from shardkit.training.ranks.local import full_name
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")

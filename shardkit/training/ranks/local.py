@@ -1,13 +1,14 @@
-"""What this rank holds of a model, whoever wrapped it: regions of whole tensors and the memory for them."""
+"""A model's tensors and their names, whoever wrapped it; which regions of them this rank holds, and their memory."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,14 +16,98 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import FSDPShard, fsdp_shards, shard_of
+from shardkit._torch import FSDPShard, fsdp_shards, non_persistent_buffers, shard_of
 from shardkit.core.regions import Region, full_region, split_dim
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, UsageError
+from shardkit.keys.names import clean_name
 from shardkit.training.ranks.agree import current_device
-from shardkit.training.ranks.context import distinct
 
 _MIN_NBYTES = 4 << 20  # two pages of 2 MiB: smaller memory hardly holds one
+
+
+class Place(NamedTuple):
+    """A parameter or buffer where a module has it."""
+
+    fqn: str
+    """Without what wrappers put in."""
+    path: str
+    """Of the module, with what wrappers put in."""
+    module: nn.Module
+    name: str
+    """In the module."""
+    tensor: torch.Tensor
+    kind: str
+    """"parameter" or "buffer"."""
+    persistent: bool
+    """It is in the model's state dict."""
+
+
+def full_name(path: str, name: str) -> str:
+    """Return the FQN of what a module at `path` calls `name`, without what wrappers put in."""
+    return clean_name(f"{path}.{name}" if path else name)
+
+
+def places(model: nn.Module, *, once: bool = False) -> Iterator[Place]:
+    """Yield every parameter and buffer, module by module, ties under all of their names.
+
+    Args:
+        model: wrapped or not.
+        once: list a module that lies at several paths at the first of them only.
+    """
+    for path, module in model.named_modules(remove_duplicate=once):
+        hidden = non_persistent_buffers(module)
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            yield Place(full_name(path, name), path, module, name, parameter, "parameter", True)
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            yield Place(full_name(path, name), path, module, name, buffer, "buffer", name not in hidden)
+
+
+def buffer_places(model: nn.Module, *, once: bool = False) -> Iterator[Place]:
+    """Yield every buffer, as `places` does."""
+    return (place for place in places(model, once=once) if place.kind == "buffer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedTensor:
+    """A parameter or buffer as the plain model has it."""
+
+    fqn: str
+    """Its first name in the model, without wrappers."""
+    shape: tuple[int, ...]
+    """Of the whole tensor, in elements."""
+    dtype: torch.dtype
+    """What the filled tensor must have."""
+    kind: str
+    """"parameter" or "buffer"."""
+    persistent: bool
+    """It is in the model's state dict, under at least one of its names."""
+
+
+def distinct(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor, ExpectedTensor]]:
+    """Return every parameter, then every buffer, once: its names, the first one first, the tensor, and what it is."""
+    groups: dict[int, list[Place]] = {}
+    for place in places(model):
+        groups.setdefault(id(place.tensor), []).append(place)
+    found = []
+    for group in sorted(groups.values(), key=lambda group: group[0].kind != "parameter"):
+        first = group[0]
+        expected = ExpectedTensor(
+            fqn=first.fqn,
+            shape=tuple(first.tensor.shape),
+            dtype=first.tensor.dtype,
+            kind=first.kind,
+            persistent=any(place.persistent for place in group),
+        )
+        found.append((tuple(dict.fromkeys(place.fqn for place in group)), first.tensor, expected))
+    return found
+
+
+def describe(model: nn.Module) -> tuple[dict[str, ExpectedTensor], tuple[tuple[str, ...], ...]]:
+    """Return every parameter and buffer of a model by its first name, and the groups of names that share one."""
+    found = distinct(model)
+    ties = tuple(names for names, _, _ in found if len(names) > 1)
+    return {expected.fqn: expected for _, _, expected in found}, ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +166,21 @@ def local_tensor(whole: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         plain = whole.detach()
         return plain.to_local() if isinstance(plain, DTensor) else plain
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, readable and writable."""
+    view: memoryview = flat_bytes(tensor).numpy().data
+    return view
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as its bytes, in order.
+
+    `reshape` keeps the stride of a single element, which need not be 1. Such a tensor has no view of another element
+    size.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def local_shards(model: nn.Module) -> list[LocalShard]:

@@ -17,7 +17,8 @@ from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError
-from shardkit.training.fill.reading import STAGED_NBYTES, Filled, memory_of, plan_reads, run_reads, window
+from shardkit.training.fill.reading import STAGED_NBYTES, Filled, plan_reads, run_reads, window
+from shardkit.training.ranks.local import memory_of
 from shardkit.transfer.sources import SourceFiles
 
 DTYPES = [

@@ -21,11 +21,12 @@ from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats.dcp import chunk_list
 from shardkit.operations.preshard import preshard
+from shardkit.training.fill.reading import Weights
 from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.model.build import build_model
 from shardkit.training.prepare import prepare
-from shardkit.training.ranks.context import Weights, describe
+from shardkit.training.ranks.local import describe
 from shardkit.transfer.sources import SourceFiles
 from tests.training import models
 

@@ -15,7 +15,7 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.model.build import build_model
 from shardkit.training.model.fit import Fit, check_fit, check_ties
-from shardkit.training.ranks.context import describe
+from shardkit.training.ranks.local import describe
 from tests.training import models
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from shardkit.errors import LayoutError
+from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.prepare import prepare
-from shardkit.training.ranks.context import ModelInitializationContext
 from tests.training import models
 from tests.worlds.processes import return_freed_memory
 
