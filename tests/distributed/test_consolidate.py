@@ -1,12 +1,27 @@
-"""What real worlds save comes out as rank 0 would have gathered it."""
+"""What real ranks save comes out as torch gathers it on each of them."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import (
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardkit
 from shardkit.errors import IntegrityError
@@ -14,40 +29,91 @@ from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from tests.bits import raw
 from tests.operations.consolidate.checkpoints import CONFIG, EMBED, HEAD, assert_bit_equal, hub, load
-from tests.worlds.processes import run_script
+from tests.worlds.ranks import Ranks
 
-pytestmark = pytest.mark.dist
+three = Ranks(__name__, 3)
+four = Ranks(__name__, 4)
 
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("worlds")
-    run_script("distributed/consolidate_world.py", str(out))
-    return out
+Tensors = dict[str, torch.Tensor]
 
 
-def test_a_trained_model(worlds: Path, tmp_path: Path) -> None:
-    import torch
-    import transformers
+def gathered(state: Tensors) -> Tensors:
+    """Whole tensors, each with memory of its own: all ranks have to call this."""
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        for name, value in state.items()
+    }
 
-    base = hub(tmp_path / "base", None, {**CONFIG, "tie_word_embeddings": True})
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    return transformers.LlamaForCausalLM(transformers.AutoConfig.for_model(**CONFIG))
+
+
+@three.test
+def test_a_trained_model(out: Path) -> None:
+    """Two steps of a model with tied embeddings: uneven rows, an optimizer beside."""
+    tied = {**CONFIG, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.AutoConfig.for_model(**tied)).bfloat16()
+    mesh = init_device_mesh("cpu", (3,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(2):
+        tokens = torch.arange(8).reshape(1, 8) + step
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save({**states, "step": 2}, checkpoint_id=out / "trained")
+    expected = gathered(get_model_state_dict(model))
+    if dist.get_rank() != 0:
+        return
+    base = hub(out / "trained-base", None, tied)
     result = shardkit.consolidate(
-        worlds / "trained", str(tmp_path / "out"), base=str(base), max_shard_size=3000
+        out / "trained", str(out / "trained-hub"), base=str(base), max_shard_size=3000
     )
-    expected = load_file(worlds / "trained.safetensors")
-    model = transformers.AutoModelForCausalLM.from_pretrained(result.output, dtype=torch.bfloat16)
-    assert_bit_equal(model.state_dict(), expected)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(result.output, dtype=torch.bfloat16)
+    assert_bit_equal(loaded.state_dict(), expected)
     assert result.ties == ((EMBED, HEAD),)
     del expected[HEAD]
     assert_bit_equal(load(result.output), expected)
     assert {part.what for part in result.skipped} >= {"optimizer"}
 
 
-@pytest.mark.parametrize("digest", ["crc32", "none"])
-def test_every_way_to_cut_a_tensor(digest: str, worlds: Path, tmp_path: Path) -> None:
+WAYS = {
+    "grid": (Shard(0), Shard(1)),
+    "rows": (Shard(0), Shard(0)),
+    "columns": (Shard(1), Replicate()),
+    "replicas": (Replicate(), Replicate()),
+}
+"""In which two axes cut a tensor."""
+
+
+def save_all_ways(directory: Path) -> Tensors:
+    """Save tensors that are cut in every way; return them whole."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    state: Tensors = {
+        f"{way}.{shape[0]}.weight": distribute_tensor(torch.randn(shape), mesh, placements)
+        for way, placements in WAYS.items()
+        for shape in ((16, 9), (7, 5), (1, 6))
+    }
+    dcp.save(state, checkpoint_id=directory)
+    return gathered(state)
+
+
+@four.test_each(["crc32", "none"])
+def test_every_way_to_cut_a_tensor(digest: str, out: Path) -> None:
+    place = out / f"placed-{digest}"
+    expected = save_all_ways(place / "saved")
+    if dist.get_rank() != 0:
+        return
     result = shardkit.consolidate(
-        worlds / "placed",
-        str(tmp_path / "out"),
+        place / "saved",
+        str(place / "out"),
         root="",
         digest=digest,
         max_shard_size=1000,
@@ -55,7 +121,6 @@ def test_every_way_to_cut_a_tensor(digest: str, worlds: Path, tmp_path: Path) ->
         manifest=True,
     )
     assert result.checked
-    expected = load_file(worlds / "placed.safetensors")
     assert_bit_equal(load(result.output), expected)
     described = manifest.load(manifest.read_bytes(result.output), manifest.NAME)
     assert described is not None
@@ -64,38 +129,75 @@ def test_every_way_to_cut_a_tensor(digest: str, worlds: Path, tmp_path: Path) ->
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "stripped"),
-    [("replicated", "app.model."), ("flattened", "model.")],
-    ids=["HSDP, async_save, a file for each tensor", "FSDP1, ShardedTensor"],
-)
-def test_other_ways_to_save_a_model(name: str, stripped: str, worlds: Path, tmp_path: Path) -> None:
-    result = shardkit.consolidate(worlds / name, str(tmp_path / "out"))
-    expected = load_file(worlds / f"{name}.safetensors")
-    assert_bit_equal(load(result.output), expected)
-    assert result.stripped == ((stripped, len(expected)),)
-    assert result.ties == ()
-
-
-def test_a_flipped_byte_is_found(worlds: Path, tmp_path: Path) -> None:
-    source, name = tmp_path / "bad", "grid.16.weight"
-    shutil.copytree(worlds / "placed", source)
-    value = load_file(worlds / "placed.safetensors")[name]
-    file, rows = source / "__0_0.distcp", raw(value[:8, :5])
+@four.test
+def test_a_flipped_byte_is_found(out: Path) -> None:
+    place, name = out / "flipped", "grid.16.weight"
+    expected = save_all_ways(place / "bad")
+    if dist.get_rank() != 0:
+        return
+    file, rows = place / "bad" / "__0_0.distcp", raw(expected[name][:8, :5])
     data = bytearray(file.read_bytes())
     assert data.count(rows) == 1
     data[data.index(rows) + 7] ^= 1
     file.write_bytes(data)
     for check in (True, False):  # before a byte moves, or as they move
         with pytest.raises(IntegrityError, match=rf"(?s){name}.*__0_0\.distcp"):
-            shardkit.consolidate(source, str(tmp_path / "out"), root="", check=check)
-        assert not (tmp_path / "out").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["bad"]
-    shardkit.consolidate(source, str(tmp_path / "out"), root="", check_source=False)
-    assert (load(tmp_path / "out")[name] != value).sum() == 1
+            shardkit.consolidate(place / "bad", str(place / "out"), root="", check=check)
+        assert not (place / "out").exists()
+    assert [path.name for path in place.iterdir()] == ["bad"]
+    shardkit.consolidate(place / "bad", str(place / "out"), root="", check_source=False)
+    assert (load(place / "out")[name] != expected[name]).sum() == 1
 
 
-def test_a_cast_is_torchs(worlds: Path, tmp_path: Path) -> None:
-    result = shardkit.consolidate(worlds / "placed", str(tmp_path / "out"), root="", dtype="bf16")
-    expected = load_file(worlds / "placed.safetensors")
-    assert_bit_equal(load(result.output), {name: value.bfloat16() for name, value in expected.items()})
+@four.test
+def test_a_cast_is_torchs(out: Path) -> None:
+    expected = save_all_ways(out / "cast" / "saved")
+    if dist.get_rank() == 0:
+        result = shardkit.consolidate(
+            out / "cast" / "saved", str(out / "cast" / "out"), root="", dtype="bf16"
+        )
+        assert_bit_equal(load(result.output), {name: value.bfloat16() for name, value in expected.items()})
+
+
+def check_another_way(saved: Path, stripped: str, expected: Tensors) -> None:
+    """What rank 0 consolidates is the whole model, its names without what stood before them."""
+    if dist.get_rank() == 0:
+        result = shardkit.consolidate(saved, f"{saved}-hub")
+        assert_bit_equal(load(result.output), expected)
+        assert result.stripped == ((stripped, len(expected)),)
+        assert result.ties == ()
+
+
+@four.test
+def test_replicas_of_shards_saved_while_the_job_goes_on(out: Path) -> None:
+    """HSDP: two replicas of two shards, every layer checkpointed; `async_save`, one file for each tensor."""
+    model = build()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = fully_shard(checkpoint_wrapper(layer), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    writer = dcp.FileSystemWriter(out / "replicated", single_file_per_rank=False)
+    dcp.async_save({"app": {"model": model.state_dict()}}, storage_writer=writer).result()
+    check_another_way(out / "replicated", "app.model.", gathered(get_model_state_dict(model)))
+
+
+@three.test
+def test_pieces_of_flat_parameters(out: Path) -> None:
+    """FSDP1 with SHARDED_STATE_DICT and ShardedTensor, and the optimizer's state beside."""
+    model = FSDP(build(), use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(8).reshape(1, 8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    with FSDP.state_dict_type(
+        model,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(_use_dtensor=False),
+        ShardedOptimStateDictConfig(_use_dtensor=False),
+    ):
+        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+        assert any(isinstance(value, ShardedTensor) for value in state["model"].values())
+        dcp.save(state, checkpoint_id=out / "flattened")
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        expected = gathered(model.state_dict())
+    check_another_way(out / "flattened", "model.", expected)
