@@ -15,7 +15,10 @@ CHANGING = (
     *("open_fd", "close_fd", "pwrite", "write", "ftruncate", "fsync", "mkdir", "rmdir", "unlink"),
     *("rename", "renameat2", "clone_range"),
 )
-READING = ("pread", "preadv")
+READING = (
+    *("pread", "preadv"),
+    *("access", "fstat", "listdir", "lstat", "readlink", "scandir", "stat", "walk"),
+)
 
 
 class Recorder:
