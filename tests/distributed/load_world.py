@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.layout import traced
-from tests.distributed.edges import Edges, random_bits
+from tests.distributed.models import Edges, random_bits
 from tests.distributed.policies import shard_columns
 from tests.worlds.processes import fork, forked_trace, wait
 

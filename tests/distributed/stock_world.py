@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardkit.layout import trace_child
-from tests.distributed.edges import Edges
+from tests.distributed.models import Edges
 from tests.worlds.processes import fork, wait
 
 torch.set_num_threads(1)
