@@ -33,10 +33,9 @@ from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.layout import traced
-from tests.distributed.load_world import forked_trace
 from tests.training.models import inputs, qwen3
 from tests.versions.model import STEPS, Model, start, train
-from tests.worlds.processes import fork, wait
+from tests.worlds.processes import fork, forked_trace, wait
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
