@@ -1,88 +1,108 @@
 """The chunks of a layout are those that stock `dcp.save` writes from real processes, wrapped the same way."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import pytest
+import torch.distributed.checkpoint as dcp
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.mesh import Mesh, parse_mesh
+from shardkit.layout import trace_child
 from shardkit.layout.layout import Layout, declare
 from shardkit.layout.traced import read_answer
-from tests.worlds.processes import run_script
-
-pytestmark = pytest.mark.dist
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 21,
-    "intermediate_size": 37,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 2,  # k_proj has 2 rows: fewer than 3 or 4 ranks
-    "vocab_size": 101,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
-    "llama-tied": {**LLAMA, "tie_word_embeddings": True, "dtype": "bfloat16"},
-    "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    "gpt2": {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": 9,
-        "n_layer": 2,
-        "n_head": 3,
-        "n_positions": 17,
-        "vocab_size": 101,
-    },
-}
-UNITS = {
-    "llama": "LlamaDecoderLayer",
-    "llama-tied": "LlamaDecoderLayer",
-    "qwen3": "Qwen3DecoderLayer",
-    "gpt2": "GPT2Block",
-}
-WORLDS = {"2": "dp_shard=2", "3": "dp_shard=3", "4": "dp_shard=4", "2x2": "dp_replicate=2,dp_shard=2"}
+from tests.distributed.meshes import Shape, axes, mesh_text
+from tests.distributed.models import EDGES, MODELS, SHAPES, Model, build, shard
+from tests.worlds.processes import fork, wait
+from tests.worlds.ranks import Ranks
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What stock torch wrote, and the traces: see stock_world.py."""
-    base = tmp_path_factory.mktemp("stock")
-    for name, config in MODELS.items():
-        directory = base / "models" / name
-        directory.mkdir(parents=True)
-        (directory / "config.json").write_text(json.dumps(config))
-    (base / "out").mkdir()
-    jobs = {
-        "worlds": [[int(size) for size in world.split("x")] for world in WORLDS],
-        "models": MODELS,
-        "units": UNITS,
-        "directories": str(base / "models"),
-        "out": str(base / "out"),
+def trace_models(out: Path) -> None:
+    """Leave what each trace answers; each is made in a process of its own, which has no group of ranks."""
+    for case in [case for size in SHAPES for case in cases(size).values()]:
+        directory = out / f"config-{case.label}"
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(case.model.config))
+        roles = ("replicate", "shard")[-len(case.shape) :]
+        request = {
+            "directory": str(directory),
+            "axes": list(zip(axes(case.shape), case.shape, roles, strict=True)),
+            "wrap": case.model.unit,
+            "names": None,
+            "trust_remote_code": False,
+        }
+        wait([fork(partial(answer, request, out / f"{case.label}.json"))])
+
+
+def answer(request: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(trace_child.answer_request(request)))
+
+
+two = Ranks(__name__, 2, first=trace_models)
+three = Ranks(__name__, 3)
+four = Ranks(__name__, 4)
+
+
+class Case(NamedTuple):
+    label: str
+    model: Model
+    shape: Shape
+
+    @property
+    def mesh(self) -> Mesh:
+        return parse_mesh(mesh_text(self.shape), None)
+
+
+def cases(size: int, **more: Model) -> dict[str, Case]:
+    """Each model on each mesh of so many ranks."""
+    return {
+        f"{name}-{label}": Case(f"{name}-{label}", model, shape)
+        for label, shape in SHAPES[size].items()
+        for name, model in {**MODELS, **more}.items()
     }
-    run_script("distributed/stock_world.py", json.dumps(jobs))
-    return base / "out"
 
 
-def read_metadata(directory: Path) -> Any:
-    from torch.distributed.checkpoint import FileSystemReader
+def save(case: Case, directory: Path) -> Any:
+    """Save a wrapped model with stock torch; return the metadata."""
+    model = build(case.model.config)
+    shard(model, case.model.unit, case.shape)
+    dcp.save(model.state_dict(), checkpoint_id=directory)
+    return dcp.FileSystemReader(directory).read_metadata()
 
-    return FileSystemReader(directory).read_metadata()
+
+def check_traced(case: Case, out: Path) -> None:
+    metadata = save(case, out / f"traced-{case.label}")
+    traced = json.loads((out / f"{case.label}.json").read_text())
+    assert traced["status"] == "ok"
+    layout = read_answer(traced, case.mesh, case.model.unit).layout
+    assert len(layout.units) == 3
+    assert bool(layout.ties) == case.model.is_tied
+    assert_equal_to_stock(layout, metadata, case.mesh)
 
 
-def stock_chunks(metadata: Any) -> Iterator[tuple[str, list[Box]]]:
-    for fqn, entry in metadata.state_dict_metadata.items():
-        yield fqn, sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+def check_declared(case: Case, out: Path) -> None:
+    metadata = save(case, out / f"declared-{case.label}")
+    source = {
+        fqn: TensorEntry(
+            fqn=fqn,
+            dtype=BY_NAME[str(entry.properties.dtype).removeprefix("torch.")],
+            shape=tuple(entry.size),
+            first_chunk=0,
+            num_chunks=1,
+        )
+        for fqn, entry in metadata.state_dict_metadata.items()
+        if not (case.model.is_tied and fqn == "lm_head.weight")
+    }
+    layout = declare(source, case.mesh, "auto", case.model.config)
+    assert bool(layout.ties) == case.model.is_tied
+    assert_equal_to_stock(layout, metadata, case.mesh)
 
 
 def assert_equal_to_stock(layout: Layout, metadata: Any, mesh: Mesh) -> None:
@@ -94,6 +114,11 @@ def assert_equal_to_stock(layout: Layout, metadata: Any, mesh: Mesh) -> None:
         assert sorted(tuple(region) for _, region in layout.owners(stored.get(fqn, fqn))) == boxes, fqn
     if len(mesh.axes) == 1:
         assert_same_files(layout, metadata, stored)
+
+
+def stock_chunks(metadata: Any) -> Iterator[tuple[str, list[Box]]]:
+    for fqn, entry in metadata.state_dict_metadata.items():
+        yield fqn, sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
 
 
 def assert_same_files(layout: Layout, metadata: Any, stored: dict[str, str]) -> None:
@@ -110,35 +135,31 @@ def assert_same_files(layout: Layout, metadata: Any, stored: dict[str, str]) -> 
         assert shard is None or info.relative_path == f"__{shard}_0.distcp", index
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", MODELS)
-def test_traced_chunks_are_those_of_stock_torch(stock: Path, world: str, name: str) -> None:
-    mesh = parse_mesh(WORLDS[world], None)
-    answer = json.loads((stock / world / f"{name}.json").read_text())
-    assert answer["status"] == "ok"
-    layout = read_answer(answer, mesh, UNITS[name]).layout
-    assert len(layout.units) == 3
-    assert bool(layout.ties) == (name in ("llama-tied", "gpt2"))
-    assert_equal_to_stock(layout, read_metadata(stock / world / name), mesh)
+@two.test_each(cases(2))
+def test_traced_chunks_are_those_of_two_ranks(case: Case, out: Path) -> None:
+    check_traced(case, out)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", [*MODELS, "edges"])
-def test_declared_chunks_are_those_of_stock_torch(stock: Path, world: str, name: str) -> None:
-    mesh = parse_mesh(WORLDS[world], None)
-    metadata = read_metadata(stock / world / name)
-    tied = name in ("llama-tied", "gpt2")
-    source = {
-        fqn: TensorEntry(
-            fqn=fqn,
-            dtype=BY_NAME[str(entry.properties.dtype).removeprefix("torch.")],
-            shape=tuple(entry.size),
-            first_chunk=0,
-            num_chunks=1,
-        )
-        for fqn, entry in metadata.state_dict_metadata.items()
-        if not (tied and fqn == "lm_head.weight")
-    }
-    layout = declare(source, mesh, "auto", MODELS.get(name))
-    assert bool(layout.ties) == tied
-    assert_equal_to_stock(layout, metadata, mesh)
+@three.test_each(cases(3))
+def test_traced_chunks_are_those_of_three_ranks(case: Case, out: Path) -> None:
+    check_traced(case, out)
+
+
+@four.test_each(cases(4))
+def test_traced_chunks_are_those_of_four_ranks(case: Case, out: Path) -> None:
+    check_traced(case, out)
+
+
+@two.test_each(cases(2, edges=EDGES))
+def test_declared_chunks_are_those_of_two_ranks(case: Case, out: Path) -> None:
+    check_declared(case, out)
+
+
+@three.test_each(cases(3, edges=EDGES))
+def test_declared_chunks_are_those_of_three_ranks(case: Case, out: Path) -> None:
+    check_declared(case, out)
+
+
+@four.test_each(cases(4, edges=EDGES))
+def test_declared_chunks_are_those_of_four_ranks(case: Case, out: Path) -> None:
+    check_declared(case, out)
