@@ -1,4 +1,4 @@
-"""The third phase: memory for this rank's shards, their values, and the proof that the model is as promised."""
+"""The third phase: memory for this rank's shards, their values, and the proof that all is as promised."""
 
 from __future__ import annotations
 
@@ -79,25 +79,27 @@ def finalize(
     Args:
         model: what `wrap` returned, or what anybody else made of `ctx.model`.
         ctx: from `prepare`.
-        strategy: "direct": every rank reads its own shards. "broadcast": source ranks read and send each rank only
-            what it holds. "auto": direct, if every rank can open the source and sees the same weights.
-        source_rank: who reads for whom with broadcast: "global", one for all; "node", one for the ranks of its host;
-            "replica", one for each replica of an HSDP mesh.
+        strategy: "direct": every rank reads its own shards. "broadcast": source ranks read and send each rank
+            only what it holds. "auto": direct, if every rank can open the source and sees the same weights.
+        source_rank: who reads for whom with broadcast: "global", one for all; "node", one for the ranks of
+            its host; "replica", one for each replica of an HSDP mesh.
         device: for parameters and buffers; None is the device type of the mesh.
-        optimizer: one or several that were made before the model was wrapped. They are pointed at the parameters that
-            the model has now, as by `rebind_optimizer`. Afterwards each steps every parameter once, or is refused.
-        check_source: compare what all ranks read with the CRC-32s that the source's files record; `ctx.checked` says
-            how much was compared. False lets damage through, with a warning.
+        optimizer: one or several that were made before the model was wrapped. They are pointed at the
+            parameters that the model has now, as by `rebind_optimizer`. Afterwards each steps every parameter
+            once, or is refused.
+        check_source: compare what all ranks read with the CRC-32s that the source's files record;
+            `ctx.checked` says how much was compared. False lets damage through, with a warning.
 
     Returns:
         The model: every parameter filled once, nothing on meta, ties one object, buffers equal on all ranks.
 
     Raises:
-        UsageError: an unknown strategy, or a model that is wrapped by FSDP1. Or an optimizer that has one parameter
-            several times, or another model's, and no names that would tell which ones are meant.
-        LayoutError, IntegrityError: the wrapped model is not what was prepared, the source does not fit it, or its
-            bytes are not what its checksums say.
-        SourceError, ResourceError: the source cannot be read. All are raised on all ranks and name those that failed.
+        UsageError: an unknown strategy, or a model that is wrapped by FSDP1. Or an optimizer that has one
+            parameter several times, or another model's, and no names that would tell which ones are meant.
+        LayoutError, IntegrityError: the wrapped model is not what was prepared, the source does not fit it,
+            or its bytes are not what its checksums say.
+        SourceError, ResourceError: the source cannot be read. All are raised on all ranks and name
+            those that failed.
     """
     with agreed("looking at the wrapped model"):
         refuse_fsdp1(model)
@@ -137,15 +139,16 @@ def load_into(
     """Fill a model that anybody has wrapped, or nobody, from any source; every rank calls it.
 
     Args:
-        model: on meta, or with values, which are overwritten in place. Buffers that are in no checkpoint are computed
-            if they are on meta. Otherwise they must have their values already: `to_empty()` takes those away. A warning
-            names those of a transformers model that differ from what its class computes.
+        model: on meta, or with values, which are overwritten in place. Buffers that are in no
+            checkpoint are computed if they are on meta. Otherwise they must have their values already:
+            `to_empty()` takes those away. A warning names those of a transformers model that differ
+            from what its class computes.
         source: Hub directory or id, pre-sharded directory, or any sharded checkpoint; or `from_rank(...)`.
         strategy: as for `finalize`.
         source_rank: as for `finalize`.
         device: for parameters that are on meta; None is the device type of the mesh.
-        follow_links: read links that lead out of a checkpoint's directory as the files to which they lead. Weight
-            files of a Hub model are read in any case.
+        follow_links: read links that lead out of a checkpoint's directory as the files to which they lead.
+            Weight files of a Hub model are read in any case.
         check_source: as for `finalize`.
 
     Returns:
@@ -174,7 +177,7 @@ def load_into(
 
 
 def _open(model: nn.Module, source: str | os.PathLike[str] | RankSource) -> Supply:
-    """Open a source for a live model and compare the two; if only some ranks cannot open it, these say why."""
+    """Open a source for a live model and compare the two; a rank that cannot, while others can, says why."""
     expected, ties = describe(model)
     weights: Weights | None = None
     error: BaseException | None = None
@@ -193,7 +196,7 @@ def _open(model: nn.Module, source: str | os.PathLike[str] | RankSource) -> Supp
     able = gather_json(weights is not None, phase="opening the source")
     if not any(able):
         agree(error, phase="opening the source")
-    with agreed("holding the source against the model"):
+    with agreed("comparing the source with the model"):
         if weights is not None:
             check_untied(broken_ties(model), weights)
             check_fit(expected, ties, weights, initialises=False)
@@ -244,7 +247,7 @@ def fill(
     if sources is not None:
         return fill_broadcast(shards, supply, sources, check_source=options.check_source)
     assert supply.weights is not None
-    with agreed("holding the source against the model"):
+    with agreed("comparing the source with the model"):
         wanted = match(shards, supply)
     return fill_direct(wanted, supply.weights, check_source=options.check_source)
 
@@ -264,7 +267,8 @@ class _Told(NamedTuple):
 def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> list[int] | None:
     """Return the source rank of every rank, or None if each reads for itself; every rank calls it.
 
-    A source rank is the first of its group that can open the source. What was decided, and why, is logged once.
+    A source rank is the first of its group that can open the source. What was decided, and why,
+    is logged once.
 
     Args:
         shards: of this rank; they tell the replicas of a mesh from each other.
@@ -295,7 +299,7 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
 
 
 def _all_read(told: Sequence[_Told], strategy: Strategy) -> bool:
-    """True if all ranks can read the same weights; otherwise raise, unless others may read for those that cannot."""
+    """True if all ranks can read the same weights; otherwise raise, unless some may read for the others."""
     blind = [rank for rank, each in enumerate(told) if each.identity is None]
     others = [rank for rank, each in enumerate(told) if each.identity not in (None, told[0].identity)]
     if not blind and not others:
@@ -419,7 +423,7 @@ def _prove(
 
 
 def prove_filled(shards: Sequence[LocalShard], elements: Counter[str]) -> Iterator[str]:
-    """Yield a problem for every parameter and persistent buffer of which an element was not filled exactly once.
+    """Yield a problem for each parameter and persistent buffer that has not been filled exactly once.
 
     Args:
         shards: everything that this rank holds.
@@ -446,13 +450,13 @@ def _unlike_expected(shards: Sequence[LocalShard], expected: Mapping[str, Expect
         if shard is None:
             yield f"{escape(fqn)}: was prepared and is not in the wrapped model"
             continue
-        # `wrap` gives a buffer that is in no checkpoint the dtype of computing.
+        # `wrap` casts non-persistent buffers to the compute dtype.
         if shard.dtype != plan.dtype and (plan.persistent or plan.kind == "parameter"):
-            yield f"{escape(fqn)}: is {shard.dtype}, planned was {plan.dtype}"
+            yield f"{escape(fqn)}: is {shard.dtype}, should be {plan.dtype}"
         if shard.shape != plan.shape:
-            yield f"{escape(fqn)}: has {list(shard.shape)}, planned was {list(plan.shape)}"
+            yield f"{escape(fqn)}: has {list(shard.shape)}, should have {list(plan.shape)}"
         if shard.persistent != plan.persistent:
-            yield f"{escape(fqn)}: is {_in_state(shard.persistent)}, planned was {_in_state(plan.persistent)}"
+            yield f"{escape(fqn)}: is {_in_state(shard.persistent)}, should be {_in_state(plan.persistent)}"
     for shard in shards:
         if not any(name in expected for name in shard.names):
             yield f"{escape(shard.fqn)}: is in the wrapped model and was not prepared"

@@ -1,7 +1,7 @@
 """FSDP1 (FullyShardedDataParallel): its units get their values one by one as they are wrapped.
 
-FSDP1 cuts whole tensors, and calls `param_init_fn` for each unit whose parameters are on meta, inner units first. So
-every rank holds its shards and one whole unit at a time.
+FSDP1 cuts whole tensors, and calls `param_init_fn` for each unit whose parameters are on meta, inner units
+first. So every rank holds its shards and one whole unit at a time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.ranks.agree import agreed, device_for
 from shardkit.training.ranks.local import LocalShard, Replicas, allocate, full_name
 
-# accelerate 1.15, utils/dataclasses.py: if either is on, accelerate replaces param_init_fn by a function that leaves
-# memory as it is, and rank 0 sends that to all.
+# accelerate 1.15, utils/dataclasses.py: if either is on, accelerate replaces param_init_fn by a function that
+# leaves memory as it is, and rank 0 sends that to all.
 _SETTINGS = ("sync_module_states", "cpu_ram_efficient_loading")
 
 
@@ -43,13 +43,13 @@ def param_init_fn(
 ) -> UnitFiller:
     """Return a `param_init_fn` for FSDP1 that fills each unit from the context's source; every rank calls it.
 
-    It does for FSDP1 what `finalize` does for `fully_shard`: it reads or receives, initialises, ties, restores buffers,
-    and proves. The first forward checks that all of the model was filled.
+    It does for FSDP1 what `finalize` does for `fully_shard`: it reads or receives, initialises, ties,
+    restores buffers, and proves. The first forward checks that all of the model was filled.
 
     Args:
         ctx: from `prepare`; FSDP1 has to wrap `ctx.model`, or a module that holds it.
-        strategy: accelerate's FSDP plugin, Lightning's FSDPStrategy, or FSDP1's arguments as a mapping, whose settings
-            are checked; None checks accelerate's environment variables.
+        strategy: accelerate's FSDP plugin, Lightning's FSDPStrategy, or FSDP1's arguments as a mapping, whose
+            settings are checked; None checks accelerate's environment variables.
         read: "direct", "broadcast" or "auto", as `finalize`'s strategy.
         device: where a unit is filled; None is where the process group can send from, preferably the CPU.
 
@@ -57,7 +57,8 @@ def param_init_fn(
         A function of a module that returns the module.
 
     Raises:
-        UsageError: on all ranks: `sync_module_states` or `cpu_ram_efficient_loading` is on, or the plugin is for FSDP2.
+        UsageError: on all ranks: `sync_module_states` or `cpu_ram_efficient_loading` is on, or the plugin
+            is for FSDP2.
     """
     with agreed("setting up param_init_fn"):
         _refuse_replaced(strategy)
@@ -109,9 +110,10 @@ class UnitFiller:
         self._hook = ctx.model.register_forward_pre_hook(self._check_complete, prepend=True)
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """Fill what is on meta in a module, and in those inside it that FSDP1 has not wrapped; return the module.
+        """Fill what is on meta in a module and in unwrapped modules inside it; return the module.
 
-        FSDP1 calls it for the modules of a unit one after the other, the outermost first. The first call fills all.
+        FSDP1 calls it for the modules of a unit one after the other, the outermost first. The first
+        call fills all.
         """
         if not any(parameter.is_meta for part in _unit(module) for parameter in part.parameters(False)):
             return module
@@ -143,7 +145,7 @@ class UnitFiller:
                 self._supply = replace(self._supply, weights=self._supply.weights.located())
 
     def _shards(self, modules: Sequence[nn.Module]) -> list[LocalShard]:
-        """Return the parameters of a unit, and its persistent buffers, as whole tensors that every rank holds."""
+        """Return a unit's parameters and persistent buffers as whole tensors that every rank holds."""
         found: dict[int, LocalShard] = {}
         inside: set[str] = set()
         strangers: list[str] = []
@@ -205,7 +207,7 @@ class UnitFiller:
         remember(self._ctx.model, self._supply.weights)
 
     def _check_complete(self, module: nn.Module, args: Any) -> None:
-        """Refuse to run on memory that nobody filled; the model's forward pre-hook, until it has passed once."""
+        """Refuse to run on memory that nobody filled: a forward pre-hook, removed once it has passed."""
         if self._left:
             left = sorted(self._left)
             raise UsageError(
@@ -231,20 +233,20 @@ _VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 @contextlib.contextmanager
 def hf_ram_efficient_loading(enabled: bool) -> Iterator[None]:
-    """Turn the RAM efficient loading of transformers on or off for a while; always restore what was there before.
+    """Turn transformers' RAM-efficient loading on or off for a while; always restore what was set before.
 
-    shardkit does not need it. It is for code that calls `from_pretrained` as well, where it must not be half on. These
-    are the effects of the variables, found by running each version on two ranks:
+    shardkit does not need it. It is for code that also calls `from_pretrained`, where the two variables must
+    agree. These are the effects of the variables, found by running each version on two ranks:
 
     - transformers 5.23: none. Every rank reads every value.
     - transformers 5.12, 5.17, 5.20 and 5.22: ranks whose LOCAL_RANK is 0 read; the others have zeros.
-      5.0: the others have random values instead. In all of these versions the others take the memory of the whole
-      model all the same, and have the right non-persistent buffers. Without LOCAL_RANK in the environment no rank
-      reads, not even rank 0.
+      5.0: the others have random values instead. In all of these versions the others take the memory of the
+      whole model all the same, and have the right non-persistent buffers. Without LOCAL_RANK in the
+      environment no rank reads, not even rank 0.
     - Any transformers, if torch.distributed is not initialised: none.
     - accelerate 1.10 and 1.15: FSDP_CPU_RAM_EFFICIENT_LOADING is the default for the argument
-      `cpu_ram_efficient_loading` of `FullyShardedDataParallelPlugin`. A plugin that gets the argument sets the
-      variable, and leaves it set.
+      `cpu_ram_efficient_loading` of `FullyShardedDataParallelPlugin`. A plugin that gets the argument sets
+      the variable, and leaves it set.
 
     Args:
         enabled: the value of both variables inside.

@@ -1,8 +1,8 @@
-"""The gradient norm of a model that is in parts, and clipping by it.
+"""The gradient norm of a sharded model, and clipping by it.
 
-A rank's own parts give a part of the norm. Each parameter's norm is summed over exactly those axes of its mesh that cut
-it, or over the ranks that share an FSDP1 unit. So parameters on different meshes (such as tensor parallel ones),
-replicated ones and plain ones add up correctly, whatever holds them.
+A rank's own parts give a part of the norm. Each parameter's norm is summed over exactly those axes of its
+mesh that cut it, or over the ranks that share an FSDP1 unit. So parameters on different meshes (such as
+tensor parallel ones), replicated ones and plain ones add up correctly, whatever holds them.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class _Share:
 def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients together, as one process with the whole model would compute it.
 
-    It is a collective: every rank calls it with the same parameters. Gradients that are None count as zero, even if
-    only some ranks lack them. Gradients in half precision are accumulated in fp32.
+    It is a collective: every rank calls it with the same parameters. Gradients that are None count as zero,
+    even if only some ranks lack them. Gradients in half precision are accumulated in fp32.
 
     Args:
-        parameters: a model, which may hold roots of FSDP2, FSDP1 and DDP at any depth; or parameters: DTensors on any
-            meshes, and plain ones, whose gradients all ranks have.
+        parameters: a model, which may hold roots of FSDP2, FSDP1 and DDP at any depth; or parameters:
+            DTensors on any meshes, and plain ones, whose gradients all ranks have.
         norm_type: 2.0, any other positive order, or `inf`.
 
     Returns:
         A plain tensor without dims, fp32 (fp64 if there are such gradients), the same on every rank.
 
     Raises:
-        UsageError: parameters of FSDP1 without the model that they belong to, FSDP1 over tensor parallelism, gradients
-            of FSDP1 that are not reduced yet, or an order that is not positive.
+        UsageError: parameters of FSDP1 without the model that they belong to, FSDP1 over tensor parallelism,
+            gradients of FSDP1 that are not reduced yet, or an order that is not positive.
     """
     return _norm(*_parameters(parameters), norm_type)
 
@@ -68,7 +68,8 @@ def clip_grad_norm_(
         parameters: as `grad_norm` takes them.
         max_norm: of the whole model, not of a rank's part.
         norm_type: as `grad_norm` takes it.
-        error_if_nonfinite: raise if the norm is infinite or not a number; otherwise gradients become so too.
+        error_if_nonfinite: raise if the norm is infinite or not a number; otherwise the gradients
+            become so too.
 
     Raises:
         UsageError: as for `grad_norm`.
@@ -94,7 +95,7 @@ def clip_grad_norm_(
 
 
 def _parameters(parameters: Parameters) -> tuple[list[torch.Tensor], Mapping[int, Fsdp1Unit]]:
-    """Return every parameter once, since a tied one must not count twice, and by id the FSDP1 units of those in one."""
+    """Return each parameter once, since ties must not count twice; and FSDP1 units by id of parameter."""
     units: dict[int, Fsdp1Unit] = {}
     if isinstance(parameters, nn.Module):
         reshard(parameters)  # gathered copies have no gradients
@@ -146,14 +147,15 @@ def _norm(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit], norm_t
 def _shares(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]) -> list[_Share]:
     """Sort gradients by the ranks that share them.
 
-    Parameters, not gradients, decide which collectives there are: a rank that lacks a gradient must not miss one.
+    Parameters, not gradients, decide which collectives there are: a rank that lacks a gradient must
+    not miss one.
     """
     shares: dict[object, _Share] = {}
     for parameter in parameters:
         share = _share_of(parameter, units.get(id(parameter)), shares)
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-            # Tensor parallelism may leave sums that are still to be made.
+            # Tensor parallelism may leave partial sums.
             if gradient.placements != parameter.placements:
                 gradient = gradient.redistribute(placements=parameter.placements)
         if gradient is not None and (local := local_tensor(gradient)).numel():

@@ -1,8 +1,8 @@
 """An optimizer that was made before the model was wrapped.
 
-`fully_shard` replaces parameters by new ones, and an optimizer keeps stepping the old ones: the loss does not move, and
-no message says why. accelerate finds the new ones by the address of the old ones' memory. That address is 0 for
-everything on meta, so its optimizer ends up with one parameter in every place.
+`fully_shard` replaces parameters by new ones, and an optimizer keeps stepping the old ones: the loss does not
+move, and no message says why. accelerate finds the new ones by the address of the old ones' memory. That
+address is 0 for everything on meta, so its optimizer ends up with one parameter in every place.
 
     names = parameter_names(model, optimizer)      # before
     wrap(model, mesh)
@@ -47,7 +47,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names
     ]
     UsageError.raise_for(
         strangers,
-        f"{count(len(strangers), 'tensor')} of the optimizer are no parameters of the model",
+        f"{count(len(strangers), 'tensor')} of the optimizer are not parameters of the model",
         hint="ask before the model is wrapped, and for the model that the optimizer was made for",
     )
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -56,19 +56,19 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names
 def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: Names | None = None) -> None:
     """Point an optimizer that was made before wrapping at the parameters that the model has now.
 
-    Groups, their order and their options stay as they are, and learning rate schedules keep working. An optimizer that
-    steps each of the model's parameters once is left alone.
+    Groups, their order and their options stay as they are, and learning rate schedules keep working. An
+    optimizer that steps each of the model's parameters once is left alone.
 
     Args:
         model: wrapped, by `wrap`, `fully_shard` or `accelerator.prepare`.
         optimizer: has not stepped yet; accelerate's will do too.
-        names: what `parameter_names` returned before wrapping; None takes the names that torch recorded, if the
-            optimizer was made from `model.named_parameters()` (torch 2.6). One group of all parameters needs neither:
-            it gets them in the model's order.
+        names: what `parameter_names` returned before wrapping; None takes the names that torch recorded, if
+            the optimizer was made from `model.named_parameters()` (torch 2.6). One group of all parameters
+            needs neither: it gets them in the model's order.
 
     Raises:
-        UsageError: the optimizer has state or keeps parameters elsewhere; or names are not known, are not in the
-            model, belong to another shape, or mean one parameter twice.
+        UsageError: the optimizer has state or keeps parameters elsewhere; or names are not known, are not in
+            the model, belong to another shape, or mean one parameter twice.
     """
     reshard(model)  # nobody steps gathered copies
     optimizer = _inner(optimizer)
@@ -121,7 +121,7 @@ def _is_bound(
 def _check_unused(optimizer: torch.optim.Optimizer) -> None:
     if optimizer.state:
         raise UsageError(
-            f"the optimizer has state of {count(len(optimizer.state), 'parameter')}, which is not in parts",
+            f"the optimizer has state of {count(len(optimizer.state), 'parameter')}, which is not sharded",
             hint="wrap before the first step; to go on from a checkpoint, load its optimizer state after wrapping",
         )
     kept = [
@@ -138,7 +138,7 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _recorded(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
-    """Return the names that torch recorded, or those of all parameters if the one group can have no others."""
+    """Return the names that torch recorded, or all of the model's if one group holds all its parameters."""
     if all("param_names" in group for group in optimizer.param_groups):
         return [group["param_names"] for group in optimizer.param_groups]
     stepped, own = stepped_by(optimizer), [clean_name(name) for name, _ in model.named_parameters()]
@@ -151,8 +151,8 @@ def _recorded(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
         return [own]
     copies = len(stepped) - len(set(map(id, stepped)))
     raise UsageError(
-        "it is not known what the model calls the optimizer's parameters"
-        + (f", and it has the same ones {copies} times more" if copies else ""),
+        "the names that the model has for the optimizer's parameters are not known"
+        + (f", and {copies} of them are repeats" if copies else ""),
         hint="make the optimizer from model.named_parameters(), or names = parameter_names(model, optimizer) before "
         "wrapping (and before accelerator.prepare), and rebind_optimizer(model, optimizer, names) after it",
     )
@@ -167,7 +167,7 @@ def _mismatches(
         for name, old in zip(group_names, group["params"], strict=True):
             new = by_name.get(clean_name(name))
             if new is None:
-                yield f"{escape(name)}: the model has none of that name{suggestion(name, by_name)}"
+                yield f"{escape(name)}: the model has no parameter of that name{suggestion(name, by_name)}"
             # A shape that occurs in several places says nothing.
             elif new.shape != old.shape and places[id(old)] == 1:
                 yield f"{escape(name)}: {tuple(old.shape)} in the optimizer, {tuple(new.shape)} in the model"

@@ -49,7 +49,7 @@ _log = logging.getLogger("shardkit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What `prepare` was asked for, of source and initialisation."""
+    """What the caller of `prepare` asked for: the source, and how to initialise."""
 
     source: str | RankSource | None
     revision: str | None
@@ -122,27 +122,30 @@ def prepare(
     """Build a model without memory for its weights, and compare it with its source; each rank must call it.
 
     Args:
-        build_model: a function that returns the model, a directory with config.json or a repo id, or a model on meta.
-        source: a Hub directory or repo id, a pre-sharded directory, or any sharded checkpoint; `from_rank(...)` for
-            a state dict in the memory of one rank; None initialises every tensor, whole, the same in any world.
-        dtype: of floating parameters; None keeps the model's own: what its config says, or else what is stored.
-            Parameters that its class makes fp32 stay fp32, as in `from_pretrained`. Reading converts the values.
+        build_model: a function that returns the model, a directory with config.json or a repo id, or a
+            model on meta.
+        source: a Hub directory or repo id, a pre-sharded directory, or any sharded checkpoint;
+            `from_rank(...)` for a state dict in the memory of one rank; None initialises every tensor, whole,
+            the same in any world.
+        dtype: of floating parameters; None keeps the model's own: what its config says, or else what is
+            stored. Parameters that its class makes fp32 stay fp32, as in `from_pretrained`. Reading
+            converts the values.
         tokenizer: embeddings are made as long as it needs; a number of tokens will do.
-        align_vocab: False leaves embeddings alone; a number rounds their rows up to a multiple of it, True and None
-            to a multiple of 8.
-        missing: what to do about tensors that the source lacks. "error" refuses them. "init" initialises them, unless
-            they look renamed. Globs over FQNs initialise what they match.
+        align_vocab: False leaves embeddings alone; a number rounds their rows up to a multiple of it, True
+            and None to a multiple of 8.
+        missing: what to do about tensors that the source lacks. "error" refuses them. "init" initialises
+            them, unless they look renamed. Globs over FQNs initialise what they match.
         seed: of what is initialised.
         init_buffers: computes the buffers of a model on meta.
         revision: branch, tag or commit, if the source is a repo id; of the model too if it is the same repo.
         variant: "fp16" takes `model.fp16.safetensors`.
         trust_remote_code: the model's own code may run.
-        follow_links: read links that lead out of a checkpoint's directory as the files to which they lead. Weight
-            files of a Hub model are read in any case.
+        follow_links: read links that lead out of a checkpoint's directory as the files to which they lead.
+            Weight files of a Hub model are read in any case.
 
     Returns:
-        Context for `finalize`; its `model` is what to wrap. A rank that has no source while others do says why in
-        `unavailable`.
+        Context for `finalize`; its `model` is what to wrap. A rank that has no source while others do says
+        why in `unavailable`.
 
     Raises:
         LayoutError: model and source differ (every difference is listed), or nothing computes some buffers.
@@ -152,7 +155,7 @@ def prepare(
     """
     with agreed(_OPENING):
         if isinstance(source, RankSource) and (revision is not None or variant is not None):
-            raise UsageError("revision and variant are of files: a state dict has none")
+            raise UsageError("revision and variant are for files: a state dict has none")
         given = source if source is None or isinstance(source, RankSource) else os.fspath(source)
         asked = _Asked(source=given, revision=revision, variant=variant, missing=missing, seed=seed)
     if dtype is None and isinstance(build_model, (str, os.PathLike)):
@@ -205,7 +208,7 @@ def prepare(
 
 
 def _stored_dtype(model: str | os.PathLike[str], asked: _Asked) -> str | None:
-    """Return the dtype of stored weights, for a model whose config names none: its own, or else the source's."""
+    """Return the stored dtype for a model whose config names none: its own weights', or else the source's."""
 
     def dtype_of(source: str | RankSource, revision: str | None) -> str | None:
         try:
@@ -252,7 +255,7 @@ def _build(
 
 
 def _open_together(plain: _Plain, asked: _Asked) -> _Source:
-    """Open the source on every rank that has it; these tell the others what is read and what is initialised."""
+    """Open the source on every rank that has it; these tell the others what is read and initialised."""
     found, error = _Source(), None
     try:
         found = _open(plain, asked)
@@ -305,7 +308,7 @@ def _open(plain: _Plain, asked: _Asked) -> _Source:
 
 
 def _is_absent(source: str) -> bool:
-    """True if a path does not exist, holds no weights, or lacks files that its index lists: nothing is damaged."""
+    """True if a path is missing, holds no weights, or lacks files of its index: nothing is damaged."""
     try:
         if not storage.exists(source):
             return True
@@ -318,8 +321,8 @@ def _is_absent(source: str) -> bool:
             return True
         for name in storage.listdir(source):
             if name.endswith(".index.json"):
-                listed = read_index(os.path.join(source, name), name).files
-                return any(not storage.exists(os.path.join(source, file)) for file in listed)
+                wanted = read_index(os.path.join(source, name), name).files
+                return any(not storage.exists(os.path.join(source, file)) for file in wanted)
     except (OSError, ShardkitError):
         pass
     return False
@@ -336,7 +339,7 @@ def _fit_from_json(content: Mapping[str, Any]) -> Fit:
 
 
 def _untied(plain: _Plain, source: _Source) -> list[str]:
-    """Return the names that `from_pretrained` would untie, because the source has two values for one parameter."""
+    """Return the names that `from_pretrained` would untie: the source has two values for one parameter."""
     assert source.weights is not None
     if not source.weights.follows_class or plain.grown:
         check_ties(plain.ties, source.weights)

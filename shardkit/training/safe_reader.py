@@ -1,16 +1,17 @@
 """A storage reader for stock `dcp.load` that executes nothing from a checkpoint.
 
-torch's own reader unpickles `.metadata`, and its planner every byte entry, without restriction: a checkpoint can run
-code. Here `.metadata` and records go through our parsers and are compared with the files and with each other, and
-tensors are read straight into their memory.
+torch's own reader unpickles `.metadata`, and its planner every byte entry, without restriction: a checkpoint
+can run code. Here `.metadata` and records go through our parsers and are compared with the files and with
+each other, and tensors are read straight into their memory.
 
-Byte entries (a step, a learning rate, an RNG state) never reach the planner as they are in the file. Our interpreter
-looks through the pickle first. It refuses every name but those of plain data and plain tensors, and everything that
-would cost much. What passes is put into a new zip and loaded with torch's weights-only loader. The resulting value is
-saved anew, and the planner sees only that.
+Byte entries (a step, a learning rate, an RNG state) never reach the planner as they are in the file. Our
+interpreter looks through the pickle first. It refuses every name but those of plain data and plain tensors,
+and everything that would cost much. What passes is put into a new zip and loaded with torch's weights-only
+loader. The resulting value is saved anew, and the planner sees only that.
 
-Source: torch 2.13, torch/distributed/checkpoint/storage.py (`StorageReader`), filesystem.py (`FileSystemReader`),
-state_dict_loader.py, default_planner.py (`load_bytes`), torch/_weights_only_unpickler.py.
+Source: torch 2.13, torch/distributed/checkpoint/storage.py (`StorageReader`), filesystem.py
+(`FileSystemReader`), state_dict_loader.py, default_planner.py (`load_bytes`),
+torch/_weights_only_unpickler.py.
 """
 
 from __future__ import annotations
@@ -77,21 +78,22 @@ class SafeReader(StorageReader):
 
         dcp.load(state, storage_reader=shardkit.SafeReader("run/last"))
 
-    It replaces torch's `FileSystemReader`, with any planner; nothing else has to change. Everything that is read is
-    checked: every place in its file, every tensor tiled exactly once, every record's dtype and shape. A byte entry
-    that is more than plain data and plain tensors is refused by name, unless its class was given to
-    `torch.serialization.add_safe_globals`. If there is no `.metadata`, the rank-local metadata of all ranks is read
-    together, but never instead of a damaged `.metadata`. Data that torch's ZStandard extension compressed is
-    decompressed.
+    It replaces torch's `FileSystemReader`, with any planner; nothing else has to change. Everything that is
+    read is checked: every place in its file, every tensor tiled exactly once, every record's dtype and shape.
+    A byte entry that is more than plain data and plain tensors is refused by name, unless its class was given
+    to `torch.serialization.add_safe_globals`. If there is no `.metadata`, the rank-local metadata of all
+    ranks is read together, but never instead of a damaged `.metadata`. Data that torch's ZStandard extension
+    compressed is decompressed.
 
     Args:
         path: the directory with `.metadata`.
-        check_crc: compare every record that is read with the CRC-32 in it first, which costs a second read of it.
+        check_crc: compare every record that is read with the CRC-32 in it first, which costs a second
+            read of it.
         check_source: compare with the CRC-32 as the bytes move, if this rank reads a whole record or nearly.
 
     Raises:
-        SourceError, IntegrityError, ResourceError: from `read_metadata` and `read_data`; they name file and tensor.
-            `dcp.load` puts them into its own `CheckpointException`.
+        SourceError, IntegrityError, ResourceError: from `read_metadata` and `read_data`; they name file and
+            tensor. `dcp.load` puts them into its own `CheckpointException`.
     """
 
     def __init__(
@@ -117,9 +119,10 @@ class SafeReader(StorageReader):
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
 
-    # Without **kwargs: with them, torch calls it again for rank-local metadata when `.metadata` cannot be read.
+    # Without **kwargs: with them, torch calls it again for rank-local metadata when `.metadata` cannot
+    # be read.
     def read_metadata(self) -> Metadata:
-        """Parse and check `.metadata`; return it as torch's planners take it, without the places, which stay here.
+        """Parse and check `.metadata`; return it as torch's planners expect it. The places stay here.
 
         Raises:
             SourceError: missing, damaged, hostile or contradictory.
@@ -153,7 +156,8 @@ class SafeReader(StorageReader):
         """Read what a plan asks for into the planner's tensors.
 
         Raises:
-            SourceError, IntegrityError: records are damaged, or not what `.metadata` says; all of a kind at once.
+            SourceError, IntegrityError: records are damaged, or not what `.metadata` says; all of a
+                kind at once.
             LayoutError: the planner gave a tensor of another shape than it planned.
             ResourceError: a file may not be read.
         """
@@ -220,7 +224,7 @@ def _check_backed(opened: DcpDirectory) -> None:
 
 
 def _check_lists(catalog: Catalog) -> None:
-    """Refuse planner paths that would make torch create long empty lists: it extends a list up to an index."""
+    """Refuse planner paths that make torch create long, empty lists: it extends a list up to an index."""
     lengths: dict[tuple[str | int, ...], int] = {}
     num_steps = 0
     for path in (catalog.paths or {}).values():
@@ -323,7 +327,7 @@ def _object_bytes(opened: DcpDirectory, fqn: str) -> memoryview:
 
 
 def vetted(data: memoryview, where: str) -> io.BytesIO:
-    """Return a byte entry's value, saved anew by torch; no name from the file is looked up before it is vetted.
+    """Vet a byte entry and return its value, saved anew by torch. No name is looked up before it is vetted.
 
     The program's own classes, if it gave them to `torch.serialization.add_safe_globals`, are admitted too.
 
@@ -332,7 +336,8 @@ def vetted(data: memoryview, where: str) -> io.BytesIO:
         where: the entry, escaped, for messages.
 
     Raises:
-        SourceError: the entry is damaged, hostile, or more than plain data and plain tensors; names the classes.
+        SourceError: the entry is damaged, hostile, or more than plain data and plain tensors;
+            names the classes.
         IntegrityError: the bytes do not have the recorded CRC-32.
     """
     reader = ZipReader(lambda start, nbytes: bytes(data[start : start + nbytes]), 0, len(data), where)
@@ -368,14 +373,14 @@ def _is_known(name: str) -> bool:
 
 
 def _trusted_names() -> frozenset[str]:
-    """Return what the program has declared safe. What torch declares itself, such as DTensor, is not plain data."""
+    """Return what the program declared safe, without torch's own: DTensor, for one, is not plain data."""
     items: list[Any] = torch.serialization.get_safe_globals()
     names = (i[1] if isinstance(i, tuple) else f"{i.__module__}.{i.__qualname__}" for i in items)
     return frozenset(name for name in names if not name.startswith("torch."))
 
 
 def _clean_copy(reader: ZipReader, entries: dict[str, Entry], pickle: bytes) -> io.BytesIO:
-    """Put what was checked into a new zip, in which another reader cannot find other entries than ours did."""
+    """Put what was checked into a new zip, so that no other reader finds entries that ours did not."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr("archive/data.pkl", pickle)

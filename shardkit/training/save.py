@@ -1,11 +1,11 @@
 """Saving a sharded model so that the destination always holds a whole checkpoint.
 
-All ranks write with torch's own distributed checkpoint into a directory beside the destination. When every rank has
-reported and the files have been checked, rank 0 makes that directory the destination in one rename. A rank that fails
-or is killed does not change what was there before.
+All ranks write with torch's own distributed checkpoint into a directory beside the destination. When every
+rank has reported and the files have been checked, rank 0 makes that directory the destination in one rename.
+A rank that fails or is killed does not change what was there before.
 
     .<name>.shardkit-<owner>/data/    while it is written
-    <name>/.metadata, __R_N.distcp    what stock `dcp.load` reads: {"model": ..., "optimizer": ..., "extra": ...}
+    <name>/.metadata, __R_N.distcp    stock `dcp.load` reads {"model": ..., "optimizer": ..., "extra": ...}
     <name>/shardkit.json              world, mesh, units, ties, key rules, files
 
 Names of one tensor share one record.
@@ -81,12 +81,14 @@ def save(
 
     Args:
         model: wrapped by FSDP2, FSDP1, tensor parallelism, DDP, or plain; with weights.
-        path: on a file system that all ranks share; the path that rank 0 gives counts. Missing directories above it are
-            made.
+        path: on a file system that all ranks share; the path that rank 0 gives counts. Missing directories
+            above it are made.
         optimizer: its state, or that of several, is saved too, under "optimizer", by names of parameters.
-        extra: saved under "extra": numbers, text, tensors, objects with a state dict; each rank gives the same names.
+        extra: saved under "extra": numbers, text, tensors, objects with a state dict; each rank gives
+            the same names.
         process_group: the ranks that save; None for all of them.
-        overwrite: replace a checkpoint that is there, in one exchange; nothing but a checkpoint is ever replaced.
+        overwrite: replace a checkpoint that is there, in one exchange; nothing but a checkpoint
+            is ever replaced.
 
     Raises:
         UsageError: the destination exists. Like every error, it is raised on all ranks.
@@ -144,8 +146,7 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
     copies = [len(ids) - len(set(ids)) for ids in ([id(p) for p in stepped_by(each)] for each in optimizers)]
     if any(copies):
         raise LayoutError(
-            f"the optimizer has the same parameters {sum(copies)} times more: it does not step all that it was made "
-            "for",
+            f"the optimizer holds {count(sum(copies), 'repeated parameter')}: it does not step all that it should",
             hint="point it at all of them before the first step: rebind_optimizer, or finalize(..., optimizer=)",
         )
 
@@ -196,7 +197,7 @@ def _make_parents(path: str) -> None:
 def _write(state: State, writer: Writer, group: dist.ProcessGroup | None) -> None:
     """Let torch save. It tells every rank of every failure; each rank reports its own."""
     caught: CheckpointException | None = None
-    # A rank's own failures come as CheckpointException; a RuntimeError is of a collective.
+    # A rank's own failures come as CheckpointException; a RuntimeError comes from a collective.
     try:
         save_distributed(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
@@ -303,12 +304,12 @@ def _take_back_step(model: nn.Module, states: State, new: list[torch.optim.Optim
 
 @contextlib.contextmanager
 def _complete(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
-    """Let torch make the state of optimizers that have none, by a step without gradients; remove it afterwards.
+    """Let torch create missing optimizer state, by a step without gradients; remove it afterwards.
 
     If that state were kept, the step would count: Adam's first real step would be its second.
 
-    Source: torch 2.13, torch/distributed/checkpoint/state_dict.py, _init_optim_state. It makes no state if there are
-    gradients.
+    Source: torch 2.13, torch/distributed/checkpoint/state_dict.py, _init_optim_state. It makes no state if
+    there are gradients.
     """
     new = [optimizer for optimizer in optimizers if not optimizer.state]
     parameters = [parameter for each in new for parameter in stepped_by(each)]
@@ -336,7 +337,7 @@ def find_aliases(model: nn.Module) -> dict[str, str]:
 
 
 def _state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers under all of their names, as in torch's state dicts of models."""
+    """Yield parameters and persistent buffers under all of their names, as in torch's model state dicts."""
     for path, module in _state_paths(model):
         hidden = non_persistent_buffers(module)
         own: list[tuple[str, torch.Tensor]] = [
@@ -347,7 +348,7 @@ def _state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _state_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules under all of their paths, without what wrappers put in; DDP puts in `module`."""
+    """Yield all modules under all of their paths, without the parts that wrappers add; DDP adds `module`."""
     inside: dict[str, str] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
@@ -362,7 +363,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _flat_aliases(model: nn.Module) -> dict[str, str]:
-    """Return further names of what lies in FSDP1's flat parameters; modules may not have these as parameters."""
+    """Return further names of tensors in FSDP1's flat parameters; modules may lack these as parameters."""
     aliases: dict[str, str] = {}
     for path, module in _state_paths(model):
         unit = fsdp1_unit(module) if isinstance(module, FullyShardedDataParallel) else None

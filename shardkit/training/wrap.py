@@ -1,7 +1,8 @@
 """The second phase: checkpoint wrappers, then `fully_shard` on the units and the root. No weights move.
 
-The ranks do not communicate. The model may be on meta or hold weights; it may have gone through `parallelize_module`.
-Code that calls `fully_shard` itself needs none of this: `finalize` takes any wrapped model.
+The ranks do not communicate. The model may be on meta or hold weights; it may have gone through
+`parallelize_module`. Code that calls `fully_shard` itself needs none of this: `finalize` takes
+any wrapped model.
 """
 
 from __future__ import annotations
@@ -82,13 +83,14 @@ def bf16_mixed_precision(strategy: object) -> MixedPrecisionPolicy | MixedPrecis
 def bf16_mixed_precision(strategy: object = None) -> MixedPrecisionPolicy | MixedPrecision:
     """Return the policy of bf16 training: parameters are gathered as bf16, gradients reduced in fp32.
 
-    Stored parameters, which the optimizer steps, and buffers keep their own dtypes. For FSDP2 the result is the
-    policy of a root: `wrap` gives blocks the same with `cast_forward_inputs=False`. FSDP1's policy casts the inputs of
-    the root alone.
+    Stored parameters, which the optimizer steps, and buffers keep their own dtypes. For FSDP2 the result is
+    the policy of a root: `wrap` gives blocks the same with `cast_forward_inputs=False`. FSDP1's policy casts
+    the inputs of the root alone.
 
     Args:
-        strategy: what it is for: Lightning's FSDPStrategy or ModelParallelStrategy, accelerate's FSDP plugin,
-            FullyShardedDataParallel, or an instance or name of one of these; None is `fully_shard` (FSDP2).
+        strategy: what the policy is for: Lightning's FSDPStrategy or ModelParallelStrategy,
+            accelerate's FSDP plugin, FullyShardedDataParallel, or an instance or name of one of these;
+            None is `fully_shard` (FSDP2).
 
     Returns:
         The class that the strategy takes: torch's MixedPrecision for FSDP1, MixedPrecisionPolicy for FSDP2.
@@ -132,21 +134,23 @@ def wrap(
     """Shard a model in place with `fully_shard`: each unit, inner ones first, and the root last.
 
     Args:
-        model: parameters on meta, as `prepare` leaves them, or with weights; DTensors of `parallelize_module` are fine.
-        mesh: one axis shards; of two, the first replicates (HSDP). Of a mesh with a tensor parallel axis (`tp`) the
-            other axes are taken.
-        policy: "auto" (the blocks that the model names itself, or else those of its lists of blocks; blocks that would
-            untie a tied parameter are left to the root), "none" (one unit), a class, a class name, an import path
-            ("pkg.mod.Class"), a module path ("model.layers", "model.layers.*"), a set of these, or a function
-            (name, module) -> bool.
-        activation_checkpointing: True checkpoints every unit; a policy checkpoints the modules that it matches.
+        model: parameters on meta, as `prepare` leaves them, or with weights; DTensors of
+            `parallelize_module` are fine.
+        mesh: with one axis, it shards; with two, the first replicates (HSDP). A tensor-parallel axis (`tp`)
+            is left out.
+        policy: "auto" (the blocks that the model names itself, or else those of its lists of blocks; blocks
+            that would untie a tied parameter are left to the root), "none" (one unit), a class, a class name,
+            an import path ("pkg.mod.Class"), a module path ("model.layers", "model.layers.*"), a set of
+            these, or a function (name, module) -> bool.
+        activation_checkpointing: True checkpoints every unit; a policy checkpoints the modules
+            that it matches.
         mixed_precision: "bf16" is `bf16_mixed_precision()` on the root. Blocks have the same without
             `cast_forward_inputs`: values that the model computes in fp32 between them stay fp32. A torch
-            `MixedPrecisionPolicy` is used as it is, on the root and on all units. None computes in the parameters'
-            dtype.
-        reshard_after_forward: of the units; None frees every unit after its forward except those of the last block,
-            which backward needs at once. An int keeps the parts of that many ranks. The root, which backward needs
-            first too, is never freed.
+            `MixedPrecisionPolicy` is used as it is, on the root and on all units. None computes in
+            the parameters' dtype.
+        reshard_after_forward: for the units. None frees every unit after its forward except those of the last
+            block, which backward needs at once. An int keeps the parts of that many ranks. The root, which
+            backward also needs first, is never freed.
         cpu_offload: parameters, gradients and optimizer state live on the CPU.
         shard_placement_fn: which dim of a parameter to shard; None is dim 0.
 
@@ -195,7 +199,8 @@ def wrap(
     for name in plan.outside:
         path, _, attribute = name.rpartition(".")
         hook = partial(_average_gradients, data_mesh, modules[path], attribute)
-        # The module that holds a parameter may never be called (a ParameterList); one around it uses the parameter.
+        # The module that holds a parameter may never be called (a ParameterList); one around it uses
+        # the parameter.
         for around in ("", *accumulate(path.split("."), "{}.{}".format)):
             if around in modules:
                 modules[around].register_forward_pre_hook(hook)
@@ -277,8 +282,8 @@ def _unit_precision(
 ) -> MixedPrecisionPolicy:
     """Return the policy of a unit.
 
-    Unless the caller gave a policy, a block takes its inputs as they come: a cast would round what its neighbour hands
-    on in fp32 (rotary tables, residuals).
+    Unless the caller gave a policy, a block takes its inputs as they come: a cast would round what its
+    neighbour hands on in fp32 (rotary tables, residuals).
     """
     if unit.is_wide:
         return replace(precision, param_dtype=torch.float32, cast_forward_inputs=False)
@@ -293,15 +298,15 @@ def _unit_precision(
         and wide.of(clean_name(f"{unit.path}.{name}")) is wide.wanted
         for name, p in module.named_parameters()
     )
-    # A unit around the blocks (embeddings, a tower) often gets its inputs in the dtype of its weights. As long as it
-    # is not gathered, that is the dtype of the master weights.
+    # A unit around the blocks (embeddings, a tower) often gets its inputs in the dtype of its weights. As
+    # long as it is not gathered, that is the dtype of the master weights.
     return replace(precision, cast_forward_inputs=has_masters and not is_block)
 
 
 def _cast_buffers(model: nn.Module, wide: ClassDtypes) -> None:
-    """Give buffers that are in no checkpoint the dtype that they have in a model built in the dtype of computing.
+    """Cast non-persistent buffers to the dtype that they have in a model built in the compute dtype.
 
-    A buffer in fp32 would turn what is added to it into fp32.
+    Whatever is added to an fp32 buffer becomes fp32.
     """
     for place in buffer_places(model, once=True):
         wanted = None if place.persistent else wide.buffers.get(place.fqn)
@@ -312,8 +317,8 @@ def _cast_buffers(model: nn.Module, wide: ClassDtypes) -> None:
 def _average_gradients(mesh: DeviceMesh, holder: nn.Module, name: str, *_: object) -> None:
     """Make the gradient of a parameter outside FSDP the mean over all ranks, as FSDP does with its own.
 
-    The hook is registered in the forward, because `finalize` replaces the parameter. If gradients add up over several
-    backwards, what was averaged before is equal on all ranks and stays so.
+    The hook is registered in the forward, because `finalize` replaces the parameter. If gradients add up over
+    several backwards, what was averaged before is equal on all ranks and stays so.
     """
     parameter = getattr(holder, name)
     if not parameter.requires_grad or parameter in _AVERAGED:
@@ -357,7 +362,7 @@ def _checkpointed_paths(model: nn.Module, units: list[str], wanted: bool | Polic
 def _apply_checkpointing(
     model: nn.Module, units: Mapping[str, nn.Module], chosen: Iterable[nn.Module]
 ) -> dict[str, nn.Module]:
-    """Let modules be computed again in backward; return the units, with the wrapper in place of a wrapped one."""
+    """Checkpoint the activations of modules; return the units, with wrappers in place of wrapped modules."""
     wrappers: dict[int, nn.Module] = {}
     for module in chosen:
         if _is_transformers_layer(module):
@@ -373,7 +378,7 @@ def _apply_checkpointing(
 
 
 def _is_transformers_layer(module: nn.Module) -> bool:
-    """True for a layer that transformers can checkpoint itself; it keeps caches out of what is computed twice."""
+    """True for a layer that transformers can checkpoint itself, which keeps caches out of it."""
     return any(
         base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
         for base in type(module).__mro__
@@ -381,7 +386,8 @@ def _is_transformers_layer(module: nn.Module) -> bool:
 
 
 def _enable_own_checkpointing(module: Any) -> None:
-    # As `gradient_checkpointing_enable` does to all layers; source: transformers 5.23, _set_gradient_checkpointing.
+    # As `gradient_checkpointing_enable` does to all layers; source: transformers 5.23,
+    # _set_gradient_checkpointing.
     module.gradient_checkpointing = True
     module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 

@@ -80,11 +80,11 @@ class Refused(NamedTuple):
     {
         "unknown": Refused(
             lambda model, unnamed, names: rebind_optimizer(model, unnamed),
-            "it is not known what the model calls the optimizer's parameters",
+            "the names that the model has for the optimizer's parameters are not known",
         ),
         "late": Refused(
             lambda model, unnamed, names: parameter_names(model, unnamed),
-            "30 tensors of the optimizer are no parameters of the model",
+            "30 tensors of the optimizer are not parameters of the model",
         ),
         "used": Refused(
             lambda model, unnamed, names: rebind_optimizer(model, used(), [names]),
@@ -140,7 +140,7 @@ def test_what_stands_in_several_places_is_repaired() -> None:
     names = parameter_names(model, optimizer)
     for group in optimizer.param_groups:
         group["params"] = [bias, bias]
-    with pytest.raises(UsageError, match="it has the same ones 3 times more"):
+    with pytest.raises(UsageError, match="3 of them are repeats"):
         rebind_optimizer(model, optimizer)
     rebind_optimizer(model, optimizer, names)
     assert [list(map(id, group["params"])) for group in optimizer.param_groups] == [
@@ -196,5 +196,5 @@ def test_finalize_refuses_an_optimizer_that_cannot_be_repaired(accelerate_world:
     for each in accelerate_world.found("accelerate"):
         error = each["unknown"]
         assert error["error"] == "UsageError"
-        assert "it has the same ones 29 times more" in error["message"]
+        assert "29 of them are repeats" in error["message"]
         assert "model.named_parameters()" in error["hint"]

@@ -95,7 +95,7 @@ class Diagnosis:
     units: tuple[DiagnosedUnit, ...]
     """In module order, a root before what is inside it."""
     checkpoint_wrappers: int
-    """Modules whose activations are computed again in backward, by torch's wrapper or transformers' own way."""
+    """Modules whose activations are computed again in backward, by torch's wrapper or by transformers."""
     parameters: int
     """Elements of all whole parameters, ties once."""
     parameter_bytes: int
@@ -198,7 +198,7 @@ def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def _broken_ties(model: nn.Module, ties: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    """Return names that transformers says are tied (`all_tied_weights_keys`) and that are separate parameters."""
+    """Return names that transformers ties (`all_tied_weights_keys`) but that are separate parameters."""
     names = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     group_of = {name: group for group in ties for name in group}
     broken: list[tuple[str, str]] = []

@@ -38,17 +38,18 @@ _FIELDS = {
 class FSDPDiagnosticsCallback:
     """Logs `diagnose` of the wrapped model when fit starts, and memory in the first batches, on every rank.
 
-    It is for FSDPStrategy (FSDP1) and ModelParallelStrategy (FSDP2); with any other strategy it says that nothing is
-    cut. Rank 0 also logs the settings to which the strategy resolved: the mixed precision of the strategy, that of
-    `Trainer(precision=...)` and which of them the wrapped model has, state_dict_type, offload and policies. For each
-    batch it logs the memory held at its start, after backward, before the optimizer's step and at its end, with the
-    peak since the point before.
+    It is for FSDPStrategy (FSDP1) and ModelParallelStrategy (FSDP2); with any other strategy it says that
+    nothing is cut. Rank 0 also logs the settings to which the strategy resolved: the mixed precision of the
+    strategy, that of `Trainer(precision=...)` and which of them the wrapped model has, state_dict_type,
+    offload and policies. For each batch it logs the memory held at its start, after backward, before the
+    optimizer's step and at its end, with the peak since the point before.
 
     Args:
         num_logged_batches: how many batches of each fit are watched, from the first; 0 for none.
-        log_module_tree_top_k: how many modules are logged, those that hold most parameters; 0 for none.
-        log_to_logger: the trainer's loggers also get the settings as hyperparameters, and rank 0's shares and memory
-            as metrics in bytes (`shardkit/...`).
+        log_module_tree_top_k: how many modules are logged, of those that hold the most parameters;
+            0 for none.
+        log_to_logger: the trainer's loggers also get the settings as hyperparameters, and rank 0's shares and
+            memory as metrics in bytes (`shardkit/...`).
 
     Raises:
         UsageError: Lightning is not installed.
@@ -232,7 +233,7 @@ def _policy(value: Any) -> str:
 
 
 def _largest(model: nn.Module, number: int) -> list[str]:
-    """Return a line for each of the modules that hold most of this rank's parameters, without the model itself."""
+    """Return a line for each of the modules, below the model, that hold the most parameters on this rank."""
     held: list[tuple[int, int, str, str]] = []
     for path, module in model.named_modules():
         children = [child for child in module.children() if any(True for _ in child.parameters())]
@@ -251,7 +252,7 @@ def _largest(model: nn.Module, number: int) -> list[str]:
 
 
 def _callback_classes() -> tuple[type, ...]:
-    """Return Lightning's Callback under every name by which it was imported, else under the first that works."""
+    """Return Lightning's Callback from each package that is imported, else from the first that works."""
     imported = [name for name in _PACKAGES if name in sys.modules]
     for name in imported or _PACKAGES:
         if not imported:

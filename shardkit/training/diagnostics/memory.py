@@ -1,8 +1,8 @@
 """Memory of the phases of a program: what this process really holds, and the most that it held.
 
-On the CPU that is anonymous memory. Pages of mapped files, which reading a checkpoint fills, belong to the system and
-do not count. A thread samples it, so a peak shorter than the interval may be missed. On CUDA it is what the allocator
-hands out, whose peaks are exact.
+On the CPU that is anonymous memory. Pages of mapped files, which reading a checkpoint fills, belong to the
+system and do not count. A thread samples it, so a peak shorter than the interval may be missed. On CUDA it is
+what the allocator hands out, whose peaks are exact.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class PhaseMemory:
             memory.mark("after forward")         # what was held since the last mark, without a block
         print(memory)
 
-    On CUDA it resets the allocator's peak statistics whenever a phase begins or ends. It can be entered again.
+    On CUDA it resets the allocator's peak statistics whenever a phase begins or ends. It can
+    be entered again.
 
     Args:
         interval_s: between samples of the CPU's memory.

@@ -1,8 +1,9 @@
 """Source ranks read, and send every other rank only what it holds.
 
-Source and receivers derive the same sequence of messages from names, shapes and dtypes, so that only a status and
-bytes are sent. Large tensors go band by band, with one message to each rank that holds a part. Small ones are packed
-together behind a status: a source that cannot read on says so there, and nobody waits for what will not come.
+Source and receivers derive the same sequence of messages from names, shapes and dtypes, so that only a status
+and bytes are sent. Large tensors go band by band, with one message to each rank that holds a part. Small ones
+are packed together behind a status: a source that cannot read on says so there, and nobody waits for what
+will not come.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ def fill_broadcast(
     """
     rank, _ = world()
     rows: list[Any] = []
-    with agreed("holding the source against the model"):
+    with agreed("comparing the source with the model"):
         if supply.weights is not None:
             if sources[rank] == rank:
                 supply = replace(supply, weights=supply.weights.located())
             wanted = match(shards, supply)
             rows = [_row(item) for item in wanted]
     rows = broadcast_json(rows, min(sources), phase=_PHASE)
-    with agreed("holding the source against the model"):
+    with agreed("comparing the source with the model"):
         if supply.weights is None:
             wanted = match(shards, replace(supply, weights=_described(rows)))
         tensors = _in_rows_order(wanted, rows)
@@ -248,7 +249,7 @@ class _Receiver:
         self._error: Exception | None = None
 
     def run(self) -> Exception | None:
-        """Receive everything; return what went wrong here instead of raising it, so that the source need not wait."""
+        """Receive everything; return an error instead of raising it, so that the source need not wait."""
         regions = {number: item.region for number, item in self._mine.items()}
         with _wire():
             _send_json([[number, *region] for number, region in regions.items()], self._source, self._device)
@@ -407,8 +408,8 @@ class _Source:
     def _read(self, number: int, box: Region) -> torch.Tensor:
         """Return a box of a tensor, as it is sent, and keep this rank's part of it.
 
-        After a failure the result means nothing. It is sent all the same, because receivers wait for it until the
-        next status.
+        After a failure the result means nothing. It is sent all the same, because receivers wait for it until
+        the next status.
         """
         entry, dtype = self._sent[number]
         self._turn = (self._turn + 1) % _IN_FLIGHT

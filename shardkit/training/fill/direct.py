@@ -1,4 +1,4 @@
-"""Every rank fills its own shards straight from storage; what several hold, one reads and sends to the others."""
+"""Every rank fills its shards straight from storage; what several hold, one reads and sends to the others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def fill_direct(wanted: Sequence[Wanted], weights: Weights, *, check_source: boo
         What this rank filled, by FQN.
 
     Raises:
-        ShardkitError: on all ranks, if any rank cannot read, or reads other bytes than were recorded; names these.
+        ShardkitError: on all ranks, if any rank cannot read, or reads other bytes than were
+            recorded; names these.
     """
     mine, shared, repeated = divide(wanted)
     with contextlib.ExitStack() as stack:
@@ -84,14 +85,15 @@ class Shared(NamedTuple):
 
 
 def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared], list[Wanted]]:
-    """Divide what this rank holds into what it reads itself and what one of its replicas reads for all of them.
+    """Divide what this rank holds into what it reads itself and what one replica reads for all of them.
 
-    Every rank that holds a part below 64 KiB reads it. Each larger part goes to the replica that has the fewest bytes
-    to read so far. All ranks of a replica group see the same parts in the same order, so they decide alike. A plain
-    tensor counts as held by all ranks if all of them have the same plain tensors.
+    Every rank that holds a part below 64 KiB reads it. Each larger part goes to the replica that has the
+    fewest bytes to read so far. All ranks of a replica group see the same parts in the same order, so they
+    decide alike. A plain tensor counts as held by all ranks if all of them have the same plain tensors.
 
     Returns:
-        What this rank reads; what is read once; and what this rank reads although the first of its replicas does too.
+        What this rank reads; what is read once; and what this rank reads although the first of its
+        replicas does too.
     """
     _, world_size = world()
     plain_is_shared = world_size > 1 and _same_plain(wanted)

@@ -1,4 +1,4 @@
-"""A source in the memory of one rank: a state dict that a merge or surgery made there and that nobody else has."""
+"""A source in the memory of one rank: a state dict that a merge or surgery made there, and only there."""
 
 from __future__ import annotations
 
@@ -61,18 +61,19 @@ class RankSource:
 
 
 def from_rank(state_dict: StateDict | None, rank: int = 0) -> RankSource:
-    """Let `prepare` or `load_into` take weights from the memory of one rank, which sends each other rank its shards.
+    """Let `prepare` or `load_into` take weights from one rank's memory; it sends the others their shards.
 
-    Nothing is read before `finalize`: until then the tensors must stay as they are, and the context keeps them.
+    Nothing is read before `finalize`: until then the tensors must stay as they are, and the
+    context keeps them.
 
     Args:
-        state_dict: on that rank names and tensors, of any dtype, device and strides, under the model's or the Hub's
-            names; or a model, whose `state_dict()` is taken. None on all other ranks.
+        state_dict: on that rank names and tensors, of any dtype, device and strides, under the model's or the
+            Hub's names; or a model, whose `state_dict()` is taken. None on all other ranks.
         rank: the rank that holds it.
 
     Returns:
-        A source. Every rank has to give it, with the same `rank`. If it is wrong, the function that takes it raises
-        on all ranks.
+        A source. Every rank has to give it, with the same `rank`. If it is wrong, the function that takes it
+        raises on all ranks.
     """
     return RankSource(state_dict, rank)
 
@@ -81,8 +82,8 @@ def check_sources(source: object) -> None:
     """Compare what the ranks gave as their source; every rank calls it.
 
     Raises:
-        UsageError: on all ranks: they do not all name the same rank, another rank than that holds a state dict, or it
-            holds none.
+        UsageError: on all ranks: they do not all name the same rank, another rank holds a state dict, or that
+            rank holds none.
     """
     told = gather_json(
         source.describe() if isinstance(source, RankSource) else None, phase="opening the source"
@@ -164,7 +165,7 @@ def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
 
 
 def _refused(value: object) -> str | None:
-    """Return why a tensor's bytes are not its values; None for plain tensors, and for what is not a tensor."""
+    """Return why a tensor's bytes are not its values; None for plain tensors and for other objects."""
     if not isinstance(value, torch.Tensor):
         return None
     if isinstance(value, DTensor):
@@ -196,7 +197,7 @@ def _decoder(tensor: torch.Tensor, name: str) -> Callable[[OnRead], memoryview]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False if the storage was made smaller than the tensor, for example to free it: reading would be out of bounds."""
+    """False if the storage was made smaller than the tensor, as to free it: a read would be out of bounds."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.element_size()
     return not tensor.numel() or end <= tensor.untyped_storage().nbytes()

@@ -1,7 +1,7 @@
 """A directory that preshard or reshard wrote, opened from its manifest; no record is looked at.
 
-Where a region lies is arithmetic on the manifest's mesh and placements. So a rank opens the chunk lists of the files
-that it reads from, its own as a rule, and never those of a thousand others.
+Where a region lies is arithmetic on the manifest's mesh and placements. So a rank opens the chunk lists of
+the files that it reads from, its own as a rule, and never those of a thousand others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Presharded:
     lists: tuple[manifest.ShardFile, ...]
     """What the manifest says of each file, in the catalog's order."""
     key_rules: tuple[KeyRule, ...] | None = None
-    """What makes the Hub's names of the model's; None where they are the Hub's, or nobody said."""
+    """Rules that turn the model's names into the Hub's; None if they are the Hub's, or that is not known."""
 
     def open_chunks(self, wanted: Mapping[str, Sequence[Region]] | None = None) -> Catalog:
         """Return the catalog with the chunks in which some regions lie.
@@ -123,7 +123,7 @@ class Presharded:
         return catalog
 
     def _check(self, catalog: Catalog, wanted: Mapping[str, Sequence[Region]] | None) -> None:
-        """Hold the chunks against what is to lie in them."""
+        """Compare the chunks with what should lie in them."""
         problems = []
         for fqn in self.placements if wanted is None else wanted:
             entry = catalog.tensors[fqn]
@@ -142,7 +142,7 @@ class Presharded:
 
 
 def _are_apart(parts: Sequence[Region], region: Region) -> bool:
-    """True where parts with as many elements as the region are all of it."""
+    """True if parts, which have as many elements as the region, cover it without overlap."""
     kept = [part for part in parts if part.num_elements]
     if len(kept) < 2:
         return True
@@ -159,14 +159,14 @@ def _by_record(wanted: Mapping[str, Sequence[Region]], ties: Mapping[str, str]) 
 
 
 def open_presharded(directory: str) -> Presharded | None:
-    """Open a directory by its manifest; None where it has none, or one of something else.
+    """Open a directory by its manifest; None if it has none, or one of something else.
 
     Args:
         directory: with `shardkit.json` beside shard files.
 
     Raises:
         IntegrityError: a file is missing.
-        SourceError: the manifest says nothing that makes sense, or the run that wrote the directory did not end.
+        SourceError: the manifest makes no sense, or the run that wrote the directory did not end.
     """
     said = manifest.read(directory)
     if not isinstance(said, manifest.Presharded):

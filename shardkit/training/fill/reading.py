@@ -1,7 +1,7 @@
 """Which part of which stored tensor fills which shard; reading it into the shard's memory, and comparing it.
 
-If dtype and order agree, bytes go from the file into the tensor's own memory. Otherwise they pass through one small
-buffer for each thread. torch copies them from there: strided, converted, or to another device.
+If dtype and order agree, bytes go from the file into the tensor's own memory. Otherwise they pass through one
+small buffer for each thread. torch copies them from there: strided, converted, or to another device.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class ReadOptions:
     """
 
     strategy: Strategy = "auto"
-    """"direct": every rank reads its own shards. "broadcast": source ranks read and send. "auto": direct if it can."""
+    """"direct": every rank reads its own shards. "broadcast": source ranks read and send. "auto": direct if
+    possible."""
     source_rank: SourceRank = "global"
     """Which ranks read for which others."""
     check_source: bool = True
@@ -91,8 +92,8 @@ class Weights:
     names: Mapping[str, str]
     """The model's FQN -> stored name. A tie may have all of its names here, or one of them."""
     identity: str
-    """Hex digest that is the same for every copy of these weights, whatever its path and times: of the manifest, or
-    of sizes and headers."""
+    """Hex digest that is the same for every copy of these weights, whatever its path and times: of the
+    manifest, or of sizes and headers."""
     unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of every weight of the source that the model has no place for, by its stored name."""
     made: frozenset[str] = frozenset()
@@ -213,8 +214,8 @@ def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
         supply: with weights.
 
     Raises:
-        LayoutError: tensors that the source lacks, or has in another shape, or in a dtype that cannot be converted;
-            all of them at once.
+        LayoutError: tensors that the source lacks, or has in another shape, or in a dtype that cannot be
+            converted; all of them at once.
     """
     weights = supply.weights
     assert weights is not None
@@ -317,10 +318,10 @@ def _boxes(part: Region, sizes: Shape, limit: int) -> Iterator[Region]:
 
 
 def _ends(part: Region, sizes: Shape) -> Iterator[int]:
-    """Yield where a box begins and ends in the first and the last row that it touches, at every level, in elements.
+    """Yield the ends of a box in the first and the last row that it touches, at every level, in elements.
 
-    Ranks that hold other columns of these rows read nearly the same bytes. Each rank cuts what it reports at these
-    places, so that the pieces of all ranks begin and end together.
+    Ranks that hold other columns of these rows read nearly the same bytes. Each rank cuts what it reports at
+    these places, so that the pieces of all ranks begin and end together.
     """
     strides, stops = _strides(sizes), part.stops
     last = tuple(stop - 1 for stop in stops)
@@ -487,7 +488,8 @@ def compare_together(check: SourceCheck, sources: SourceFiles, names: Iterable[s
         How much was compared, by all ranks together.
 
     Raises:
-        IntegrityError: on all ranks: the source differs from its checksums, or changed; names the ranks that read it.
+        IntegrityError: on all ranks: the source differs from its checksums, or changed; names the ranks
+            that read it.
     """
     rank, size = world()
     told = gather_json(check.parts(), phase=_PHASE)

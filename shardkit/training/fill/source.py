@@ -1,4 +1,4 @@
-"""A source of weights, opened, and the weights of one model in it: where each tensor lies, and which they are."""
+"""An opened source of weights, and the weights of one model in it: which they are, and where they lie."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def open_source(source: str | RankSource, revision: str | None = None, variant: 
     """Open a source, whatever model it is for.
 
     Args:
-        source: a Hub directory, file or repo id, a pre-sharded directory, a checkpoint of any trainer, or what
-            `from_rank` returned on the rank that holds the state dict.
+        source: a Hub directory, file or repo id, a pre-sharded directory, a checkpoint of any trainer, or
+            what `from_rank` returned on the rank that holds the state dict.
         revision: branch, tag or commit of a repo id.
         variant: "fp16" takes `model.fp16.safetensors`.
 
     Raises:
         SourceError, IntegrityError: nothing there, or it is damaged or incomplete.
         ResourceError: it cannot be read or downloaded.
-        UsageError: a revision of something local, or a state dict that is none.
+        UsageError: a revision of something local, or something that is not a state dict.
     """
     if isinstance(source, RankSource):
         return Source(path=source.label, catalog=source.open())
@@ -115,7 +115,7 @@ class _Stored:
     hub_names: Mapping[str, str] | None
     """Stored name -> the Hub's; None where that is not known."""
     may_have_own_names: bool = False
-    """Names may also be the model's own; then only those that differ from it are the Hub's."""
+    """The names may be the model's own. Then the Hub's are known only if they differ from these."""
     quantised: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -133,13 +133,13 @@ def find_weights(
 
     Args:
         source: opened; it may be used again for another model.
-        names: the model's parameters and buffers; those that no state dict has are not searched for.
+        names: the model's parameters and buffers; non-persistent ones are not searched for.
         ties: groups of names that are one parameter; the source may have any of them.
-        model: where it is a model of transformers, wrapped or not, its own renamings apply.
+        model: if it is a model of transformers, wrapped or not, its own renamings apply.
 
     Raises:
-        SourceError, IntegrityError: it is damaged or incomplete, or holds factors of matrices that the model has
-            whole.
+        SourceError, IntegrityError: it is damaged or incomplete, or holds factors of matrices that the
+            model has whole.
         ResourceError: it cannot be read.
     """
     wanted = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
@@ -250,7 +250,7 @@ def _renamed(names: Mapping[str, str], rules: Sequence[KeyRule]) -> dict[str, st
 
 
 def _select(source: Source, wanted: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the weights of a checkpoint's model by stored name, each with its name below the root; no optimizer."""
+    """Return stored name -> name below the root for the weights of a checkpoint's model, and notes."""
     catalog, bases = source.catalog, [base for base in map(base_name, wanted) if base is not None]
     selection = select_model(
         catalog.tensors,
@@ -340,7 +340,7 @@ def key_rules(names: Mapping[str, str]) -> KeyRules | None:
 
 
 def remember(model: nn.Module, weights: Weights | None) -> None:
-    """Keep with a model what its source told about names, for `save`; a source that tells nothing changes nothing."""
+    """Keep with a model what its source told about names, for `save`; change nothing if it told nothing."""
     if weights is not None and weights.key_rules is not None:
         setattr(model, _ATTRIBUTE, weights.key_rules)
 

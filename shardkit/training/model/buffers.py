@@ -1,8 +1,8 @@
 """Buffers and ties: values on every rank, on the right device, and one object where there was one.
 
-Buffers that were left on meta are computed anew, and it is proved that each was written. A buffer that nobody computes
-would hold whatever memory held before: the model runs, and its logits are wrong. So the code that computes buffers runs
-twice, over two different fillings, and each result must be the same.
+Buffers that were left on meta are computed anew, and it is proved that each was written. A buffer that nobody
+computes would hold whatever memory held before: the model runs, and its logits are wrong. So the code that
+computes buffers runs twice, over two different fillings, and each result must be the same.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def compute_buffers(
     Args:
         model: its parameters are on meta.
         init_buffers: called with the model, whose buffers have memory.
-        seeds: of random numbers, for the first and the second filling. With two different seeds, a random buffer
-            counts as one that nobody computes.
+        seeds: of random numbers, for the first and the second filling. With two different seeds, a random
+            buffer counts as one that nobody computes.
 
     Raises:
         LayoutError: buffers or plain tensor attributes that nobody computes; lists all of them.
@@ -101,9 +101,9 @@ def compute_buffers(
 def unlike_computed(model: nn.Module) -> list[str]:
     """Return the names of buffers that are in no checkpoint and far from what the model's class computes.
 
-    `to_empty()` leaves such buffers: memory that nobody has written. Some differences do not count: rounding, random
-    buffers, and buffers that a forward changes as it goes (rotary tables that grow with the length). Only models of
-    transformers are compared: nobody can tell the values of others.
+    `to_empty()` leaves such buffers: memory that nobody has written. Some differences do not count: rounding,
+    random buffers, and buffers that a forward changes as it goes (rotary tables that grow with the length).
+    Only models of transformers are compared: nobody can tell the values of others.
 
     Args:
         model: wrapped or not; it is left as it is.
@@ -130,7 +130,7 @@ def unlike_computed(model: nn.Module) -> list[str]:
 
 
 def _are_close(held: torch.Tensor, computed: torch.Tensor) -> bool:
-    """True for values that differ by no more than rounding to 16 bits, and for a buffer that the model has enlarged."""
+    """True for values that differ by rounding to 16 bits at most, and for a buffer that has grown."""
     if held.shape != computed.shape:
         return True
     if not held.is_floating_point() or not computed.is_floating_point():
@@ -165,7 +165,7 @@ def _run(
 
 
 def _run_transformers(model: nn.Module, paths: set[str]) -> None:
-    """Call `_init_weights` of the nearest transformers model around it on each module, inner ones first."""
+    """Call the `_init_weights` of the nearest transformers model around each module, inner modules first."""
     modules = dict(model.named_modules())
     for path in sorted(paths, key=lambda path: (-path.count(".") - bool(path), path)):
         holder = next((h for h in map(modules.get, around(path)) if is_transformers(h)), None)
@@ -187,7 +187,8 @@ def meta_attributes(model: nn.Module) -> Iterator[_Attribute]:
         registered = {id(tensor) for tensor in (*module.parameters(False), *module.buffers(False))}
         for name, value in vars(module).items():
             for key, tensor in _tensors_in(value):
-                # A list of parameters, or what modules themselves keep them in; a buffer's second name counts.
+                # A dict or list may hold registered tensors (`_parameters` does). An attribute that is a
+                # second name of a buffer counts.
                 if tensor.is_meta and not (key and id(tensor) in registered):
                     fqn = full_name(path, name) + key
                     yield _Attribute(module=module, name=name if not key else "", fqn=fqn, tensor=tensor)
@@ -231,8 +232,8 @@ def _refuse(buffers: list[str], attributes: list[_Attribute]) -> None:
 def restore_buffers(model: nn.Module, values: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Give every buffer its computed value, on a device; it stays persistent, or not, as it was.
 
-    A wrapper may have moved a buffer to meta, or given it memory without values; then it looks like any other. An
-    attribute that was another name of a buffer follows it.
+    A wrapper may have moved a buffer to meta, or given it memory without values; then it looks like any
+    other. An attribute that was another name of a buffer follows it.
 
     Args:
         model: wrapped.
@@ -276,7 +277,7 @@ def _value(old: torch.Tensor, computed: torch.Tensor | None, device: torch.devic
 
 
 def equalise_buffers(model: nn.Module) -> list[str]:
-    """Give buffers that differ between ranks the values of rank 0; return the names of those that still differ.
+    """Give buffers that differ between ranks the values of rank 0; return the names that still differ.
 
     They are compared by their digests, so only what differs is sent. Every rank calls it.
     """

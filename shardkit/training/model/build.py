@@ -1,9 +1,9 @@
-"""A model without memory for its weights: parameters on meta, buffers computed, embeddings as long as the tokenizer.
+"""A model without memory for its weights: parameters on meta, buffers computed, rows for every token.
 
-A model that is built on the meta device loses its buffers, and those in no checkpoint come back as whatever memory
-held before. A model that is built on the CPU takes the memory of all of its weights, and the time to initialise them.
-So it is built on the CPU, and each parameter goes to meta at the moment when a module gets it: its memory has not been
-touched by then, and code that initialises it later writes nothing.
+A model that is built on the meta device loses its buffers, and those in no checkpoint come back as whatever
+memory held before. A model that is built on the CPU takes the memory of all of its weights, and the time to
+initialise them. So the model is built on the CPU, but each parameter moves to meta as soon as a module gets
+it. Its memory has not been touched by then, and code that initialises it later writes nothing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ MULTIPLE = 8  # rows of embeddings; tensor cores want it, and ranks up to 8 get 
 def align_vocab(model: nn.Module, tokenizer: Sized | int, *, multiple: int = MULTIPLE) -> dict[str, int]:
     """Make the embeddings of a model on meta as long as a tokenizer needs; they never get shorter.
 
-    Input and output embeddings, tied or not, a bias of the output, and the config all change. transformers' own
-    `resize_token_embeddings` would initialise and copy whole weights.
+    Input and output embeddings, tied or not, a bias of the output, and the config all change. transformers'
+    own `resize_token_embeddings` would initialise and copy whole weights.
 
     Args:
         model: of transformers, wrapped by PEFT or not; all of its parameters are on meta.
@@ -144,7 +144,7 @@ def _lengthen(model: nn.Module, longer: list[nn.Parameter], rows: int) -> dict[s
 
 
 def _record(inner: Any, old: int, rows: int) -> None:
-    """Put the number in the config, and wherever else models of transformers keep it."""
+    """Put the number of rows in the config, and wherever else transformers models keep it."""
     inner.config.get_text_config().vocab_size = rows
     for module in inner.modules():
         if getattr(module, "vocab_size", None) == old and is_transformers(module):
@@ -169,11 +169,12 @@ def build_model(
     """Build a model whose parameters are on meta and whose buffers are on the CPU, computed.
 
     Args:
-        what: a function that returns the model, whatever it does on the way; a directory with a config.json or a repo
-            id, whose model transformers builds; or a model on meta, whose buffers are computed anew.
-        dtype: of floating parameters, "bf16", "fp16", "fp32" or a torch dtype; None keeps the model's own. Parameters
-            that the model's class makes or lists as fp32 are fp32 under half precision, as with `from_pretrained`.
-            Buffers keep the dtype that the model gave them.
+        what: a function that returns the model, whatever it does on the way; a directory with a
+            config.json or a repo id, whose model transformers builds; or a model on meta, whose buffers
+            are computed anew.
+        dtype: of floating parameters, "bf16", "fp16", "fp32" or a torch dtype; None keeps the model's own.
+            Parameters that the model's class makes or lists as fp32 are fp32 under half precision, as with
+            `from_pretrained`. Buffers keep the dtype that the model gave them.
         init_buffers: computes the buffers of a model on meta; None takes transformers' own initialisation.
         revision: branch, tag or commit of a repo id.
         trust_remote_code: the model's own code, in the directory or repo, may run.
@@ -183,7 +184,8 @@ def build_model(
         The model. Persistent buffers that nothing computes are left on meta: the source may have them.
 
     Raises:
-        UsageError: `what` is none of these, the dtype is not one, or the model is wrapped or has memory already.
+        UsageError: `what` is none of these, the dtype is not one, or the model is wrapped or
+            has memory already.
         LayoutError: the model cannot be built, nothing computes some buffers, or parameters have no shape.
     """
     wanted = parse_dtype(dtype)
@@ -207,7 +209,7 @@ def build_model(
     compute_buffers(model, init_buffers)
     _buffers_to_cpu(model)
     if wanted is not None:
-        # One that transformers built from its config was built in that dtype already.
+        # A model that transformers built from its config already has that dtype.
         is_built = isinstance(what, (str, os.PathLike))
         _set_dtypes(model, built_dtypes(model, wanted) if is_built else class_dtypes(model, wanted))
     return model
@@ -308,8 +310,8 @@ def _from_config(
 ) -> nn.Module:
     """Build what `from_pretrained` would, on meta, in the dtype in which it would compute buffers.
 
-    transformers' models can compute their buffers anew, so no parameter is ever allocated: a single one, of all experts
-    of a layer, may be larger than the machine.
+    transformers' models can compute their buffers anew, so no parameter is ever allocated: a single one, of
+    all experts of a layer, may be larger than the machine.
     """
     try:
         import transformers  # noqa: F401 - is it here?
@@ -329,7 +331,7 @@ def _from_config(
             compute_buffers(model, init_buffers)
             if not any(buffer.is_meta for buffer in model.buffers()):
                 return model
-        # The model's code reads what it made, or a buffer is computed by __init__ alone.
+        # The model's code reads values that it made, or only __init__ computes a buffer: meta has neither.
         return _call(lambda: model_class._from_config(config, **options))
     except ImportError as error:
         raise CannotBuildError(
@@ -374,7 +376,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _check_parameters(model: nn.Module, *, given: bool) -> None:
-    """Refuse parameters that cannot be sharded or have memory already; move to meta those that no module was given."""
+    """Refuse parameters that cannot be sharded or already have memory; move overlooked ones to meta."""
     lazy = [
         escape(name)
         for name, param in model.named_parameters()

@@ -61,11 +61,11 @@ class ModelInitializationContext:
     initialised: frozenset[str] = frozenset()
     """FQNs that are initialised and not read: `missing`, new heads, or everything without a source."""
     grown: dict[str, int] = field(default_factory=dict)
-    """FQN -> rows in the source, for tensors that `align_vocab` made longer; the other rows are initialised."""
+    """FQN -> rows in the source, for tensors that `align_vocab` made longer; new rows are initialised."""
     seed: int = 0
     """Of everything that is initialised; the same on every rank."""
     blueprint: nn.Module | None = None
-    """A copy of the plain model on meta. Its own initialisation makes what is not read; None if everything is."""
+    """A copy of the plain model on meta, whose initialisation makes what is not read; None if all is read."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """Every buffer's computed value on the CPU, by clean FQN: finalize restores what a wrapper lost."""
     notes: tuple[str, ...] = ()
@@ -99,14 +99,14 @@ def check_fit(
         ties: groups of names that are one parameter, the first name first.
         weights: the source, opened for this model.
         missing: "error"; "init" initialises what the source lacks, unless it looks renamed; globs over FQNs
-            initialise what they match and the source lacks. With either of the last two, the source may also have
-            weights that the model lacks, such as another head, but not in numbered blocks.
+            initialise what they match and the source lacks. With either of the last two, the source may also
+            have weights that the model lacks, such as another head, but not in numbered blocks.
         grown: FQN -> rows that the model had, for tensors that `align_vocab` made longer.
         initialises: the caller has a `missing` argument, for the hint.
 
     Raises:
-        LayoutError: the source is quantised, stores modules in pieces that the model holds fused, or differs; lists
-            every missing, unexpected and wrong tensor.
+        LayoutError: the source is quantised, stores modules in pieces that the model holds fused, or differs;
+            lists every missing, unexpected and wrong tensor.
         UsageError: a glob matches nothing.
     """
     tied = {group[0]: tuple(group) for group in ties}
@@ -125,7 +125,7 @@ def check_fit(
     may_leave_out = missing != "error" or (weights.follows_class and not lacking)
     unexpected = [name for name in weights.unused if not may_leave_out or _IN_BLOCK.search(name)]
     problems = _problems(sides, [fqn for fqn in lacking if fqn not in initialised], unexpected)
-    rows, wrong = _hold(sides, grown or {})
+    rows, wrong = _compare(sides, grown or {})
     if problems or wrong:
         raise LayoutError(
             f"the model and {escape(weights.path)} differ in {count(len(problems) + len(wrong), 'place')}",
@@ -162,7 +162,7 @@ def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:
 
 
 def check_untied(broken: Iterable[BrokenTie], weights: Weights | None) -> None:
-    """Refuse a model with several parameters that its class ties: filled with one value, they would train apart.
+    """Refuse a model with separate parameters that its class ties: filled alike, they would train apart.
 
     If the source stores two values, they are really two parameters.
 
@@ -218,7 +218,7 @@ def _refuse_quantised(weights: Weights) -> None:
 
 
 def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> None:
-    """Refuse modules that hold several stored tensors as one; they must never stay as they were initialised."""
+    """Refuse modules that hold several stored tensors as one: they must not stay as initialised."""
     parts: dict[str, list[str]] = {}
     for stored, fqn in weights.fused.items():
         parts.setdefault(fqn, []).append(stored)
@@ -282,7 +282,7 @@ def _problems(sides: _Sides, lacking: Sequence[str], unexpected: Sequence[str]) 
     return found
 
 
-def _hold(sides: _Sides, grown: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
+def _compare(sides: _Sides, grown: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
     """Return the rows of grown tensors in the source, and what is wrong with shapes and dtypes."""
     weights = sides.weights
     rows: dict[str, int] = {}

@@ -1,8 +1,8 @@
 """The values that a model's own initialisation gives, one whole tensor at a time, the same in any world.
 
-If local shards were initialised in place, every rank would get the same rows. If one generator were used for all, a
-tensor would depend on those before it. So each module's parameters are made whole on the CPU, from a generator seeded
-with the seed and the module's name, and then sliced.
+If local shards were initialised in place, every rank would get the same rows. If one generator were used for
+all, a tensor would depend on those before it. So each module's parameters are made whole on the CPU, from a
+generator seeded with the seed and the module's name, and then sliced.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ def initialise(ctx: ModelInitializationContext, fqns: Collection[str]) -> Iterat
 def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
     """Return the rows that a grown tensor has beyond those of the source, on the CPU.
 
-    Weights are what the model's `_init_weights` makes of such a layer, usually normal with its initializer_range;
-    biases are zero. transformers draws them from the distribution of the old rows, for which it needs all of them.
+    Weights are what the model's `_init_weights` makes of such a layer, usually normal with its
+    initializer_range; biases are zero. transformers draws new weights from the distribution of the old rows,
+    for which it needs all of those.
 
     Args:
         ctx: with a blueprint.
@@ -97,8 +98,9 @@ def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
 def not_repeated(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collection[str]) -> list[str]:
     """Return parameters that were written while the model was built, by code that `initialise` does not run.
 
-    Such code is outside the module that has the parameter, such as `nn.init.zeros_(self.head.weight)` in a model's
-    `__init__`. transformers' models keep all of it in `_init_weights`, and write some parameters several times.
+    Such code is outside the module that has the parameter, such as `nn.init.zeros_(self.head.weight)` in
+    a model's `__init__`. transformers' models keep all of it in `_init_weights`, and write some
+    parameters several times.
 
     Args:
         blueprint: on meta.
@@ -170,7 +172,7 @@ def _run(modules: dict[str, nn.Module], path: str, seed: int, byte: int) -> dict
 
 @contextlib.contextmanager
 def _seeded(seed: int, name: str) -> Iterator[None]:
-    """Draw from a separate generator: whoever draws next does not notice."""
+    """Draw from a separate generator, so that later draws do not change."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -186,9 +188,9 @@ def _seed_name(path: str) -> str:
 def _steps(modules: dict[str, nn.Module], path: str) -> Iterator[Callable[[], object]]:
     """Yield what initialises a module, in the order of building the model: the last one wins.
 
-    First comes what constructors do, from the inside out. Then comes `_init_weights` of the nearest transformers
-    model, or of any other module that has one, called on the module and on those around it: GPT-2's blocks scale
-    weights of their children.
+    First comes what constructors do, from the inside out. Then comes `_init_weights` of the nearest
+    transformers model, or of any other module that has one, called on the module and on those around it:
+    GPT-2's blocks scale weights of their children.
     """
     outwards = [(each, modules[each]) for each in around(path)]
     adapted = _adapter(outwards)
@@ -207,7 +209,7 @@ def _steps(modules: dict[str, nn.Module], path: str) -> Iterator[Callable[[], ob
 
 
 def _holder(outwards: Iterable[nn.Module]) -> Any:
-    """Return the nearest module whose `_init_weights` takes another module; transformers models come first."""
+    """Return the nearest module whose `_init_weights` takes a module; transformers models come first."""
     having = [module for module in outwards if callable(getattr(type(module), "_init_weights", None))]
     known = next(filter(is_transformers, having), None)
     if known is not None:
@@ -226,7 +228,7 @@ def _required(function: Any) -> int:
 
 
 def _adapter(outwards: list[tuple[str, nn.Module]]) -> Callable[[], object] | None:
-    """Return PEFT's own initialisation of a LoRA layer for a module that is part of its adapter; None for others."""
+    """Return PEFT's initialisation of the LoRA layer whose adapter a module is part of; None for others."""
     path = outwards[0][0]
     at: int
     layer: Any

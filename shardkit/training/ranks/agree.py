@@ -1,7 +1,7 @@
 """Ranks that end together: all ranks know what happened on one before any of them goes on.
 
-A rank that raised alone would leave the others waiting in their next collective until it times out. So every phase
-ends with `agree`: each rank brings its error or None, and either all ranks raise or none does.
+A rank that raised alone would leave the others waiting in their next collective until it times out. So every
+phase ends with `agree`: each rank brings its error or None, and either all ranks raise or none does.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def device_for(group: dist.ProcessGroup | None = None, wanted: torch.device | No
 
     Args:
         group: None for all ranks.
-        wanted: taken if the group supports it. Otherwise the CPU is taken if the group supports that, and else the
-            current device of the group's kind.
+        wanted: taken if the group supports it. Otherwise the CPU is taken if the group supports that, and
+            else the current device of the group's kind.
     """
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
     if wanted is not None and wanted.type in kinds:
@@ -72,7 +72,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, phase: st
     """Return the values of all ranks of a group, in its order; each rank must call it.
 
     Args:
-        value: plain data. It travels as JSON, so tuples arrive as lists and keys as strings, this rank's own too.
+        value: plain data. It travels as JSON, so tuples arrive as lists and keys as strings, this
+            rank's own too.
         group: None for all ranks. Without a process group the world is this process.
         phase: what is being done, for the message if a rank died.
 
@@ -138,9 +139,9 @@ def agree(
         phase: what is being done, for the message if a rank died.
 
     Raises:
-        ShardkitError: of the class that all errors have in common. Its problems name the ranks; ranks with equal
-            errors share a line. In a world of one the error itself is raised. So is anything that is no Exception,
-            such as Ctrl-C, on its own rank.
+        ShardkitError: of the class that all errors have in common. Its problems name the ranks; ranks with
+            equal errors share a line. In a world of one the error itself is raised. So is anything that is no
+            Exception, such as Ctrl-C, on its own rank.
         ResourceError: a rank died, or did not come within the process group's timeout.
     """
     if isinstance(error, LostRank):

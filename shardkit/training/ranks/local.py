@@ -1,4 +1,4 @@
-"""A model's tensors and their names, whoever wrapped it; which regions of them this rank holds, and their memory."""
+"""The tensors of a model, whoever wrapped it: their names, the regions on this rank, and their memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Place(NamedTuple):
     """A parameter or buffer where a module has it."""
 
     fqn: str
-    """Without what wrappers put in."""
+    """Without the parts that wrappers add."""
     path: str
-    """Of the module, with what wrappers put in."""
+    """Of the module, with the parts that wrappers add."""
     module: nn.Module
     name: str
     """In the module."""
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 def full_name(path: str, name: str) -> str:
-    """Return the FQN of what a module at `path` calls `name`, without what wrappers put in."""
+    """Return the FQN of what a module at `path` calls `name`, without the parts that wrappers add."""
     return clean_name(f"{path}.{name}" if path else name)
 
 
@@ -85,7 +85,7 @@ class ExpectedTensor:
 
 
 def distinct(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor, ExpectedTensor]]:
-    """Return every parameter, then every buffer, once: its names, the first one first, the tensor, and what it is."""
+    """Return each parameter, then each buffer, once: its names in order, the tensor, and what it is."""
     groups: dict[int, list[Place]] = {}
     for place in places(model):
         groups.setdefault(id(place.tensor), []).append(place)
@@ -104,7 +104,7 @@ def distinct(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor, Expe
 
 
 def describe(model: nn.Module) -> tuple[dict[str, ExpectedTensor], tuple[tuple[str, ...], ...]]:
-    """Return every parameter and buffer of a model by its first name, and the groups of names that share one."""
+    """Return a model's parameters and buffers by first name, and the groups of names that share one."""
     found = distinct(model)
     ties = tuple(names for names, _, _ in found if len(names) > 1)
     return {expected.fqn: expected for _, _, expected in found}, ties
@@ -128,7 +128,7 @@ class LocalShard:
     """This rank's part of a parameter or buffer."""
 
     names: tuple[str, ...]
-    """Without what wrappers put in, the first one first; several if it is tied."""
+    """Without the parts that wrappers add; several if it is tied, its first name first."""
     kind: str
     """"parameter" or "buffer"."""
     persistent: bool
@@ -177,8 +177,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as its bytes, in order.
 
-    `reshape` keeps the stride of a single element, which need not be 1. Such a tensor has no view of another element
-    size.
+    `reshape` keeps the stride of a single element, which need not be 1. Such a tensor has no view of
+    another element size.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -277,8 +277,9 @@ def _place(whole: torch.Tensor) -> tuple[Region, Replicas]:
 def _in_order(cuts: list[tuple[int, int, int]], mesh: DeviceMesh) -> list[tuple[int, int]]:
     """Return (axis, dim) in the order in which the axes cut.
 
-    That is the order of the mesh, except for a placement with a split factor: the axes to its right whose parts make
-    up that factor cut first. `[_StridedShard(0, split_factor=tp), Shard(0)]` on (dp, tp) is tp, then dp.
+    That is the order of the mesh, except for a placement with a split factor: the axes to its right whose
+    parts make up that factor cut first. `[_StridedShard(0, split_factor=tp), Shard(0)]` on (dp, tp) is
+    tp, then dp.
     """
     ordered: list[tuple[int, int]] = []
     for axis, dim, factor in reversed(cuts):
@@ -310,8 +311,8 @@ def _cut(
 def materialise(model: nn.Module, device: torch.device | None = None) -> None:
     """Give every parameter on meta the memory of this rank's part, uninitialised; ties stay one object.
 
-    The memory's pages are not touched. A parameter stays the same object, so an optimizer or a tie that points at it
-    still does. Buffers are left as they are.
+    The memory's pages are not touched. A parameter stays the same object, so an optimizer or a tie that
+    points at it still does. Buffers are left as they are.
 
     Args:
         model: as for `local_shards`.
@@ -403,10 +404,10 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask for huge pages in fresh memory on the CPU: filling it then costs half, as most of that is page faults.
+    """Ask for huge pages in fresh CPU memory. Filling it takes half as long, since page faults dominate.
 
-    Nothing happens where there are none. Measured on Linux 6, where `transparent_hugepage/enabled` is `madvise`:
-    1.08 GB from the page cache into fresh memory take 0.08 s instead of 0.14 s.
+    Nothing happens where there are none. Measured on Linux 6, where `transparent_hugepage/enabled` is
+    `madvise`: 1.08 GB from the page cache into fresh memory take 0.08 s instead of 0.14 s.
     """
     call = _madvise()
     if call is None or memory.device.type != "cpu" or memory.nbytes < _MIN_NBYTES:
