@@ -4,11 +4,11 @@
     result = shardkit.preshard("Qwen/Qwen3-8B", world_size=32)
     print(shardkit.inspect(result.output).to_json())
 
-    context = shardkit.prepare("Qwen/Qwen3-8B", result.output, dtype="fp32")    # in each process of a training job
+    context = shardkit.prepare("Qwen/Qwen3-8B", result.output, dtype="fp32")  # on every rank
     model = shardkit.finalize(shardkit.wrap(context.model, mesh), context)
 
-The names of this module and the command line are the public API; everything below it is internal and may change.
-Importing shardkit imports no torch. A name is imported from its home when it is first used.
+The names of this module and the command line are the public API; everything below it is internal and may
+change. Importing shardkit imports no torch. A name is imported from its home when it is first used.
 """
 
 from __future__ import annotations

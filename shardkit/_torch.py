@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 def _known(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function refuse, by name, a torch newer than those that were tried in which a name has changed."""
+    """Let a function refuse a torch newer than those that were tried, if a name that it needs has changed."""
 
     def refused(error: Exception) -> Exception:
         note = torch_note(torch.__version__)
@@ -81,8 +81,8 @@ def init_fake_world(world_size: int) -> None:
 def shard_of(placement: object) -> tuple[int, int] | None:
     """Return (dim, split factor) of a placement that cuts a dim; None for any other.
 
-    The split factor is 1, unless axes further right cut the same dim *before* this one: then it is the number of
-    parts that they make. `fully_shard` on a tensor-parallel parameter places it so.
+    The split factor is 1, unless axes further right cut the same dim *before* this one: then it is the number
+    of parts that they make. `fully_shard` on a tensor-parallel parameter places it so.
 
     Source: torch 2.13, torch/distributed/tensor/placement_types.py, _StridedShard.
     """
@@ -95,10 +95,10 @@ def shard_of(placement: object) -> tuple[int, int] | None:
 
 @_known
 def describe_as_before(metadata: Metadata) -> None:
-    """Let a `.metadata` be pickled as torch up to 2.14 does, and reads it: without `strides`, which nothing reads.
+    """Let `.metadata` be pickled as up to torch 2.14, which can read no other: without `strides`, unused.
 
-    Source: torch 2.15, torch/distributed/checkpoint/metadata.py, TensorProperties.__getstate__; __setstate__ of 2.6 to
-    2.14 unpacks five fields, that of 2.15 takes five or six.
+    Source: torch 2.15, torch/distributed/checkpoint/metadata.py, TensorProperties.__getstate__; __setstate__
+    of 2.6 to 2.14 unpacks five fields, that of 2.15 takes five or six.
     """
     for entry in metadata.state_dict_metadata.values():
         properties: Any = getattr(entry, "properties", None)
@@ -207,26 +207,28 @@ class Fsdp2Unit(NamedTuple):
     `param_dtype_override_fn`."""
     cpu_offload: bool
     parameters: dict[tuple[int, str], nn.Parameter]
-    """(id of a module, attribute) -> sharded parameter, whatever is registered on the module just now; every place
-    of a tie is there."""
+    """(id of a module, attribute) -> sharded parameter, whatever is registered on the module just now; every
+    place of a tie is there."""
 
 
 @_known
 def fsdp2_units(module: FSDPModule, *, is_root: bool) -> Iterator[Fsdp2Unit]:
-    """Yield the parameter groups of a module that `fully_shard` was called on: one, unless meshes differ; none where
-    units inside it have all parameters.
+    """Yield the parameter groups of a module that `fully_shard` was called on.
+
+    There is one, unless meshes differ; there is none if units inside the module have all parameters.
 
     Args:
         is_root: no FSDP module is around it.
 
-    Source: torch 2.6 to 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _fsdp_param_group.py, _fsdp_param.py.
+    Source: torch 2.6 to 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _fsdp_param_group.py,
+    _fsdp_param.py.
     """
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.6 has one at most
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    # fully_shard says True where it was told nothing; the first forward turns that to False on the root. Up to torch
-    # 2.7 it does so whatever fully_shard was told, and there is no such attribute.
+    # fully_shard says True where it was told nothing; the first forward turns that to False on the root. Up
+    # to torch 2.7 it does so whatever fully_shard was told, and there is no such attribute.
     is_automatic = is_root and getattr(state, "_auto_reshard_after_forward", True)
     for group in groups:
         after = group.post_forward_mesh_info

@@ -1,4 +1,4 @@
-"""The version, and those of torch that were tried; a module of its own, so that reading it imports nothing."""
+"""The version, and the versions of torch that were tried. A module of its own: reading it imports nothing."""
 
 __version__ = "0.1.0"
 
@@ -7,7 +7,7 @@ TESTED_TORCH = ("2.6", "2.15")
 
 
 def torch_note(version: str | None) -> str | None:
-    """Say so where a version of torch is outside of those that were tried; None where it is not, or there is none."""
+    """Return a note if a version of torch is outside those that were tried; None otherwise, or for None."""
     if version is None:
         return None
     oldest, newest = (tuple(map(int, each.split("."))) for each in TESTED_TORCH)

@@ -1,9 +1,9 @@
 """What seems wrong with a model, told from names, shapes, its config and its base's names. No model is built.
 
-Names may be another trainer's own, transformers' names in memory, or factors of weights. They may differ from the
-base's. Weights may be missing: a list of blocks has no holes, it is as long as the config says, a block inside it
-has what all the others have, and a vocabulary has an embedding. These rules hold for every known model. Finding
-nothing proves nothing.
+Names may be another trainer's own, transformers' names in memory, or factors of weights. They may differ from
+the base's. Weights may be missing: a list of blocks has no holes, it is as long as the config says, a block
+inside it has what all the others have, and a vocabulary has an embedding. These rules hold for every known
+model. Finding nothing proves nothing.
 """
 
 from __future__ import annotations

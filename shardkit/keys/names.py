@@ -12,15 +12,15 @@ COMPILED = "_orig_mod"
 WRAPPERS = frozenset(
     {COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_fpw_module"}
 )
-"""The segments that wrappers add to names: torch.compile, activation checkpointing, FSDP1, Lightning's strategies,
-fairscale. No model has a submodule of such a name."""
+"""The segments that wrappers add to names: torch.compile, activation checkpointing, FSDP1, Lightning's
+strategies, fairscale. No model has a submodule of such a name."""
 MODULE = "module"
 """The segment that DDP and others add; but models do have submodules of that name."""
 PEFT = ("base_model", "model")
-"""What PEFT puts before every name of the model that it wraps. `keys.peft` knows what it puts inside names."""
+"""What PEFT puts before every name of a model that it wraps; `keys.peft` has what it puts inside names."""
 
-# FSDP1's own, in LOCAL_STATE_DICT. torch 2.13, torch/distributed/fsdp/_flat_param.py: FLAT_PARAM; "flat_param"
-# before torch 2.0.
+# FSDP1's own, in LOCAL_STATE_DICT. torch 2.13, torch/distributed/fsdp/_flat_param.py: FLAT_PARAM;
+# "flat_param" before torch 2.0.
 _FLAT = re.compile(r"_?flat_param(_\d+)?")
 _DIGITS = re.compile(r"([0-9]+)")
 _MIN_SHARE = 0.25  # of the names below a prefix; fused experts and renamed towers may not match
@@ -89,8 +89,8 @@ def match_prefix(names: Collection[Segments], base: Collection[str]) -> Segments
         base: the base's names, quick to look up.
 
     Returns:
-        The prefix with the most matches, or a prefix of it if names outside of it match too (`lm_head.weight` beside
-        `model.`). None if two prefixes match equally well, or too few names match.
+        The prefix with the most matches, or a prefix of it if names outside of it match too (`lm_head.weight`
+        beside `model.`). None if two prefixes match equally well, or too few names match.
     """
     counts = Counter[Segments]()
     for segments in names:

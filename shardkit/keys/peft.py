@@ -25,7 +25,8 @@ _SAVED, _ORIGINAL, _BASE, _TOKENS = "modules_to_save", "original_module", "base_
 _MAGNITUDE = "lora_magnitude_vector"
 _A, _B, _EMBEDDING_A, _EMBEDDING_B = "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"
 _LORA = {_A: "a", _B: "b", _EMBEDDING_A: "a", _EMBEDDING_B: "b", _MAGNITUDE: "magnitude"}
-# Parameters of other methods, which can be exported but not merged. Prompts are left out: their names are too common.
+# Parameters of other methods, which can be exported but not merged. Prompts are left out: their names are
+# too common.
 _OTHER = re.compile(
     r"(ia3)_l|(hada)_[wt][12]\w*|(lokr)_[wt][12]\w*|(oft)_[rRs]|(boft)_[Rs]|(vera)_lambda_[bd]|(randlora)_\w+"
     r"|(vblora)_\w+|(lora)_\w+|(trainable_tokens)_(?:delta|original)|(adaption)_(?:prompt|gate)"
@@ -121,7 +122,8 @@ def classify_peft(names: Iterable[str], *, adapter: str | None = None) -> PeftNa
 def base_name(name: str) -> str | None:
     """Return what the base model calls a parameter of a model that PEFT wrapped; None for an adapter's own.
 
-    A module that is trained in full has two parameters of one base name: before (`original_module`) and after training.
+    A module that is trained in full has two parameters of one base name: before (`original_module`)
+    and after training.
 
     Args:
         name: a name of the wrapped model. A plain model's names come back as they are.
@@ -200,7 +202,7 @@ def _methods(parts: list[_Part]) -> tuple[str, ...]:
 
 
 def _adapter_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
-    """Name tensors as PEFT's files do. Plain ones of an adapter alone are modules trained in full."""
+    """Name tensors as PEFT's files do. In an adapter without its base, plain ones are modules trained in full."""
     names = {}
     for part in parts:
         if part.marker == _ORIGINAL:

@@ -1,9 +1,9 @@
 """A model's names in memory <-> its base's names. Prefixes that differ are found from names and shapes.
 
-For a vision model, transformers builds `model.language_model.layers.0...` and `model.visual...`, and the Hub stores
-`model.layers.0...` and `visual...`. The search looks at the names that differ as a tree, from the top. A level is one
-rule if the base has all its tensors below one other prefix. If not, the search looks at each part of the level by
-itself. A rule keeps the ends of names, their numbers and the shapes.
+For a vision model, transformers builds `model.language_model.layers.0...` and `model.visual...`, and the Hub
+stores `model.layers.0...` and `visual...`. The search looks at the names that differ as a tree, from the top.
+A level is one rule if the base has all its tensors below one other prefix. If not, the search looks at each
+part of the level by itself. A rule keeps the ends of names, their numbers and the shapes.
 
 Names that both sides have are taken for the same tensors. If several renamings fit, none is used.
 """
@@ -20,8 +20,8 @@ from shardkit.core.regions import Shape
 from shardkit.keys.names import Segments, is_number, join, natural, split
 from shardkit.keys.ties import tied_names
 
-# Buffers that today's models compute and no file needs: rotary frequencies, positions, causal masks, sinusoids. Files
-# of transformers before 4.3x have them, some once for each layer.
+# Buffers that today's models compute and no file needs: rotary frequencies, positions, causal masks,
+# sinusoids. Files of transformers before 4.3x have them, some once for each layer.
 _COMPUTED = re.compile(
     r"(?:^|\.)(?:rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask|embed_positions\.weights)$"
 )

@@ -1,10 +1,10 @@
 """Where the wanted tensors lie in a checkpoint, and their names below that place.
 
-The whole set of names decides where the model begins. The search goes down from the top. On each level it sets
-aside what is not the model, and it passes through a level with a single child: `app.model.` and `state.net.` are
-such ways to a model. The way ends where several parts stand side by side. If these are the inside of something that
-the Hub stores under one name (`model.layers`, `transformer.h`), that one name belongs to the model and stays. A dict
-of the saved state dict is never part of the model's names.
+The whole set of names decides where the model begins. The search goes down from the top. On each level it
+sets aside what is not the model, and it passes through a level with a single child: `app.model.` and
+`state.net.` are such ways to a model. The way ends where several parts stand side by side. If these are the
+inside of something that the Hub stores under one name (`model.layers`, `transformer.h`), that one name
+belongs to the model and stays. A dict of the saved state dict is never part of the model's names.
 """
 
 from __future__ import annotations

@@ -55,13 +55,13 @@ class Naming:
     root: str | None = None
     """Dotted. Takes everything below it and guesses nothing; empty for the top."""
     strip_prefix: tuple[str, ...] = ()
-    """Dotted prefixes to remove from names, instead of a guessed root. A dot at the end makes no difference."""
+    """Dotted prefixes to remove from names, instead of a guessed root. A trailing dot makes no difference."""
     add_prefix: str = ""
-    """Put before every name. A dot at the end makes no difference."""
+    """Put before every name. A trailing dot makes no difference."""
     rename: tuple[str, ...] = ()
-    """REGEX=REPL in Python's syntax, applied in order. The last `=` divides, so look-aheads need no escaping."""
+    """REGEX=REPL in Python's syntax, applied in order. The last `=` divides: look-aheads need no escape."""
     include: tuple[str, ...] = ()
-    """Globs over output names or stored names, where `*` matches dots too. Only these are taken; empty for all."""
+    """Globs over output or stored names, where `*` matches dots too. Only these are taken; empty for all."""
     exclude: tuple[str, ...] = ()
     """Globs of the same kind. These are left out, even if `include` matches them."""
 
@@ -150,8 +150,8 @@ def select_model(
         roots: paths that the format itself gives a meaning ("model", "optimizer", "ema").
         naming: what a person asks for.
         base_names: names of the base model. The output follows their order, unless they are a set.
-        base_shapes: shape by name in the base, instead of `base_names`. Then names that differ from the base's by
-            prefixes alone become the base's, unless `naming` changes names.
+        base_shapes: shape by name in the base, instead of `base_names`. Then names that differ from the
+            base's by prefixes alone become the base's, unless `naming` changes names.
         key_rules: rules that give the Hub's names, as training recorded them; None if they are not known.
 
     Raises:
@@ -204,8 +204,8 @@ def _name(
 ) -> tuple[Located, int, HubNames]:
     """Name the tensors that were located, or more than those.
 
-    If the base's names differ from the model's in memory, a part of the model may match them best. Then the whole
-    model is taken, if it can be named like the base.
+    If the base's names differ from the model's in memory, a part of the model may match them best. Then the
+    whole model is taken, if it can be named like the base.
 
     Args:
         source: the checkpoint.
@@ -275,8 +275,8 @@ def _refuse_flat_parameters(located: Located) -> None:
 def _without_modules(located: Located, base: Collection[str] | None) -> int:
     """Remove `module` from the middle of names where it is a wrapper; return from how many names.
 
-    It is a wrapper if the base has the name without it, or if every entry of a numbered list holds a `module` and
-    nothing else: the list was wrapped layer by layer.
+    It is a wrapper if the base has the name without it, or if every entry of a numbered list holds a `module`
+    and nothing else: the list was wrapped layer by layer.
     """
     paths = located.names.values()
     deep = [path for path in paths if MODULE in path[:-1]]

@@ -1,7 +1,7 @@
 """Tied weights by name: the one table of what models tie. It needs no model.
 
-It tells which modules may be one parameter, what each type of model calls its output layer, and whether a config
-ties the two. A test compares it with the installed transformers.
+It tells which modules may be one parameter, what each type of model calls its output layer, and whether a
+config ties the two. A test compares it with the installed transformers.
 
 Source: transformers 5.23, `_tied_weights_keys` of every model, `tie_word_embeddings` of every config.
 """
@@ -82,7 +82,8 @@ _TIED_BY_DEFAULT = frozenset(
 )
 # Types that tie whatever their config says: for T5, `tie_word_embeddings: false` is about scales.
 _ALWAYS_TIED = frozenset("longt5 mt5 t5 udop umt5 vilt".split())
-# Types whose setting is about other names: Luke ties its entities by it, Pop2Piano its towers. Neither ties its output.
+# Types whose setting is about other names: Luke ties its entities by it, Pop2Piano its towers. Neither ties
+# its output.
 _TIE_OTHER_NAMES = frozenset({"luke", "pop2piano"})
 # Types that tie where their own config or that of their text part says so.
 _TEXT_MAY_TIE = frozenset(
@@ -234,7 +235,7 @@ def is_output(name: str) -> bool:
 
 
 def _role_of(name: str) -> int | None:
-    """Return which a weight is: shared embedding, embedding, output layer, or None of them."""
+    """Return the role of a weight: shared embedding, embedding or output layer; None for any other."""
     path, _, leaf = name.rpartition(".")
     segments = path.split(".")
     if leaf != "weight":

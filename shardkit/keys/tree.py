@@ -1,8 +1,8 @@
 """Names as the tree of modules that they came from, and what stands beside the model in it.
 
-Optimizer, scheduler, random states and averaged weights stand beside the model. Structure tells them first: the
-leaves that optimizers keep for each parameter. Then come the names that trainers give to what they save. Such a name
-counts only beside or above the model, never for a module inside it.
+Optimizer, scheduler, random states and averaged weights stand beside the model. Structure tells them first:
+the leaves that optimizers keep for each parameter. Then come the names that trainers give to what they save.
+Such a name counts only beside or above the model, never for a module inside it.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ _TAIL = 3  # segments that say which parameter of which kind of layer
 def optimizer_names(entries: Iterable[TensorEntry]) -> set[str]:
     """Return the names of tensors that are an optimizer's state for some parameter, by their leaves.
 
-    One such leaf is not enough, because averaging modules have buffers of such names too. It takes two, or one beside
-    a step count, or one below a name of optimizers.
+    One such leaf is not enough, because averaging modules have buffers of such names too. It takes two, or
+    one beside a step count, or one below a name of optimizers.
     """
     kin: dict[str, list[str]] = {}
     for entry in entries:

@@ -223,7 +223,7 @@ def _hint(config: Mapping[str, Any], *, is_compiled: bool) -> str:
             f" save the model inside (its {COMPILED}), or remove that from the names"
         )
     if "quantization_config" in config:
-        return "the config asks for quantized weights, which shardkit cannot build a model for yet"
+        return "the config asks for quantised weights, which shardkit cannot build a model for yet"
     return "config.json and the weight files must be of the same model"
 
 

@@ -6,9 +6,9 @@ Dtypes are those that `from_pretrained` gives for a wanted dtype. It builds the 
 torch's default, so whatever the class makes fp32 by itself (a router, a bias) stays fp32. A class also lists
 modules that half precision would harm.
 
-Ties break in silence. transformers 5.0 builds on meta without them. `init_empty_weights` and `.to("meta")` make two
-parameters of one, and so do `fully_shard` and `parallelize_module` if each name is wrapped by itself. The two are
-filled with the same values and then train apart. The class still knows the tie.
+Ties break in silence. transformers 5.0 builds on meta without them. `init_empty_weights` and `.to("meta")`
+make two parameters of one, and so do `fully_shard` and `parallelize_module` if each name is wrapped by
+itself. The two are filled with the same values and then train apart. The class still knows the tie.
 
 prepare, wrap, preshard and consolidate all ask here. Importing this module imports torch, but not
 transformers.
@@ -84,15 +84,15 @@ def is_transformers(module: object) -> bool:
 
 
 def built_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
-    """Return what a class makes of a dtype, given a model that was built with that dtype as torch's default."""
+    """Return what a class makes of a dtype, given a model that was built with it as torch's default."""
     return ClassDtypes(wanted=wanted, kept=_kept(model, wanted), made=dict(_made(model, wanted)))
 
 
 def class_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
     """Return what the classes of a live model make of a dtype, whatever dtype the model was built in.
 
-    Each model of transformers in it is built once more, on meta. A class that cannot be built, because it takes more
-    than a config, is judged by its list of modules alone.
+    Each model of transformers in it is built once more, on meta. A class that cannot be built, because it
+    takes more than a config, is judged by its list of modules alone.
 
     Args:
         model: any model. Wrappers around it and adapters in it do not matter.
@@ -129,7 +129,8 @@ def meta_twins(model: nn.Module, wanted: torch.dtype | None) -> Iterator[tuple[s
         wanted: a floating dtype; None is the config's.
 
     Yields:
-        (what precedes the twin's names in the model, the twin). The twin is None if the class cannot be built.
+        (what precedes the twin's names in the model, the twin). The twin is None if the class
+        cannot be built.
     """
     for path, module in _outermost(model):
         yield without_peft_modules(path), _twin(module, wanted)
@@ -350,10 +351,10 @@ def _broken(model: nn.Module) -> Iterator[tuple[_Place, _Place]]:
 
 
 def _declared(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield (name, the name that it is tied to) for ties that the outermost models have now and had when built.
+    """Yield (name, what it is tied to) for ties that the outermost models have now and had when built.
 
-    Both are needed: a config may have changed since, and what `from_pretrained` found to differ in a file is no longer
-    tied.
+    Both are needed: a config may have changed since, and what `from_pretrained` found to differ in a file is
+    no longer tied.
     """
     for path, module in _outermost(model, "get_expanded_tied_weights_keys"):
         before = without_base_layers(f".{clean_name(path.removesuffix('.'))}.").lstrip(".")
@@ -370,8 +371,8 @@ def _declared(model: nn.Module) -> Iterator[tuple[str, str]]:
 def collect(model: nn.Module, attribute: str) -> tuple[str, ...]:
     """Return the strings of a class attribute over all modules. It may be a str, list, set or None.
 
-    transformers 5 puts a `set()` of the attribute on each instance, which turns a str into single letters. So this asks
-    the class as well, and ignores single letters.
+    transformers 5 puts a `set()` of the attribute on each instance, which turns a str into single letters. So
+    this asks the class as well, and ignores single letters.
     """
     values = (getattr(holder, attribute, None) for part in model.modules() for holder in (type(part), part))
     return tuple(dict.fromkeys(name for value in values for name in no_split_names(value) if len(name) > 1))

@@ -1,8 +1,8 @@
 """Which rank stores which regions of each tensor; and the layout that FSDP2's rule gives without a model.
 
-A layout is a mesh, a placement for each tensor, units and ties. FSDP2 places every parameter as `Shard(0)` on the
-shard axis and replicates buffers. A name does not tell whether a tensor is a buffer, so the rule replicates in case
-of doubt: `dcp.load` reads either way.
+A layout is a mesh, a placement for each tensor, units and ties. FSDP2 places every parameter as `Shard(0)` on
+the shard axis and replicates buffers. A name does not tell whether a tensor is a buffer, so the rule
+replicates in case of doubt: `dcp.load` reads either way.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class Layout:
     """Groups of names that are one parameter in the live model. Every name is in its `state_dict()`, and the
     bytes are stored under the first."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """The source's name of every tensor, and of those aliases that the source has. The model may have others."""
+    """The source's name of every tensor, and of each alias that it has. The model's own may differ."""
     omitted: tuple[tuple[str, str], ...] = ()
     """(name, reason) of source tensors that the live model does not load."""
     keep_fp32: frozenset[str] | None = None
-    """Names that the model's class keeps in fp32 when `--dtype` asks for half precision; None if not known."""
+    """Names that the model's class keeps in fp32 under a `--dtype` of half precision; None if not known."""
     policy: str = "auto"
     """The wrap policy as it was given."""
     notes: tuple[str, ...] = ()
@@ -142,7 +142,7 @@ def declare(
 
 
 def _place(entry: TensorEntry, mesh: Mesh, unit: int) -> TensorLayout:
-    """Place a tensor. FSDP2 refuses scalars, and integers are buffers in all but quantized models."""
+    """Place a tensor. FSDP2 refuses scalars, and integers are buffers in all but quantised models."""
     is_buffer = entry.dtype.kind in ("int", "bool") or entry.fqn.rpartition(".")[2] in _BUFFERS
     sharded = Placement(0) if entry.shape and not is_buffer else REPLICATE
     placements: Placements = tuple(sharded if axis.role == "shard" else REPLICATE for axis in mesh.axes)

@@ -1,4 +1,4 @@
-"""Which stored tensor is which tensor of a model: names may differ by wrappers, prefixes, PEFT or renamings."""
+"""Which stored tensor is which tensor of a model: names differ by wrappers, prefixes, PEFT or renamings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NameMatch:
     is_transformers: bool = False
     """The model is one of transformers, or holds one."""
     renamed: int = 0
-    """How many have another name than the model's, wrappers aside."""
+    """How many are stored under another name than the model's, wrappers aside."""
 
 
 class Lacking(NamedTuple):
@@ -79,7 +79,8 @@ def match_names(
         model: its class may know renamings and names to leave out. Not needed for plain modules.
 
     Returns:
-        The match with the most stored tensors: by names as they are, or by names as `from_pretrained` changes them.
+        The match with the most stored tensors: by names as they are, or by names as
+        `from_pretrained` changes them.
 
     Raises:
         SourceError: several stored tensors would be one of the model's.

@@ -1,11 +1,11 @@
 """The child process of a trace: build the model, wrap it, read the placements, answer with JSON.
 
-    request (stdin)    {"directory", "axes": [[name, size, role]], "wrap", "dtype", "trust_remote_code", "names",
-                       "answer"}
-                       Without axes nothing is wrapped, and the answer is about names alone. With "asks": "lacking" it
-                       is about what `from_pretrained` would not find under these names.
-    answer (a file)    {"status": "ok", ...} as `_read_model` and `_match` list it, or an error: {"status": one of
-                       `STATUSES`, "message", "problems", "hint", "show_output"}
+    request (stdin)    {"directory", "axes": [[name, size, role]], "wrap", "dtype", "trust_remote_code",
+                       "names", "answer"}
+                       Without axes nothing is wrapped, and the answer is about names alone. With "asks":
+                       "lacking" it is about what `from_pretrained` would not find under these names.
+    answer (a file)    {"status": "ok", ...} as `_read_model` and `_match` list it, or an error: {"status":
+                       one of `STATUSES`, "message", "problems", "hint", "show_output"}
 
 stdout and stderr are noise, which the parent shows when something fails.
 """
@@ -113,7 +113,8 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]))
     policy = parse_policy(request["wrap"])
     built = wanted or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
-    # A model that is stored in fp32 is trained in bf16. What its class keeps in fp32 is then a unit of its own.
+    # A model that is stored in fp32 is trained in bf16. What its class keeps in fp32 is then a unit of
+    # its own.
     wide = built_dtypes(model, built) if built.itemsize == 2 else class_dtypes(model, torch.bfloat16)
     keep_fp32 = [] if wide.wanted is not wanted else _in_fp32(model, wide)
     before = _State.of(model)

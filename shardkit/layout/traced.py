@@ -1,12 +1,12 @@
 """Questions to the real model, in a child process: its layout, its names, and which weights its files lack.
 
-A child process (`trace_child`) builds the model on the meta device and wraps it by the real `fully_shard`: a fake
-process group cannot be made where a real one is up, importing a model may run much code, and torch need not be
-loaded here. The child answers with JSON.
+A child process (`trace_child`) builds the model on the meta device and wraps it by the real `fully_shard`: a
+fake process group cannot be made where a real one is up, importing a model may run much code, and torch need
+not be loaded here. The child answers with JSON.
 
     trace_model   config.json, mesh, policy -> Trace, a layout
     ask_names     config.json, names in files -> ModelNames
-    Question      config, names in files -> Answer: what `from_pretrained` would not find; asked while bytes move
+    Question      config, names in files -> Answer: what `from_pretrained` would not find; while bytes move
 
 Nothing that a file says is executed, unless a person trusts the model's own code.
 """
@@ -78,7 +78,7 @@ class Trace:
     ignored_patterns: tuple[str, ...]
     """Regular expressions for names that transformers leaves out when it loads this model."""
     names: Mapping[str, str] | None = None
-    """FQN -> the source's name, for all that were found. None stands for equal names: the child was given none."""
+    """FQN -> the source's name, for all that were found. None if no names were given: they are equal."""
     fused: Mapping[str, str] = field(default_factory=dict)
     """The source's name -> the FQN that it is a part of, or that holds it in another form."""
     ignored: frozenset[str] = frozenset()
@@ -104,8 +104,8 @@ def trace_model(
         mesh: of any size. One process stands for all ranks.
         wrap: see `wrap_policy`.
         dtype: dtype that floating tensors will have; None keeps the stored ones.
-        names: shapes of the source's tensors by name, to look up in the model as `from_pretrained` does; None asks
-            nothing.
+        names: shapes of the source's tensors by name, to look up in the model as `from_pretrained` does;
+            None asks nothing.
         trust_remote_code: whether the model's own code may run.
         timeout_s: seconds for the whole child.
 
@@ -306,8 +306,9 @@ _answers: dict[str, Answer] = {}
 class Question:
     """A question to the class of a config: which weights would `from_pretrained` not find in files?
 
-    If transformers is already loaded, this process asks at once. Otherwise a child asks while bytes move. No failure
-    is an error: then the answer says why the class was not asked. Close the question to end the child.
+    If transformers is already loaded, this process asks at once. Otherwise a child asks while bytes
+    move. No failure is an error: then the answer says why the class was not asked. Close the question to
+    end the child.
 
     Args:
         config: the model's config, as plain data.
@@ -372,7 +373,7 @@ class Question:
             child = subprocess.Popen(
                 _command(), stdin=stdin, stdout=nowhere, stderr=nowhere, env=_environment()
             )
-        except OSError as error:  # an interpreter inside of another program may have no name
+        except OSError as error:  # an interpreter inside another program may have no name
             self._answer = Answer(failure=f"Python cannot be started: {error.strerror}")
             return
         self._child = child
@@ -408,8 +409,8 @@ def _counts_too_many(config: Mapping[str, Any]) -> bool:
 def _may_ask_here() -> bool:
     """True if asking costs no import and disturbs nobody.
 
-    Building a model sets torch's default dtype for a moment, which another thread may be using. DeepSpeed would make
-    all ranks build the model together.
+    Building a model sets torch's default dtype for a moment, which another thread may be using. DeepSpeed
+    would make all ranks build the model together.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and "transformers" in sys.modules and "deepspeed" not in sys.modules

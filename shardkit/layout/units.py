@@ -1,13 +1,13 @@
 """From a policy to calls of `fully_shard` on a live model: which modules are units, and how units are split.
 
-The tracing child and `wrap` both choose units here, so training asks for what was written for its policy. Only code
-that has a model imports this module. It imports torch, and nothing heavier.
+The tracing child and `wrap` both choose units here, so training asks for what was written for its policy.
+Only code that has a model imports this module. It imports torch, and nothing heavier.
 
-FSDP2 gathers the parameters of a unit in one dtype. At the first forward it refuses a unit whose trainable parameters
-are stored in several. So parameters that a model keeps in fp32 beside half precision are split off. Each goes to a
-unit on a module inside the policy's unit, as far out as possible, because modules around a parameter may look at it
-too. Parameters directly on the unit's own module have no such place and stay outside of FSDP. So do parameters
-without a dim (CLIP's `logit_scale`), which `fully_shard` refuses.
+FSDP2 gathers the parameters of a unit in one dtype. At the first forward it refuses a unit whose trainable
+parameters are stored in several. So parameters that a model keeps in fp32 beside half precision are split
+off. Each goes to a unit on a module inside the policy's unit, as far out as possible, because modules around
+a parameter may look at it too. Parameters directly on the unit's own module have no such place and stay
+outside of FSDP. So do parameters without a dim (CLIP's `logit_scale`), which `fully_shard` refuses.
 """
 
 from __future__ import annotations
@@ -235,8 +235,8 @@ def without_ties(model: nn.Module, paths: list[str]) -> list[str]:
     return paths
 
 
-# (class, parameter). transformers 5.23 adds these to half precision and then multiplies the sum by half precision.
-# torch refuses that, so DeBERTa runs in bf16 only if they are rounded.
+# (class, parameter). transformers 5.23 adds these to half precision and then multiplies the sum by half
+# precision. torch refuses that, so DeBERTa runs in bf16 only if they are rounded.
 _ROUNDED = {("DisentangledSelfAttention", "q_bias"), ("DisentangledSelfAttention", "v_bias")}
 
 
@@ -259,7 +259,7 @@ class UnitPlan:
     """All calls of `fully_shard`."""
 
     units: tuple[PlannedUnit, ...]
-    """Units in the order of the calls: the modules of the policy, inner ones first, the root, what was split off."""
+    """In the order of the calls: the policy's modules, inner ones first; the root; what was split off."""
     outside: Mapping[str, nn.Parameter]
     """Name in the model -> parameter that no unit can take."""
 
@@ -289,8 +289,9 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
     Args:
         model: not wrapped yet.
         paths: modules of the policy, without the root.
-        wide: tells what the model's classes keep in fp32. That is computed in fp32, and so is anything that is stored
-            wider than the rest of its unit. None computes everything alike, and splits by stored dtypes alone.
+        wide: tells what the model's classes keep in fp32. That is computed in fp32, and so is anything
+            that is stored wider than the rest of its unit. None computes everything alike, and splits by
+            stored dtypes alone.
     """
     units, split, outside = list[PlannedUnit](), list[PlannedUnit](), dict[str, nn.Parameter]()
     members = _members(model, paths, wide)
@@ -389,8 +390,8 @@ def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_Kind, list[
 def _main(kinds: Mapping[_Kind, Sequence[_Member]], *, is_root: bool) -> _Kind | None:
     """Return the kind that stays in the policy's unit: the narrowest.
 
-    What is kept wide is the exception. Embeddings, which models call from anywhere, are no exception. The root casts
-    its inputs to the dtype that it computes in, so it is never a wide unit.
+    What is kept wide is the exception. Embeddings, which models call from anywhere, are no exception. The
+    root casts its inputs to the dtype that it computes in, so it is never a wide unit.
     """
 
     def order(kind: _Kind) -> tuple[bool, int, int]:

@@ -1,10 +1,10 @@
 """The shortcut for `.metadata`: whole runs of records that are spelled alike, decoded in columns.
 
-A checkpoint of a thousand ranks repeats one unit hundreds of thousands of times: a chunk, or a storage entry with
-its index. The interpreter executes one unit. That gives the *form*: the bytes that all units share, and between
-them numbers, texts and corners. The form as a regular expression reads the units that follow, each where the one
-before ended. So what is taken is what the interpreter would have made, opcode by opcode. The run ends at the first
-unit that differs in any way.
+A checkpoint of a thousand ranks repeats one unit hundreds of thousands of times: a chunk, or a storage entry
+with its index. The interpreter executes one unit. That gives the *form*: the bytes that all units share, and
+between them numbers, texts and corners. The form as a regular expression reads the units that follow, each
+where the one before ended. So what is taken is what the interpreter would have made, opcode by opcode. The
+run ends at the first unit that differs in any way.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Runs:
         self._corner = lru_cache(_MAX_KNOWN)(partial(_corner, kind.maker))
 
     def take(self, pos: int, num_memoized: int) -> _Taken | None:
-        """Return the run that begins at `pos`, just behind a unit that was executed; None where there is none."""
+        """Return the run that begins at `pos`, just behind an executed unit; None if there is none."""
         before, self._end = self._end, pos
         if self._left:
             self._left -= 1
@@ -219,7 +219,7 @@ class Runs:
         count, num_memoized = self._memoize(form, units, num_memoized)
         if count == len(units):
             self._pause, stop = 1, run.end()
-        else:  # the others were matched for nothing: that must not happen at every unit of a file
+        else:  # the others were matched for nothing, which must not happen at every unit
             self._left, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
             del units[count:]
             stop = pos + count * form.nbytes + sum(map(len, chain.from_iterable(units)))
@@ -234,8 +234,8 @@ class Runs:
     def _memoize(self, form: _Form, units: Sequence[tuple[bytes, ...]], first: int) -> tuple[int, int]:
         """Put strings that are fetched later into the memo.
 
-        Returns how many units are right, and the memo slot behind the last of those. One is not where a field is no
-        string, or where anything else of it is fetched later.
+        Returns how many units are right, and the memo slot behind the last of those. A unit is not right if a
+        text field is no string, or if anything else of it is fetched later.
         """
         own = [field for field in form.fields if field.kind]
         texts = [(at, field.slot) for at, field in enumerate(own) if field.kind == "text"]
@@ -243,7 +243,8 @@ class Runs:
         raws = Counter(chain.from_iterable(map(itemgetter(at), units) for at, _ in texts))
         num_inline = sum(count for raw, count in raws.items() if raw[0] == _SHORT_TEXT)
         stop = first + num_slots * len(units) + num_inline
-        # A string that is not there yet must not be asked for: what `_text` found is kept. The first half sees to it.
+        # `_text` keeps what it found, so it must not be asked for a string that is not there yet. The first
+        # half of the condition sees to that.
         if self._keep.find(1, first, stop) < 0 and None not in map(self._text, raws):
             return len(units), stop
         kept = self._keep.find(1, first, stop)

@@ -17,7 +17,7 @@ from shardkit.errors import SourceError
 from shardkit.files.strict_json import uncollected
 
 Handler = Callable[[Any, int], int]
-"""Executes an opcode on an `Interpreter`; given the position behind the opcode, returns that of the next one."""
+"""Executes an opcode on an `Interpreter`: takes the position behind it, returns that of the next one."""
 
 _MAX_NAME = 200  # bytes of a module or a name that GLOBAL may give
 STOP = 0x2E
@@ -29,7 +29,7 @@ class Refusal(Exception):
 
 
 class Interpreter:
-    """Interprets one pickle. A policy is a subclass, so that an opcode finds all that it works on in one object.
+    """Interprets one pickle. Policies are subclasses: an opcode finds all that it works on in one object.
 
     Args:
         data: the whole pickle.

@@ -1,16 +1,16 @@
 """The two policies under which pickles are read. Every caller names the one that it needs.
 
-`Strict` is for files whose contents are known. A `Vocabulary` lists the names that may occur; each stands for an
-inert value of ours and is never imported. Everything else in the file is an error.
+`Strict` is for files whose contents are known. A `Vocabulary` lists the names that may occur; each stands for
+an inert value of ours and is never imported. Everything else in the file is an error.
 
-`Inert` is for what a training script puts beside its weights, which nobody can list. It refuses no name: what is
-not plain data becomes an `Opaque`, and whatever is done to an `Opaque` gives an `Opaque`. Only a `Maker` gives
-anything else, and the makers are ours.
+`Inert` is for what a training script puts beside its weights, which nobody can list. It refuses no name: what
+is not plain data becomes an `Opaque`, and whatever is done to an `Opaque` gives an `Opaque`. Only a `Maker`
+gives anything else, and the makers are ours.
 
-Neither lets a small file cost much. `Strict` hashes only strings, and records that the vocabulary takes care of;
-its memo has no slot that the file could not have filled, and keeps no value that is never fetched. `Inert` hashes
-only strings and 64-bit integers. It limits the number of opcodes and the memory of what they make, and refuses a
-result that contains itself, or that is long to walk through.
+Neither lets a small file cost much. `Strict` hashes only strings, and records that the vocabulary takes care
+of; its memo has no slot that the file could not have filled, and keeps no value that is never fetched.
+`Inert` hashes only strings and 64-bit integers. It limits the number of opcodes and the memory of what they
+make, and refuses a result that contains itself, or that is long to walk through.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Strict(Interpreter):
     Args:
         data: the whole pickle.
         vocabulary: what it may say.
-        in_columns: take records in columns where the vocabulary has a way to. The same files are accepted, but a
-            refusal may be worded differently.
+        in_columns: take records in columns where the vocabulary has a way to. The same files are accepted,
+            but a refusal may be worded differently.
     """
 
     hint = "nothing in it was executed; if it comes from another tool, its format is not supported"
@@ -120,7 +120,7 @@ class Strict(Interpreter):
         return super().execute()
 
     def step_to_stop(self) -> None:
-        """Execute opcodes up to STOP; those that are most of a `.metadata` here, without a call for each."""
+        """Execute opcodes up to STOP; the most frequent ones of `.metadata` here, without a call for each."""
         data, opcodes, memo, keep = self.data, self.opcodes, self.memo, self.keep
         stack, pos = self.stack, 0
         try:
@@ -173,7 +173,7 @@ class Strict(Interpreter):
         self.stack.append(_called(function, args))
 
     def push_empty_tuple(self, pos: int) -> int:
-        """Push (), or with NEWOBJ behind it a new record; its state is begun too where that comes next."""
+        """Push (), or a new record if NEWOBJ follows; begin its state too if that comes next."""
         stack = self.stack
         if self.data[pos] != _NEWOBJ:
             stack.append(())
@@ -203,7 +203,7 @@ class Strict(Interpreter):
         record.build(state)
 
     def set_marked_items(self, pos: int) -> int:
-        """Execute SETITEMS; with BUILD behind it, of the latest record from just these items, that too."""
+        """Execute SETITEMS, and BUILD if it follows and builds the latest record from just these items."""
         items = self.stack
         stack = self.stack = self.outer.pop()
         if self.data[pos] != _BUILD or stack[-1] != {} or self.unbuilt[-1] is not stack[-2]:
@@ -258,7 +258,7 @@ def _text(vm: Strict, pos: int, nbytes: int) -> int:
 
 
 def _size_of(num_dims: int) -> Handler:
-    """Return a handler that makes a tuple; or with the opcodes of a torch.Size behind it, that, all at once."""
+    """Return a handler that makes a tuple, or a torch.Size at once if its opcodes follow."""
 
     def handle(vm: Strict, pos: int) -> int:
         slot, stack = vm.num_memoized, vm.stack
@@ -323,9 +323,9 @@ def parse_in_columns(data: bytes, vocabulary: Callable[[int], Vocabulary], where
 def fetched_slots(data: bytes) -> bytearray:
     """Return a flag for each memo slot that a pickle could fill: whether it may ever be fetched.
 
-    This look ahead bounds the memory of `Strict`: the memo of a million chunks would have twenty million entries, and
-    nearly none is fetched. Bytes that only look like a LONG_BINGET set flags too, which does no harm. BINGET reaches
-    the first 256 slots; they are all flagged.
+    This look ahead bounds the memory of `Strict`: the memo of a million chunks would have twenty million
+    entries, and nearly none is fetched. Bytes that only look like a LONG_BINGET set flags too, which does no
+    harm. BINGET reaches the first 256 slots; they are all flagged.
     """
     # Slots are numbered from 0 by MEMOIZE, BINPUT and LONG_BINPUT, one byte at least each.
     num_slots = data.count(b"\x94") + data.count(b"q") + data.count(b"r") + 256
@@ -342,7 +342,7 @@ def fetched_slots(data: bytes) -> bytearray:
 
 
 def _flag_slots(data: bytes, keep: bytearray) -> None:
-    """Do the same with numpy; its import pays for a large file: seconds for a million chunks."""
+    """Do the same with numpy, whose import pays for a large file: it saves seconds for a million chunks."""
     import numpy as np
 
     flags = np.frombuffer(keep, dtype=np.uint8)
@@ -649,8 +649,8 @@ Inert.opcodes = table(
 class _Walk:
     """Goes through a result as somebody who uses it will, and refuses what is not safe to go through.
 
-    The limits on opcodes and memory do not cover this: a few bytes can put one list into another a thousand times,
-    and that one into a third. So size is that of the walk, not of the memory.
+    The limits on opcodes and memory do not cover this: a few bytes can put one list into another a thousand
+    times, and that one into a third. So size is that of the walk, not of the memory.
 
     Args:
         shared: ids of the containers that may be come across more than once; all others are not kept in mind.

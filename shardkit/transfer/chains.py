@@ -115,7 +115,7 @@ class Entries:
         return Entry(table.starts[row], table.stops[row], table.crcs[row])
 
     def of_runs(self, runs: Iterable[Run]) -> Iterator[tuple[Run, int, int, int]]:
-        """Yield each run with what its entry holds: start, stop, CRC-32. Fast for runs in the order of entries."""
+        """Yield each run with its entry's start, stop and CRC-32. Fast for runs in the order of entries."""
         first, end = 0, 0
         for run in runs:
             entry = run.entry

@@ -208,7 +208,7 @@ class SourceCheck:
         return chosen
 
     def missing_of_each(self) -> list[Rest]:
-        """Return the entries that lack at most 5 % of themselves, or a page. All their readers decide alike."""
+        """Return the entries that lack at most 5 % of themselves, or a page. All readers decide alike."""
         return [
             rest
             for rest in self._rests()
@@ -492,7 +492,7 @@ class Runs:
         self._add(self._entries.table_at(path), start, data, fqn)
 
     def can_sum(self, file: int, start: int, stop: int) -> bool:
-        """True where one run can hold these bytes and their entry has a CRC-32: the reader may take theirs."""
+        """True if one run can hold these bytes, and their entry has a CRC-32: the reader may take it."""
         found = self._entries.find(self._entries.table_of[file], start, stop)
         return found is not None and found[2]
 

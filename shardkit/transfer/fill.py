@@ -203,7 +203,7 @@ class Filler:
         return converter
 
     def _clone(self, stream: Stream, move: Move, crc: int) -> int:
-        """Share the whole blocks of a range, and copy its two ragged ends; copy all where sharing is refused."""
+        """Share the whole blocks of a range, and copy its ragged ends; copy all if sharing is refused."""
         file, start, nbytes = move
         head, body = shared_part(start, nbytes)
         tail = head + body

@@ -2,14 +2,12 @@
 
 A hole is filled in one of three ways:
 
-- *streamed* where its bytes, in order, are contiguous runs of source chunks: row-sharded tensors, in either
-direction;
-- *gathered* where it is a run of the tensor but the chunks are not, because a tensor that was cut along a
-later dim is
-  put together: band by band, every chunk's part is read and put in its place;
-- *scattered* where a tensor is being cut along a later dim, or its bytes have to be decoded: the source is
-read once,
-  block by block, and every block's part is put into each hole that wants it.
+- *streamed* if its bytes, in order, are contiguous runs of source chunks: row-sharded tensors, in either
+  direction;
+- *gathered* if it is a run of the tensor but the chunks are not, because a tensor that was cut along a later
+  dim is put together: band by band, every chunk's part is read and put in its place;
+- *scattered* if a tensor is being cut along a later dim, or its bytes have to be decoded: the source is read
+  once, block by block, and every block's part is put into each hole that wants it.
 """
 
 from __future__ import annotations

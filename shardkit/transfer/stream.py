@@ -16,7 +16,7 @@ from shardkit.files.digest import crc32
 from shardkit.transfer.images import Frame
 
 WRITTEN_GAP = 4096
-"""Most zeros between pieces that are written, which is cheaper than another system call."""
+"""Gaps between pieces of at most so many bytes are written as zeros: cheaper than another system call."""
 
 Segment = tuple[int, int, int]
 """(first byte, bytes, CRC-32) of a part of a file."""

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 _MAX_GAP = 16 << 10  # bytes that are read and dropped; as expensive as another call
-_MOST_AT_ONCE = (
-    500  # parts that one call reads; with gaps between them twice as many buffers, of which Linux takes 1,024
-)
+# Parts that one call reads. With the gaps between them they are twice as many buffers, and Linux takes 1,024.
+_MOST_AT_ONCE = 500
 
 
 class _Part(NamedTuple):

@@ -479,11 +479,11 @@ def test_names_of_a_compiled_model_are_said_to_be_such(bert: Trace) -> None:
     assert "torch.compile" not in (caught.value.hint or "")
 
 
-def test_a_quantized_source_is_named_as_such(bert: Trace) -> None:
+def test_a_quantised_source_is_named_as_such(bert: Trace) -> None:
     source = source_of(bert.layout, more={"pooler.dense.weight_scale_inv": (1, 1)})
     with pytest.raises(LayoutError) as caught:
         fit(bert, source, {"quantization_config": {}})
-    assert "quantized" in (caught.value.hint or "")
+    assert "quantised" in (caught.value.hint or "")
 
 
 def test_a_child_that_dies_or_hangs_is_an_error_of_the_environment(
