@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 Segments = tuple[str, ...]
 
@@ -68,17 +68,6 @@ def natural(name: str) -> tuple[object, ...]:
         # By length and then text: this takes numbers of any length, without the cost and the limits of `int`.
         parts[at] = (len(digits.lstrip("0")), digits.lstrip("0"), digits)
     return tuple(parts)
-
-
-def common_prefix(names: Sequence[Segments]) -> Segments:
-    """Return the segments that all names begin with."""
-    if not names:
-        return ()
-    low, high = min(names), max(names)
-    for at, (one, other) in enumerate(zip(low, high, strict=False)):
-        if one != other:
-            return low[:at]
-    return low if len(low) <= len(high) else high
 
 
 def match_prefix(names: Collection[Segments], base: Collection[str]) -> Segments | None:
