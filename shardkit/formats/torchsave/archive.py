@@ -26,13 +26,11 @@ END, END64, LOCATOR = struct.Struct("<IHHHHIIH"), struct.Struct("<IQHHIIQQQQ"), 
 CENTRAL, LOCAL = struct.Struct("<IHHHHHHIIIHHHHHII"), struct.Struct("<IHHHHHIIIHH")
 CRC_AT = 16  # of the CRC in CENTRAL
 _MAX32 = 0xFFFFFFFF
-_IS_DIRECTORY = (
-    0x10  # in the external attributes; torch then reads nothing, and returns whatever was in memory
-)
+# A bit of the external attributes. torch reads nothing of such an entry, and returns whatever was in memory.
+_IS_DIRECTORY = 0x10
 _VERSIONS = range(1, 11)  # of the file format: torch 2.13, caffe2/serialize/versions.h
-_FLAGS = (
-    0x0808  # UTF-8 names, sizes in a descriptor behind the data; every other flag changes what the bytes are
-)
+# UTF-8 names, and sizes in a descriptor behind the data. Every other flag changes what the bytes are.
+_FLAGS = 0x0808
 
 Pread = Callable[[int, int], bytes]
 """(first byte, most bytes) -> bytes, fewer only at the end."""
