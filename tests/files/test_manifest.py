@@ -223,7 +223,7 @@ def test_docs_have_the_keys_of_the_types(kind: Any) -> None:
     listed = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
     shared = {
         key
-        for said in re.findall(r"((?:`\w+`[, and]*)+) are those of", text)
+        for said in re.findall(r"((?:`\w+`[,\sand]*)+)are those of", text)
         for key in re.findall(r"\w+", said)
     }
     own = {"format", *(() if kind is manifest.Presharded else ("kind",))}
