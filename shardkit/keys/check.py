@@ -204,8 +204,6 @@ class BaseComparison:
     """Names of buffers that only one side has and that every model computes itself."""
     wrong_shapes: tuple[tuple[str, Shape, Shape], ...] = ()
     """(name, the base's shape, ours)."""
-    tied: tuple[str, ...] = ()
-    """Names that differ only because one side stores a tied tensor once and the other twice."""
 
     @property
     def is_equal(self) -> bool:
@@ -225,14 +223,10 @@ def compare_with_base(
             Another name of its group replaces a name that one side lacks.
     """
     groups = {name: set(group) for group in ties for name in group}
-    missing, unexpected, tied, computed = list[str](), list[str](), list[str](), list[str]()
+    missing, unexpected, computed = list[str](), list[str](), list[str]()
     for one, other, lacking in ((base, ours, missing), (ours, base, unexpected)):
         for name in one:
-            if name in other:
-                continue
-            if groups.get(name, set()) & other.keys():
-                tied.append(name)
-            else:
+            if name not in other and groups.get(name, set()).isdisjoint(other):
                 (computed if is_computed(name, one[name]) else lacking).append(name)
     return BaseComparison(
         missing=tuple(missing),
@@ -243,5 +237,4 @@ def compare_with_base(
             for name, shape in ours.items()
             if name in base and tuple(base[name]) != tuple(shape)
         ),
-        tied=tuple(tied),
     )
