@@ -113,7 +113,7 @@ class FSDPShard(NamedTuple):
     param: nn.Parameter
     """The DTensor that the module has."""
     padded_sizes: tuple[int, ...]
-    """Of the memory: all ranks' are equal, so that it can be all-gathered as it lies."""
+    """Of the memory: equal on all ranks, so that it can be all-gathered as it lies."""
     dim: int
     """The one along which it is padded."""
     on_cpu: bool
@@ -121,12 +121,12 @@ class FSDPShard(NamedTuple):
     pinned: bool
     """Offloaded to pinned memory."""
     keep: Callable[[torch.Tensor], None]
-    """Make padded memory what is all-gathered; the parameter must be a view of its beginning."""
+    """Make padded memory the one that is all-gathered; the parameter must be a view of its beginning."""
 
 
 @_known
 def fsdp_shards(model: nn.Module) -> Iterator[FSDPShard]:
-    """Yield what `fully_shard` manages, by unit.
+    """Yield the parameters that `fully_shard` manages, unit by unit.
 
     Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py; 2.6 has one group for each state.
     """

@@ -150,7 +150,7 @@ def find_rules(names: Mapping[str, str]) -> tuple[KeyRule, ...]:
 
 
 def apply_key_rules(rules: Iterable[KeyRule], names: Iterable[str]) -> Renaming:
-    """Return what rules make of a model's names; nothing where a name would become empty or equal to another.
+    """Apply rules to a model's names; rename nothing if a name would become empty or equal to another.
 
     Args:
         rules: as `find_rules` gives them.

@@ -87,7 +87,7 @@ class Located:
     names: dict[str, Segments] = field(default_factory=dict)
     """Stored name -> path below the root, without segments of wrappers."""
     aside: dict[Segments, str] = field(default_factory=dict)
-    """What does not belong to them, and what it is."""
+    """Path -> kind of each part that was set aside."""
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 

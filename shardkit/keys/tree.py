@@ -166,7 +166,7 @@ def object_kind(segment: str) -> Kind | None:
 
 
 def kind_beside(node: Node, *, siblings: Iterable[Node], is_dict: bool, is_harness: bool) -> Kind | None:
-    """Return what a child of a node on the way to the model is, or None for what may be the model.
+    """Return the kind of a child of a node on the way to the model; None if it may be the model.
 
     Args:
         node: the child.

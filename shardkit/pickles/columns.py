@@ -81,8 +81,8 @@ class RunKind(NamedTuple):
     maker: Callable[[tuple[Any, ...]], tuple[int, ...]]
     """What makes a corner."""
     make: Callable[[Fields], tuple[object, ...] | None]
-    """Makes what stands for a run, as many values as a unit has records, and checks as the records would;
-    None, where it cannot, leaves this and all further runs to the interpreter."""
+    """Makes the values that stand for a run, as many as a unit has records, and checks them as the records
+    would. None leaves this and all further runs to the interpreter."""
 
 
 class _Field(NamedTuple):
@@ -196,7 +196,7 @@ class Runs:
         return _Form(unit, run, tuple(fields.values()), num_slots, nbytes)
 
     def _pattern_of(self, field: re.Match[bytes]) -> tuple[bytes, ...] | None:
-        """Return what all such fields match, part by part; None for one that runs do not have."""
+        """Return the pattern of all such fields, part by part; None for a field that runs do not have."""
         text = field["text"]
         if field["corner"] is not None:
             is_made = self._call_of(self._fetched(field[2])) is self.kind.maker

@@ -399,7 +399,7 @@ class Opaque:
         return f"Opaque({self.name!r})"
 
     def make(self, args: object) -> object:
-        """Return what calling it with a tuple of arguments, or making an instance of it, gives."""
+        """Return the result of calling it with a tuple of arguments, or of making an instance of it."""
         only = args[0] if type(args) is tuple and len(args) == 1 else None
         return Opaque(self.name, only if type(only) in (str, int, float, bool) else None)
 
@@ -447,9 +447,9 @@ class Fields(Opaque):
 MAX_INERT_BYTES = 1 << 25
 """Size beyond which `Inert` does not look at a file."""
 MAX_NODES = 1 << 22
-"""Values that somebody who walks through the result of `Inert` comes across."""
+"""Most values that a walk through the result of `Inert` may come across."""
 MAX_THINGS = 1 << 17
-"""Of these, what is not plain data, such as tensors: much is kept of each."""
+"""Most of these that may be no plain data, such as tensors: much is kept of each."""
 MAX_DEPTH = 100
 _MAX_CHARGED = 208 << 20  # bytes; with the opcodes' pointers and what is made of the result, below 512 MiB
 _CONTAINERS = (list, tuple, dict)
@@ -647,7 +647,7 @@ Inert.opcodes = table(
 
 
 class _Walk:
-    """Goes through a result as somebody who uses it will, and refuses what is not safe to go through.
+    """Goes through a result as its user will, and refuses one that is not safe to go through.
 
     The limits on opcodes and memory do not cover this: a few bytes can put one list into another a thousand
     times, and that one into a third. So size is that of the walk, not of the memory.

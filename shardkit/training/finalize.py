@@ -206,7 +206,7 @@ def _open(model: nn.Module, source: str | os.PathLike[str] | RankSource) -> Supp
 
 
 def supply_of(ctx: ModelInitializationContext) -> Supply:
-    """Return what fills a prepared model."""
+    """Return a prepared model's supply: its weights, and which tensors are initialised."""
     return Supply(
         weights=ctx.weights, unavailable=ctx.unavailable, initialised=ctx.initialised, grown=ctx.grown
     )
@@ -378,7 +378,7 @@ def _say(text: str, level: int = logging.INFO) -> None:
 
 
 def fill_initialised(shards: Sequence[LocalShard], ctx: ModelInitializationContext, filled: Filled) -> None:
-    """Fill what is not read, with tensors that are the same on every rank."""
+    """Fill the tensors that are not read, with values that are the same on every rank."""
     by_name = {name: shard for shard in shards for name in shard.names}
     if ctx.initialised:
         for fqn, whole in initialise(ctx, ctx.initialised):
@@ -408,7 +408,7 @@ def _prove(
     filled: Filled,
     ctx: ModelInitializationContext | None,
 ) -> None:
-    """Compare the filled model with what was promised of it."""
+    """Prove that the filled model is as promised."""
     differing = equalise_buffers(model)
     with agreed("proving the filled model"):
         problems = [*prove_filled(shards, filled.elements), *_on_meta(model)]

@@ -111,7 +111,7 @@ def _parameters(parameters: Parameters) -> tuple[list[torch.Tensor], Mapping[int
 
 
 def _refuse_fsdp1(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]) -> None:
-    """Refuse what cannot be summed correctly, on every rank, before any of them communicates."""
+    """Refuse gradients that cannot be summed correctly, on every rank, before any of them communicates."""
     if any(is_fsdp1_part(parameter) and id(parameter) not in units for parameter in parameters):
         raise UsageError(
             "parameters of FSDP1 do not say which ranks hold their other parts",

@@ -381,7 +381,7 @@ def _refuse_uncomputed(plain: _Plain, buffers: Mapping[str, torch.Tensor], fit: 
 
 
 def _blueprint(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that is all on meta; what is done to the model later does not change it."""
+    """Return a copy of a model, all on meta; later changes of the model do not reach it."""
     memoryless: dict[int, Any] = {
         id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()
     }

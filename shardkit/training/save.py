@@ -268,7 +268,7 @@ def checkpoint_state(
     extra: Mapping[str, Any] | None,
     aliases: Mapping[str, str],
 ) -> Iterator[State]:
-    """Yield what is to be saved; afterwards the model and its optimizers are as before.
+    """Yield the state to save; afterwards the model and its optimizers are as before.
 
     Args:
         aliases: further names of tensors, which are left out.

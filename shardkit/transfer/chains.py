@@ -52,7 +52,7 @@ _ENTRY_OF = itemgetter(0)
 
 
 class Difference(NamedTuple):
-    """Bytes that are not what they were."""
+    """Bytes that differ from what was recorded, or from another reading."""
 
     start: int
     stop: int

@@ -187,7 +187,7 @@ class SourceCheck:
         return self._max_held > 0
 
     def _verdict(self, entry: int) -> Verdict | None:
-        """Return what the runs of an entry tell that was read in parts; None where nothing is recorded."""
+        """Judge the runs of an entry that was read in parts; None if no CRC-32 is recorded."""
         described = self.entries[entry]
         if described.crc and entry not in self._verdicts:
             verdict = self._verdicts[entry] = judge(self._held[entry], described)
@@ -243,7 +243,7 @@ class SourceCheck:
         return told
 
     def take_parts(self, told: Sequence[Mapping[str, list[int]]], place: int) -> None:
-        """Take what others read of the entries of which something was read here.
+        """Take the runs that others read of entries that were read in part here.
 
         Args:
             told: `parts` of everybody, this one's included.
@@ -504,7 +504,7 @@ class Runs:
         self._join(crc, stop)
 
     def take_over(self, runs: Iterable[Run]) -> None:
-        """Report what another thread read and this one uses too."""
+        """Report runs that another thread read and this one uses too."""
         self._ended += runs
 
     def _add(self, table: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:

@@ -95,7 +95,7 @@ class Window:
             self.flush()
 
     def flush(self) -> None:
-        """Read what the window waits for, and write it."""
+        """Read the missing parts of the window, and write it."""
         if self._parts:
             self._read()
         for part in self._parts:

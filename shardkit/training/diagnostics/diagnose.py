@@ -218,7 +218,7 @@ def _broken_ties(model: nn.Module, ties: tuple[tuple[str, ...], ...]) -> tuple[t
 
 
 def _on_meta(model: nn.Module) -> Iterator[str]:
-    """Yield the names of what has no memory: a forward would run on garbage, or fail."""
+    """Yield the names of tensors without memory: a forward would run on garbage, or fail."""
     for path, module in model.named_modules():
         prefix = f"{clean_name(path)}." if path else ""
         named = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}

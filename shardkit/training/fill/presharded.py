@@ -32,7 +32,7 @@ _MAX_DIMS = 64  # torch's own limit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Presharded:
-    """What lies in such a directory."""
+    """A pre-sharded directory, as its manifest describes it."""
 
     catalog: Catalog
     """Every tensor and every file; no chunk: `open_chunks` finds those."""
@@ -151,7 +151,7 @@ def _are_apart(parts: Sequence[Region], region: Region) -> bool:
 
 
 def _by_record(wanted: Mapping[str, Sequence[Region]], ties: Mapping[str, str]) -> dict[str, list[Region]]:
-    """Return what is wanted under the names that have records."""
+    """Return the wanted regions under the names that have records."""
     found: dict[str, list[Region]] = {}
     for fqn, regions in wanted.items():
         found.setdefault(ties.get(fqn, fqn), []).extend(regions)

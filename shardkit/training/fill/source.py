@@ -45,7 +45,7 @@ _SAMPLE_NBYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A source of weights, opened: it is known what lies where, and no tensor has been read."""
+    """An opened source of weights: it is known what lies where, and no tensor has been read."""
 
     path: str
     """For messages."""

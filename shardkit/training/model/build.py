@@ -308,7 +308,7 @@ def find_config(what: str, revision: str | None) -> str:
 def _from_config(
     directory: str, dtype: torch.dtype | None, init_buffers: InitBuffers | None, trust_remote_code: bool
 ) -> nn.Module:
-    """Build what `from_pretrained` would, on meta, in the dtype in which it would compute buffers.
+    """Build the model of `from_pretrained`, on meta, in the dtype in which that would compute buffers.
 
     transformers' models can compute their buffers anew, so no parameter is ever allocated: a single one, of
     all experts of a layer, may be larger than the machine.

@@ -186,7 +186,7 @@ def _seed_name(path: str) -> str:
 
 
 def _steps(modules: dict[str, nn.Module], path: str) -> Iterator[Callable[[], object]]:
-    """Yield what initialises a module, in the order of building the model: the last one wins.
+    """Yield the calls that initialise a module, in the order of building the model: the last one wins.
 
     First comes what constructors do, from the inside out. Then comes `_init_weights` of the nearest
     transformers model, or of any other module that has one, called on the module and on those around it:

@@ -182,7 +182,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 
 def _together(told: Sequence[dict[str, Any] | None], ranks: Sequence[int]) -> ShardkitError:
-    """Return one error for what all ranks told."""
+    """Return one error for those that the ranks told."""
     distinct: dict[str, list[int]] = {}
     for rank, each in zip(ranks, told, strict=True):
         if each is not None:

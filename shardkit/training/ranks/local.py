@@ -243,7 +243,7 @@ def refuse_fsdp1(model: nn.Module) -> None:
 
 
 def _place(whole: torch.Tensor) -> tuple[Region, Replicas]:
-    """Return what this rank holds of a tensor and who else does; compare that with its memory."""
+    """Return the region of a tensor that this rank holds, and who else holds it; compare it with its memory."""
     if not isinstance(whole, DTensor):
         return full_region(tuple(whole.shape)), Replicas(mesh=None)
     mesh, shape = whole.device_mesh, tuple(whole.shape)
