@@ -169,7 +169,7 @@ def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
 
 @_known
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True where one tensor is another view of the other's memory; also on meta, where there is none."""
+    """True if one tensor is another view of the other's memory; also on meta, where there is none."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
@@ -227,7 +227,7 @@ def fsdp2_units(module: FSDPModule, *, is_root: bool) -> Iterator[Fsdp2Unit]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.6 has one at most
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    # fully_shard says True where it was told nothing; the first forward turns that to False on the root. Up
+    # fully_shard says True if it was told nothing; the first forward turns that to False on the root. Up
     # to torch 2.7 it does so whatever fully_shard was told, and there is no such attribute.
     is_automatic = is_root and getattr(state, "_auto_reshard_after_forward", True)
     for group in groups:
@@ -269,7 +269,7 @@ class Fsdp1Unit(NamedTuple):
     shared: tuple[tuple[str, str], ...]
     """(further name, first name) of the tied parameters in it, relative to the module."""
     group: dist.ProcessGroup | None
-    """The ranks that hold the other parts; None where every rank holds it whole."""
+    """The ranks that hold the other parts; None if every rank holds it whole."""
     device: torch.device
     """Where it is computed; it may be stored elsewhere."""
     has_dtensors: bool
@@ -278,7 +278,7 @@ class Fsdp1Unit(NamedTuple):
 
 @_known
 def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
-    """Return an FSDP1 module's flat parameter; None where modules inside it have all parameters.
+    """Return an FSDP1 module's flat parameter; None if modules inside it have all parameters.
 
     Source: torch 2.13, torch/distributed/fsdp/_flat_param.py: FlatParameter, FlatParamHandle.
     """

@@ -44,7 +44,7 @@ def own_names_warnings(names: Iterable[str], base: Collection[str] | None) -> tu
 
     Args:
         names: the names to write.
-        base: the base's names; None where they are not known. The base's own names are right.
+        base: the base's names; None if they are not known. The base's own names are right.
     """
     for what, found in _matches(_OWN_NAMES, names, base):
         if what != "Megatron's" or any(map(_MEGATRON_ONLY.search, found)):
@@ -76,7 +76,7 @@ def _matches(
 
 
 def holds_fused_experts(names: Iterable[str]) -> bool:
-    """True where one tensor holds experts that the Hub stores one by one."""
+    """True if one tensor holds experts that the Hub stores one by one."""
     return any(map(_FUSED_EXPERTS.search, names))
 
 
@@ -207,7 +207,7 @@ class BaseComparison:
 
     @property
     def is_equal(self) -> bool:
-        """True where nothing differs, ties aside."""
+        """True if nothing differs, ties aside."""
         return not (self.missing or self.unexpected or self.wrong_shapes)
 
 

@@ -38,7 +38,7 @@ _WRAPPED = re.compile(rf"\.(?:{_BASE}|{_ORIGINAL}|{_SAVED}\.[^.]+)(?=\.)")
 
 
 class LoraModule(NamedTuple):
-    """A module that LoRA adds to. The fields are names as given, None where there is no such tensor."""
+    """A module that LoRA adds to. The fields are names as given, None if there is no such tensor."""
 
     path: str
     """Its place in the base model."""
@@ -60,7 +60,7 @@ class PeftNames:
     kind: Literal["none", "adapter", "base+adapter"]
     """Is there an adapter, and are the weights there that it was trained on?"""
     adapter: str | None
-    """The adapter of the names below; None where names do not give it, as in PEFT's own files."""
+    """The adapter of the names below; None if names do not give it, as in PEFT's own files."""
     others: tuple[str, ...]
     """Other adapters."""
     methods: tuple[str, ...]
@@ -202,7 +202,7 @@ def _methods(parts: list[_Part]) -> tuple[str, ...]:
 
 
 def _adapter_names(parts: list[_Part], plain: list[str]) -> dict[str, str]:
-    """Name tensors as PEFT's files do. In an adapter without its base, plain ones are modules trained in full."""
+    """Name tensors as PEFT's files do. In an adapter alone, plain names are of modules trained in full."""
     names = {}
     for part in parts:
         if part.marker == _ORIGINAL:

@@ -115,7 +115,7 @@ def rename_to_base(ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> Rena
 
 
 def covers(names: Iterable[str], base: Mapping[str, Shape]) -> bool:
-    """True where some names hold every name of a base, except copies of its tied tensors."""
+    """True if some names hold every name of a base, except copies of its tied tensors."""
     return set(names) >= base.keys() - {name for name, _, _ in tied_names(base)}
 
 
@@ -186,7 +186,7 @@ class _Sides:
             self._by_kind.setdefault(kind, []).append(split(name))
 
     def may_fit(self) -> bool:
-        """True where as many tensors of each kind need a name as the base has to give; quick."""
+        """True if as many tensors of each kind need a name as the base has to give; quick."""
         if not self.left or not self.free or any(name.endswith(".") for name in self.left):
             return False
         if any(tuple(self.base[name]) != tuple(self.ours[name]) for name in self.ours.keys() - self.left):
@@ -255,7 +255,7 @@ def _groups(sides: _Sides) -> list[_Group]:
 
 
 def _choose(sides: _Sides, groups: Sequence[_Group]) -> list[tuple[_Group, Segments]] | None:
-    """Give each group the one place that is left for it; None where several places are left.
+    """Give each group the one place that is left for it; None if several places are left.
 
     Raises:
         _NoWay: two groups have only one place.
@@ -294,7 +294,7 @@ def _walk(
 
     Args:
         paths: names in segments.
-        whole: gets the names of a level and the length of their prefix; returns True where that settles them.
+        whole: gets the names of a level and the length of their prefix; returns True if that settles them.
         single: gets each tensor that lies directly on an unsettled level.
     """
     stack = [(sorted(paths), 0)]
@@ -312,7 +312,7 @@ def _walk(
 
 
 def _put_before(rest: Segments, new: Segments) -> Segments | None:
-    """Return the prefix that makes `new` of the end of a name; None where `new` ends otherwise."""
+    """Return the prefix that makes `new` of the end of a name; None if `new` ends otherwise."""
     start = len(new) - len(rest)
     return new[:start] if start >= 0 and new[start:] == rest else None
 

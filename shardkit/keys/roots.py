@@ -359,7 +359,7 @@ def _find(source: Source, start: Node) -> Located:
 
 
 def _choose(node: Node, parts: list[Node], found: Located, *, is_attribute: bool) -> Node | None:
-    """Return the child that alone holds the model, or None where this is the model's own level."""
+    """Return the child that alone holds the model, or None if this is the model's own level."""
     modules = [part for part in parts if part.is_module]
     if len(parts) == 1 and modules:
         return None if _is_peft(parts[0]) or parts[0].is_container else parts[0]
@@ -409,14 +409,14 @@ def _best_named(nodes: list[Node]) -> Node | None:
 
 
 def _is_way(step: Node, knows_dicts: bool) -> bool:
-    """True where the only child of a level is on the way to the model, not a part of it."""
+    """True if the only child of a level is on the way to the model, not a part of it."""
     if step.path[-1] == MODULE or _knows(step):
         return True
     return not knows_dicts and step.path[-1] in _HARNESS_WORDS
 
 
 def _knows(step: Node) -> bool:
-    """True where the nodes below look like a model of the Hub."""
+    """True if the nodes below look like a model of the Hub."""
     if _holds_whole(step):
         return True
     body = [child for child in _branching(step).children.values() if child.path[-1] in _BODY]

@@ -67,17 +67,17 @@ class Naming:
 
     @property
     def chooses_part(self) -> bool:
-        """True where a person asks for a part of the model."""
+        """True if a person asks for a part of the model."""
         return bool(self.include or self.exclude or self.root)
 
     @property
     def changes_names(self) -> bool:
-        """True where a person says what becomes of names."""
+        """True if a person says what becomes of names."""
         return bool(self.strip_prefix or self.add_prefix.strip(".") or self.rename)
 
     @property
     def chooses_names(self) -> bool:
-        """True where a person says which tensors are written, or what becomes of their names."""
+        """True if a person says which tensors are written, or what becomes of their names."""
         return bool(self.include or self.exclude or self.root is not None or self.changes_names)
 
 

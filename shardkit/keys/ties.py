@@ -108,7 +108,7 @@ def model_type_of(config: Mapping[str, object] | None) -> str:
 
 
 def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
-    """Return whether a model with this config ties its embeddings to its output; None where nothing tells.
+    """Return whether a model with this config ties its embeddings to its output; None if nothing tells.
 
     Args:
         config: config.json, or None.

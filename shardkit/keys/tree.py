@@ -213,7 +213,7 @@ def is_averaged(name: str) -> bool:
 
 
 def _is_copy(node: Node, siblings: Iterable[Node]) -> bool:
-    """True where most tensors of a node have a counterpart among its siblings, by name and shape.
+    """True if most tensors of a node have a counterpart among its siblings, by name and shape.
 
     Copies that are stored as buffers have names without dots, which contain the path below the sibling.
     """

@@ -53,7 +53,7 @@ class ClassDtypes:
 
     wanted: torch.dtype
     kept: re.Pattern[str] | None = None
-    """Matches names of tensors that stay fp32; None where there are none."""
+    """Matches names of tensors that stay fp32; None if there are none."""
     made: Mapping[str, torch.dtype] = field(default_factory=dict)
     """FQN -> dtype, for floating parameters that the class makes in another dtype than the wanted one."""
     buffers: Mapping[str, torch.dtype] = field(default_factory=dict)

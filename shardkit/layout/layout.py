@@ -33,7 +33,7 @@ class Unit:
     path: str
     """Module path, e.g. "model.layers.0"."""
     class_name: str | None
-    """The module's class; None where there was no model."""
+    """The module's class; None if there was no model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class TensorLayout:
 
     @property
     def is_sharded(self) -> bool:
-        """True where some axis cuts the tensor."""
+        """True if some axis cuts the tensor."""
         return any(placement.shard_dim is not None for placement in self.placements)
 
 

@@ -261,7 +261,7 @@ class _Transforms(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> _Transforms | None:
-        """Return the transforms of a model; None where this transformers has none."""
+        """Return the transforms of a model; None if this transformers has none."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import WeightConverter, WeightRenaming

@@ -91,7 +91,7 @@ class _Field(NamedTuple):
     record: int
     name: str
     kind: str | None
-    """The group of `_field` that it matches; None where the field is None."""
+    """The group of `_field` that it matches; None if the field is None."""
     slot: int
     """Memo slots that the form fills before it."""
 
@@ -126,7 +126,7 @@ class Runs:
         kind: what to look for.
         keep: a flag for each memo slot that is ever fetched.
         memo: the interpreter's; strings of a run that are fetched later are put into it.
-        call_of: gives what REDUCE may call for a value, None where it may not.
+        call_of: gives what REDUCE may call for a value, None if it may not.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Runs:
         return taken
 
     def _learn(self, start: int, stop: int) -> _Form | None:
-        """Return the form of a unit that was just executed, None where it has other parts than runs have."""
+        """Return the form of a unit that was just executed, None if it has other parts than runs have."""
         data, parts, pos, record, num_slots = self._data, list[bytes](), start, -1, 0
         fields: dict[tuple[int, str], _Field] = {}
         while pos < stop:

@@ -35,7 +35,7 @@ class Interpreter:
         data: the whole pickle.
         max_bytes: size beyond which it is not looked at.
         names: (module, name) -> the inert value that it stands for; asked for every name.
-        persistent: what a persistent id stands for, None where that is refused.
+        persistent: what a persistent id stands for, None if that is refused.
     """
 
     opcodes: ClassVar[tuple[Handler, ...]]

@@ -66,9 +66,9 @@ class Global:
     name: str
     """For messages, e.g. "torch.Size"."""
     new: Callable[[], Record] | None = None
-    """What NEWOBJ with no arguments makes, None where that is refused."""
+    """What NEWOBJ with no arguments makes, None if that is refused."""
     call: Callable[[tuple[Any, ...]], object] | None = None
-    """What REDUCE makes of its arguments (it must check them), None where that is refused."""
+    """What REDUCE makes of its arguments (it must check them), None if that is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +80,9 @@ class Vocabulary:
     max_bytes: int
     """Size beyond which a file is not looked at."""
     persistent: Callable[[object], object] | None = None
-    """What BINPERSID makes of its argument (it must check it), None where that is refused."""
+    """What BINPERSID makes of its argument (it must check it), None if that is refused."""
     set_records: Callable[[dict[Any, Any], list[Any]], None] | None = None
-    """Stores [key, value, ...] with records as keys in a dict; None where keys are strings only."""
+    """Stores [key, value, ...] with records as keys in a dict; None if keys are strings only."""
     has_bytes: bool = False
     """Bytes may stand as values; otherwise they are refused."""
     runs: tuple[RunKind, ...] = ()
@@ -374,7 +374,7 @@ def _describe(value: object) -> str:
 
 
 def _may_begin(kind: RunKind, stack: list[Any], outer: list[list[Any]]) -> bool:
-    """True where whole units, the last of which was just made, are about to go into the right holder."""
+    """True if whole units, the last of which was just made, are about to go into the right holder."""
     size = len(kind.classes)
     return (
         len(stack) % size == 0

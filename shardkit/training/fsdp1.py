@@ -72,7 +72,8 @@ def _refuse_replaced(strategy: object) -> None:
             "param_init_fn is for FSDP1, and the plugin is for FSDP2",
             hint="accelerator.prepare(ctx.model), then shardkit.finalize(model, ctx)",
         )
-    given = strategy if isinstance(strategy, Mapping) else getattr(strategy, "kwargs", None)  # Lightning's
+    # Lightning's strategy keeps FSDP1's arguments in `kwargs`.
+    given = strategy if isinstance(strategy, Mapping) else getattr(strategy, "kwargs", None)
     on = []
     for name in _SETTINGS:
         variable = f"FSDP_{name.upper()}"

@@ -247,7 +247,7 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
         data = [names[0]]  # a world of one
     if not data or data[-1] in _REPLICATE_AXES:
         raise MeshError(
-            f"the mesh ({shown}) has no axis to shard over, or it is not the last",
+            f"the mesh ({shown}) has no axis to shard over, or that axis is not the last",
             hint="name one dp_shard, after dp_replicate; without sharding, use DistributedDataParallel",
         )
     return mesh if tuple(data) == tuple(names) else mesh[data[0] if len(data) == 1 else tuple(data)]
@@ -327,7 +327,8 @@ def _average_gradients(mesh: DeviceMesh, holder: nn.Module, name: str, *_: objec
     def average(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         gradient = local_tensor(parameter.grad)  # a DTensor under tensor parallelism
-        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # a sum in fp16 may overflow
+        # A sum in fp16 may overflow.
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         for axis in range(mesh.ndim):
             dist.all_reduce(total, group=mesh.get_group(axis))
         gradient.copy_(total.div_(mesh.size()))

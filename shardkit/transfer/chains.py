@@ -139,7 +139,7 @@ class Entries:
             stop: end of the range.
 
         Returns:
-            None where no single run can hold the range.
+            None if no single run can hold the range.
         """
         if number < 0:
             return None
@@ -169,7 +169,7 @@ class Entries:
                     yield from pairwise((begin, *cuts, end))
 
     def holding(self, number: int, start: int, stop: int) -> int | None:
-        """Return the entry that holds a whole range of a file, whatever its marks; None where none does."""
+        """Return the entry that holds a whole range of a file, whatever its marks; None if none does."""
         if number < 0:
             return None
         table = self.tables[number]
@@ -177,7 +177,7 @@ class Entries:
         return None if row < 0 or stop > table.stops[row] else self.firsts[number] + row
 
     def holding_chunk(self, row: int) -> int | None:
-        """Return the entry that holds a chunk of the catalog; None where none does."""
+        """Return the entry that holds a chunk of the catalog; None if none does."""
         table = self._catalog.chunks
         start = table.start[row]
         return self.holding(self.table_of[table.file[row]], start, start + table.nbytes[row])
@@ -195,7 +195,7 @@ class Entries:
                         marks.insert(at, place)
 
     def file_of(self, entry: int) -> int | None:
-        """Return the file that an entry lies in as it is; None where all files of that path are decoded."""
+        """Return the file that an entry lies in as it is; None if all files of that path are decoded."""
         return self._plain_files.get(bisect_right(self.firsts, entry) - 1)
 
     def name_of(self, entry: int) -> str:

@@ -173,7 +173,7 @@ class SourceCheck:
         self._verdicts.pop(entry, None)
 
     def _has_made_room(self) -> bool:
-        """Forget the runs that are proved by now; False where too few are for another try to pay."""
+        """Forget the runs that are proved by now; False if too few are for another try to pay."""
         if self._max_held < _MAX_KEPT:
             return False
         for entry in list(self._held):
@@ -277,7 +277,7 @@ class SourceCheck:
                 self._left.add(entry)
 
     def is_first_reader(self, entry: int) -> bool:
-        """True where no reader before this one read something of an entry."""
+        """True if no reader before this one read something of an entry."""
         return entry not in self._not_mine
 
     # What differs
@@ -427,7 +427,7 @@ class SourceCheck:
         return {"tables": self.entries.digest(), "whole": whole, "parts": parts}
 
     def load(self, told: object) -> bool:
-        """Take an earlier run's `dump`; False where it compared nothing, or with something else."""
+        """Take an earlier run's `dump`; False if it compared nothing, or with something else."""
         whole, parts = (told.get("whole"), told.get("parts")) if isinstance(told, Mapping) else (None, None)
         if isinstance(told, Mapping) and told.get("tables") != self.entries.digest():
             return False
@@ -484,7 +484,7 @@ class Runs:
         self._ended: list[Run] = []
 
     def add(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
-        """Report bytes that were read; return their CRC-32, None where nothing is recorded."""
+        """Report bytes that were read; return their CRC-32, None if nothing is recorded."""
         return self._add(self._entries.table_of[file], start, data, fqn)
 
     def read(self, path: str, start: int, data: memoryview, fqn: str) -> None:
@@ -521,7 +521,7 @@ class Runs:
         return self._go_on(data, stop)
 
     def _begin(self, table: int, start: int, stop: int, fqn: str) -> bool:
-        """Begin a run; False where no run can hold the range."""
+        """Begin a run; False if no run can hold the range."""
         found = self._entries.find(table, start, stop)
         self._end()
         if found is not None:

@@ -87,7 +87,7 @@ class FileDigest:
     name: str
     size: int
     crc32: int | None
-    """Of the whole file; None where digests are off."""
+    """Of the whole file; None if digests are off."""
     data_crcs: tuple[int, ...]
     """CRC-32 of what fills each hole, in file order; empty where digests are off."""
 

@@ -45,7 +45,7 @@ class Journal:
 
         Args:
             digest: the file.
-            source: what was read for it, from `SourceCheck.dump`; None where nothing was compared.
+            source: what was read for it, from `SourceCheck.dump`; None if nothing was compared.
         """
         line = {"file": asdict(digest), "source": source}
         with self._lock:
@@ -76,7 +76,7 @@ def _read_header(path: str) -> _Header:
 
 
 def read_plan_hash(path: str) -> str | None:
-    """Return the plan hash of a journal; None where there is no readable journal."""
+    """Return the plan hash of a journal; None if there is no readable journal."""
     return _read_header(path).plan
 
 

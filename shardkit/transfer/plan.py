@@ -157,7 +157,7 @@ def _windowed(streamed: dict[str, FlatSource]) -> frozenset[str]:
 
 
 def _are_runs(sizes: Iterable[Shape], shape: Shape) -> bool:
-    """True where regions of these sizes are contiguous in a tensor, wherever they lie."""
+    """True if regions of these sizes are contiguous in a tensor, wherever they lie."""
     return all(is_contiguous(Region((0,) * len(each), each), shape) for each in sizes)
 
 
@@ -166,7 +166,7 @@ def _is_decoded(entry: TensorEntry, catalog: Catalog) -> bool:
 
 
 def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
-    """Return a tensor's chunks as ranges of it; None where one is not a range, or has to be decoded."""
+    """Return a tensor's chunks as ranges of it; None if one is not a range, or has to be decoded."""
     if entry.num_chunks >= _MIN_COLUMNS and len(catalog.chunks) >= _MIN_TOTAL:
         flat = _flat_rows(entry, catalog)
         if flat is not None:

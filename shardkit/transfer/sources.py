@@ -455,7 +455,8 @@ def same_bytes(catalog: Catalog, a: str, b: str) -> bool:
         return False
     ours, theirs = _chunks(catalog, one), _chunks(catalog, other)
     with SourceFiles(catalog.files) as files, files.reader() as reader:
-        if [region for region, _ in ours] == [region for region, _ in theirs]:  # tied tensors nearly always
+        # Tied tensors are nearly always cut alike.
+        if [region for region, _ in ours] == [region for region, _ in theirs]:
             pairs = zip(ours, theirs, strict=True)
             return all(_same_chunks(reader, catalog, row, twin, one) for (_, row), (_, twin) in pairs)
         whole = full_region(one.shape)

@@ -162,7 +162,7 @@ class Window:
                         self._reader.read_into(files[index], parts[index], places[index], fqn)
 
     def _read_at_once(self, file: int, buffers: list[memoryview], start: int, wanted: int) -> bool:
-        """Fill buffers from one stretch of a file; False where that fails or reads too little."""
+        """Fill buffers from one stretch of a file; False if that fails or reads too little."""
         try:
             return storage.preadv(self._reader.descriptor(file), buffers, start) == wanted
         except OSError:

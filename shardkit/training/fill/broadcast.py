@@ -211,7 +211,7 @@ def packed_layout(
         regions: what the rank holds of each, by number.
     """
     parts: list[Part] = []
-    at = _ALIGN  # the status
+    at = _ALIGN  # behind the status
     for number, box in step.packed:
         part = intersect(regions[number], box) if number in regions else None
         if part is not None:

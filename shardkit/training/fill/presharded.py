@@ -212,7 +212,7 @@ def _opened(directory: str, said: manifest.Presharded) -> Presharded:
     ties = _ties(said.ties, placements)
     for other, name in ties.items():
         catalog.tensors[other] = replace(catalog.tensors[name], fqn=other)
-    assert said.crc32 is not None  # of what was parsed
+    assert said.crc32 is not None  # a parsed manifest has one
     return Presharded(
         catalog=catalog,
         digest=said.crc32,

@@ -82,7 +82,7 @@ def open_source(source: str | RankSource, revision: str | None = None, variant: 
 
 
 def first_dtype(source: Source) -> str | None:
-    """Return the dtype that `from_pretrained` takes where a config names none; None where it cannot be told.
+    """Return the dtype that `from_pretrained` takes where a config names none; None if it cannot be told.
 
     It is the dtype of the first floating tensor by name, in the first file.
 
@@ -113,7 +113,7 @@ class _Stored:
     identity: Callable[[Catalog], object]
     """Plain data that tells these weights from others, given the catalog of the wanted ones."""
     hub_names: Mapping[str, str] | None
-    """Stored name -> the Hub's; None where that is not known."""
+    """Stored name -> the Hub's; None if that is not known."""
     may_have_own_names: bool = False
     """The names may be the model's own. Then the Hub's are known only if they differ from these."""
     quantised: str | None = None
@@ -294,7 +294,7 @@ def _rows(catalog: Catalog) -> list[object]:
 
 
 def _file_digest(directory: str) -> str | None:
-    """Return a digest of `.metadata`, which has an id of each save; None where there is none."""
+    """Return a digest of `.metadata`, which has an id of each save; None if there is none."""
     digest = hashlib.sha256()
     try:
         with storage.open_file(os.path.join(directory, METADATA), "rb") as file:

@@ -243,7 +243,7 @@ def refuse_fsdp1(model: nn.Module) -> None:
 
 
 def _place(whole: torch.Tensor) -> tuple[Region, Replicas]:
-    """Return the region of a tensor that this rank holds, and who else holds it; compare it with its memory."""
+    """Return the region that this rank holds of a tensor, and who else holds it; compare it with memory."""
     if not isinstance(whole, DTensor):
         return full_region(tuple(whole.shape)), Replicas(mesh=None)
     mesh, shape = whole.device_mesh, tuple(whole.shape)
