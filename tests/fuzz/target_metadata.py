@@ -121,7 +121,7 @@ def check_bytecheckpoint(data: bytes) -> bool:
     metadata, table = found
     # In columns some spellings are refused that are right: `parse_in_columns` reads them once more.
     assert in_columns is None or _plain(in_columns[0]) == _plain(metadata), "the shortcut changes the outcome"
-    fields = _fields(Unpickler(data, _names()).load())
+    fields = _fields(Unpickler(_without_frames(data), _names()).load())
     _compare(metadata, fields)
     numbered = {number: inner for inner, number in table.pickles.items()}
     stored = _by_place((fields.get("all_tensor_metadata") or {}).items())
