@@ -11,17 +11,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.distributed.train_world import BATCH
-from tests.distributed.trainers.resuming import (
-    SAVED,
-    STEPS,
-    Job,
-    Step,
-    batch_of,
-    global_loss,
-    run,
-    start_model,
-)
+from tests.distributed.trainers.resuming import SAVED, STEPS, Job, Step, run, start_model
+from tests.distributed.training import BATCH, batch_of, global_loss
 
 
 def allow_cpu() -> None:

@@ -17,16 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.utils.data import DataLoader
 
-from tests.distributed.trainers.resuming import (
-    SAVED,
-    STEPS,
-    Job,
-    Step,
-    global_loss,
-    local_loss,
-    run,
-    start_model,
-)
+from tests.distributed.trainers.resuming import SAVED, STEPS, Job, Step, run, start_model
+from tests.distributed.training import global_loss, local_loss
 
 
 class OnCpu(FSDPStrategy):

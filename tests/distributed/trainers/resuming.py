@@ -12,15 +12,16 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import shardkit
-from tests.distributed.train_world import BATCH, Model, world
+from tests.distributed.training import Model
+from tests.worlds.processes import end_world, fork, wait
 
 SAVED = 3
 STEPS = 6
@@ -60,28 +61,6 @@ def start_model(job: Job) -> Model:
     return Model()
 
 
-def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the global batch of a step: tokens and labels."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, 37, (BATCH, 6), generator=generator)
-    return tokens, torch.randint(0, 2, (BATCH,), generator=generator)
-
-
-def local_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """Return the loss of this rank's share of a step's batch."""
-    share = BATCH // dist.get_world_size()
-    mine = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
-    tokens, labels = batch_of(step)
-    return nn.functional.cross_entropy(model(tokens[mine]), labels[mine])
-
-
-def global_loss(loss: torch.Tensor) -> float:
-    """Average a loss over the ranks."""
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
-
-
 def run(trainers: Mapping[str, Trainer]) -> None:
     """Run every trainer in worlds of its own, below the directory that the command line names."""
     warnings.simplefilter("ignore")  # of the trainers
@@ -98,10 +77,17 @@ def run(trainers: Mapping[str, Trainer]) -> None:
 
 
 def _world(job: Job, trainer: Trainer) -> None:
-    def work() -> None:
-        os.environ["LOCAL_WORLD_SIZE"] = str(job.size)
-        steps = trainer(job)  # in the process group that is there
-        if dist.get_rank() == 0:
-            (job.folder / f"{job.size}.json").write_text(json.dumps(steps))
+    wait([fork(partial(_run_rank, number, job, trainer)) for number in range(job.size)])
 
-    world(job.folder, str(job.size), job.size, work)
+
+def _run_rank(rank: int, job: Job, trainer: Trainer) -> None:
+    """Train in the process group that is there, with what a launcher says of this rank."""
+    torch.set_num_threads(1)
+    size = str(job.size)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=size, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=size)
+    store = f"file://{job.folder}/{size}.store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job.size)
+    steps = trainer(job)
+    if rank == 0:
+        (job.folder / f"{size}.json").write_text(json.dumps(steps))
+    end_world()
