@@ -3,6 +3,7 @@
     python launch_world.py REQUEST
 
 REQUEST is JSON: {"script", "arguments", "num_processes", "printed": the file for what the ranks print}.
+It is a script: it stands in for a launcher.
 """
 
 from __future__ import annotations

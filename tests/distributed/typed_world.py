@@ -3,6 +3,7 @@
     python typed_world.py '{"out": ..., "texts": {name: code}, "models": [...]}'
 
 Every rank writes OUT/typed-<rank>.json: what differs from `from_pretrained`, parameters and buffers of all kinds.
+It is a script: each process runs the texts in the folder that they speak of, and so changes its directory.
 """
 
 from __future__ import annotations

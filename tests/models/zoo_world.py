@@ -5,6 +5,7 @@
 Imports once and forks: two workers that make the models and pre-shard them, two ranks of one gloo world that
 load and save one after the other, two workers that consolidate and compare. Writes OUT/results.json:
 {name: {step: what is wrong, as text; "" where nothing is; null where the step before it failed}}.
+It is a script: `make zoo` runs it too, for the models that its command line names.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
     python accelerate_world.py OUT
 
 Every rank writes OUT/accelerate-<rank>.json.
+It is a script: accelerate may be missing, and what it reads at its start holds for the whole process.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
     python fsdp1_world.py OUT
 
 Writes OUT/<first check>-<rank>.json: by check what went wrong, or the error that was raised, or figures.
+It is a script: memory is measured in fresh processes, and accelerate and Lightning may be missing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Lightning trains models that ModelParallelStrategy and FSDPStrategy shard on two CPU ranks, with the diagnostics callback.
 
 python lightning_world.py OUT
+
+It is a script: Lightning may be missing, and it makes the process group itself.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
     python running_world.py '{"out": DIRECTORY, "written": {version: directory}}'
 
 Writes DIRECTORY/<rank>.json: by case what went wrong, "" where nothing did.
+It is a script: the first failing case ends the run, because collectives of the ranks may be out of step.
 """
 
 from __future__ import annotations
