@@ -103,7 +103,7 @@ class SourceFile:
     decoded_from: tuple[int, int] | None = None
     """(first byte, end) of the range of the file at `path` that decoding reads, if it is one range."""
     checksums: Checksums | None = None
-    """Checksums to compare the bytes at `path` with; None where nothing is recorded."""
+    """Checksums to compare the bytes at `path` with; None if nothing is recorded."""
     is_proved: bool = False
     """Decoding compares a checksum, or the bytes come from something that was compared when the file was opened."""
     stamp: FileStamp | None = None
@@ -273,7 +273,7 @@ class Catalog:
             other: the other catalog.
             fqn: the tensor's name there.
             name: its name here.
-            files: number here of each of the other's files; None where they are equal.
+            files: number here of each of the other's files; None if they are equal.
         """
         entry, table, first = other.tensors[fqn], other.chunks, len(self.chunks)
         rows = slice(entry.chunk_ids.start, entry.chunk_ids.stop)

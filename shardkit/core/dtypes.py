@@ -20,7 +20,7 @@ class DType:
     """Bytes of one element, as torch counts elements: one of float4_e2m1fn_x2 holds two values."""
     kind: Kind
     safetensors: str | None
-    """The tag in a safetensors header; None where that format lacks the type."""
+    """The tag in a safetensors header; None if that format lacks the type."""
 
     @property
     def is_floating(self) -> bool:
@@ -29,7 +29,7 @@ class DType:
 
     @property
     def is_convertible(self) -> bool:
-        """True where a value has a meaning of its own: fp8 and fp4 need scales that are stored elsewhere."""
+        """True if a value has a meaning of its own: fp8 and fp4 need scales that are stored elsewhere."""
         return self.kind == "float" and self.itemsize >= 2
 
 

@@ -47,7 +47,7 @@ def full_region(shape: Shape) -> Region:
 
 
 def intersect(a: Region, b: Region) -> Region | None:
-    """Return the common box, or None when the two share no element."""
+    """Return the common box, or None if the two share no element."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     sizes = tuple(min(x, y) - o for x, y, o in zip(a.stops, b.stops, offsets, strict=True))
     return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
@@ -83,7 +83,7 @@ def contiguous_suffix(sizes: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def is_contiguous(region: Region, shape: Shape) -> bool:
-    """True when the region's elements lie side by side in a row-major tensor of `shape`."""
+    """True if the region's elements lie side by side in a row-major tensor of `shape`."""
     dim = contiguous_suffix(region.sizes, shape)
     return all(size == 1 for size in region.sizes[: max(dim - 1, 0)]) or region.num_elements == 0
 
@@ -193,7 +193,7 @@ def _in_row(row: int, boxes: list[Region]) -> list[Region]:
 
 
 def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
-    """Return why `regions` do not tile a tensor of `shape` exactly once, or None when they do.
+    """Return why `regions` do not tile a tensor of `shape` exactly once, or None if they do.
 
     Empty regions are ignored. The cost is O(n log n) for regions that make a grid, as trainers write them, and
     for those that one dim, whichever it is, separates.
@@ -223,7 +223,7 @@ def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
 
 
 def _is_grid(shape: Shape, regions: list[Region]) -> bool:
-    """True where regions with elements are the cells of a grid.
+    """True if regions with elements are the cells of a grid.
 
     Each dim is cut into ranges, and every combination is there. Where no two regions begin at one place, counting
     the cells is enough.

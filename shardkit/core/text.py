@@ -33,7 +33,7 @@ def escape(name: str) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate most like `name`, escaped, or None when nothing is like it."""
+    """Return the candidate most like `name`, escaped, or None if nothing is like it."""
     pool = [c for _, c in zip(range(_MAX_CANDIDATES), candidates, strict=False)]
     found = difflib.get_close_matches(name, pool, n=1, cutoff=0.6)
     return escape(found[0]) if found else None

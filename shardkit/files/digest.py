@@ -56,7 +56,7 @@ class Stretch(NamedTuple):
     """The first of them where several share the bytes; None for what is no tensor."""
     region: Region | None
     crc32: int | None
-    """As recorded; None where it was not."""
+    """As recorded; None if it was not."""
     what: str = ""
     """What is to be said of it besides."""
 
@@ -93,7 +93,7 @@ class FileBytes:
 
     @property
     def has_digest(self) -> bool:
-        """True where something is recorded of the file as a whole."""
+        """True if something is recorded of the file as a whole."""
         return self.crc32 is not None or self.sha256 is not None
 
     @property
@@ -118,7 +118,7 @@ class Scan:
     Args:
         marks: positions in the file, sorted; the first is 0, the last the file's size.
         crcs: for each, the CRC-32 of all bytes before it.
-        sha256: of the file, in hex; None where it was not taken.
+        sha256: of the file, in hex; None if it was not taken.
     """
 
     __slots__ = ("_crcs", "_marks", "sha256")

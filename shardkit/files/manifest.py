@@ -76,9 +76,9 @@ class File(SavedFile):
     """A file and its digests."""
 
     crc32: Crc32 | None
-    """None where it was not taken."""
+    """None if it was not taken."""
     sha256: Sha256 | None = None
-    """In hex; None where it was not asked for."""
+    """In hex; None if it was not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Unit:
     path: str
     """"" for the root."""
     class_name: str | None = field(metadata={"key": "class"})
-    """None where no model was at hand."""
+    """None if no model was at hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ class ListedTensor:
     dtype: DtypeName
     shape: tuple[int, ...]
     crc32: Crc32 | None = None
-    """None where one pass over the files did not give it."""
+    """None if one pass over the files did not give it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ class Presharded:
     """By name, in file order."""
     files: tuple[ShardFile, ...]
     others: tuple[File, ...] | None = None
-    """Files that reshard copied into the directory; None where there are none."""
+    """Files that reshard copied into the directory; None if there are none."""
     metadata: File | None = None
     """`.metadata`; None until it is written."""
     crc32: Crc32 | None = None
@@ -261,7 +261,7 @@ class SavedState:
     """Modules that `fully_shard` was called on."""
     ties: tuple[tuple[str, ...], ...]
     key_rules: tuple[tuple[str, str], ...] | None = None
-    """Rules that turn the model's names into the Hub's: a prefix and its replacement. None where that is not known."""
+    """Rules that turn the model's names into the Hub's: a prefix and its replacement. None if that is not known."""
     metadata: File | None = None
     """`.metadata`; early versions did not list it."""
     files: tuple[SavedFile, ...]
@@ -314,7 +314,7 @@ class FileList:
     unlisted: tuple[str, ...]
     """Symbolic links, pipes, sockets and devices."""
     tensors: Mapping[str, ListedTensor] | None = None
-    """None where shardkit cannot take the weights."""
+    """None if shardkit cannot take the weights."""
     crc32: Crc32 | None = None
 
 
@@ -398,7 +398,7 @@ def _digest(body: Mapping[str, Any]) -> int:
 
 
 def read(directory: str) -> Manifest | None:
-    """Return the manifest of a directory, checked against its own digest; None where there is none.
+    """Return the manifest of a directory, checked against its own digest; None if there is none.
 
     Raises:
         SourceError: it is not a manifest, not a regular file, or of a version that this shardkit does not know.
@@ -421,7 +421,7 @@ def read_bytes(directory: str) -> bytes:
 
 
 def lists_files(directory: str) -> bool:
-    """True where the manifest of a directory is a `FileList`; only its first bytes are read, which say so."""
+    """True if the manifest of a directory is a `FileList`; only its first bytes are read, which say so."""
     try:
         with open_regular(locate(directory, NAME), NAME) as (fd, size):
             head = read_exactly(fd, 0, min(size, 64), NAME)

@@ -77,7 +77,7 @@ class Staging:
 
     @classmethod
     def adopt(cls, destination: str, path: str) -> Staging | None:
-        """Take over a dead owner's directory, to go on in it; None when another run was faster.
+        """Take over a dead owner's directory, to go on in it; None if another run was faster.
 
         Raises:
             UsageError: it has what was at the destination, and something else is there now.
@@ -407,7 +407,7 @@ class Owner:
         _live_runs.discard(self.run)
 
     def is_provably_dead(self) -> bool:
-        """True when the run was on this host and is over; False where that cannot be known."""
+        """True if the run was on this host and is over; False if that cannot be known."""
         try:
             if self.host != _host():
                 return False
@@ -419,7 +419,7 @@ class Owner:
             return False
 
     def is_provably_alive(self) -> bool:
-        """True when the run is under way on this host; False where that cannot be known."""
+        """True if the run is under way on this host; False if that cannot be known."""
         try:
             here = (_host(), _boot(), _pid_namespace())
             return (self.host, self.boot, self.namespace) == here and self._is_over() is False
@@ -427,7 +427,7 @@ class Owner:
             return False
 
     def _is_over(self) -> bool | None:
-        """Tell whether a run of this boot and namespace is over; None where that cannot be known."""
+        """Tell whether a run of this boot and namespace is over; None if that cannot be known."""
         status = _status(self.pid)
         if status is None:
             return True if _is_gone(self.pid) else None
@@ -481,7 +481,7 @@ def _content(path: str) -> str | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """True when there is no such process; other users' may be hidden from /proc (its option hidepid)."""
+    """True if there is no such process; other users' may be hidden from /proc (its option hidepid)."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

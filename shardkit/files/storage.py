@@ -65,7 +65,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def renameat2(source: str, target: str, flags: int) -> bool:
-    """Rename with a flag; False where kernel or file system has no such thing.
+    """Rename with a flag; False if kernel or file system has no such thing.
 
     Raises:
         OSError: the system refuses.
@@ -222,7 +222,7 @@ def sync_directories(path: str) -> None:
 
 
 def can_share_extents(catalog: Catalog, directory: str) -> bool:
-    """True when every source file can share extents with files in `directory`.
+    """True if every source file can share extents with files in `directory`.
 
     Tries it, with the first block of one file of each device and files without a name, so that nothing is
     left behind. Equal device numbers are no condition: each subvolume of Btrfs has its own, and shares.

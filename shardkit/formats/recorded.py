@@ -35,7 +35,7 @@ class SourceManifests:
     """Real path of a listed file whose size is as recorded -> its CRC-32."""
 
     def crc_of(self, path: str) -> int | None:
-        """Return the CRC-32 that a file should have; None where none is recorded."""
+        """Return the CRC-32 that a file should have; None if none is recorded."""
         return self.files.get(storage.realpath(path)) if self.files else None
 
     def check_copies(self, copies: Iterable[tuple[str, str, int | None]]) -> None:
@@ -234,7 +234,7 @@ def _lacks(file: SourceFile) -> bool:
 def _add_checksums(
     catalog: Catalog, listed: Mapping[str, manifest.SavedFile], tensors: Mapping[str, manifest.Tensor]
 ) -> bool:
-    """Give files of a catalog that lack CRC-32s those of a manifest; True where it has any."""
+    """Give files of a catalog that lack CRC-32s those of a manifest; True if it has any."""
     lacking: dict[int, manifest.SavedFile] = {}
     for number, file in enumerate(catalog.files):
         if _lacks(file):

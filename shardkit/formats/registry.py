@@ -174,7 +174,7 @@ _OTHERS = (
 
 
 def recognise(path: str) -> Format | None:
-    """Return the format of a checkpoint, told from marker files alone; None where it is none.
+    """Return the format of a checkpoint, told from marker files alone; None if it is none.
 
     A directory that a trainer puts around a checkpoint has the trainer's format, such as "olmo-core" or "skyrl":
     that of what lies inside, under another name.
@@ -193,7 +193,7 @@ def recognise(path: str) -> Format | None:
 
 
 def format_of(path: str) -> str | None:
-    """Return the name of a checkpoint's format, as `recognise` tells it; None where it is none."""
+    """Return the name of a checkpoint's format, as `recognise` tells it; None if it is none."""
     found = recognise(path)
     return None if found is None else found.name
 

@@ -55,11 +55,11 @@ class DcpOutput:
     digest: str
     """"crc32" or "none"."""
     paths: Mapping[str, tuple[str | int, ...]] | None = None
-    """The path of each name in a nested state; None where names are flat."""
+    """The path of each name in a nested state; None if names are flat."""
     key_rules: tuple[KeyRule, ...] = ()
     """Rules that turn the model's names into the Hub's."""
     optimizer_cast: str | None = None
-    """`cast` for an optimizer's state; None where the checkpoint can hold neither an optimizer nor byte entries."""
+    """`cast` for an optimizer's state; None if the checkpoint can hold neither an optimizer nor byte entries."""
     objects: tuple[str, ...] = ()
     """Names of the byte entries."""
 

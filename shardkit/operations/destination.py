@@ -21,11 +21,11 @@ _ANOTHER = "choose another name, or replace it: --overwrite (overwrite=True)"
 
 
 Replaceable = Callable[[str], str | None]
-"""Tells why a directory may not be replaced; None where it may."""
+"""Tells why a directory may not be replaced; None if it may."""
 
 
 def is_sharded_checkpoint(path: str) -> str | None:
-    """Say why a directory may not be replaced by a sharded checkpoint; None where it may.
+    """Say why a directory may not be replaced by a sharded checkpoint; None if it may.
 
     It may if the manifest or `.metadata` lies in it, or if it is a trainer's and everything in its folders is ours.
     """

@@ -34,7 +34,7 @@ class Environment:
     python: str
     platform: str
     packages: dict[str, str | None]
-    """Versions; None where a package is not installed."""
+    """Versions; None if a package is not installed."""
     num_cpus: int
     """CPUs that this process may use."""
     memory_bytes: int | None
@@ -64,7 +64,7 @@ def environment() -> Environment:
 
 
 def package_version(name: str) -> str | None:
-    """Return the version of an installed package, None where it is not installed."""
+    """Return the version of an installed package, None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -213,7 +213,7 @@ def _where_they_part(path: str, other: str) -> tuple[str, str]:
 
 
 def _is_older(name: str, other: str) -> bool:
-    """True where both names tell a step, and the first one's is lower."""
+    """True if both names tell a step, and the first one's is lower."""
     step, limit = step_of(name), step_of(other)
     return step is not None and limit is not None and step < limit
 
@@ -261,7 +261,7 @@ class _Search:
         return self._take(self.home, found.name, step, _ITSELF)
 
     def below(self, directory: str, depth: int) -> ResolvedCheckpoint | None:
-        """Return the newest complete checkpoint below a directory, None where there is none.
+        """Return the newest complete checkpoint below a directory, None if there is none.
 
         Args:
             depth: how many levels of directories to go down.
@@ -365,7 +365,7 @@ class _Search:
         return found
 
     def _is_in_a_checkpoint(self, directory: str) -> bool:
-        """True where a directory belongs to a checkpoint, so that it holds parts of one."""
+        """True if a directory belongs to a checkpoint, so that it holds parts of one."""
         inside = os.path.relpath(directory, os.path.dirname(os.path.abspath(self.home)))
         return any(
             step_of(name) is not None and name[-1].isdigit()  # not ckpt-8b-sft
@@ -410,13 +410,13 @@ class _Search:
         return None
 
     def _has_skipped_beside(self, directory: str, name: str) -> bool:
-        """True where something other than `name` was passed over in a directory, unless its step is lower."""
+        """True if something other than `name` was passed over in a directory, unless its step is lower."""
         inside = [os.path.relpath(os.path.join(self.home, path), directory) for path, _ in self.skipped]
         others = {path.split(os.sep)[0] for path in inside} - {name, os.pardir, os.curdir}
         return not all(_is_older(other, name) for other in others)
 
     def _damage(self, path: str) -> str | None:
-        """Return why a checkpoint cannot be taken, None where it opens."""
+        """Return why a checkpoint cannot be taken, None if it opens."""
         structure = find_structure(path) if storage.isdir(path) else None
         last = structure.structure.last if structure else _last_of_trainer(path)
         if last is not None and not storage.lexists(os.path.join(path, last)):
@@ -478,7 +478,7 @@ class _Search:
         )
 
     def _holds_training_states(self) -> bool:
-        """True where a Hub model stands in a run's own directory, beside the checkpoints of its training."""
+        """True if a Hub model stands in a run's own directory, beside the checkpoints of its training."""
         if not storage.isdir(self.home):
             return False
         for name in self._children(self.home):
@@ -587,7 +587,7 @@ def _last_of_trainer(path: str) -> str | None:
 
 
 def _unfinished_part(path: str, depth: int) -> str | None:
-    """Return what shows that the save of a part, such as the optimizer, did not finish; None where nothing does."""
+    """Return what shows that the save of a part, such as the optimizer, did not finish; None if nothing does."""
     for name in sorted(listing(path)) if depth else ():
         part = os.path.join(path, name)
         if step_of(name) is not None or storage.islink(part) or not storage.isdir(part):
@@ -599,7 +599,7 @@ def _unfinished_part(path: str, depth: int) -> str | None:
 
 
 def _tracked(directory: str) -> tuple[str, str] | None:
-    """Return (tracker file, its content) of a directory, None where it has none."""
+    """Return (tracker file, its content) of a directory, None if it has none."""
     for tracker in TRACKERS:
         try:
             data = read_inside(directory, tracker, _MAX_TRACKER)
@@ -612,7 +612,7 @@ def _tracked(directory: str) -> tuple[str, str] | None:
 
 
 def _unfinished(path: str) -> str | None:
-    """Return what shows that a directory is a save that did not finish, None where nothing does."""
+    """Return what shows that a directory is a save that did not finish, None if nothing does."""
     names = listing(path)
     if ".metadata.tmp" in names:
         return "the save did not finish: .metadata.tmp was never renamed"

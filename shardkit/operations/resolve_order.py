@@ -59,7 +59,7 @@ RULES = {
 
 
 def step_of(name: str) -> int | None:
-    """Return the training step that a name tells, None where it tells none."""
+    """Return the training step that a name tells, None if it tells none."""
     if _REQUEUED.fullmatch(name):
         return None
     for pattern in (_STEP, _NUMBER):
@@ -94,7 +94,7 @@ def ordered(names: Iterable[str], tracked: str | None) -> list[tuple[Place, str]
 
     Args:
         names: of checkpoints and of directories that may hold some.
-        tracked: what a tracker file says: a name or a step; None where there is no such file.
+        tracked: what a tracker file says: a name or a step; None if there is no such file.
     """
     found = list(names)
     named = next((name for name in found if tracked is not None and _is_tracked(name, tracked)), None)

@@ -46,8 +46,8 @@ def resolve_ties(
     Args:
         catalog: raw extents, by stored name.
         names: stored name -> name in the output.
-        declared: whether the config ties embeddings; None where it does not say.
-        base_names: names that the base stores; None where that is not known.
+        declared: whether the config ties embeddings; None if it does not say.
+        base_names: names that the base stores; None if that is not known.
         known: groups of names that are one parameter of the model, according to its class.
         equal_in_base: tells whether the base stores the same bytes under two of its names.
     """

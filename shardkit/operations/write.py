@@ -426,7 +426,7 @@ def _check_resume_from(resume_from: str, path: str, plan_hash: str, *, resume: b
         resume_from: as given.
         path: the destination, absolute.
         plan_hash: of the job that is to be carried out.
-        resume: False where a person asked to begin anew.
+        resume: False if a person asked to begin anew.
 
     Raises:
         UsageError: it does not belong to `path`, its run is still under way, or it was left by another job.

@@ -41,7 +41,7 @@ class HubModel:
     """Tensors in the index's order; without an index in the file's: by bytes in a safetensors file, by
     entries in a legacy one."""
     config: dict[str, object] | None
-    """config.json, None where there is none."""
+    """config.json, None if there is none."""
     directory: str
     """Where the files lie."""
     label: str
@@ -85,7 +85,7 @@ class DcpFolder(Protocol):
 
     @property
     def has_records(self) -> bool:
-        """True where tensors are stored as `torch.save` records, which have a CRC-32."""
+        """True if tensors are stored as `torch.save` records, which have a CRC-32."""
 
     def select(self, names: Collection[str]) -> Catalog:
         """Return a catalog of some tensors, in the order given, whose extents are raw bytes."""
@@ -112,18 +112,18 @@ class Checkpoint:
     """
     check: Callable[[Collection[str]], Iterator[str]] | None = None
     """Read the bytes of some tensors and yield one line for each that differs from the CRC-32 recorded with it, naming
-    tensor and file. None where the format records none."""
+    tensor and file. None if the format records none."""
     hub: HubModel | None = None
     """The Hub model that it is; None for a checkpoint of a training."""
     dcp: DcpFolder | None = None
-    """The DCP directory that its weights lie in; None where they lie in files of another kind."""
+    """The DCP directory that its weights lie in; None if they lie in files of another kind."""
     roots: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     """Prefix paths that the format itself gives a meaning, by "model", "optimizer" or "ema". The empty tuple stands for
     everything. A kind is absent where only the names can tell."""
     refused_weights: Mapping[str, str] = field(default_factory=dict)
     """Kinds of weights that are there but cannot be recovered, with the reason, e.g. {"ema": "..."}."""
     optimizer: Callable[[], OptimizerState | Unmapped] | None = None
-    """Open the optimizer's state where it lies in files or entries of its own. None where there is none, or where the
+    """Open the optimizer's state where it lies in files or entries of its own. None if there is none, or where the
     catalog has it.
 
     Raises:
@@ -172,7 +172,7 @@ def matching(names: Iterable[str], *patterns: str) -> list[str]:
 
 
 def has_any(names: Collection[str], *patterns: str) -> bool:
-    """True where a name matches one of the patterns."""
+    """True if a name matches one of the patterns."""
     return any(
         pattern in names if not set(pattern) & set("*?[") else bool(matching(names, pattern))
         for pattern in patterns
@@ -193,7 +193,7 @@ def explained(names: Iterable[str], reasons: Mapping[str, str]) -> Iterator[tupl
 
 
 def inner(path: str, below: str) -> str | None:
-    """Return a directory below `path`; None where there is none, or a link leads out of `path`.
+    """Return a directory below `path`; None if there is none, or a link leads out of `path`.
 
     Args:
         below: relative, with "/" between its parts.

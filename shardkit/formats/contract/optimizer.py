@@ -232,7 +232,7 @@ class Agreement:
         Args:
             name: of the file.
             states: the leaves of each parameter, or of each flat tensor.
-            groups: as `optimizer.state_dict()` has them; None where they were not saved.
+            groups: as `optimizer.state_dict()` has them; None if they were not saved.
         """
         counts = {
             f"{leaf} of {parameter}": value

@@ -37,7 +37,7 @@ class ListedChunk(NamedTuple):
     """First byte of the data in the file."""
     data_nbytes: int
     crc32: int | None
-    """CRC-32 of the data; None where digests are off."""
+    """CRC-32 of the data; None if digests are off."""
 
 
 class ChunkList(NamedTuple):
@@ -83,7 +83,7 @@ class Lines:
         Args:
             offsets: of its region, in elements.
             start: first byte of its record in the file.
-            crc: CRC-32 of its data, None where digests are off.
+            crc: CRC-32 of its data, None if digests are off.
         """
         places = f"{start},{self._record_nbytes},{start + self._before},{self._data_nbytes}"
         return f"{self._head},{offsets},{self._sizes},{places},{'null' if crc is None else crc}]"

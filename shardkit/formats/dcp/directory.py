@@ -58,7 +58,7 @@ class DcpDirectory:
 
     @property
     def has_records(self) -> bool:
-        """True where tensors are stored as `torch.save` records, which have a CRC-32."""
+        """True if tensors are stored as `torch.save` records, which have a CRC-32."""
         return self.catalog.encoding != "raw"
 
     def select(self, names: Collection[str]) -> Catalog:
@@ -83,7 +83,7 @@ class DcpDirectory:
 
 
 def is_dcp(directory: str) -> bool:
-    """True where the directory has the marker file of a finished DCP save, or a rank's."""
+    """True if the directory has the marker file of a finished DCP save, or a rank's."""
     try:
         names = storage.listdir(directory)
     except (OSError, ValueError):  # ValueError: a NUL in the path
@@ -380,7 +380,7 @@ def check_tiling(metadata: DcpMetadata, hint: str = _ANOTHER_COPY) -> None:
 
 
 def are_row_shards(shape: Shape, boxes: array[int]) -> bool:
-    """True where chunks, in their order, cut a tensor along its first dim; empty ones may lie anywhere in it.
+    """True if chunks, in their order, cut a tensor along its first dim; empty ones may lie anywhere in it.
 
     Args:
         shape: the tensor's.
@@ -416,7 +416,7 @@ def are_apart(
     sizes: Sequence[int],
     more: Sequence[Sequence[int]],
 ) -> bool:
-    """True where extents that are not empty lie in their files, and no two have a byte in common.
+    """True if extents that are not empty lie in their files, and no two have a byte in common.
 
     Args:
         files, starts, nbytes: of each chunk, in bytes.
@@ -438,7 +438,7 @@ def are_apart(
 
 
 def _holds_bare_bytes(metadata: DcpMetadata) -> bool:
-    """True where every chunk has exactly the bytes of its elements: no record is as short as that."""
+    """True if every chunk has exactly the bytes of its elements: no record is as short as that."""
     table = metadata.chunks
     return bool(metadata.tensors) and all(
         table.nbytes[row] == table.region(row).num_elements * entry.dtype.itemsize

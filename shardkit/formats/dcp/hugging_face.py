@@ -83,7 +83,7 @@ class _Home:
 
 
 def is_dcp_hf(path: str) -> bool:
-    """True where shards lie in the directory, or in `sharded/` below it."""
+    """True if shards lie in the directory, or in `sharded/` below it."""
     return _shard_directory(path) is not None
 
 
@@ -149,7 +149,7 @@ def _read_json(directory: str, name: str) -> Mapping[str, object]:
 
 
 def _open_consolidated(path: str) -> Checkpoint | None:
-    """Open the consolidated files; None where there are none, or damaged ones."""
+    """Open the consolidated files; None if there are none, or damaged ones."""
     if not is_hub_directory(path):
         return None
     try:
@@ -159,7 +159,7 @@ def _open_consolidated(path: str) -> Checkpoint | None:
 
 
 def _is_same_save(consolidated: Catalog, shards: Catalog) -> bool:
-    """True where consolidated files have every tensor of the shards, in its shape."""
+    """True if consolidated files have every tensor of the shards, in its shape."""
     return all(
         fqn in consolidated.tensors and consolidated.tensors[fqn].shape == entry.shape
         for fqn, entry in shards.tensors.items()
@@ -480,7 +480,7 @@ def saved_offsets(header: SafetensorsHeader, name: str) -> dict[str, Shape] | No
         name: of the file, for messages.
 
     Returns:
-        By name; None where the file has no such info.
+        By name; None if the file has no such info.
 
     Raises:
         SourceError: malformed, or at odds with the header; names file and tensors.

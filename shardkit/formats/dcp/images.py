@@ -31,7 +31,7 @@ BLOCK = 4096  # the block size of the file systems that share extents, and of a 
 _ALIGNED_NBYTES = 16 * BLOCK  # below this a gap costs more than it saves
 
 Phase = Callable[[str], int | None]
-"""First byte of a tensor in its source file; None where it is not copied as it lies, or not one chunk."""
+"""First byte of a tensor in its source file; None if it is not copied as it lies, or not one chunk."""
 
 
 class RecordKind(NamedTuple):

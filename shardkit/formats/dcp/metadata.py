@@ -78,7 +78,7 @@ class DcpMetadata:
     objects: dict[str, Place | None] = field(default_factory=dict)
     """Entries that are not tensors, and their place if they have one."""
     paths: dict[str, Path] | None = None
-    """planner_data: the path of each name in the state dict that was saved; None where there is none."""
+    """planner_data: the path of each name in the state dict that was saved; None if there is none."""
     orphans: tuple[str, ...] = ()
     """Names of storage entries that belong to no tensor or object."""
     where: str = ".metadata"
@@ -293,7 +293,7 @@ def match_columns(tensor: Tensor, storage: StorageTable, rows: array[int]) -> Co
 
 
 def _are_ascending(offsets: Ints) -> bool:
-    """True where each corner comes after the one before, row-major."""
+    """True if each corner comes after the one before, row-major."""
     import numpy as np
 
     is_after, is_same = np.zeros(len(offsets) - 1, dtype=bool), np.ones(len(offsets) - 1, dtype=bool)

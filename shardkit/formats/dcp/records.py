@@ -119,7 +119,7 @@ def check_records(catalog: Catalog, transforms: Transforms, names: Collection[st
 
 
 def difference(entry: TensorEntry, sizes: Shape, record: TensorRecord) -> str | None:
-    """Return how a record differs from its chunk, None where it does not.
+    """Return how a record differs from its chunk, None if it does not.
 
     Args:
         entry: the chunk's tensor.

@@ -464,14 +464,14 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates) -> OptimizerState | 
 
 
 def _is_cut(tag: Tag) -> bool:
-    """True where the module's files are parts of a model-parallel model, so that none holds the model's values."""
+    """True if the module's files are parts of a model-parallel model, so that none holds the model's values."""
     return any(
         name.startswith("mp_rank_") and not name.startswith("mp_rank_00_") for name in listing(tag.directory)
     )
 
 
 def _shapes(tag: Tag, state: ModelStates) -> dict[str, Shape | None]:
-    """Return the parameters and their shapes; None where only the file has it."""
+    """Return the parameters and their shapes; None if only the file has it."""
     if state.groups is not None and not _is_cut(tag):
         return {name: shape for group in state.groups for name, shape in group.items()}
     zero = os.path.join(tag.directory, "zero")
@@ -479,7 +479,7 @@ def _shapes(tag: Tag, state: ModelStates) -> dict[str, Shape | None]:
 
 
 def _has_weights(tag: Tag, name: str) -> bool:
-    """True where a parameter has its file. Names come from a file too, and must not lead elsewhere."""
+    """True if a parameter has its file. Names come from a file too, and must not lead elsewhere."""
     if os.path.basename(name) != name or "\0" in name:
         return False
     directory = inner(tag.directory, f"zero/{name}")
@@ -501,7 +501,7 @@ def _read(file: TorchFile) -> _Stored:
 
 
 def _weight(number: int, stored: TensorRef, shape: Shape | None) -> Weight | None:
-    """Return the stored tensor as the parameter; from ZeRO-3 it is flat. None where it cannot be that."""
+    """Return the stored tensor as the parameter; from ZeRO-3 it is flat. None if it cannot be that."""
     if shape in (None, stored.shape):
         return Weight.whole(number, stored)
     assert shape is not None

@@ -116,7 +116,7 @@ class OptimizerStates:
 
 
 def find_tag(path: str) -> Tag | None:
-    """Return the saved state in a directory, or the last one that its tracker file names; None where there is none."""
+    """Return the saved state in a directory, or the last one that its tracker file names; None if there is none."""
     if not storage.isdir(path):
         return None
     if _has_states(path):
@@ -340,7 +340,7 @@ def _stage(state: Mapping[str, Any]) -> int:
 
 
 def _other_groups(state: Mapping[str, Any], counts: Sequence[int]) -> bool:
-    """True where a group of ZeRO-3 has ranks of its own."""
+    """True if a group of ZeRO-3 has ranks of its own."""
     groups = state.get("ds_zero_partition_groups")
     return isinstance(groups, list) and any(
         isinstance(group, dict) and group.get("partition_count") not in (None, *counts) for group in groups

@@ -167,7 +167,7 @@ def joined_pieces(
         group: its number.
         shapes: by name, in the order of the flat tensor.
         lengths: elements of each rank's partition; the padding at the end may be cut off.
-        paddings: elements between a parameter and the next, one for each; None where there are none.
+        paddings: elements between a parameter and the next, one for each; None if there are none.
 
     Raises:
         ValueError: the partitions do not hold what the shapes need; says how much is there.

@@ -48,9 +48,9 @@ class Base:
     directory: str
     """Where its files lie."""
     config: dict[str, object] | None
-    """config.json, None where there is none."""
+    """config.json, None if there is none."""
     tensors: Mapping[str, BaseTensor] | None
-    """By name, in the order of its files; None where it has no weights whose headers could be read."""
+    """By name, in the order of its files; None if it has no weights whose headers could be read."""
     catalog: Catalog | None = None
     """Of its weights, where they lie on this machine."""
     assets: Mapping[str, str]
@@ -66,7 +66,7 @@ class Base:
 
 
 def holds_equal(base: Base, one: str, other: str) -> bool:
-    """True where a base on this machine stores the same bytes under two names.
+    """True if a base on this machine stores the same bytes under two names.
 
     Raises:
         IntegrityError, ResourceError: a file cannot be read as described.
@@ -125,7 +125,7 @@ def find_base(checkpoint: Checkpoint) -> Base | None:
 
 
 def saved_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...] | None:
-    """Return the rules that give the Hub's names, as `shardkit.save` recorded them; None where it did not.
+    """Return the rules that give the Hub's names, as `shardkit.save` recorded them; None if it did not.
 
     They apply to names below `SAVED_ROOT`. `reshard` carries them over.
 
@@ -148,7 +148,7 @@ def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
 
 
 def source_key_rules(found: manifest.Presharded) -> tuple[KeyRule, ...] | None:
-    """Return the rules from the model's names to the source's where preshard renamed; None where they are the same."""
+    """Return the rules from the model's names to the source's where preshard renamed; None if they are the same."""
     return find_rules({fqn: tensor.source.name for fqn, tensor in found.tensors.items()}) or None
 
 
@@ -222,7 +222,7 @@ def _no_config(label: str, directory: str) -> SourceError:
 
 
 def _has_weights(directory: str, *, legacy: bool) -> bool:
-    """True where there are headers to read; legacy files need torch for that."""
+    """True if there are headers to read; legacy files need torch for that."""
     try:
         weights = select_weights(storage.listdir(directory), directory)
     except SourceError:

@@ -88,7 +88,7 @@ class Weights:
 
     kind: Kind
     index: str | None
-    """The index's name; None where `single` is all."""
+    """The index's name; None if `single` is all."""
     single: str | None
     """The only weight file. With an index: a file beside it, which the index must list."""
     notes: tuple[str, ...] = ()
@@ -173,7 +173,7 @@ def _only_variant(names: Collection[str], label: str) -> Weights:
 
 
 def _with_variant(names: Collection[str], variant: str) -> Weights | None:
-    """Return the files of a variant, safetensors before legacy ones; None where there are none."""
+    """Return the files of a variant, safetensors before legacy ones; None if there are none."""
     for kind, forms in _FORMS.items():
         found = [name for form in forms if (name := form.format(f".{variant}")) in names]
         if len(found) > 1:

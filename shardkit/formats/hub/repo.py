@@ -133,7 +133,7 @@ def fetch_files(repo_id: str, patterns: Iterable[str], *, revision: str | None =
 
 
 def open_headers(repo_id: str, commit: str) -> HubModel | None:
-    """Open a repo's weights without downloading them; None where it has no safetensors weights.
+    """Open a repo's weights without downloading them; None if it has no safetensors weights.
 
     Args:
         repo_id: `organisation/name`.
@@ -304,7 +304,7 @@ class _Response(Protocol):
 class _Answer(NamedTuple):
     data: bytes
     size: int | None
-    """Bytes of the whole file; None where the server does not say."""
+    """Bytes of the whole file; None if the server does not say."""
 
 
 def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeader:

@@ -75,7 +75,7 @@ class SafetensorsHeader:
     crc32: int
     """CRC-32 of the JSON text."""
     stamp: FileStamp | None
-    """The file's, when the header was read; None where the file is not on this machine."""
+    """The file's, when the header was read; None if the file is not on this machine."""
 
 
 def read_header(path: str, name: str) -> SafetensorsHeader:
@@ -410,7 +410,7 @@ class SafetensorsImages:
         yield from self._holes[fqn]
 
     def index(self) -> bytes | None:
-        """Return the index as transformers writes it; None where a single file needs none."""
+        """Return the index as transformers writes it; None if a single file needs none."""
         if len(self.images) == 1:
             return None
         content = {

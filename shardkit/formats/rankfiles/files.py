@@ -84,7 +84,7 @@ class _Chunk(NamedTuple):
     storage: tuple[int, str]
     """The number of its file among those opened, and the storage's key."""
     crc: int | None
-    """Recorded of its bytes; None where others share the storage."""
+    """Recorded of its bytes; None if others share the storage."""
 
 
 class _Tensor(NamedTuple):

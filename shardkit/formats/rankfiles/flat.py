@@ -159,7 +159,7 @@ class StateDict(NamedTuple):
     states: Mapping[str | int, Mapping[str, object]]
     """The leaves of each parameter, or of each flat tensor by its number: tensors and numbers."""
     groups: Sequence[Group] | None
-    """None where they were not saved."""
+    """None if they were not saved."""
 
     def without_tree(self) -> StateDict:
         """Return the state dict with only what it takes to read its tensors."""

@@ -1,7 +1,7 @@
 """The optimizer's state dict in `torch.save` files: one for each rank, or one for all.
 
 It is either `optimizer.state_dict()`, whose parameters are numbered, or what gathers it by FQN
-(`FSDP.optim_state_dict`, `get_optimizer_state_dict`). States in another form (quantized ones, parts that do
+(`FSDP.optim_state_dict`, `get_optimizer_state_dict`). States in another form (quantised ones, parts that do
 not say where they belong) are refused as a whole: training with half an optimizer goes on, and goes wrong.
 
 `optimizer.state_dict()` numbers parameters in the order in which the optimizer got them, group by group.
@@ -65,7 +65,7 @@ class Parameter(NamedTuple):
     name: str
     shape: Shape
     content: object = None
-    """Equal for copies of one tensor; None where nothing is known about it."""
+    """Equal for copies of one tensor; None if nothing is known about it."""
 
 
 def open_optimizer_files(
@@ -177,7 +177,7 @@ def _factored(state: StateDict) -> list[str]:
 
 
 def _shape(leaves: Mapping[str, object]) -> Shape | None:
-    """Return the shape of a parameter, which most of its states have; None where none of them tells."""
+    """Return the shape of a parameter, which most of its states have; None if none of them tells."""
     shapes = [
         value.shape
         for leaf, value in leaves.items()
@@ -191,7 +191,7 @@ def _problem(state: StateDict, named: Mapping[_Key, str], shapes: Mapping[str, S
 
     Args:
         named: the FQN of each parameter.
-        shapes: of the model's parameters; None where there are no other files.
+        shapes: of the model's parameters; None if there are no other files.
     """
     for key, leaves in state.states.items():
         if key not in named:
@@ -283,7 +283,7 @@ def _open_flat(
 
 
 def _flat_lengths(rank: StateDict, numbers: Sequence[int]) -> dict[int, int] | None:
-    """Return the elements that a rank has of each flat parameter; None where a state does not tell."""
+    """Return the elements that a rank has of each flat parameter; None if a state does not tell."""
     found: dict[int, int] = {}
     for number in numbers:
         leaves = rank.states.get(number, {})
@@ -305,7 +305,7 @@ class _Run(NamedTuple):
 def split_units(
     sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter]
 ) -> list[list[Parameter]] | None:
-    """Return the parameters of each flat parameter; None where no choice or several fit.
+    """Return the parameters of each flat parameter; None if no choice or several fit.
 
     Args:
         sizes: of the flat parameters with their padding, in elements and in the optimizer's order.
@@ -338,7 +338,7 @@ def _fits(num_elements: int, size: int, num_ranks: int) -> bool:
 
 
 def _only_runs(sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter]) -> list[_Run] | None:
-    """Return modules of these sizes, one after another; None where there are none or several choices."""
+    """Return modules of these sizes, one after another; None if there are none or several choices."""
     bounds = [0, *accumulate(prod(parameter.shape) for parameter in parameters)]
     modules = _modules(parameters)
     fitting = {

@@ -60,7 +60,7 @@ class BinTensor(NamedTuple):
     dtype: DType
     shape: Shape
     start: int | None
-    """First byte in the file, None where the bytes do not lie there as they are."""
+    """First byte in the file, None if the bytes do not lie there as they are."""
     decode: Callable[[OnRead], memoryview] | None
     """Without a start, returns the bytes: read-only, row-major, contiguous, little-endian."""
 
@@ -82,7 +82,7 @@ class BinFile:
     stamp: FileStamp
     """The file's, before torch read it."""
     checksums: Checksums | None
-    """Of the storages; None where it is no zip."""
+    """Of the storages; None if it is no zip."""
 
 
 def read_bin(path: str, name: str) -> BinFile:
@@ -236,14 +236,14 @@ def _describe(fqn: str, tensor: torch.Tensor, path: str, mappings: _Mappings) ->
 
 
 def _place(tensor: torch.Tensor, mappings: _Mappings) -> int | None:
-    """Return the first byte of a tensor in the file, None where its bytes do not lie in the file in order."""
+    """Return the first byte of a tensor in the file, None if its bytes do not lie in the file in order."""
     if tensor.numel() == 0 or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     return _in_file(tensor.data_ptr(), tensor.numel() * tensor.element_size(), mappings)
 
 
 def _in_file(address: int, nbytes: int, mappings: _Mappings) -> int | None:
-    """Return the first byte in the file of what is mapped at an address; None where it is not mapped."""
+    """Return the first byte in the file of what is mapped at an address; None if it is not mapped."""
     for start, stop, offset in mappings:
         if start <= address and address + nbytes <= stop:
             return address - start + offset

@@ -210,7 +210,7 @@ class DistributedRef:
 
 
 class UnreadableTensor(Opaque):
-    """A tensor whose bytes do not give its values: quantized, sparse, on no device; `name` says which."""
+    """A tensor whose bytes do not give its values: quantised, sparse, on no device; `name` says which."""
 
     __slots__ = ()
 
@@ -365,7 +365,7 @@ def _dtensor(made: Fields) -> object:
 
 
 def _dtensor_region(shape: Shape, spec: Fields) -> Region | None:
-    """Return the region that a rank holds, None where it is not in the mesh.
+    """Return the region that a rank holds, None if it is not in the mesh.
 
     Raises:
         ValueError: something is missing or not understood; says what.
@@ -430,7 +430,7 @@ class StoredPlacement(NamedTuple):
     """What one mesh axis does to a tensor."""
 
     dim: int | None = None
-    """The dim that it cuts, None where it replicates."""
+    """The dim that it cuts, None if it replicates."""
     split_factor: int = 1
     """The number of parts into which later axes cut the dim before this one does (`_StridedShard`); mostly 1."""
 
@@ -449,7 +449,7 @@ def local_region(
         placements: one for each mesh axis.
         mesh_shape: sizes of the axes.
         coord: the rank's position on each axis.
-        order: by dim, the axes that cut it, first to last; None where the tensor does not say so itself.
+        order: by dim, the axes that cut it, first to last; None if the tensor does not say so itself.
 
     Raises:
         ValueError: no order of cutting gives the placements; says which.

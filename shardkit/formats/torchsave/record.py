@@ -67,7 +67,7 @@ class TensorRecord:
     data_nbytes: int
     """Bytes of the storage."""
     crc32: int | None
-    """CRC-32 of the storage as recorded, None where it was not (0 on data that is not empty)."""
+    """CRC-32 of the storage as recorded, None if it was not (0 on data that is not empty)."""
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +89,7 @@ class TensorRecord:
 
     @property
     def is_contiguous(self) -> bool:
-        """True where the tensor's elements lie row-major without gaps."""
+        """True if the tensor's elements lie row-major without gaps."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:

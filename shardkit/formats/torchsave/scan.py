@@ -93,7 +93,7 @@ class RecordScanner:
         return record
 
     def _compare(self, known: Template, offset: int, length: int) -> TensorRecord | None:
-        """Return the record, or None where it differs from the template."""
+        """Return the record, or None if it differs from the template."""
         if self._bytes(offset, len(known.head)) != known.head:
             return None
         tail = self._bytes(offset + known.tail_at, length - known.tail_at)
@@ -115,7 +115,7 @@ class RecordScanner:
     def _learn(
         self, record: TensorRecord, entries: Mapping[str, Entry], offset: int, length: int
     ) -> Template | None:
-        """Return the template that a record gives, None where it is too long or its order is unusual."""
+        """Return the template that a record gives, None if it is too long or its order is unusual."""
         data, ident = entries[_DATA], entries.get(_ID)
         tail_at = data.start + data.nbytes
         if data.start > _WINDOW or length - tail_at > _WINDOW or (ident and ident.start < tail_at):

@@ -269,7 +269,7 @@ def pickle_record(pickle: bytes) -> bytes:
 def is_plain(value: object, depth: int = 0) -> TypeGuard[Plain]:
     """True for None, bools, numbers of 64 bits, text, and for lists, tuples and dicts of them.
 
-    False where they are nested more than 8 levels deep.
+    False if they are nested more than 8 levels deep.
     """
     if type(value) is int:
         return -_INT64 <= value < _INT64

@@ -190,7 +190,7 @@ def _find(path: str, pattern: re.Pattern[str]) -> dict[int, _Files]:
 
 
 def _only(found: dict[int, _Files]) -> _Files | None:
-    """Return the only files of several, None where there are others, or the whole beside its parts."""
+    """Return the only files of several, None if there are others, or the whole beside its parts."""
     (files, *others) = found.values()
     return None if others or (None in files and len(files) > 1) else files
 

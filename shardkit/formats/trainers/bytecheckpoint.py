@@ -131,7 +131,7 @@ def _groups_record(opened: DcpDirectory) -> TorchFile | None:
 
 
 def is_bytecheckpoint_metadata(directory: str) -> bool:
-    """True where the `.metadata` of a directory begins with a class of ByteCheckpoint's."""
+    """True if the `.metadata` of a directory begins with a class of ByteCheckpoint's."""
     try:
         with open_regular(os.path.join(directory, METADATA), METADATA, follow=False) as (fd, size):
             return _MARK in read_exactly(fd, 0, min(size, _MARK_WITHIN), METADATA)

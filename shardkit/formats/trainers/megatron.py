@@ -58,7 +58,7 @@ def open_megatron(path: str) -> Checkpoint:
 
 
 def _backend(path: str) -> str | None:
-    """Return `sharded_backend` of the directory's `metadata.json`, None where there is none."""
+    """Return `sharded_backend` of the directory's `metadata.json`, None if there is none."""
     try:
         content = parse_object(read_inside(path, _CONFIG, _MAX_CONFIG), _CONFIG)
     except (SourceError, ResourceError):

@@ -50,9 +50,9 @@ class Structure:
     """A directory that a trainer puts around a checkpoint."""
 
     format: str | None
-    """Stable identifier; None where the checkpoint inside has one of its own."""
+    """Stable identifier; None if the checkpoint inside has one of its own."""
     writer: str | None
-    """For people; None where only the checkpoint inside can tell."""
+    """For people; None if only the checkpoint inside can tell."""
     weights: tuple[str, ...]
     """Where the checkpoint may lie in it, best first."""
     beside: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class _Writer(NamedTuple):
 
     name: str
     model: tuple[str, ...] | None
-    """The root that must be there, and is the model's; None where the model's names stand at the top."""
+    """The root that must be there, and is the model's; None if the model's names stand at the top."""
     optimizers: tuple[tuple[str, ...], ...] = ()
     """Where its optimizer state may be."""
     mark: str | None = None
@@ -158,7 +158,7 @@ _WRITERS = (
 
 
 def find_structure(path: str) -> Found | None:
-    """Return the structure that a directory has, from the names in it; None where it is no such directory."""
+    """Return the structure that a directory has, from the names in it; None if it is no such directory."""
     names = listing(path)
     if has_any(names, ".metadata", "__*.metadata"):
         return None
@@ -229,7 +229,7 @@ def open_plain_dcp(directory: str) -> Checkpoint:
 
 
 def _begins(head: tuple[str, ...], heads: Collection[tuple[str | int, ...]], tops: set[str | int]) -> bool:
-    """True where names begin with one step or two; a state dict may have both in one step, with a dot between."""
+    """True if names begin with one step or two; a state dict may have both in one step, with a dot between."""
     if len(head) == 2:
         return head in heads
     return head[0] in tops or ("." in head[0] and tuple(head[0].split(".")) in heads)

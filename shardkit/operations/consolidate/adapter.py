@@ -170,7 +170,7 @@ def _read(path: str) -> Mapping[str, Any]:
 def _config_of(
     settings: Settings | None, peft: PeftNames, shapes: Mapping[str, tuple[int, ...]], base: str | None
 ) -> bytes | None:
-    """Return an `adapter_config.json` that names the base; None where too little is known for one."""
+    """Return an `adapter_config.json` that names the base; None if too little is known for one."""
     if settings is None:
         return None
     if settings.is_whole:

@@ -44,7 +44,7 @@ class Asset(NamedTuple):
     name: str
     """Relative to the output."""
     path: str | None
-    """The file to copy; None where `content` is the whole file."""
+    """The file to copy; None if `content` is the whole file."""
     content: bytes
     """What it holds if it is not a copy."""
 
@@ -63,7 +63,7 @@ class Asset(NamedTuple):
 
 
 def main_dtype(tensors: Iterable[OutputTensor]) -> DType | None:
-    """Return the dtype that most bytes of ordinary floating tensors have; None where there are no such tensors."""
+    """Return the dtype that most bytes of ordinary floating tensors have; None if there are no such tensors."""
     sizes: dict[DType, int] = {}
     for tensor in tensors:
         if tensor.dtype.is_convertible:
@@ -208,7 +208,7 @@ def trained_modules(
         root: where the model begins in the checkpoint, dotted, such as "0.auto_model".
         left: names of tensors that do not belong to the model.
         dtype: as for `--dtype`.
-        takes: False where a person chose the tensors by name.
+        takes: False if a person chose the tensors by name.
 
     Raises:
         SourceError: a trained tensor cannot be read.

@@ -404,7 +404,7 @@ class Fit:
 
 
 def _base_shapes(base: Base | None) -> dict[str, Shape] | None:
-    """Return the shape of each tensor of a base; None where they are not known."""
+    """Return the shape of each tensor of a base; None if they are not known."""
     if base is None or base.tensors is None:
         return None
     return {name: tensor.shape for name, tensor in base.tensors.items()}
@@ -425,7 +425,7 @@ def _name_merged(names: Mapping[str, str], catalog: Catalog, base: Base | None) 
 
 
 def _in_order(names: dict[str, str], base_names: Collection[str] | None) -> dict[str, str] | None:
-    """Return names in the order of the base's; None where two tensors have one name."""
+    """Return names in the order of the base's; None if two tensors have one name."""
     by_output = {name: source for source, name in names.items()}
     if len(by_output) < len(names):
         return None
@@ -501,7 +501,7 @@ def _check_fit(
 
 
 def _may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]) -> bool:
-    """True where the class may explain a misfit: by what it leaves out or computes, by ties, heads or names."""
+    """True if the class may explain a misfit: by what it leaves out or computes, by ties, heads or names."""
     theirs = _base_shapes(base)
     if base is None or theirs is None or not base.is_given:
         return False
@@ -530,7 +530,7 @@ def _name_by_class(names: Mapping[str, str], base: Base, asked: ModelNames) -> H
 
 
 def _ask_class(base: Base) -> ModelNames | None:
-    """Ask the class that a base's config names, in a process of its own; None where it cannot be asked."""
+    """Ask the class that a base's config names, in a process of its own; None if it cannot be asked."""
     shapes = _base_shapes(base)
     if shapes is None or not (base.config or {}).get("architectures"):
         return None

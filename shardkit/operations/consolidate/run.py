@@ -47,7 +47,7 @@ class Recording:
 
     @property
     def is_wanted(self) -> bool:
-        """True where a manifest is to be written."""
+        """True if a manifest is to be written."""
         return self.manifest or self.manifest_file is not None
 
     def check(self) -> None:
@@ -321,7 +321,7 @@ class ClassCheck:
 
 
 def _may_ask(job: ConsolidateJob) -> bool:
-    """True where nothing else tells: a whole model with a config, not known to have all of its base's weights."""
+    """True if nothing else tells: a whole model with a config, not known to have all of its base's weights."""
     is_part = job.kind == "adapter" or job.options.naming.include or job.options.naming.exclude
     return not (is_part or job.fit.is_whole) and any(asset.name == CONFIG for asset in job.assets)
 

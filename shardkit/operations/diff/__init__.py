@@ -59,7 +59,7 @@ class TensorDiff:
     that both have), "rounded" (equal after rounding, in the direction of `DiffResult.rounded_side`), "only_a",
     "only_b", or what differs: "shape", "dtype", or else "values"."""
     stored_a: str | None
-    """Its name in A; None where A has none."""
+    """Its name in A; None if A has none."""
     stored_b: str | None
     dtype_a: str | None
     dtype_b: str | None
@@ -67,12 +67,12 @@ class TensorDiff:
     """In elements."""
     shape_b: Shape | None
     num_changed: int | None = None
-    """Elements whose bits differ, or, with two dtypes, whose values differ. None where nothing was compared."""
+    """Elements whose bits differ, or, with two dtypes, whose values differ. None if nothing was compared."""
     num_outside: int | None = None
-    """Elements beyond the tolerance; None where none was given."""
+    """Elements beyond the tolerance; None if none was given."""
     num_off_rounding: int | None = None
     """Elements of the shorter floating dtype that are not the other side's after rounding; a finite number that becomes
-    infinite counts as one. None where neither dtype is shorter."""
+    infinite counts as one. None if neither dtype is shorter."""
     rounded_to: str | None = None
     """For "rounded": "bfloat16" or "float16", whatever dtype the values are stored as."""
     num_flushed: int | None = None
@@ -91,7 +91,7 @@ class TensorDiff:
 
     @property
     def is_difference(self) -> bool:
-        """True where A and B are not the same here, not even after rounding."""
+        """True if A and B are not the same here, not even after rounding."""
         return self.symbol not in "=~"
 
     @property
@@ -146,9 +146,9 @@ class DiffResult:
     is_equal: bool
     """No tensor differs, and none is equal only after rounding."""
     rounded_side: Literal["a", "b"] | None
-    """The side whose "rounded" tensors hold the other's values rounded; None where no tensor is "rounded"."""
+    """The side whose "rounded" tensors hold the other's values rounded; None if no tensor is "rounded"."""
     rtol: float | None
-    """The tolerance; None where bits are compared."""
+    """The tolerance; None if bits are compared."""
     atol: float | None
     tensors: tuple[TensorDiff, ...]
     """All tensors that were compared, equal ones too."""
@@ -170,7 +170,7 @@ class DiffResult:
 
     @property
     def is_equal_after_rounding(self) -> bool:
-        """True where no tensor differs, though some may be equal only after rounding."""
+        """True if no tensor differs, though some may be equal only after rounding."""
         return not self.differences
 
     @property
@@ -373,7 +373,7 @@ def _rounded_one_way(
         roundings: by name, of those that are equal after rounding.
 
     Returns:
-        The same tensors in the same order, and the side whose values are rounded; None where none are.
+        The same tensors in the same order, and the side whose values are rounded; None if none are.
     """
     from shardkit.operations.diff.values import ROUNDED_TO
 
@@ -448,7 +448,7 @@ class _Comparing:
         return "close" if self._options.tolerance is not None and not measure.num_outside else "values"
 
     def _is_rounded(self, name: str, measure: Measure) -> bool:
-        """True where one side is the other rounded; elements skipped so far, in equal bands, are read again now."""
+        """True if one side is the other rounded; elements skipped so far, in equal bands, are read again now."""
         left_over = measure.num_unchecked or 0
         if left_over and measure.may_be_rounded:
             for left, right in self._bands(name, measured=self._is_measured(name)):
@@ -472,7 +472,7 @@ class _Comparing:
         return measure
 
     def _is_measured(self, name: str) -> bool:
-        """True where more than bytes are compared, in shorter bands."""
+        """True if more than bytes are compared, in shorter bands."""
         is_same = self._a.entry(name).dtype is self._b.entry(name).dtype
         return self._options.stats or self._options.tolerance is not None or not is_same
 

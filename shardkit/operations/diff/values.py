@@ -45,11 +45,11 @@ class TensorStats:
     max_rel: float
     """Largest |a - b| / max(|a|, |b|); at most 2."""
     max_ulp: int | None
-    """Largest number of representable values between a and b; None where the dtypes differ or have no ulp."""
+    """Largest number of representable values between a and b; None if the dtypes differ or have no ulp."""
     cosine: float | None
-    """Cosine of the angle between the tensors as vectors; None where one of them is zero."""
+    """Cosine of the angle between the tensors as vectors; None if one of them is zero."""
     relative_error: float | None
-    """|a - b| / max(|a|, |b|) of the tensors as vectors (Euclidean norms); None where both are zero."""
+    """|a - b| / max(|a|, |b|) of the tensors as vectors (Euclidean norms); None if both are zero."""
     num_nonfinite: int
     """Values that differ where at least one is infinite or NaN; no figure above includes them."""
 
@@ -62,12 +62,12 @@ class Tolerance(NamedTuple):
 
 
 def has_values(dtype: DType) -> bool:
-    """True where each element's bits stand for one number; fp4 packs two into one."""
+    """True if each element's bits stand for one number; fp4 packs two into one."""
     return dtype is not _PACKED
 
 
 def is_shorter(a: DType, b: DType) -> bool:
-    """True where `a` is an ordinary float shorter than `b`, so that `b` can be rounded to it."""
+    """True if `a` is an ordinary float shorter than `b`, so that `b` can be rounded to it."""
     return a.is_convertible and b.is_convertible and a.itemsize < b.itemsize
 
 
@@ -171,7 +171,7 @@ class Measure:
             for is_twice in ((False, True) if "float64" in (a.name, b.name) else (False,))
         }
         self.num_unchecked: int | None = None if a is b else 0
-        """Elements at the beginning, in equal bands, that `check_rounding` has yet to see; None where all are equal."""
+        """Elements at the beginning, in equal bands, that `check_rounding` has yet to see; None if all are equal."""
         self._has_other_value = a is not b  # other than NaNs whose bits differ
         self._start = 0
 
@@ -222,12 +222,12 @@ class Measure:
 
     @property
     def num_off_rounding(self) -> int | None:
-        """Elements that are not the longer side's after rounding; None where neither side is longer."""
+        """Elements that are not the longer side's after rounding; None if neither side is longer."""
         return min(self._off.values()) if self._counts_off else None
 
     @property
     def may_be_rounded(self) -> bool:
-        """True where one side holds the other's values rounded, as far as `check_rounding` has looked."""
+        """True if one side holds the other's values rounded, as far as `check_rounding` has looked."""
         return bool(self.roundings) and self.num_unchecked is not None and self._has_other_value
 
     def stats(self) -> TensorStats | None:
@@ -252,7 +252,7 @@ class Measure:
 
 
 def have_same_bytes(left: memoryview, right: memoryview) -> bool:
-    """True where both sides have the same bytes; compares eight at a time."""
+    """True if both sides have the same bytes; compares eight at a time."""
     whole = len(left) & ~7
     return (
         len(left) == len(right)

@@ -85,7 +85,7 @@ class InspectResult:
     model_class: str | None = None
     """From config.json."""
     world_size: int | None = None
-    """Ranks of the mesh; None where no mesh is recorded."""
+    """Ranks of the mesh; None if no mesh is recorded."""
     mesh: str | None = None
     layout: str | None = None
     """"traced" or "declared"."""

@@ -198,7 +198,7 @@ def _files(structure: Structure, listing: Listing) -> dict[str, FileBytes]:
 
 
 def _follows(structure: Structure) -> bool:
-    """True where links stand for files, as in the Hub's cache."""
+    """True if links stand for files, as in the Hub's cache."""
     return structure.checkpoint is not None and structure.checkpoint.hub is not None
 
 
@@ -239,7 +239,7 @@ class Digests:
     """Takes the digests of files, and of the chunks in them.
 
     Args:
-        catalog: where the tensors' bytes lie; None where that is not known.
+        catalog: where the tensors' bytes lie; None if that is not known.
         sha256: take it of every file too.
     """
 

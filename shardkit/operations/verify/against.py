@@ -35,7 +35,7 @@ def compare(
 
     Args:
         path: what is verified.
-        checkpoint: the same, opened; None where that failed.
+        checkpoint: the same, opened; None if that failed.
         other: what to compare with: a checkpoint of any format or a run directory.
         taken: the checkpoint that `other` stands for, where that is known already.
         report: gets what differs.

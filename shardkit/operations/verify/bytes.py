@@ -48,7 +48,7 @@ def scan_whole(file: FileBytes, marks: Iterable[int], report: Report, *, sha256:
         sha256: take it too.
 
     Returns:
-        The digests; None where the file cannot be read, or changed its size.
+        The digests; None if the file cannot be read, or changed its size.
     """
     with report.failing(file.name):
         with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
@@ -201,7 +201,7 @@ def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -
 
 
 def _is_zip(fd: int, archive: Archive) -> bool:
-    """True where at least one end looks like a zip's; the other may be damaged."""
+    """True if at least one end looks like a zip's; the other may be damaged."""
     if storage.pread(fd, len(_ZIP_START), archive.start) == _ZIP_START:
         return True
     end = archive.start + archive.nbytes - _ZIP_END_BYTES
@@ -260,7 +260,7 @@ def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> Differen
         record: as it was read.
 
     Returns:
-        True where it is equal, or else the first difference. False where its parts have other lengths: then it was
+        True if it is equal, or else the first difference. False where its parts have other lengths: then it was
         written in another way.
     """
     skeleton = record_skeleton(record.dtype, record.shape)

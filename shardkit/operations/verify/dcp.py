@@ -199,7 +199,7 @@ class _Folder:
             )
 
     def _open(self, source: SourceFile, file: FileBytes, place: _Place) -> TensorRecord | None:
-        """Open one record; None where it cannot be, or there is none."""
+        """Open one record; None if it cannot be, or there is none."""
         if not self._opened.has_records:
             file.stretches.append(place.stretch)
             self._report.chunk(place.nbytes)

@@ -180,7 +180,7 @@ def _recorded(described: Described, file: manifest.SavedFile, report: Report) ->
 
 
 def _read_described(described: Described, file: manifest.File, report: Report) -> bool:
-    """Compare a small file, read whole, with its digests; True where they agree."""
+    """Compare a small file, read whole, with its digests; True if they agree."""
     where = os.path.join(described.folder, file.name)
     data: bytes | None = None
     with report.failing(where):

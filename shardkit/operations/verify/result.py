@@ -66,9 +66,9 @@ class VerifyResult:
     """As it was given."""
     level: Level
     format: str | None
-    """Such as "dcp", "lightning" or "hub"; None where it could not be opened."""
+    """Such as "dcp", "lightning" or "hub"; None if it could not be opened."""
     writer: str | None
-    """Who wrote it, for people; None where it could not be opened."""
+    """Who wrote it, for people; None if it could not be opened."""
     manifests: tuple[str, ...]
     """Those that it was compared with: names relative to the checkpoint, and the path of one that lies elsewhere."""
     against: str | None
@@ -108,12 +108,12 @@ class VerifyResult:
 
     @property
     def ok(self) -> bool:
-        """True where no problem was found."""
+        """True if no problem was found."""
         return not self.problems
 
     @property
     def is_only_unreadable(self) -> bool:
-        """True where the only problem is that the system could not read some files."""
+        """True if the only problem is that the system could not read some files."""
         return not self.ok and all(problem.is_unreadable for problem in self.problems)
 
     def to_json(self) -> dict[str, Any]:

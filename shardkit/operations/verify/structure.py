@@ -176,7 +176,7 @@ def _survey(
 
 
 def _is_of_dcp(directory: str) -> bool:
-    """True where `.metadata` is that of torch's DCP."""
+    """True if `.metadata` is that of torch's DCP."""
     found = recognise(directory) if is_dcp(directory) else None
     return found is not None and found.is_torch_metadata
 
@@ -195,7 +195,7 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
     """Say why a checkpoint could not be opened, unless what is wrong with its folders says it.
 
     Returns:
-        True where nothing is wrong with it.
+        True if nothing is wrong with it.
     """
     directory = directory_of(path)
     of_the_machine = isinstance(failure, ResourceError)  # it may be over when the folders are looked at
@@ -223,7 +223,7 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
 
 
 def _has_tensors(described: Described) -> bool:
-    """True where the manifest lists tensors; one of the files beside several folders may not."""
+    """True if the manifest lists tensors; one of the files beside several folders may not."""
     return not isinstance(described.content, manifest.FileList) or described.content.tensors is not None
 
 
