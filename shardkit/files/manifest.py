@@ -45,7 +45,9 @@ _MAX_SHOWN = 200  # characters of a name or value
 Crc32 = Annotated[int, range(1 << 32), "a CRC-32"]
 Sha256 = Annotated[str, re.compile(r"[0-9a-f]{64}"), "a sha256 in hex"]
 DtypeName = Annotated[str, frozenset(BY_NAME), "a dtype that shardkit knows"]
-_PART = r"(?!\.{0,2}(?:/|\Z))[^/\0]+"  # no "", "." or ".."
+# No "", "." or "..", and no character that a file's name cannot have. Of the surrogates, Python gives U+DC80 to U+DCFF
+# to bytes that are not UTF-8.
+_PART = r"(?!\.{0,2}(?:/|\Z))[^/\0\ud800-\udc7f\udd00-\udfff]+"
 PlainName = Annotated[str, re.compile(_PART), "a file name without a directory"]
 FileName = Annotated[str, re.compile(f"{_PART}(?:/{_PART})*"), "a file name below the directory"]
 PlacementText = Annotated[str, re.compile(r"R|S\([0-9]{1,3}\)"), 'a placement, "R" or "S(dim)"']

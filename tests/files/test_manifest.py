@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -151,6 +152,7 @@ def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
             "../x",
             'files[0].name: expected a file name without a directory, found "../x"',
         ),
+        (("files", 0, "name"), "\ud800", "files[0].name: expected a file name without a directory"),
         (("files", 0, "chunks", "crc32"), 1 << 32, "files[0].chunks.crc32: expected a CRC-32"),
         (("metadata", "sha256"), "0", 'metadata.sha256: expected a sha256 in hex, found "0"'),
         (("mesh", "axes", 0, "size"), 2.0, "mesh.axes[0].size: expected an integer from 0 on, found 2.0"),
@@ -164,6 +166,12 @@ def test_errors_name_the_field(path: tuple[str | int, ...], value: object, said:
         parsed(changed(path, value))
     assert said in caught.value.message
     assert not isinstance(caught.value, IntegrityError)
+
+
+def test_a_file_name_may_have_bytes_that_are_no_text() -> None:
+    name = os.fsdecode(b"__0_\xff.distcp")
+    found = parsed(changed(("files", 0, "name"), name))
+    assert next(file.name for file in manifest.all_files(found)) == name
 
 
 def test_the_wrong_one_of_many_tensors_is_named() -> None:
