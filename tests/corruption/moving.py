@@ -116,12 +116,12 @@ def compared() -> Iterator[list[Stretch]]:
     summary = SourceCheck.summary
 
     def noted(check: SourceCheck, *args: Any, **kwargs: Any) -> Any:
-        for number, table in enumerate(check._tables):
-            first = check._firsts[number]
+        entries = check.entries
+        for path, table, first in zip(entries._paths, entries.tables, entries.firsts, strict=False):
             for row in range(len(table)):
                 verdict = check._verdict(first + row) if first + row in check._held else None
                 if check._is_proved(first + row) and not (verdict and verdict.loose):
-                    found.append(Stretch(check._paths[number], table.starts[row], table.stops[row]))
+                    found.append(Stretch(path, table.starts[row], table.stops[row]))
         return summary(check, *args, **kwargs)
 
     SourceCheck.summary = noted  # type: ignore[method-assign]

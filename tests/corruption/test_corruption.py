@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardkit.operations.verify import verify
 from shardkit.operations.verify.bytes import Difference
+from tests.corruption import moving
 from tests.corruption.damage import KINDS, changed_bytes, damaged
 from tests.corruption.outputs import OURS, make
 from tests.corruption.sweep import DATA, HEADER, METADATA, RECORD, Extent, Places, sweep
@@ -162,3 +163,8 @@ def test_places_of_a_checkpoint(made: Callable[[str], Path]) -> None:
     assert [stock.kind("__0_0.distcp", [at]) for at in (record.start, data.start)] == [RECORD, DATA]
     assert stock.kind(".metadata", [3]) == METADATA
     assert stock.tensors("__0_0.distcp", [data.start]) == [data.names]
+
+
+def test_a_flipped_bit_is_refused_by_all_that_moves_it(tmp_path: Path) -> None:
+    line, counts = moving.campaign("stock", tmp_path, 3, random.Random(0))
+    assert counts == {"flips": 3, **dict.fromkeys(moving.OPERATIONS, 3)}, line
