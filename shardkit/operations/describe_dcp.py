@@ -49,7 +49,7 @@ class DcpOutput:
     aliases: Mapping[str, tuple[str, ...]]
     """For a stored tensor, the other names that point at its records."""
     identity: manifest.Source
-    """What the source is."""
+    """The weights that were read: repo, commit and files."""
     cast: str
     """As asked for: "keep", "bf16", "fp16" or "fp32"."""
     digest: str
@@ -145,7 +145,7 @@ class Descriptions:
         self._lists[image.name] = manifest.describe_bytes(name, data, digest=True, sha256=self._sha256)
 
     def _lines_of(self, kind: RecordKind) -> chunk_list.Lines | None:
-        """Return what makes the lines for such records; byte entries have no lines."""
+        """Return the maker of chunk list lines for one kind of record; byte entries have no lines."""
         if kind.fqn in self._job.output.objects:
             return None
         shape, skeleton = self._job.output.catalog.tensors[kind.fqn].shape, kind.skeleton
@@ -173,7 +173,7 @@ class Descriptions:
         Args:
             digests: of every file, those of an interrupted run included.
             scattered: CRC-32 of every scattered tensor, by its source name.
-            others: the files that lie beside.
+            others: the files that were copied into the directory.
         """
         list(
             self._pool.map(

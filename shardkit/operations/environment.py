@@ -42,7 +42,7 @@ class Environment:
     huggingface: dict[str, str]
     """The HF_* variables that are set. Most values are hidden, because some are secrets."""
     notes: tuple[str, ...]
-    """What to tell: this torch was not tried with shardkit."""
+    """Lines for a person, such as that shardkit was not tried with this version of torch."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""

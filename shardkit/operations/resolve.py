@@ -45,14 +45,16 @@ from shardkit.operations.resolve_order import (
     step_of,
 )
 
-_MAX_DEPTH = 3  # lightning_logs/version_3/checkpoints/ is the deepest that a trainer makes by itself
+# lightning_logs/version_3/checkpoints/ is the deepest that a trainer makes by itself.
+_MAX_DEPTH = 3
 _MAX_ENTRIES = 20_000
 _MAX_TRACKER = 4096
 _FILES = (".ckpt",)
 _META = "meta.pt"
 _ITSELF = "it is a checkpoint itself"
 _UNDATED = "it is complete, and no step tells how old it is"
-_MAX_PEEKED = 256  # directories below a name that does not say that checkpoints are there
+# Directories below a name that does not say whether checkpoints are there.
+_MAX_PEEKED = 256
 _OF_TRAINER = re.compile(r"checkpoint-[0-9]+")
 _TRAINER_STATE = "trainer_state.json"
 
@@ -70,11 +72,11 @@ class ResolvedCheckpoint:
     reason: str
     """Why it was taken, for people."""
     skipped: tuple[tuple[str, str], ...] = ()
-    """(path, reason) of what was passed over: newer ones, ones that may be, and incomplete ones that come first."""
+    """(path, reason) of each checkpoint that was passed over: it is newer, may be newer, or is incomplete."""
     warnings: tuple[str, ...] = ()
-    """A line for each of these that is newer, or may be."""
+    """A line for each skipped checkpoint that is newer, or may be."""
     notes: tuple[str, ...] = ()
-    """A line for each whose step is lower, and for what the search left out."""
+    """A line for each skipped checkpoint of a lower step, and for whatever else the search left out."""
 
     def __fspath__(self) -> str:
         return self.path
@@ -546,7 +548,7 @@ def _groups(places: Iterable[tuple[Place, str]]) -> Iterator[list[str]]:
 
 
 def _what_it_is(found: ResolvedCheckpoint) -> str:
-    """Describe a checkpoint whose name tells no step, with what does tell it."""
+    """Describe a checkpoint whose name tells no step: where its link leads, or the step that it holds."""
     name = escape(os.path.basename(found.path))
     if storage.islink(found.path):
         return f"{name}, a link to {escape(storage.readlink(found.path))},"
@@ -573,7 +575,7 @@ def _step_at(path: str) -> int | None:
 
 
 def _last_of_trainer(path: str) -> str | None:
-    """Return the file that transformers' Trainer writes last, where a checkpoint beside this one is surely its."""
+    """Return the file that transformers' Trainer writes last, if a checkpoint beside this one has it."""
     parent, name = os.path.split(os.path.abspath(path))
     if not _OF_TRAINER.fullmatch(name):
         return None

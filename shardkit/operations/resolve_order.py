@@ -19,7 +19,8 @@ TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 _STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:steps?|iter(?:ation)?|it)[-_=]?([0-9]{1,15})", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<![a-z])(?:checkpoint|ckpt|ckp|ba|batch|save)[-_=]?([0-9]{1,15})", re.IGNORECASE)
 _EPOCH = re.compile(r"(?<![a-z])(?:epoch|ep)[-_=]?([0-9]{1,15})", re.IGNORECASE)
-_VERSION = re.compile(r"-v([0-9]{1,9})(?:\.ckpt)?$")  # Lightning, where the name was taken
+# Lightning adds it if the name is taken.
+_VERSION = re.compile(r"-v([0-9]{1,9})(?:\.ckpt)?$")
 _BARE = re.compile(r"[0-9]{1,15}")
 _LAST = re.compile(r"(last|latest)(-v[0-9]+)?(\.ckpt)?", re.IGNORECASE)
 _REQUEUED = re.compile(r"hpc_ckpt_([0-9]{1,9})\.ckpt")

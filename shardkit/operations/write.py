@@ -65,7 +65,7 @@ class Moving:
     """A manifest of the source that lies elsewhere."""
 
     def execute_options(self) -> ExecuteOptions:
-        """Return the same for the engine.
+        """Return these options as the engine takes them.
 
         Raises:
             UsageError: no such digest, too few threads, or too little memory for them.
@@ -101,7 +101,7 @@ class Writing:
     resume: bool = True
     """Go on with what a dead run of the same plan left."""
     resume_from: str | os.PathLike[str] | None = None
-    """Go on with this staging directory, whose owner nobody knows to be alive."""
+    """Go on with this staging directory, unless its run is known to be still under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ class Job(Protocol):
 
 
 def hash_plan(job: Job, **described: object) -> str:
-    """Return what stands for a job's inputs, options and the version of shardkit.
+    """Return a digest of a job's inputs, its options and the version of shardkit.
 
     Args:
         job: its source files and images count.
@@ -204,7 +204,7 @@ def hash_plan(job: Job, **described: object) -> str:
 
 
 def _stamp(file: SourceFile) -> FileStamp | None:
-    """Return what tells a source file from another of its name and size."""
+    """Return the stamp of a source file: another file may have its name and size."""
     if file.stamp is not None:
         return file.stamp
     try:
@@ -468,7 +468,7 @@ def _finished(
     with _translated(staging.data):
         _remove_others(staging.data, finished)
         # A file is made anew under the same name, and the journal vouches for it: after a power loss the name must
-        # not stand for the half-written file of before.
+        # not stand for the earlier, half-written file.
         storage.sync_directories(staging.data)
     return finished
 

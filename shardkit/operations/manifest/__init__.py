@@ -45,11 +45,11 @@ class ManifestResult:
     writer: str
     """Who wrote the checkpoint, for people."""
     sha256: bool
-    """Taken of every file."""
+    """True if the sha256 of every file was taken too."""
     num_files: int
-    """All that are listed."""
+    """How many files the manifest lists."""
     read_bytes: int
-    """Of all of them."""
+    """The size of these files together."""
     num_tensors: int
     num_tensor_digests: int
     """Tensors whose own CRC-32 is in it; with `dry_run` 0."""
@@ -77,7 +77,7 @@ def write_manifest(
 ) -> ManifestResult:
     """Write down every file and every tensor of a checkpoint, with digests; everything is read once.
 
-    What has checksums in it is held against them: a checkpoint that is damaged already gets no manifest.
+    Checksums that the checkpoint records are compared: one that is damaged already gets no manifest.
 
     Args:
         path: a checkpoint of any format that shardkit opens, or a Hub model.
@@ -95,7 +95,7 @@ def write_manifest(
         UsageError: options that cannot be carried out, or an existing manifest.
         SourceError: nothing there, or nothing that is a checkpoint.
         IntegrityError: it is damaged; with every problem that was found.
-        ResourceError: a file cannot be read, or the manifest not be written.
+        ResourceError: a file cannot be read, or the manifest cannot be written.
     """
     begun, path = time.monotonic(), os.fspath(path)
     check_jobs(jobs)
@@ -240,7 +240,7 @@ class Digests:
 
     Args:
         catalog: where the tensors' bytes lie; None if that is not known.
-        sha256: take it of every file too.
+        sha256: take the sha256 of every file too.
     """
 
     def __init__(self, catalog: Catalog | None, *, sha256: bool) -> None:
