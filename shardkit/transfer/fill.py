@@ -81,10 +81,13 @@ class Filler:
         self._window_bytes, self._window = window_bytes, bytearray()
         self._converters: dict[tuple[DType, DType], Converter] = {}
         self._fd = -1
+        self._clones: list[tuple[Move, int, str]] = []
+        """Whole blocks to share: where they lie, their place in the image and the tensor, for messages."""
 
     def write(self, task: Task, image: Image, fd: int) -> Stretch:
         """Write the pieces of a task into an open image."""
         self._fd = fd
+        self._clones.clear()
         stretch, stream, window = Stretch(), Stream(fd, image.name, 0, self._buffer), None
         with self._reader:
             for index, piece in enumerate(image.pieces(task.start, task.stop), task.start):
@@ -101,6 +104,7 @@ class Filler:
             if window is not None:
                 self._end_window(window, stretch)
             stream.flush()
+            self._share(image.name)
             stretch.runs = self._reader.take_runs()
         return stretch
 
@@ -203,20 +207,34 @@ class Filler:
         return converter
 
     def _clone(self, stream: Stream, move: Move, crc: int) -> int:
-        """Share the whole blocks of a range, and copy its ragged ends; copy all if sharing is refused."""
+        """Leave the whole blocks of a range for `_share`, and copy its ragged ends."""
         file, start, nbytes = move
         head, body = shared_part(start, nbytes)
         tail = head + body
         if head:
             crc = self._copy(stream, file, start, head, crc)
-        try:
-            storage.clone_range(self._reader.descriptor(file), start + head, self._fd, stream.position, body)
-        except OSError:  # a quota, or a limit on sharing
-            return self._copy(stream, file, start + head, nbytes - head, crc)
+        self._clones.append((Move(file, start + head, body), stream.position, stream.fqn))
         stream.step_over(body)
         if self._digests:
             crc = self._digest(file, start + head, body, stream.fqn, crc)
         return self._copy(stream, file, start + tail, nbytes - tail, crc) if tail < nbytes else crc
+
+    def _share(self, name: str) -> None:
+        """Clone what the task left to clone; copy what the file system refuses (a quota, a limit on sharing)."""
+        refused = []
+        with self._controls.cloning:
+            for clone in reversed(self._clones):  # the other threads read the same files front to back
+                (file, start, nbytes), position, _ = clone
+                self._check()
+                try:
+                    storage.clone_range(self._reader.descriptor(file), start, self._fd, position, nbytes)
+                except OSError:
+                    refused.append(clone)
+        for (file, start, nbytes), position, fqn in refused:
+            stream = Stream(self._fd, name, position, self._buffer)
+            stream.fqn = fqn
+            self._copy(stream, file, start, nbytes, 0)
+            stream.flush()
 
     def _digest(self, file: int, start: int, nbytes: int, fqn: str, crc: int) -> int:
         """Go on with a CRC-32 over source bytes that are not copied; the output buffer is empty."""

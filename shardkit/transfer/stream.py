@@ -6,8 +6,9 @@ and out again. So a rank's file is written sequentially, whatever it is made of.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError
@@ -32,6 +33,8 @@ class Controls:
     """Called between reads; raises to stop."""
     advance: Callable[[int], None]
     """Told the bytes that filled holes."""
+    cloning: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that clones. A clone locks its source: threads that clone at once wait for each other."""
 
 
 class Stream:

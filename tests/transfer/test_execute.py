@@ -176,15 +176,19 @@ def test_what_cannot_be_shared_is_copied(
     plain.mkdir()
     shared.mkdir()
     expected = run(plan, plain, digests=digests)
-    asked = list[int]()
+    asked, alone = list[int](), threading.Lock()
 
     def clone_range(source_fd: int, source_start: int, fd: int, start: int, nbytes: int) -> None:
         """Do what a file system does that shares extents, by copying."""
+        assert alone.acquire(blocking=False), "two threads clone at once"
         asked.append(nbytes)
         assert source_start % storage.BLOCK == start % storage.BLOCK == nbytes % storage.BLOCK == 0
-        if refused == "now and then" and len(asked) % 2:
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        assert os.pwrite(fd, os.pread(source_fd, nbytes, source_start), start) == nbytes
+        try:
+            if refused == "now and then" and len(asked) % 2:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            assert os.pwrite(fd, os.pread(source_fd, nbytes, source_start), start) == nbytes
+        finally:
+            alone.release()
 
     if refused != "by this file system":
         monkeypatch.setattr(storage, "clone_range", clone_range)
