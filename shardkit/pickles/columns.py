@@ -24,7 +24,7 @@ _GET = rb"(?:h.|j....)"  # BINGET, LONG_BINGET
 _INT = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})"  # BININT1, 2, BININT, LONG1
 _TEXT = rb"(?:%s|\x8c.[^\x94]{0,255}\x94)" % _GET  # or SHORT_BINUNICODE MEMOIZE, if 0x94 is not in it
 _CORNER = rb"(?:%s{1,3}[\x85-\x87]|\(%s{0,64}t)" % (_INT, _INT)  # TUPLE1 to TUPLE3, or MARK and TUPLE
-_OWN = (_INT, _TEXT, _CORNER)
+_OWN = (_INT, _TEXT, _CORNER, _GET)
 """Parts of a unit that are its own."""
 _head = re.compile(rb"%s(\)\x81\x94\}\x94\(|\)\x81\}\()" % _GET, re.DOTALL)
 _key = re.compile(_GET, re.DOTALL)
@@ -80,6 +80,8 @@ class RunKind(NamedTuple):
     """What the units must be about to go into: list or dict."""
     maker: Callable[[tuple[Any, ...]], tuple[int, ...]]
     """What makes a corner."""
+    made: type[tuple[int, ...]]
+    """What it returns."""
     make: Callable[[Fields], tuple[object, ...] | None]
     """Makes the values that stand for a run, as many as a unit has records, and checks them as the records
     would. None leaves this and all further runs to the interpreter."""
@@ -91,7 +93,7 @@ class _Field(NamedTuple):
     record: int
     name: str
     kind: str | None
-    """The group of `_field` that it matches; None if the field is None."""
+    """The group of `_field` that it matches, "made" if it fetches a corner; None if the field is None."""
     slot: int
     """Memo slots that the form fills before it."""
 
@@ -144,6 +146,7 @@ class Runs:
         self._left, self._pause = 0, 1
         # Not bound to self: a cycle would keep the data until the collector comes.
         self._text = lru_cache(_MAX_KNOWN)(partial(_text, memo))
+        self._made = lru_cache(_MAX_KNOWN)(partial(_made, memo, kind.made))
         self._corner = lru_cache(_MAX_KNOWN)(partial(_corner, kind.maker))
 
     def take(self, pos: int, num_memoized: int) -> _Taken | None:
@@ -155,12 +158,18 @@ class Runs:
         taken = self._read(pos, num_memoized)
         if taken is None and self._forms_left and 0 < pos - before <= _MAX_UNIT:
             form = self._learn(before, pos)
-            if form is not None and form != self._form:
+            if form is None:
+                self._rest()
+            elif form != self._form:
                 self._form, self._forms_left = form, self._forms_left - 1
                 taken = self._read(pos, num_memoized)
         if taken is not None:
             self._end = taken.stop
         return taken
+
+    def _rest(self) -> None:
+        """Leave units to the interpreter, twice as many each time: what fails must not be tried at every unit."""
+        self._left, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
 
     def _learn(self, start: int, stop: int) -> _Form | None:
         """Return the form of a unit that was just executed, None if it has other parts than runs have."""
@@ -178,10 +187,10 @@ class Runs:
                 name = self._fetched(key.group()) if key else None
                 if key is None or not found or type(name) is not str or (record, name) in fields:
                     return None
-                own = self._pattern_of(found)
-                if own is None:
+                kind, own = self._pattern_of(found)
+                if not own:
                     return None
-                fields[record, name] = _Field(record, name, found.lastgroup, num_slots)
+                fields[record, name] = _Field(record, name, kind, num_slots)
                 parts, pos = [*parts, re.escape(key.group()), *own], found.end()
                 num_slots += (found[3] or b"").count(_MEMOIZE)
             parts, pos = [*parts, _TAIL], pos + 2
@@ -195,15 +204,17 @@ class Runs:
         nbytes = stop - start - sum(map(len, example.groups()))
         return _Form(unit, run, tuple(fields.values()), num_slots, nbytes)
 
-    def _pattern_of(self, field: re.Match[bytes]) -> tuple[bytes, ...] | None:
-        """Return the pattern of all such fields, part by part; None for a field that runs do not have."""
-        text = field["text"]
+    def _pattern_of(self, field: re.Match[bytes]) -> tuple[str | None, tuple[bytes, ...]]:
+        """Return the kind and the pattern of all such fields, part by part; no part for what runs do not have."""
+        text, kind = field["text"], field.lastgroup
         if field["corner"] is not None:
             is_made = self._call_of(self._fetched(field[2])) is self.kind.maker
-            return (re.escape(field[2]), _CORNER, re.escape(field[3])) if is_made else None
+            return kind, (re.escape(field[2]), _CORNER, re.escape(field[3])) if is_made else ()
         if text is not None:
-            return (_TEXT,) if self._text(text) is not None else None
-        return (b"N",) if field["number"] is None else (_INT,)
+            if text[0] != _SHORT_TEXT and self._made(text) is not None:
+                return "made", (_GET,)
+            return kind, (_TEXT,) if self._text(text) is not None else ()
+        return kind, (b"N",) if field["number"] is None else (_INT,)
 
     def _fetched(self, text: bytes) -> object:
         """Return what BINGET or LONG_BINGET fetches."""
@@ -219,8 +230,8 @@ class Runs:
         count, num_memoized = self._memoize(form, units, num_memoized)
         if count == len(units):
             self._pause, stop = 1, run.end()
-        else:  # the others were matched for nothing, which must not happen at every unit
-            self._left, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
+        else:  # the others were matched for nothing
+            self._rest()
             del units[count:]
             stop = pos + count * form.nbytes + sum(map(len, chain.from_iterable(units)))
         if not units:
@@ -239,7 +250,11 @@ class Runs:
         """
         own = [field for field in form.fields if field.kind]
         texts = [(at, field.slot) for at, field in enumerate(own) if field.kind == "text"]
+        made = [at for at, field in enumerate(own) if field.kind == "made"]
         num_slots = form.num_slots
+        if None in map(self._made, {unit[at] for unit in units for at in made}):
+            wrong = (row for row, unit in enumerate(units) if None in (self._made(unit[at]) for at in made))
+            units = units[: next(wrong)]
         raws = Counter(chain.from_iterable(map(itemgetter(at), units) for at, _ in texts))
         num_inline = sum(count for raw, count in raws.items() if raw[0] == _SHORT_TEXT)
         stop = first + num_slots * len(units) + num_inline
@@ -278,8 +293,9 @@ class Runs:
                 column = Texts(cast("list[str]", list(map(self._text, next(columns)))))
             elif kind == "number":
                 column = Numbers(list(map(_number, next(columns))))
-            elif kind == "corner":
-                column = Corners(list(map(self._corner, next(columns))))
+            elif kind is not None:
+                decode = self._corner if kind == "corner" else self._made
+                column = Corners(cast("list[bytes]", list(map(decode, next(columns)))))
             fields[record][name] = column
         return fields
 
@@ -290,6 +306,12 @@ def _text(memo: Mapping[int, Any], raw: bytes) -> str | None:
         return raw[2:-1].decode() if len(raw) == raw[1] + 3 else None
     value = memo.get(int.from_bytes(raw[1:], "little"))
     return value if type(value) is str else None
+
+
+def _made(memo: Mapping[int, Any], made: type[tuple[int, ...]], raw: bytes) -> bytes | None:
+    """Return a corner that is fetched, None for anything else."""
+    value = memo.get(int.from_bytes(raw[1:], "little"))
+    return array("q", value).tobytes() if isinstance(value, made) else None
 
 
 def _corner(maker: Callable[[tuple[Any, ...]], tuple[int, ...]], raw: bytes) -> bytes:

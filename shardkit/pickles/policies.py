@@ -19,6 +19,7 @@ import re
 import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from shardkit.core.text import escape
@@ -104,7 +105,9 @@ class Strict(Interpreter):
     max_int_bytes = 9  # of an unsigned 64-bit value
 
     def __init__(self, data: bytes, vocabulary: Vocabulary, *, in_columns: bool) -> None:
-        super().__init__(data, vocabulary.max_bytes, self._look_up, vocabulary.persistent)
+        # Not a method: a cycle would keep the data until the collector comes.
+        look_up = partial(_look_up, vocabulary.names)
+        super().__init__(data, vocabulary.max_bytes, look_up, vocabulary.persistent)
         self.vocabulary, self.in_columns = vocabulary, in_columns
         self.keep = bytearray()
         self.memo: dict[int, Any] = {}
@@ -148,11 +151,6 @@ class Strict(Interpreter):
                     stack = self.stack
         finally:
             self.pos = pos
-
-    def _look_up(self, module: str, name: str) -> object:
-        if (module, name) not in self.vocabulary.names:
-            raise Refusal(f"it names {escape(module)}.{escape(name)}")
-        return self.vocabulary.names[module, name]
 
     def place(self) -> str:
         """Name the last key of each dict that is open."""
@@ -226,6 +224,12 @@ class Strict(Interpreter):
                 stack += taken.values
                 pos, self.num_memoized = taken.stop, taken.num_memoized
         return pos
+
+
+def _look_up(names: Mapping[tuple[str, str], object], module: str, name: str) -> object:
+    if (module, name) not in names:
+        raise Refusal(f"it names {escape(module)}.{escape(name)}")
+    return names[module, name]
 
 
 def _called(function: object, args: object) -> object:

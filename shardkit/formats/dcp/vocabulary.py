@@ -481,6 +481,6 @@ def _are_places(column: Column) -> TypeGuard[Numbers]:
 
 
 RUNS = (
-    RunKind((Chunk,), list, _make_size, chunk_run),
-    RunKind((Index, StorageInfo), dict, _make_size, storage_run),
+    RunKind((Chunk,), list, _make_size, Size, chunk_run),
+    RunKind((Index, StorageInfo), dict, _make_size, Size, storage_run),
 )
