@@ -33,8 +33,9 @@ from shardkit.formats.dcp.metadata import DcpMetadata, join_fields, parse_metada
 from shardkit.formats.dcp.vocabulary import Metadata, metadata_names, metadata_vocabulary
 from shardkit.formats.torchsave.record import parse_tensor
 from shardkit.formats.trainers.bytecheckpoint import ByteMetadata, _pickles, bytecheckpoint_vocabulary
-from shardkit.pickles import columns as pickle_batches
+from shardkit.pickles import columns
 from shardkit.pickles.policies import Strict
+from tests.formats.dcp.samples import our_metadata
 from tests.fuzz.mutate import pick
 from tests.fuzz.mutate_pickle import change_pickle
 from tests.fuzz.reference import Fields, Top, Unpickler
@@ -78,7 +79,7 @@ def check_runs(data: bytes) -> bool:
 def _eager() -> Iterator[None]:
     """Take records in columns from the second one on."""
     changed = (
-        (pickle_batches, "_MIN_BYTES", 0),
+        (columns, "_MIN_BYTES", 0),
         (dcp_metadata, "MIN_COLUMNS", 2),
         (dcp_metadata, "MIN_TOTAL", 2),
     )
@@ -266,8 +267,9 @@ def metadata_seeds() -> list[bytes]:
 
 @cache
 def runs_seeds() -> list[bytes]:
-    """The same for more ranks."""
-    return [pickle.dumps(_sample(number, world=6 + number), 4) for number in range(12) if number % 4]
+    """The same for more ranks, and what shardkit writes, where sizes are fetched."""
+    torchs = [pickle.dumps(_sample(number, world=6 + number), 4) for number in range(12) if number % 4]
+    return [*torchs, *(our_metadata(num_ranks, 2) for num_ranks in (6, 20, 40))]
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import pickle
 import random
 import re
@@ -23,16 +22,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardkit.core.catalog import Catalog, SourceFile
-from shardkit.core.dtypes import BY_NAME
-from shardkit.core.regions import Region
 from shardkit.errors import SourceError
 from shardkit.formats.dcp.metadata import DcpMetadata, join_fields, parse_metadata
 from shardkit.formats.dcp.vocabulary import Metadata as Parsed
 from shardkit.formats.dcp.vocabulary import metadata_vocabulary
-from shardkit.formats.dcp.writer import write_metadata
 from shardkit.pickles import columns
 from shardkit.pickles.policies import Strict
+from tests.formats.dcp.samples import our_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -74,23 +70,6 @@ def metadata(num_ranks: int, *, shared_names: bool = False, seed: int | None = N
         index = MetadataIndex(name if shared_names else copied(name), corner, rank)
         places.setdefault(index, _StorageInfo(files[rank], 1 << (number % 40), 300 + 70_000 * (number % 3)))
     return Metadata(tensors, None, places)
-
-
-def ours(num_ranks: int) -> bytes:
-    """What shardkit writes: sizes are fetched, and those of the last rank are others."""
-    catalog = Catalog(format="dcp", directory="", encoding="torch-record")
-    for rank in range(num_ranks):
-        catalog.files.append(SourceFile(name=f"__{rank}_0.distcp", path="", size=1 << 40))
-    for number in range(20):
-        rows = 3 * num_ranks - 1 - number % 2
-        chunks = [
-            (r, (1 << 20) * number, 700, Region((3 * r, 0), (min(3, rows - 3 * r), 5 + number)))
-            for r in range(num_ranks)
-        ]
-        catalog.add_tensor(f"layers.{number}.weight", BY_NAME["bfloat16"], (rows, 5 + number), iter(chunks))
-    out = io.BytesIO()
-    write_metadata(out, catalog, {})
-    return out.getvalue()
 
 
 def described(found: DcpMetadata) -> object:
@@ -163,14 +142,14 @@ def test_what_torch_pickles(num_ranks: int, shared_names: bool, taken: list[int]
 
 def test_what_we_write(taken: list[int]) -> None:
     """Each tensor has sizes of its own, more than there may be forms; a run goes on over all ranks but the last."""
-    data = ours(300)
+    data = our_metadata(300, 20)
     found = parse_metadata(data)
     assert sum(taken) > 0.9 * len(data)
     assert described(found) == described(step_by_step(data))
 
 
 def test_data_are_free_once_they_are_read() -> None:
-    data = ours(30)
+    data = our_metadata(30, 20)
     gc.disable()
     try:
         vm = Strict(data, metadata_vocabulary(len(data)), in_columns=True)
@@ -197,7 +176,11 @@ def test_any_protocol(protocol: int, taken: list[int]) -> None:
 
 def test_no_changed_byte_is_taken_for_another(taken: list[int]) -> None:
     """Wherever bytes are changed, removed or repeated: what is read, and what is refused, stay the same."""
-    sources = [pickle.dumps(metadata(30)), pickle.dumps(metadata(30, shared_names=True)), ours(30)]
+    sources = [
+        pickle.dumps(metadata(30)),
+        pickle.dumps(metadata(30, shared_names=True)),
+        our_metadata(30, 20),
+    ]
     rng, accepted = random.Random(3), 0
     for trial in range(360):
         changed = bytearray(rng.choice(sources))

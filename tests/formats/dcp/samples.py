@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import warnings
@@ -18,9 +19,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardkit.core.catalog import Catalog, ignore_read
-from shardkit.core.regions import relative_to, runs
+from shardkit.core.catalog import Catalog, SourceFile, ignore_read
+from shardkit.core.dtypes import BY_NAME
+from shardkit.core.regions import Region, relative_to, runs
 from shardkit.formats.dcp.directory import open_dcp
+from shardkit.formats.dcp.writer import write_metadata
 from tests.bits import raw
 
 
@@ -152,3 +155,20 @@ def save_shards(
                 os.remove(part / name)
         part.rmdir()
     return str(directory)
+
+
+def our_metadata(num_ranks: int, num_tensors: int) -> bytes:
+    """A `.metadata` that shardkit writes: sizes are fetched, and those of the last rank are others."""
+    catalog = Catalog(format="dcp", directory="", encoding="torch-record")
+    for rank in range(num_ranks):
+        catalog.files.append(SourceFile(name=f"__{rank}_0.distcp", path="", size=1 << 40))
+    for number in range(num_tensors):
+        rows = 3 * num_ranks - 1 - number % 2
+        chunks = [
+            (r, (1 << 20) * number, 700, Region((3 * r, 0), (min(3, rows - 3 * r), 5 + number)))
+            for r in range(num_ranks)
+        ]
+        catalog.add_tensor(f"layers.{number}.weight", BY_NAME["bfloat16"], (rows, 5 + number), iter(chunks))
+    out = io.BytesIO()
+    write_metadata(out, catalog, {})
+    return out.getvalue()
