@@ -18,9 +18,7 @@ from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.formats.contract import Checkpoint, Opener, has_any, inner, listing, matching, own_name
 from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
-from shardkit.formats.hub.directory import as_checkpoint, open_model
 from shardkit.formats.hub.files import PIPELINE, select_weights
-from shardkit.formats.hub.repo import fetch_model, looks_like_repo_id
 from shardkit.formats.trainers import plain_dcp
 
 _MAX_SHOWN = 8
@@ -232,6 +230,12 @@ def open_checkpoint(
 
 def _open_hub(source: str, *, revision: str | None, variant: str | None, headers_only: bool) -> Checkpoint:
     """Open a Hub model from wherever it is; a path that exists is never looked up on the Hub."""
+    from shardkit.formats.hub.directory import (  # here, as other formats need none of it
+        as_checkpoint,
+        open_model,
+    )
+    from shardkit.formats.hub.repo import fetch_model, looks_like_repo_id
+
     if storage.lexists(source):
         if revision is not None:
             raise UsageError(

@@ -19,7 +19,7 @@ from shardkit.core.text import KIB
 from shardkit.core.threads import until_done
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, sha256_of
-from shardkit.formats.dcp import chunk_list
+from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.dcp.images import DcpImage, DcpImages, RecordKind
 from shardkit.formats.dcp.writer import write_metadata
 from shardkit.keys.renaming import KeyRule
@@ -30,7 +30,6 @@ from shardkit.transfer.stream import read_back
 # What a chunk adds beside the shard files: its entries in `.metadata` and in a chunk list. Measured for a 2-D weight:
 # 110 and 130 bytes. Names of tied tensors and long paths add some.
 DESCRIPTION_BYTES = 1 * KIB
-METADATA = ".metadata"
 _PART = METADATA + ".part"
 
 

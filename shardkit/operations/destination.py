@@ -11,7 +11,7 @@ from shardkit.core.text import escape, format_size, listed
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.staging import Staging, reclaimable_bytes, recover, remove_abandoned, rename_noreplace
-from shardkit.formats.dcp.directory import METADATA
+from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.assets import is_asset, is_asset_folder
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use

@@ -23,8 +23,6 @@ from shardkit.formats.contract import Checkpoint, has_any, listing
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.hub.files import PIPELINE
 from shardkit.formats.registry import directory_of, recognise
-from shardkit.formats.torchsave.file import open_torch_file
-from shardkit.formats.trainers.accelerate import model_directories
 from shardkit.formats.trainers.plain_dcp import find_structure
 from shardkit.operations.resolve_order import (
     BEYOND,
@@ -123,6 +121,10 @@ def as_it_is(path: str, checkpoint: Checkpoint) -> Taken:
 
 def _open_models(path: str) -> tuple[Checkpoint, ...]:
     """Open a checkpoint, or each model of one that holds several."""
+    from shardkit.formats.trainers.accelerate import (
+        model_directories,  # here, as a Hub model needs none of it
+    )
+
     models = model_directories(path)
     places = [os.path.join(path, name) for name in models] if len(models) > 1 else [path]
     return tuple(map(formats.open, places))
@@ -560,6 +562,8 @@ def _step_inside(path: str) -> int | None:
     file = os.path.join(path, _META) if storage.isdir(path) else path
     if not file.endswith((_META, *_FILES)) or not storage.isfile(file):
         return None
+    from shardkit.formats.torchsave.file import open_torch_file  # here, as most names tell the step
+
     try:
         tree = open_torch_file(locate(os.path.dirname(file), os.path.basename(file)), file).tree
     except ShardkitError:

@@ -38,7 +38,7 @@ from shardkit.errors import LayoutError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.staging import Staging, remove_abandoned
 from shardkit.files.strict_json import read_small
-from shardkit.formats.dcp.directory import METADATA
+from shardkit.formats.dcp import METADATA
 from shardkit.keys.names import clean_name
 from shardkit.operations.destination import check_destination
 from shardkit.training.diagnostics.diagnose import diagnose

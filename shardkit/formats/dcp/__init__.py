@@ -2,3 +2,6 @@
 
 Internal: import from `shardkit`.
 """
+
+METADATA = ".metadata"
+"""The file that says what a checkpoint holds. It is written last."""

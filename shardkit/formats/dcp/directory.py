@@ -26,6 +26,7 @@ from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import FOLLOW, read_small, status_of
 from shardkit.formats.contract import Checkpoint, Place, asset_directories
+from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import (
     MIN_COLUMNS,
     MIN_TOTAL,
@@ -37,7 +38,6 @@ from shardkit.formats.dcp.metadata import (
 from shardkit.formats.dcp.records import check_records, select_raw
 from shardkit.keys.names import is_flat_parameter
 
-METADATA = ".metadata"
 _SUFFIX = ".distcp"
 _MAX_METADATA = 1 << 30
 _SHOWN_NAMES = 3

@@ -31,7 +31,8 @@ from shardkit.formats.contract.optimizer import (
     Unmapped,
     read_groups,
 )
-from shardkit.formats.dcp.directory import METADATA, DcpDirectory, as_checkpoint, open_metadata
+from shardkit.formats.dcp import METADATA
+from shardkit.formats.dcp.directory import DcpDirectory, as_checkpoint, open_metadata
 from shardkit.formats.dcp.metadata import join_fields
 from shardkit.formats.dcp.records import difference
 from shardkit.formats.dcp.vocabulary import (

@@ -22,7 +22,7 @@ from shardkit.files import manifest, storage
 from shardkit.files.links import may_follow_links
 from shardkit.files.strict_json import status_of
 from shardkit.formats.contract import Checkpoint, HubModel
-from shardkit.formats.dcp.directory import METADATA
+from shardkit.formats.dcp import METADATA
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.ties import ties_embeddings
 from shardkit.operations.casts import DTypeCount, count_dtypes

@@ -16,8 +16,9 @@ from shardkit.files import storage
 from shardkit.files.digest import Archive, FileBytes, Stretch
 from shardkit.files.strict_json import named_failures, open_regular
 from shardkit.formats.contract import DcpFolder
+from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.chunk_list import ListedChunk
-from shardkit.formats.dcp.directory import METADATA, open_dcp
+from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.records import Packed, check_transforms, difference, packed_file
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner

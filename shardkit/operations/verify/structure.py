@@ -18,7 +18,8 @@ from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch, place_of
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint, has_any, inner, listing
-from shardkit.formats.dcp.directory import METADATA, is_dcp
+from shardkit.formats.dcp import METADATA
+from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.registry import directory_of, recognise
 from shardkit.formats.torchsave.archive import Entry, ZipReader, read_directory
 from shardkit.operations.companions import walk

@@ -20,12 +20,11 @@ from shardkit.errors import IntegrityError, LayoutError, ShardkitError, SourceEr
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import read_small
-from shardkit.formats.dcp import chunk_list
+from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList, ListedChunk
 from shardkit.formats.hub.base import read_key_rules, source_key_rules
 from shardkit.keys.renaming import KeyRule
 
-METADATA = ".metadata"
 _MAX_LIST_BYTES = 1 << 28
 _MAX_DIMS = 64  # torch's own limit
 

@@ -19,6 +19,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError
 from shardkit.files import manifest, storage
 from shardkit.formats.contract import Checkpoint, HubModel
+from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.base import saved_key_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
@@ -29,7 +30,7 @@ from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.naming import NameMatch, match_names
 from shardkit.training.fill.from_rank import RankSource
-from shardkit.training.fill.presharded import METADATA, Presharded, open_presharded
+from shardkit.training.fill.presharded import Presharded, open_presharded
 from shardkit.training.fill.reading import KeyRules, Weights
 from shardkit.training.ranks.local import ExpectedTensor
 
