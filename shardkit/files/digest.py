@@ -107,7 +107,7 @@ class FileBytes:
 
 
 def place_of(path: str) -> str:
-    """Return a path by which two names of one file are told to be the same; a link is a file of its own."""
+    """Return the path that all names of a file share; a link counts as a file of its own."""
     folder, name = os.path.split(path)
     return os.path.join(storage.realpath(folder or os.curdir), name)
 
@@ -134,8 +134,8 @@ class Scan:
     def crc(self, start: int, nbytes: int) -> int:
         """Return the CRC-32 of the bytes between two marks.
 
-        That of the beginning up to the second is that of the beginning up to the first, shifted by `nbytes`, and
-        the one that is asked for, added bit by bit.
+        The CRC-32 of all bytes up to the second mark is that of all bytes up to the first, shifted by `nbytes`, xor the
+        one that is asked for.
         """
         before, upto = self._before(start), self._before(start + nbytes)
         return int(crc32_combine(before, 0, nbytes)) ^ upto if nbytes else 0

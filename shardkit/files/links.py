@@ -1,7 +1,8 @@
-"""Files that are found in a checkpoint's directory: regular ones, or links that do not leave it.
+"""Files of a checkpoint's directory: regular ones, or links that stay inside it.
 
-A path that a person gives may be a link to anywhere; what lies in the directory was chosen by whoever made it. The
-weights of a Hub model may be links to a store that models share: nothing but tensors is taken from them.
+A path that a person gives may be a link to anywhere. What lies in the directory was chosen by whoever made it, so a
+link in it must not lead out. The weights of a Hub model may be links to a store that models share: nothing but tensors
+is taken from them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def locate(directory: str, name: str, trusted: bool = False) -> str:
     """Return the path of a file, which need not be there.
 
     Args:
-        directory: that it was found in.
+        directory: the checkpoint's.
         name: relative to the directory.
         trusted: a person named the file, so it may be a link to anywhere.
 
@@ -78,10 +79,10 @@ def _is_inside(directory: str, path: str) -> bool:
 
 
 def link_notes(directory: str, paths: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a note about the files of a directory that are links to files elsewhere, where there are any.
+    """Return a note that lists the files of a directory that are links to files elsewhere; nothing if none is.
 
     Args:
-        directory: that they were found in.
+        directory: the checkpoint's.
         paths: name -> path.
     """
     found = [
@@ -131,11 +132,11 @@ def is_snapshot(directory: str) -> bool:
 
 
 def read_inside(directory: str, name: str, limit: int) -> bytes:
-    """Return the content of a small file that was found in a directory.
+    """Return the content of a small file of a directory.
 
     Args:
-        directory: that it was found in.
-        name: relative to the directory; that is also how messages call it.
+        directory: the checkpoint's.
+        name: relative to the directory; messages use it too.
         limit: the most bytes that it may have.
 
     Raises:

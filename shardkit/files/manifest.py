@@ -423,7 +423,7 @@ def read_bytes(directory: str) -> bytes:
 
 
 def lists_files(directory: str) -> bool:
-    """True if the manifest of a directory is a `FileList`; only its first bytes are read, which say so."""
+    """True if the manifest of a directory is a `FileList`. The kind stands in its first bytes; only they are read."""
     try:
         with open_regular(locate(directory, NAME), NAME) as (fd, size):
             head = read_exactly(fd, 0, min(size, 64), NAME)

@@ -107,8 +107,8 @@ class Staging:
         staging = cls(destination, _staging_path(destination, owner), owner)
         try:
             storage.rename(path, staging.path)
-            # Its run may have exchanged directories and gone no further. Until that is on the disk, what is to be
-            # removed here is what a power loss would bring back to the destination.
+            # Its run may have exchanged directories and died. Until the exchange is on the disk, a power loss would
+            # bring back to the destination what is about to be removed here.
             storage.sync_directory(os.path.dirname(destination))
         except OSError:
             staging.release()
@@ -132,7 +132,7 @@ class Staging:
 
         Raises:
             UsageError: the destination exists.
-            ResourceError: the system cannot rename, or bring it to the disk; what was there is there again.
+            ResourceError: the system cannot rename, or bring it to the disk; the destination is again what it was.
         """
         try:
             storage.sync_directories(self.data)
@@ -151,7 +151,8 @@ class Staging:
         """Bring the rename to the disk, and remove the rest.
 
         Raises:
-            ResourceError: it cannot be brought there; the destination is again what it was, where that can be.
+            ResourceError: it cannot be brought there; the destination is again what it was, as far as the system
+                lets us.
         """
         try:
             storage.sync_directory(os.path.dirname(self.destination))
@@ -444,7 +445,7 @@ class _Status(NamedTuple):
 
 
 def _host() -> str:
-    """Machines may have one name, and copies of one disk; hardly ever both."""
+    """Return what stands for this machine: machines may share a name, or the id of a copied disk, hardly ever both."""
     machine = _content("/etc/machine-id") or ""
     return f"{crc32(f'{socket.gethostname()}:{machine}'.encode()):08x}"
 

@@ -19,7 +19,7 @@ from shardkit.files import storage
 
 FOLLOW = "pass --follow-links (follow_links=True) if you trust whoever made the links"
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
-# What opening a file says of the machine, or of its moment, and not of the file.
+# Errors of opening a file that are about the machine or the moment, not about the file.
 _OF_THE_MACHINE = (
     errno.EIO,
     errno.EMFILE,
@@ -56,8 +56,8 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
     Args:
         path: where the file is.
         name: how to call it in messages.
-        follow: a symbolic link is opened too, as it is where `FOLLOWS_LINKS` says so. What it was when somebody
-            looked at it before says nothing.
+        follow: open a symbolic link too; one is always opened where `FOLLOWS_LINKS` is set. The link is judged as
+            it is opened: it may have been something else before.
 
     Raises:
         SourceError: there is no such file, or it is not a regular one.
@@ -108,7 +108,7 @@ def stamp_of(fd: int) -> FileStamp:
 
 @contextmanager
 def named_failures(name: str) -> Iterator[None]:
-    """Let what the system refuses while a file is read name it.
+    """Name a file in the errors of reading it.
 
     Raises:
         ResourceError: in place of an OSError.
@@ -168,7 +168,7 @@ def uncollected() -> Iterator[None]:
 
 
 def parse_integer(text: str) -> int:
-    """What `json.loads` takes as `parse_int` where integers of any use are allowed.
+    """Return an integer of JSON: `parse_int` of `json.loads`, for files that may hold more than what tensors have.
 
     Raises:
         ValueError: it has thousands of digits; Python refuses those too, in words of its own.

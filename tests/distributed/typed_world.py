@@ -1,6 +1,6 @@
 """Two real ranks that type what README, docs, the command line and an example say, for real models.
 
-    python typed_world.py '{"out": ..., "texts": {name: code}, "models": [...]}'
+    python typed_world.py '{"out": ..., "texts": {name: code}}'
 
 Every rank writes OUT/typed-<rank>.json: what differs from `from_pretrained`, parameters and buffers of all kinds.
 It is a script: each process runs the texts in the folder that they speak of, and so changes its directory.

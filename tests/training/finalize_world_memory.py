@@ -2,7 +2,8 @@
 
     python finalize_world_memory.py OUT
 
-Writes OUT/memory-<world>-<rank>.json, by scenario, all in bytes.
+Writes OUT/<world>-<rank>.json, by scenario, all in bytes.
+It is a script: memory is measured in fresh processes.
 """
 
 from __future__ import annotations

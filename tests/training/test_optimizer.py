@@ -1,5 +1,6 @@
 """Optimizers that were made before wrapping."""
 
+import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -10,9 +11,9 @@ from torch import nn
 
 from shardkit.errors import UsageError
 from shardkit.training.optimizer import parameter_names, rebind_optimizer
-from tests.training.conftest import World, run_world
 from tests.training.models import reference
 from tests.training.wrapping import full, loss_of, wrapped
+from tests.worlds.processes import run_script
 from tests.worlds.ranks import Ranks, same_error
 
 two = Ranks(__name__, 2)
@@ -166,25 +167,26 @@ def test_one_group_of_all_parameters_needs_no_names() -> None:
 
 
 @pytest.fixture(scope="module")
-def accelerate_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def accelerate_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
     if find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")
-    return run_world("accelerate_world.py", tmp_path_factory.mktemp("accelerate"))
+    out = tmp_path_factory.mktemp("accelerate")
+    run_script("training/accelerate_world.py", str(out))
+    return [json.loads((out / f"accelerate-{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("case", "num_parameters"), [("recorded", 30), ("given", 30), ("all", 30), ("tied", 29)]
 )
-def test_accelerate_trains_every_parameter(accelerate_world: World, case: str, num_parameters: int) -> None:
-    ranks = accelerate_world.found("accelerate")
-    assert len(ranks) == 2
-    for each in ranks:
+def test_accelerate_trains_every_parameter(
+    accelerate_ranks: list[dict[str, Any]], case: str, num_parameters: int
+) -> None:
+    for each in accelerate_ranks:
         found = each[case]
-        assert found["places"] == [
-            num_parameters,
-            1,
-        ]  # what accelerate makes of an optimizer of a model on meta
+        # What accelerate makes of an optimizer of a model on meta.
+        assert found["places"] == [num_parameters, 1]
         assert found["parameters"] == found["state"] == num_parameters
         assert found["decay"] == ([0.01] if case == "all" else [0.1, 0.0])
         assert found["moved"]
@@ -192,8 +194,10 @@ def test_accelerate_trains_every_parameter(accelerate_world: World, case: str, n
 
 
 @pytest.mark.dist
-def test_finalize_refuses_an_optimizer_that_cannot_be_repaired(accelerate_world: World) -> None:
-    for each in accelerate_world.found("accelerate"):
+def test_finalize_refuses_an_optimizer_that_cannot_be_repaired(
+    accelerate_ranks: list[dict[str, Any]],
+) -> None:
+    for each in accelerate_ranks:
         error = each["unknown"]
         assert error["error"] == "UsageError"
         assert "29 of them are repeats" in error["message"]

@@ -1,48 +1,18 @@
-"""Two gloo ranks run real models in bf16 as `wrap` leaves them; `from_pretrained` in bf16 says what is right.
-
-    python precision_world.py OUT
-
-Every rank writes OUT/logits-<rank>.json: by model and dtype of the masters, what differs.
-"""
+"""Models that hand on fp32, or keep parameters in it, and run in half precision as `from_pretrained` says."""
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
-import shardkit
-from shardkit._torch import fsdp2_units
-from shardkit.keys.names import clean_name
-from shardkit.layout import traced
-from shardkit.training.diagnostics.diagnose import diagnose
-from shardkit.training.finalize import finalize
-from shardkit.training.prepare import prepare
-from shardkit.training.wrap import wrap
 from tests.training import models
-from tests.training.wrapping import full
-from tests.worlds.processes import end_world, fork, forked_trace, wait
 
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
-
-SIZE = 2
-Found = dict[str, Any]
 Inputs = dict[str, torch.Tensor]
 
 
@@ -223,15 +193,14 @@ KEPT: dict[str, Case] = {
     ),
 }
 
-PRESHARDED = ("hunyuan-moe", "deberta")
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def save(out: Path, case: Case) -> None:
     """Save a model in half precision, each value of it random; experts as the model has them, in one tensor."""
     config = case.config()
-    config.architectures, config.dtype = [case.class_name], _DTYPES[case.half]
-    model = getattr(transformers, case.class_name)._from_config(config, dtype=_DTYPES[case.half])
+    config.architectures, config.dtype = [case.class_name], DTYPES[case.half]
+    model = getattr(transformers, case.class_name)._from_config(config, dtype=DTYPES[case.half])
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -252,123 +221,9 @@ def halved(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def in_one_process(path: Path, case: Case) -> nn.Module:
-    dtype = _DTYPES[case.half]
+    dtype = DTYPES[case.half]
     model = getattr(transformers, case.class_name).from_pretrained(path, dtype=dtype).eval()
     if case.class_name == "DebertaForMaskedLM":  # its forward fails in half precision but with these rounded
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(dtype) if name.endswith(case.fp32) else parameter.data
     return model
-
-
-def compare(out: Path, mesh: DeviceMesh, name: str) -> Found:
-    """Compare logits with those of one process, for masters in bf16 and in fp32."""
-    case, inputs = CASES[name], CASES[name].inputs()
-    with torch.no_grad():
-        expected = logits(in_one_process(out / name, case), halved(inputs, torch.bfloat16))
-        found: Found = {"spread": float(expected.float().std())}
-        for dtype in case.masters:
-            context = prepare(out / name, out / name, dtype=dtype)
-            model = finalize(wrap(context.model, mesh), context).eval()
-            found[dtype] = float((logits(model, inputs).float() - expected.float()).abs().max())
-    return found
-
-
-def train(out: Path, mesh: DeviceMesh, name: str) -> Found:
-    """Compare logits and gradients of a model with parameters in fp32; each rank has a batch of its own."""
-    case = KEPT[name]
-    batches = [case.inputs(), case.inputs()]
-    if name != "blip2":
-        batches[1] = {key: x.flip(-1) for key, x in batches[1].items()}
-    plain = in_one_process(out / f"kept-{name}", case)
-    expected, mean = [], dict[str, torch.Tensor]()
-    for batch in batches:
-        plain.zero_grad()
-        expected.append(logits(plain, halved(batch, _DTYPES[case.half])))
-        expected[-1].float().pow(2).sum().backward()
-        for fqn, parameter in plain.named_parameters():
-            if parameter.grad is not None:
-                mean[fqn] = mean.get(fqn, 0) + parameter.grad.float() / len(batches)
-    found: Found = {}
-    sources = [(dtype, again, out / f"kept-{name}") for dtype in case.masters for again in (False, True)]
-    if (out / f"presharded-{name}").exists():
-        sources.append((case.half, False, out / f"presharded-{name}"))
-    for dtype, again, source in sources:
-        context = prepare(out / f"kept-{name}", source, dtype=dtype)
-        options = {
-            "mixed_precision": "bf16" if case.half == "bf16" else None,
-            "activation_checkpointing": again,
-        }
-        model = wrap(context.model, mesh, **options)
-        units = [unit.path for unit in diagnose(model).units]
-        ours = logits(finalize(model, context).train(again), batches[mesh.get_rank()])
-        ours.float().pow(2).sum().backward()
-        held = {clean_name(fqn): parameter for fqn, parameter in model.named_parameters()}
-        errors = {
-            fqn: float((full(held[fqn].grad).float() - gradient).abs().max())
-            for fqn, gradient in mean.items()
-        }
-        found[f"{dtype}{'-again' if again else ''}{'-presharded' if 'presharded' in source.name else ''}"] = {
-            "logits": float((ours.float() - expected[mesh.get_rank()].float()).abs().max()),
-            # Rounded twice at most: per rank, and as a mean. What is 0 but for rounding is held against the largest.
-            "gradients": max(error / float(mean[fqn].abs().max() + 1e-3) for fqn, error in errors.items()),
-            # A bias of keys changes no softmax: its gradient is nothing but rounding.
-            "kept": max(
-                error / float(mean[fqn].abs().max())
-                for fqn, error in errors.items()
-                if re.search("|".join(case.fp32), fqn) and not fqn.endswith("key.bias")
-            ),
-            "wide": sorted(fqn for fqn, parameter in held.items() if parameter.dtype == torch.float32),
-            "outside": sorted(fqn for fqn, parameter in held.items() if not isinstance(parameter, DTensor)),
-            "units": units,
-        }
-    right = getattr(transformers, case.class_name).from_pretrained(
-        out / f"kept-{name}", dtype=_DTYPES[case.half]
-    )
-    found["right"] = sorted(fqn for fqn, p in right.named_parameters() if p.dtype == torch.float32)
-    return found
-
-
-def policies(mesh: DeviceMesh) -> Found:
-    """Which units cast what they are given: by default, and where somebody says it."""
-
-    def casts(name: str, dtype: torch.dtype, **options: Any) -> Found:
-        model = wrap(models.reference(name, dtype=dtype), mesh, **options)
-        return {
-            path: next(fsdp2_units(module, is_root=not path)).mixed_precision.cast_forward_inputs
-            for path, module in model.named_modules()
-            if hasattr(module, "_get_fsdp_state")
-        }
-
-    own = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    return {
-        "bf16": casts("bert", torch.bfloat16),
-        "fp32": casts("bert", torch.float32),
-        "own": casts("bert", torch.float32, mixed_precision=own),
-    }
-
-
-def rank(out: Path, number: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=number, world_size=SIZE)
-    mesh = init_device_mesh("cpu", (SIZE,))
-    found: Found = {name: compare(out, mesh, name) for name in CASES}
-    found["kept"] = {name: train(out, mesh, name) for name in KEPT}
-    found["policies"] = policies(mesh)
-    (out / f"logits-{number}.json").write_text(json.dumps(found))
-    end_world()
-
-
-def main() -> None:
-    out = Path(sys.argv[1])
-    for name, case in CASES.items():
-        save(out / name, case)
-    for name, case in KEPT.items():
-        save(out / f"kept-{name}", case)
-    with mock.patch.object(traced, "_spawn", forked_trace):
-        for name in PRESHARDED:
-            kept, presharded = out / f"kept-{name}", out / f"presharded-{name}"
-            shardkit.preshard(str(kept), str(presharded), world_size=SIZE, dtype="bf16")
-    wait([fork(partial(rank, out, number)) for number in range(SIZE)])
-
-
-if __name__ == "__main__":
-    main()
