@@ -32,7 +32,7 @@ class Format:
     module: str
     """Below this package, imported when its turn comes; its `OPENERS` have an entry for `name`."""
     gate: tuple[str, ...]
-    """Such a directory has a name that matches one of these patterns; checking them first saves importing the module."""
+    """Such a directory, or a name in it, matches one of these patterns; checking them first saves importing the module."""
     what: str
     """What marks it, for people."""
     parts: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ _EXACT = (
     Format(
         name="accelerate",
         module="trainers.accelerate",
-        gate=("pytorch_model_fsdp_*", ".metadata", "__*.metadata"),
+        gate=("pytorch_model_fsdp_*",),
         what="pytorch_model_fsdp_0/ (accelerate, transformers Trainer)",
         is_dcp_alone=True,
     ),
@@ -303,7 +303,7 @@ def _look(path: str) -> tuple[Format | None, plain_dcp.Found | None]:
 
 
 def _matches(row: Format, path: str, names: frozenset[str]) -> bool:
-    return has_any(names, *row.gate) and _opener(row).matches(path)
+    return has_any(names | {own_name(path)}, *row.gate) and _opener(row).matches(path)
 
 
 def _opener(row: Format) -> Opener:

@@ -15,22 +15,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files.strict_json import open_regular, read_exactly, read_small, stamp_of
 from shardkit.formats.contract import Checkpoint, Opener, asset_directories, explained, inner, listing
-from shardkit.formats.contract.optimizer import (
-    GROUPS,
-    PARAMS,
-    STATE,
-    OptimizerState,
-    StateWriter,
-    Unmapped,
-    read_groups,
-)
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import DcpDirectory, as_checkpoint, open_metadata
 from shardkit.formats.dcp.metadata import join_fields
@@ -46,10 +37,12 @@ from shardkit.formats.dcp.vocabulary import (
     metadata_names,
     store_places,
 )
-from shardkit.formats.torchsave.file import TorchFile, open_torch_file
 from shardkit.formats.torchsave.record import StoredTensor, TensorRecord, parse_tensor, strided_file
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Global, Record, Vocabulary, parse_in_columns
+
+if TYPE_CHECKING:
+    from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 
 _META_TYPE = "bytecheckpoint.checkpointer.meta_type"
 _METADATA_FIELDS = frozenset(
@@ -100,15 +93,23 @@ def _state_in(path: str, name: str) -> str | None:
 
 def _open_optimizer(directory: str) -> OptimizerState | Unmapped:
     """Open the state by FQN that FSDP2 gives; its groups are one byte entry."""
+    # Here, because this module looks at every `.metadata`, and seldom opens one.
+    from shardkit.formats.contract.optimizer import GROUPS, PARAMS, STATE, StateWriter, Unmapped, read_groups
+    from shardkit.formats.torchsave.file import open_torch_file
+
     opened = open_bytecheckpoint_files(directory)
     catalog = opened.select(tuple(opened.catalog.tensors))
     paths = catalog.paths or {}
     odd = [name for name in catalog.tensors if len(paths.get(name, ())) != 3 or paths[name][0] != STATE]
     if odd:
         return Unmapped([_OPTIMIZER], f"its entries are no states of single parameters: {listed(odd)}")
-    file = _groups_record(opened)
-    groups = None if file is None else read_groups(file.name, file.tree)
-    if file is None or groups is None or not all(isinstance(group.get(PARAMS), list) for group in groups):
+    place = opened.objects.get(GROUPS)
+    groups = None
+    if place is not None:
+        source = opened.catalog.files[place.file]
+        file = open_torch_file(source.path, f"{_OPTIMIZER}/{source.name}", (place.start, place.nbytes))
+        groups = read_groups(file.name, file.tree)
+    if groups is None or not all(isinstance(group.get(PARAMS), list) for group in groups):
         return Unmapped([_OPTIMIZER], f"it has no {GROUPS}, which hold its settings")
     params = [[str(name) for name in group[PARAMS]] for group in groups]
     names = {str(path[1]) for path in paths.values()}
@@ -121,14 +122,6 @@ def _open_optimizer(directory: str) -> OptimizerState | Unmapped:
     writer.add_groups(groups, params)
     lost = [name for name in opened.objects if name != GROUPS]
     return writer.finish([f"not taken over from the optimizer: {listed(lost)}"] if lost else [])
-
-
-def _groups_record(opened: DcpDirectory) -> TorchFile | None:
-    place = opened.objects.get(GROUPS)
-    if place is None:
-        return None
-    source = opened.catalog.files[place.file]
-    return open_torch_file(source.path, f"{_OPTIMIZER}/{source.name}", (place.start, place.nbytes))
 
 
 def is_bytecheckpoint_metadata(directory: str) -> bool:
