@@ -24,15 +24,15 @@ def open(
     Args:
         source: a directory, a file that is a checkpoint, or one that belongs to it (`.metadata`, `meta.pt`); or the
             repo id of a Hub model. A path that exists is never looked up on the Hub.
-        format: where only one will do, or for the rare tie; None tells it from marker files.
+        format: the only format to open it as; None recognises the format by marker files.
         revision: branch, tag or commit of a repo id.
         variant: of a Hub model, e.g. "fp16" for `model.fp16.safetensors`; None takes the default weights.
-        headers_only: nothing but headers will be read, so that a repo's weights need not be brought here; see
+        headers_only: True if nothing but headers will be read: a repo's weights need not be downloaded then; see
             `hub.repo.fetch_model`.
 
     Raises:
-        UsageError: `format` is not the name of a format, or a revision of something local.
-        SourceError: nothing there, no checkpoint, or a damaged or incomplete one.
+        UsageError: `format` is not the name of a format, or `revision` is given for a local path.
+        SourceError: there is nothing, no checkpoint, or a damaged or incomplete one.
         IntegrityError, ResourceError: from opening it; no network.
     """
     from shardkit.formats.registry import open_checkpoint

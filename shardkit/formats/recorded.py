@@ -18,7 +18,7 @@ from shardkit.formats.registry import directory_of
 _SAFETENSORS = ".safetensors"
 _NEW_ONE = "shardkit manifest writes a new one"
 _WAYS_OUT = (
-    "use another copy of it; where you changed it on purpose, give a new manifest (shardkit manifest, "
+    "use another copy of it; if you changed it on purpose, give a new manifest (shardkit manifest, "
     "--source-manifest), or --check-source off"
 )
 
@@ -48,7 +48,7 @@ class SourceManifests:
             IntegrityError: naming all of them.
         """
         problems = [
-            f"{escape(name)}: its bytes have CRC-32 {crc:08x}, recorded is {recorded:08x}"
+            f"{escape(name)}: its bytes have CRC-32 {crc:08x}, the manifest records {recorded:08x}"
             for name, path, crc in copies
             if crc is not None and (recorded := self.crc_of(path)) not in (None, crc)
         ]
@@ -58,7 +58,7 @@ class SourceManifests:
 
 
 class _Row(NamedTuple):
-    """A range of a file's bytes and its CRC-32; 0 where none is known."""
+    """A range of a file's bytes and its CRC-32; 0 if none is known."""
 
     start: int
     stop: int
@@ -74,7 +74,7 @@ class _Read(NamedTuple):
 
 
 def add_checksums(catalog: Catalog, path: str) -> None:
-    """Give files that record no CRC-32 the checksums of their manifests, where there are any.
+    """Give files that record no CRC-32 the checksums of their manifests, if there are any.
 
     Args:
         catalog: of raw extents; its files get checksums.
@@ -104,7 +104,10 @@ def find_manifests(
         catalogs: of raw extents; their files get checksums.
         path: the source, a directory or a file.
         given: a manifest of the source that lies elsewhere; it is used instead, and must fit.
-        check_source: False looks for none.
+        check_source: False looks for no manifest.
+
+    Returns:
+        The manifests that were used, and why others were not.
 
     Raises:
         UsageError: `given` without `check_source`.
@@ -166,7 +169,7 @@ def _listed(read: _Read) -> dict[str, manifest.SavedFile]:
 
 
 def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
-    """Refuse a manifest from a person that is about other files."""
+    """Refuse a manifest that a person gave if it is about other files."""
     sizes, home = {path: file.size for path, file in _listed(read).items()}, storage.realpath(read.home)
     problems = dict[str, None]()
     for catalog in catalogs:
@@ -177,7 +180,7 @@ def _check_fits(read: _Read, catalogs: Iterable[Catalog]) -> None:
             if path not in sizes:
                 problems[f"{escape(file.name)}: it is not listed"] = None
             elif file.decode is None and sizes[path] != file.size:
-                problems[f"{escape(file.name)}: {file.size} bytes, listed are {sizes[path]}"] = None
+                problems[f"{escape(file.name)}: {file.size} bytes, the manifest lists {sizes[path]}"] = None
     if problems:
         raise SourceError(
             f"{escape(read.path)} is not a manifest of this source", problems=list(problems), hint=_NEW_ONE
@@ -216,7 +219,7 @@ def _check_headers(
         elif (said.dtype, said.shape) != (entry.dtype.name, entry.shape):
             found = f"{entry.dtype.name} {list(entry.shape)}"
             recorded = f"{said.dtype} {list(said.shape)}"
-            problems.append(f"{escape(fqn)}: {found}, recorded is {escape(recorded)}")
+            problems.append(f"{escape(fqn)}: {found}, the manifest records {escape(recorded)}")
     if problems:
         names = ", ".join(escape(file.name) for file in catalog.files[:3])
         raise IntegrityError(
@@ -227,14 +230,14 @@ def _check_headers(
 
 
 def _lacks(file: SourceFile) -> bool:
-    """True for a file that lies on disk as it is, and does not record the CRC-32 of every storage."""
+    """True for a file that is read as it lies on disk, and does not record the CRC-32 of every storage."""
     return file.decode is None and (file.checksums is None or 0 in file.checksums.crcs)
 
 
 def _add_checksums(
     catalog: Catalog, listed: Mapping[str, manifest.SavedFile], tensors: Mapping[str, manifest.Tensor]
 ) -> bool:
-    """Give files of a catalog that lack CRC-32s those of a manifest; True if it has any."""
+    """Give files of a catalog that lack CRC-32s those of a manifest; True if any were added."""
     lacking: dict[int, manifest.SavedFile] = {}
     for number, file in enumerate(catalog.files):
         if _lacks(file):
@@ -246,7 +249,7 @@ def _add_checksums(
     of_tensors, chunks = _tensor_rows(catalog, tensors, lacking)
     was_taken = False
     for number, entry in lacking.items():
-        rows = _Apart()
+        rows = _DisjointRows()
         held = catalog.files[number].checksums
         own = [] if held is None else list(map(_Row, held.starts, held.stops, held.crcs))
         rows.add(row for row in own if row.crc)
@@ -257,7 +260,7 @@ def _add_checksums(
             was_taken = True
             rows.add(row for row in own if not row.crc)
             rows.fill(chunks.get(number, ()))
-            rows.fill([_Row(0, catalog.files[number].size, 0)])  # so that all bytes that are read count
+            rows.fill([_Row(0, catalog.files[number].size, 0)])  # so that every byte read has a row
             checksums = Checksums.of((row.start, row.stop - row.start, row.crc) for row in rows.rows)
             catalog.files[number] = replace(catalog.files[number], checksums=checksums)
     return was_taken
@@ -274,7 +277,7 @@ def _extents(file: manifest.SavedFile) -> Iterator[_Row]:
 def _tensor_rows(
     catalog: Catalog, tensors: Mapping[str, manifest.Tensor], files: Mapping[int, object]
 ) -> tuple[dict[int, list[_Row]], dict[int, list[_Row]]]:
-    """Return, by file, the tensors of one chunk that have a CRC-32 in a manifest; and all chunks."""
+    """Return two dicts by file: tensors of one chunk that have a CRC-32 in a manifest, and all chunks."""
     table = catalog.chunks
     found: dict[int, list[_Row]] = {}
     chunks: dict[int, list[_Row]] = {}
@@ -295,7 +298,7 @@ def _tensor_rows(
     return found, chunks
 
 
-class _Apart:
+class _DisjointRows:
     """Rows of a file that do not overlap; the first to come stays."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Every format that shardkit opens: what marks it, which module opens it, and what it can do.
 
-A format is told from marker files, never from guesses. The order of the table avoids mistakes: exact markers first,
+A format is recognised by marker files, never guessed. The order of the table avoids mistakes: exact markers first,
 then the directories that trainers put around a checkpoint, then names that more than one writer uses.
 
 A new format is one module, with its `OPENERS`, and one row here.
@@ -30,19 +30,19 @@ class Format:
 
     name: str
     module: str
-    """Below this package, imported when its turn comes; its `OPENERS` have an entry for `name`."""
+    """Relative to this package; imported when its turn comes. Its `OPENERS` have an entry for `name`."""
     gate: tuple[str, ...]
-    """Such a directory, or a name in it, matches one of these patterns; checking them first saves importing the module."""
+    """Such a directory's name, or a name in it, matches one of these patterns; they save importing the module in vain."""
     what: str
     """What marks it, for people."""
     parts: tuple[str, ...] = ()
-    """Patterns of files that stand for the directory that they lie in."""
+    """Patterns of files that stand for the directory around them."""
     is_sharded: bool = True
-    """A training saved it, rank by rank; a Hub model or a file of `torch.save` may be anything."""
+    """A training saved it, rank by rank. False for a Hub model or a file of `torch.save`: it may come from anywhere."""
     is_trainers: bool = True
-    """Its markers are one trainer's own; others are names that more than one writer uses."""
+    """Its markers belong to one trainer. False if more than one writer uses their names."""
     is_dcp_alone: bool = False
-    """Nothing but its DCP directories is opened: where these are whole, it is."""
+    """Nothing but its DCP directories is opened: it is complete if they are."""
     is_torch_metadata: bool = True
     """A `.metadata` in it is the one that torch's DCP writes."""
     keeps_folders: bool = True
@@ -172,10 +172,10 @@ _OTHERS = (
 
 
 def recognise(path: str) -> Format | None:
-    """Return the format of a checkpoint, told from marker files alone; None if it is none.
+    """Return the format of a checkpoint, recognised by marker files alone; None if the path is no checkpoint.
 
-    A directory that a trainer puts around a checkpoint has the trainer's format, such as "olmo-core" or "skyrl":
-    that of what lies inside, under another name.
+    A directory that a trainer puts around a checkpoint has the format of the checkpoint inside, under the trainer's
+    name, such as "olmo-core" or "skyrl".
 
     Args:
         path: a directory, or a file that is a checkpoint or stands for one.
@@ -191,7 +191,7 @@ def recognise(path: str) -> Format | None:
 
 
 def format_of(path: str) -> str | None:
-    """Return the name of a checkpoint's format, as `recognise` tells it; None if it is none."""
+    """Return the name of the format that `recognise` finds; None if the path is no checkpoint."""
     found = recognise(path)
     return None if found is None else found.name
 
@@ -204,7 +204,7 @@ def open_checkpoint(
     variant: str | None = None,
     headers_only: bool = False,
 ) -> Checkpoint:
-    """Open a checkpoint; `shardkit.formats.open` is this."""
+    """Open a checkpoint, as `shardkit.formats.open` describes."""
     if format is not None and format not in _FORMATS:
         raise UsageError(
             f"unknown format {escape(format)!r}{suggestion(format, _FORMATS)}",
@@ -230,10 +230,8 @@ def open_checkpoint(
 
 def _open_hub(source: str, *, revision: str | None, variant: str | None, headers_only: bool) -> Checkpoint:
     """Open a Hub model from wherever it is; a path that exists is never looked up on the Hub."""
-    from shardkit.formats.hub.directory import (  # here, as other formats need none of it
-        as_checkpoint,
-        open_model,
-    )
+    # Here, as other formats need none of it.
+    from shardkit.formats.hub.directory import as_checkpoint, open_model
     from shardkit.formats.hub.repo import fetch_model, looks_like_repo_id
 
     if storage.lexists(source):
@@ -273,7 +271,7 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 
 def directory_of(path: str) -> str:
-    """Return the directory that a file stands for; any other path as it is."""
+    """Return the directory that a file stands for; any other path unchanged."""
     if storage.isdir(path) or not has_any((os.path.basename(path),), *_PARTS):
         return path
     return os.path.dirname(path) or os.curdir

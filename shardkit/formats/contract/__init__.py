@@ -1,6 +1,6 @@
-"""What a checkpoint of any format opens to, and what every opener asks of a directory and of names.
+"""What a checkpoint of any format opens to, and what every opener asks about a directory and about names.
 
-The questions never raise for what a directory holds: they are asked before anything is known.
+The functions that ask never raise because of what a directory holds: they run before anything is known about it.
 
 Internal: import from `shardkit`.
 """
@@ -38,8 +38,8 @@ class HubModel:
     """A model as the Hub lays it out, opened."""
 
     catalog: Catalog
-    """Tensors in the index's order; without an index in the file's: by bytes in a safetensors file, by
-    entries in a legacy one."""
+    """Tensors in the order of the index; without an index, by their bytes in a safetensors file, or by the entries of a
+    legacy one."""
     config: dict[str, object] | None
     """config.json, None if there is none."""
     directory: str
@@ -123,8 +123,8 @@ class Checkpoint:
     refused_weights: Mapping[str, str] = field(default_factory=dict)
     """Kinds of weights that are there but cannot be recovered, with the reason, e.g. {"ema": "..."}."""
     optimizer: Callable[[], OptimizerState | Unmapped] | None = None
-    """Open the optimizer's state where it lies in files or entries of its own. None if there is none, or where the
-    catalog has it.
+    """Open the optimizer's state if it lies in files or entries of its own. None if there is none, or if the catalog
+    holds it.
 
     Raises:
         SourceError, IntegrityError, ResourceError: as opening does.
@@ -139,14 +139,14 @@ class Checkpoint:
     """What a person should be told."""
 
     def opened_at(self, directory: str) -> DcpFolder | None:
-        """Return the DCP directory at a path where it is the one that was opened: nobody parses it again."""
+        """Return the opened DCP directory if it is the one at a path, so that nobody parses it again; else None."""
         if self.dcp is None or not _is_same(self.dcp.catalog.directory, directory):
             return None
         return self.dcp
 
 
 class Opener(NamedTuple):
-    """How a format is told and opened."""
+    """How a format is recognised and opened."""
 
     matches: Callable[[str], bool]
     """True for a path that has the format. Never raises."""
@@ -159,7 +159,7 @@ def _is_same(one: str, other: str) -> bool:
 
 
 def listing(path: str) -> frozenset[str]:
-    """Return the names in a directory; none where it cannot be listed."""
+    """Return the names in a directory; none if it cannot be listed."""
     try:
         return frozenset(storage.listdir(path))
     except (OSError, ValueError):  # ValueError: a NUL in the path
@@ -236,10 +236,10 @@ def has_model_config(path: str) -> bool:
 
 
 def heads_of(catalog: Catalog, num_steps: int) -> dict[tuple[str | int, ...], None]:
-    """Return the distinct first steps of all names, in the order of the source.
+    """Return the distinct first `num_steps` steps of all names, in the order of the source.
 
-    Steps are those of the state dict that was saved where the checkpoint records them, else the parts between the dots
-    of a name. A name with fewer steps is returned whole.
+    The steps are the keys of the state dict that was saved, if the checkpoint records them; else the parts of a name
+    between its dots. A name with fewer steps is returned whole.
     """
     if catalog.paths is not None:
         return dict.fromkeys(path[:num_steps] for path in catalog.paths.values())

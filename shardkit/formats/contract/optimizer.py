@@ -1,9 +1,9 @@
-"""The optimizer's state of a checkpoint of another format than DCP, in the form that torch's DCP recipes use.
+"""The optimizer's state of a checkpoint that is not DCP, in the form that torch's DCP recipes use.
 
     state.<fqn>.exp_avg, state.<fqn>.step, ...      tensors
     param_groups.<number>.lr, ...                   byte entries, one for each setting
 
-`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns this; `dcp.save` flattens it so.
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns it nested; `dcp.save` makes these flat names.
 
 Where each rank saved a file of its own, `Agreement` compares them: all ranks count the same steps. The files
 of two saves in one directory fit each other by name, shape and place, but training would go on with moments
@@ -129,10 +129,13 @@ class StateWriter:
         self._objects.append(self._add_bytes(path, "uint8", (len(data),), data))
 
     def add_count(self, path: Path, value: float) -> None:
-        """Add a number as the tensor in which torch's optimizers count their steps: float32, without dims."""
+        """Add a number as torch's optimizers store their step count: a float32 tensor without dims.
+
+        One that is too large, or NaN, is left out, and a note names it.
+        """
         if abs(value) <= _MAX_COUNT:
             self._add_bytes(path, "float32", (), struct.pack("<f", value))
-        else:  # or not a number
+        else:  # too large, or NaN
             self._dropped.append(path_name(path))
 
     def add_groups(self, groups: Sequence[Group], params: Sequence[Sequence[str]]) -> None:
@@ -157,7 +160,7 @@ class StateWriter:
             self.add_object((GROUPS, number, PARAMS), list(names))
 
     def finish(self, notes: Iterable[str] = (), *, has_boxes: bool = True) -> OptimizerState:
-        """Return the state."""
+        """Return the state, with `notes` and a note about what was left out."""
         return OptimizerState(
             catalog=self._catalog,
             objects=tuple(self._objects),
@@ -194,7 +197,7 @@ class StateWriter:
 
     def _add_bytes(self, path: Path, dtype: str, shape: tuple[int, ...], data: bytes) -> str:
         file = self._files.get(data)
-        if file is None:  # equal ones share a file: all parameters usually have the same count
+        if file is None:  # equal entries share a file: all parameters usually have the same count
             made = SourceFile(
                 name=f"{self._source.name}:{path_name(path)}",
                 path=self._source.path,
@@ -216,7 +219,7 @@ class StateWriter:
 
 
 class Agreement:
-    """Compares the files of all ranks with the first one, and keeps only what that one says."""
+    """Compares the file of each rank with the first one; keeps the values of the first one only."""
 
     def __init__(self) -> None:
         self._first: str | None = None
@@ -231,7 +234,7 @@ class Agreement:
 
         Args:
             name: of the file.
-            states: the leaves of each parameter, or of each flat tensor.
+            states: by parameter or flat tensor, its leaves.
             groups: as `optimizer.state_dict()` has them; None if they were not saved.
         """
         counts = {
@@ -260,14 +263,17 @@ class Agreement:
             number = len(self._problems)
             raise IntegrityError(
                 f"{count(number, 'file')} of the optimizer {'is' if number == 1 else 'are'} "
-                "of another save than the first rank's",
+                "from another save than the first rank's",
                 problems=self._problems,
                 hint="use another copy of the checkpoint, with the files of all ranks from one save",
             )
 
 
 def count_of(value: object) -> object | None:
-    """Return a count in a form that can be compared: the number, or the CRC-32 of a tensor's only element."""
+    """Return a count in a form that can be compared: the number's text, or the dtype and CRC-32 of a scalar tensor.
+
+    None if it is neither, or if no CRC-32 is recorded.
+    """
     if type(value) in (int, float):
         return repr(value)
     if not isinstance(value, TensorRef) or value.shape or value.nbytes != value.data_nbytes:

@@ -181,7 +181,7 @@ def test_names_that_are_not_the_models_are_told(tmp_path: Path, names: list[str]
     ],
 )
 def test_files_of_two_saves_are_refused(tmp_path: Path, other: dict[str, Any], reason: str) -> None:
-    with pytest.raises(IntegrityError, match="of another save") as caught:
+    with pytest.raises(IntegrityError, match="from another save") as caught:
         opened(tmp_path, numbered_state(), numbered_state(), other)
     assert caught.value.problems == (f"optim_2.pt: not as in optim_0.pt: {reason}",)
 
@@ -211,7 +211,7 @@ def test_flat_parameters_in_groups_of_their_own_order_are_refused(tmp_path: Path
 def test_flat_parameters_of_two_saves_are_refused(tmp_path: Path) -> None:
     other = flat_state(12)
     other["state"][0]["step"] += 1
-    with pytest.raises(IntegrityError, match="of another save"):
+    with pytest.raises(IntegrityError, match="from another save"):
         opened(tmp_path, flat_state(12), other)
 
 
