@@ -48,8 +48,8 @@ _WEIGHTS = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data"),
     *("*.h5", "*.msgpack", "*.npz", "*.npy", "*.ot", "*.tflite", "*.nemo", "*.pkl", "*.pickle", "*.distcp"),
 )
-# Names that surely hold no weights. A list of everything that may hold some would never be complete, so every other
-# file that is not carried along is named.
+# Files that surely hold no weights. A list of all that may hold some would never be complete, so every other file that
+# is not carried along is reported.
 _NO_WEIGHTS = tuple(
     """
     *.json *.jsonl *.txt *.md *.rst *.yaml *.yml *.toml *.cfg *.ini *.conf *.py *.pyc *.pyi *.sh *.js
@@ -99,7 +99,7 @@ def asset_patterns() -> tuple[str, ...]:
 
 
 def is_weights(name: str) -> bool:
-    """True for the name of a file that holds weights, in any of the forms that lie on the Hub."""
+    """True for the name of a file that holds weights, in any form that is found on the Hub."""
     return _matches(name, _WEIGHTS)
 
 
@@ -143,7 +143,7 @@ def module_folders(directory: str) -> list[str]:
 
 
 def _json(directory: str, name: str, kind: type) -> Any:
-    """Return what a small JSON file holds, or an empty one of that kind."""
+    """Return what a small JSON file holds; an empty `kind` if it cannot be read or holds something else."""
     if not storage.lexists(os.path.join(directory, name)):
         return kind()
     try:
@@ -191,7 +191,7 @@ def list_weights(directory: str) -> list[str]:
 
 
 def list_around(directory: str) -> list[tuple[str, str]]:
-    """Return (name, what it is) of weights in the directory above, where that one has this as a module.
+    """Return (name, what it is) of weights in the directory above if this one is a module of it.
 
     Raises:
         SourceError: as for `modules`, of the directory above.

@@ -1,7 +1,7 @@
 """The model that a checkpoint was trained from: its config, its files, and its tensors' names, shapes and dtypes.
 
-Of its weights, only whether two names hold the same ones matters. A person names it with --base, or the trainer put
-it into the checkpoint.
+Its weights matter in one way only: whether two names hold the same bytes. A person names the base with --base, or the
+trainer put it into the checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Base:
     """A base, opened."""
 
     label: str
-    """As it was given; its name in the checkpoint where it was found there."""
+    """As it was given; its directory's name if it was found in the checkpoint."""
     directory: str
     """Where its files lie."""
     config: dict[str, object] | None
@@ -52,7 +52,7 @@ class Base:
     tensors: Mapping[str, BaseTensor] | None
     """By name, in the order of its files; None if it has no weights whose headers could be read."""
     catalog: Catalog | None = None
-    """Of its weights, where they lie on this machine."""
+    """Of its weights; None if they are not on this machine, or were not opened."""
     assets: Mapping[str, str]
     """Files beside the weights: name -> path. Those of modules hold weights too."""
     left_out: tuple[tuple[str, str], ...] = ()
@@ -87,7 +87,7 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
         revision: branch, tag or commit of a repo id.
 
     Raises:
-        UsageError: a revision of something local.
+        UsageError: `revision` is given for a local path.
         SourceError: neither a path nor a repo id; no config there; damaged headers.
         ResourceError: no network, or files that may not be read.
     """
@@ -96,9 +96,8 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
             try:
                 return _fetch(base, revision)
             except ShardkitError as error:
-                if (
-                    "/" not in base
-                ):  # only a few old models have such names, and misspelt directories often do
+                # Only a few old models have such names, and misspelt directories often do.
+                if "/" not in base:
                     error.hint = (
                         f"there is no directory {escape(base)} here; if a repo is meant: {error.hint}"
                     )
@@ -136,7 +135,7 @@ def saved_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...] | None:
 
 
 def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
-    """Return the rules that give the Hub's names of what preshard wrote; none where it kept them.
+    """Return the rules from preshard's names to the Hub's; empty if it kept the names, or if `saved_key_rules` has them.
 
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
@@ -148,7 +147,7 @@ def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
 
 
 def source_key_rules(found: manifest.Presharded) -> tuple[KeyRule, ...] | None:
-    """Return the rules from the model's names to the source's where preshard renamed; None if they are the same."""
+    """Return the rules from the model's names to the source's; None if preshard kept the names."""
     return find_rules({fqn: tensor.source.name for fqn, tensor in found.tensors.items()}) or None
 
 
@@ -204,7 +203,7 @@ def _describe(
 
 
 def _no_config(label: str, directory: str) -> SourceError:
-    """Return the error for a directory without a config; a sentence-transformers model has it in a module's."""
+    """Return the error for a directory without a config; a sentence-transformers model has it in a module's directory."""
     parts = [folder for folder in module_folders(directory) if read_config(os.path.join(directory, folder))]
     models = [part for part in parts if _has_weights(os.path.join(directory, part), legacy=True)]
     models = [part for part in models if has_model_config(os.path.join(directory, part))]

@@ -105,8 +105,7 @@ def open_weights(
         directory: where they lie.
         weights: from `select_weights` or `select_file`.
         chosen_by_hand: a person named the single file, so it may be a link to anywhere.
-        elsewhere: names of safetensors files that are not on this machine, and what gives the header of each. The
-            catalog says where they would lie.
+        elsewhere: safetensors files that are not on this machine. The catalog says where they would lie.
 
     Raises:
         SourceError: a damaged file, an index that its files contradict.
@@ -139,7 +138,7 @@ def open_weights(
 def weight_files(
     directory: str, weights: Weights, *, chosen_by_hand: bool = False
 ) -> tuple[tuple[str, ...], Index | None]:
-    """Return the names of the weight files, and the index that lists them where there is one.
+    """Return the names of the weight files, and the index that lists them, if there is one.
 
     Raises:
         SourceError: a damaged or unsafe index, or a weight file beside it that the index does not list.
@@ -280,7 +279,7 @@ def _check_index(index: Index, contents: dict[str, Content], index_name: str) ->
     SourceError.raise_for(
         problems,
         f"{escape(index_name)} and its files disagree in {count(len(problems), 'place')}",
-        hint="index and files are not of one version: download all of them again",
+        hint="the index and the files are of different versions: download all of them again",
     )
 
 
@@ -347,7 +346,7 @@ def _notes(
 
 
 def _label(directory: str) -> str:
-    """Return a directory's own name; that of the repo for a commit in the Hub's cache."""
+    """Return a directory's own name; the repo's name for a commit in the Hub's cache."""
     path = os.path.abspath(directory)
     top, snapshots = os.path.split(os.path.dirname(path))
     repo = os.path.basename(top)
@@ -357,7 +356,12 @@ def _label(directory: str) -> str:
 
 
 def read_config(directory: str) -> dict[str, object] | None:
-    """Return config.json as transformers reads it: Infinity is allowed there, and written."""
+    """Return config.json; None if there is none. Infinity is allowed, as transformers writes it too.
+
+    Raises:
+        SourceError: no JSON object, or a link that leaves the directory.
+        ResourceError: it may not be read.
+    """
     path = os.path.join(directory, "config.json")
     if not storage.lexists(path):
         return None

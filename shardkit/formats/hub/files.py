@@ -1,11 +1,11 @@
-"""The weights of a Hub model, told from file names alone. Pure: no I/O.
+"""The weights of a Hub model, recognised by file names alone. Pure: no I/O.
 
     1. model.safetensors, or model.safetensors.index.json and the files that it lists
     2. the only other *.safetensors.index.json
     3. pytorch_model.bin, or pytorch_model.bin.index.json and the files that it lists
     4. the only variant: model.<variant>.safetensors, its index, or either of pytorch_model
 
-A variant, where one is asked for, replaces all four. Nothing else counts as the model's weights: adapters, optimizers
+If a variant is asked for, it replaces all four. Nothing else counts as the model's weights: adapters, optimizers
 and originals (`consolidated*`) often lie beside it.
 
 Source: transformers 5.23, modeling_utils._get_resolved_checkpoint_files and _add_variant.
@@ -92,7 +92,7 @@ class Weights:
     single: str | None
     """The only weight file. With an index: a file beside it, which the index must list."""
     notes: tuple[str, ...] = ()
-    """What was chosen among several."""
+    """What a person should be told about the choice."""
 
 
 def select_weights(names: Collection[str], label: str, *, variant: str | None = None) -> Weights:
@@ -101,10 +101,10 @@ def select_weights(names: Collection[str], label: str, *, variant: str | None = 
     Args:
         names: the file names of a directory or repo, top level.
         label: how to call it in messages.
-        variant: e.g. "fp16"; None takes the default weights, or the only variant where there are none.
+        variant: e.g. "fp16"; None takes the default weights, or the only variant if there are none.
 
     Raises:
-        SourceError: none, or more than one, is there to choose; says what was found.
+        SourceError: there are no weights, or more than one set; it says what was found.
     """
     _refuse_sharded(names, label)
     if variant is not None:
@@ -120,7 +120,7 @@ def select_file(name: str) -> Weights:
     """Return the weights that a person named by one file: a weight file or an index.
 
     Raises:
-        SourceError: neither, by its name.
+        SourceError: by its name it is neither.
     """
     shard = f"{escape(name)} is one shard of a larger model: what the others hold is missing"
     notes = (shard,) if _SHARD.search(name) else ()

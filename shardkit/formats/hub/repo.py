@@ -1,8 +1,8 @@
 """Models on the Hub: fetching the files that are needed, all of one commit, or their headers alone; and uploading.
 
 All traffic goes through huggingface_hub, with its session, cache, token, retries, progress bars and environment
-(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). The header of a safetensors file comes by two HTTP range requests;
-huggingface_hub's own `parse_safetensors_file_metadata` reads the whole file where a server ignores ranges, and checks
+(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). The header of a safetensors file takes two HTTP range requests.
+huggingface_hub's own `parse_safetensors_file_metadata` reads the whole file if a server ignores ranges, and checks
 little.
 """
 
@@ -62,8 +62,8 @@ def fetch_model(
         repo_id: `organisation/name`.
         revision: branch, tag or commit; None is the default branch.
         variant: as for `open_model`.
-        headers_only: download no safetensors file: read only the headers of those that are not in the cache. Legacy
-            files have no header that could be read by itself; they are downloaded.
+        headers_only: download no safetensors file; read only the headers of those that are not in the cache. Legacy
+            files have no header that could be read by itself: they are downloaded.
 
     Returns:
         Model whose identity has the repo and the commit; every file is of that commit.
@@ -92,7 +92,7 @@ def fetch_model(
 def _weight_files(
     repo_id: str, commit: str, folder: str, weights: Weights
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Bring the index here; return the names of the weight files, and of those that are not in the cache."""
+    """Download the index; return the names of the weight files, and of those that are not in the cache."""
     if weights.index:
         _download(repo_id, commit, _literal([weights.index]))
     names, _ = weight_files(folder, weights)
@@ -161,9 +161,9 @@ class RepoFile(NamedTuple):
     size: int
     """Bytes."""
     git_id: str
-    """Git id of what the repo's history holds; that is the file itself where `sha256` is None."""
+    """Git id of what the repo's history holds: the file itself if `sha256` is None, else a pointer to it."""
     sha256: str | None
-    """Of the file, in hex, where it lies outside git (LFS, Xet)."""
+    """Of the file, in hex, if it lies outside git (LFS, Xet); else None."""
 
 
 def list_repo(repo_id: str, *, revision: str | None = None) -> tuple[str, dict[str, RepoFile]]:
@@ -206,7 +206,11 @@ def _literal(names: Iterable[str]) -> list[str]:
 
 
 def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tuple[Weights, list[str]]:
-    """Choose the weights among the repo's files, or the cached ones where the Hub does not answer; return both."""
+    """Choose the weights among the repo's files, or the cached ones if the Hub does not answer.
+
+    Returns:
+        The weights, and the names of the files among which they were chosen.
+    """
     from huggingface_hub import list_repo_files
 
     try:
@@ -316,7 +320,7 @@ def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeade
         name: of the file in the repo.
 
     Raises:
-        SourceError: any rule of the format is broken; the size is the one that the server tells.
+        SourceError: a rule of the format is broken, going by the file size that the server tells.
         ResourceError: the server's answer makes no sense.
         Exception: from huggingface_hub and its HTTP client.
     """
@@ -336,7 +340,7 @@ def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeade
 
 
 def _get(url: str, start: int, stop: int, name: str) -> _Answer:
-    """Return bytes `start` to `stop` of a file; none of an empty one."""
+    """Return bytes `start` to `stop` of a file; none if it is empty."""
     with _stream(url, f"bytes={start}-{stop - 1}") as (response, pieces):
         try:
             return _read(response, pieces, start, stop, name)
@@ -363,7 +367,7 @@ def _read(response: _Response, pieces: Iterable[bytes], start: int, stop: int, n
 
 
 def _take(pieces: Iterable[bytes], nbytes: int) -> bytes:
-    """Return the first bytes of a body; reads little more."""
+    """Return the first bytes of a body, reading little more."""
     body = bytearray()
     for piece in pieces:
         body += piece
@@ -384,7 +388,7 @@ def _stream(url: str, byte_range: str) -> Iterator[tuple[_Response, Iterable[byt
     from huggingface_hub import utils as installed
 
     utils: Any = installed  # it exports its functions without saying so, and others in other versions
-    # Compression would hide the size, and nothing of a header is worth it.
+    # Compression would hide the size, and a header would gain little from it.
     headers = {**utils.build_hf_headers(), "Range": byte_range, "Accept-Encoding": "identity"}
     options: dict[str, Any] = {
         "headers": headers,
@@ -435,9 +439,9 @@ def push(directory: str, repo_id: str, *, private: bool, branch: str | None) -> 
 
     Args:
         directory: complete and checked.
-        repo_id: created where it does not exist.
+        repo_id: created if it does not exist.
         private: whether a new repo is private.
-        branch: created where it does not exist; None is the default one.
+        branch: created if it does not exist; None is the default one.
 
     Raises:
         ResourceError: the Hub refuses, or cannot be reached; the directory stays as it is.

@@ -7,7 +7,7 @@
 A header that is read describes every byte of its file exactly once. An output's tensors are divided over files as
 transformers and huggingface_hub divide them: in order, each into the current file until that would become too large; a
 tensor larger than the limit gets a file of its own. Within a file wider elements come first, so that each tensor starts
-at a multiple of its element: readers make views of the bytes as they lie.
+at a multiple of its element size: readers make views of the bytes as they lie.
 
 Source: the safetensors README, section "Format"; safetensors 0.8, safetensors/src/tensor.rs, also `prepare`;
 huggingface_hub 2.4, serialization/_base.py, split_state_dict_into_shards_factory.
@@ -69,7 +69,7 @@ class SafetensorsHeader:
     tensors: tuple[StoredTensor, ...]
     """In the order of their bytes in the file."""
     metadata: dict[str, str]
-    """`__metadata__`, empty where there is none."""
+    """`__metadata__`, empty if there is none."""
     size: int
     """Bytes of the whole file."""
     crc32: int
@@ -105,7 +105,7 @@ def text_length(start: bytes, size: int, name: str) -> int:
     """Return the bytes of a header's text.
 
     Args:
-        start: the file's first LENGTH_BYTES, fewer where it has no more.
+        start: the file's first LENGTH_BYTES, fewer if it has no more.
         size: bytes of the whole file.
         name: how to call it in messages.
 
@@ -310,7 +310,7 @@ class OutputTensor(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """The header before a file's first tensor; nothing stands around the others."""
+    """The bytes around a piece: the header before a file's first, none around the others."""
 
     prefix: bytes
     prefix_crc: int
