@@ -62,7 +62,7 @@ class BinTensor(NamedTuple):
     start: int | None
     """First byte in the file, None if the bytes do not lie there as they are."""
     decode: Callable[[OnRead], memoryview] | None
-    """Without a start, returns the bytes: read-only, row-major, contiguous, little-endian."""
+    """Returns the bytes if there is no `start`: read-only, row-major, contiguous, little-endian. Else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class BinFile:
     size: int
     """Bytes of the file."""
     crc32: int
-    """Of the zip's names, sizes and checksums; of the whole file where it is no zip."""
+    """Of the zip's names, sizes and checksums; of the whole file if it is no zip."""
     notes: tuple[str, ...]
     """What a person should be told."""
     stamp: FileStamp
@@ -163,7 +163,7 @@ def _refusal(error: Exception, name: str) -> SourceError:
     if found:
         return SourceError(
             f"{escape(name)}: holds more than tensors: its pickle asks for {found[1]}, which is never run",
-            hint="ask the authors for safetensors, or convert the file where you trust it",
+            hint="ask the authors for safetensors, or convert the file if you trust it",
         )
     lines = str(error).splitlines() or [type(error).__name__]
     reason = "not a pickled state dict" if "eights only load" in lines[0] else lines[0].partition(". ")[0]
@@ -173,7 +173,7 @@ def _refusal(error: Exception, name: str) -> SourceError:
 def _mappings(stamp: FileStamp) -> _Mappings:
     """Return (first address, end, first byte in the file) of every mapping of a file in this process.
 
-    Empty where the system has no such list; tensors are then decoded.
+    Empty if the system has no such list; tensors are then decoded.
 
     Source: man 5 proc, /proc/pid/maps.
     """
@@ -253,7 +253,7 @@ def _in_file(address: int, nbytes: int, mappings: _Mappings) -> int | None:
 def _row_major_bytes(
     tensor: torch.Tensor, path: str, mappings: _Mappings, on_read: OnRead = lambda *_: None
 ) -> memoryview:
-    """Return a tensor's bytes; copy them only where they are not row-major already."""
+    """Return a tensor's bytes; copy them only if they are not row-major already."""
     import torch
 
     if tensor.numel() == 0:
@@ -273,7 +273,7 @@ def screen(pickle: bytes, storages: Mapping[str, Entry], where: str) -> tuple[st
 
     Args:
         pickle: `data.pkl`, the whole of it.
-        storages: by key, where the file has them.
+        storages: by key, where they lie in the file.
         where: what to call it in messages, escaped.
 
     Raises:
@@ -296,14 +296,14 @@ def screen(pickle: bytes, storages: Mapping[str, Entry], where: str) -> tuple[st
 
 
 class _PlainPickle(Inert):
-    """Refuses keys whose hash a file could choose, or that take for ever to hash: torch hashes what is a key here."""
+    """Refuses keys whose hash a file could choose, or that take forever to hash: torch will hash them."""
 
     def set_items(self, items: list[Any]) -> None:
         _check_keys(items[::2])
         super().set_items(items)
 
     def push_set(self, items: list[Any]) -> None:
-        raise Refusal("a set as no file of torch.save spells it")
+        raise Refusal("a set in a form that torch.save never writes")
 
 
 def _check_keys(keys: list[Any]) -> None:

@@ -1,7 +1,7 @@
 """Open a file of `torch.save` without torch: what it holds, and where the bytes of its tensors lie.
 
 The pickle inside is interpreted, never executed, and no tensor data is read. A tensor becomes a `TensorRef`,
-or a `DistributedRef` where it is one rank's part of a larger one. Everything else that is not plain data
+or a `DistributedRef` if it is one rank's part of a larger one. Everything else that is not plain data
 becomes an `Opaque`.
 
 The part of a DTensor is placed by arithmetic on its placements and the rank's position in the mesh, both of
@@ -37,7 +37,7 @@ from shardkit.pickles.policies import Fields, Inert, Maker, Opaque
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _MAX_ENTRIES = 1 << 18
 _MAX_PICKLE = 1 << 25
-_SAVE_AGAIN = "load it with torch where you trust it, and save it again with torch 1.6 or later"
+_SAVE_AGAIN = "if you trust it, load it with torch, and save it again with torch 1.6 or later"
 _ANOTHER_COPY = "the file is cut short or damaged: use another copy"
 _MAX_ELEMENTS = 1 << 62
 _REBUILDS = "_rebuild_"
@@ -106,7 +106,7 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
             entries = read_directory(reader, lambda entry: True, max_entries=_MAX_ENTRIES)
             if "data.pkl" not in entries or "constants.pkl" in entries:
                 reader.refuse(
-                    "a zip, but none of torch.save: no data.pkl is in it, or it is a TorchScript program"
+                    "a zip, but not one of torch.save: no data.pkl is in it, or it is a TorchScript program"
                 )
             order = reader.content("byteorder", entries["byteorder"]) if "byteorder" in entries else b"little"
             if order != b"little":
@@ -136,7 +136,7 @@ def _check_magic(magic: bytes, size: int, where: str) -> None:
         raise SourceError(f"{where}: the file is empty", hint=_ANOTHER_COPY)
     if magic.startswith(_PICKLE):
         raise SourceError(
-            f"{where}: a pickle that is not in a zip: the format from before torch 1.6, or not of torch",
+            f"{where}: a pickle that is not in a zip: the format from before torch 1.6, or not torch's",
             hint=_SAVE_AGAIN,
         )
     raise SourceError(f"{where}: not a file of torch.save (it is no zip)", hint=_SAVE_AGAIN)
@@ -204,7 +204,7 @@ class DistributedRef:
     shape: Shape
     """Of the whole tensor."""
     parts: tuple[Part, ...]
-    """Empty where the rank holds nothing of it."""
+    """Empty if the rank holds nothing of it."""
     problem: str | None = None
     """Why the parts cannot be placed."""
 
@@ -226,7 +226,7 @@ class _StorageClass(Opaque):
 
 
 class _Storage(Opaque):
-    """A storage of the file; None for one that has no bytes in it, as on the meta device."""
+    """A storage of the file; its `entry` is None if the file has no bytes of it, as for the meta device."""
 
     __slots__ = ("dtype", "entry", "key")
 
@@ -365,7 +365,7 @@ def _dtensor(made: Fields) -> object:
 
 
 def _dtensor_region(shape: Shape, spec: Fields) -> Region | None:
-    """Return the region that a rank holds, None if it is not in the mesh.
+    """Return the region that a rank holds; None if the rank is not in the mesh.
 
     Raises:
         ValueError: something is missing or not understood; says what.

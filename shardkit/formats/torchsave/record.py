@@ -1,4 +1,4 @@
-"""Read the description of one `torch.save` record: where its tensor's bytes lie, and as what.
+"""Read the description of one `torch.save` record: its tensor's dtype and shape, and where the bytes lie.
 
 A record is a zip with stored entries, somewhere inside a `.distcp`. Only its directory and the small entries
 are read (two `pread` calls for the records that torch writes). The tensor is read only to check its CRC-32.
@@ -106,12 +106,12 @@ def read_entries(
     Args:
         pread: (first byte, most bytes) -> bytes; fewer only at the end.
         offset: the record's first byte.
-        length: its bytes.
+        length: bytes of the record.
         where: what to call the file in messages, escaped.
-        check_crc: also read the data and compare its CRC-32, where one was recorded.
+        check_crc: also read the data and compare its CRC-32, if one was recorded.
 
     Raises:
-        SourceError: damaged, cut short, or a tensor that raw bytes alone do not give.
+        SourceError: damaged, cut short, or a tensor whose raw bytes alone are not its values.
         IntegrityError: an entry's CRC-32 is not that of its bytes.
         ResourceError: the device fails.
     """
@@ -167,7 +167,7 @@ class _Storage(NamedTuple):
 
     dtype: DType | None
     num_units: int
-    """Elements, or bytes where the class has no dtype."""
+    """Elements, or bytes if the class has no dtype."""
 
 
 class _Hooks:
@@ -268,7 +268,7 @@ def strided_file(source: SourceFile, entry: TensorEntry, record: TensorRecord) -
 
     Args:
         source: the file that holds the record.
-        entry: the tensor that the record is, or is a chunk of.
+        entry: the tensor that the record holds, whole or a chunk of it.
         record: a dense tensor, contiguous or not.
     """
 

@@ -41,7 +41,7 @@ class Template(NamedTuple):
     crcs: tuple[int, ...]
     """Where the CRC-32 of the data stands: behind the data and in the directory."""
     id_range: tuple[int, int]
-    """First byte and length of the id; the length is 0 where there is none."""
+    """First byte and length of the id; the length is 0 if there is none."""
     id_crcs: tuple[int, ...]
     """Where the CRC-32 of the id stands."""
     record: TensorRecord
@@ -75,7 +75,7 @@ class RecordScanner:
         Args:
             kind: the expected dtype and shape; records of one kind and length are compared with each other.
             offset: the record's first byte.
-            length: its bytes.
+            length: bytes of the record.
             where: what to call the file in messages, escaped.
 
         Raises:
@@ -115,7 +115,7 @@ class RecordScanner:
     def _learn(
         self, record: TensorRecord, entries: Mapping[str, Entry], offset: int, length: int
     ) -> Template | None:
-        """Return the template that a record gives, None if it is too long or its order is unusual."""
+        """Return the template that a record gives; None if too much is around the data, or in an unusual order."""
         data, ident = entries[_DATA], entries.get(_ID)
         tail_at = data.start + data.nbytes
         if data.start > _WINDOW or length - tail_at > _WINDOW or (ident and ident.start < tail_at):
@@ -142,7 +142,7 @@ class RecordScanner:
         return storage.pread(self._fd, nbytes, start)
 
     def _bytes(self, start: int, nbytes: int) -> bytes:
-        """Return bytes of the file, fewer where it ends or fails; quick when asked front to back."""
+        """Return bytes of the file, fewer if it ends, none if it fails; quick when asked front to back."""
         at = start - self._at
         if at < 0 or at + nbytes > len(self._window):
             try:
@@ -179,7 +179,7 @@ class Compared(NamedTuple):
     is_alike: Array
     """Whether they all equal the template's."""
     crcs: Array
-    """Where they do, the recorded CRC-32 of the data; 0: not recorded."""
+    """The recorded CRC-32 of the data, for records that are alike; 0: not recorded."""
 
 
 class BulkScanner:
@@ -213,7 +213,7 @@ class BulkScanner:
 
 
 class _Order:
-    """What files have in common whose records have the same templates in the same order."""
+    """What is the same for all files whose records have the same templates in the same order."""
 
     def __init__(self, templates: Sequence[Template], follows: Sequence[bool]) -> None:
         import numpy as np
@@ -242,7 +242,7 @@ class _Order:
         self._plan_reads(starts.tolist(), tails, follows)
 
     def _plan_reads(self, starts: Sequence[int], tails: Sequence[int], follows: Sequence[bool]) -> None:
-        """Set what each call reads: the record it counts from, the distance, the buffers and the bytes."""
+        """Set for each read the record that it counts from, the distance in bytes, the buffers, and their bytes."""
         import numpy as np
 
         view, last = memoryview(self._buffer), len(self._templates) - 1
@@ -284,7 +284,7 @@ class _Order:
         return Compared(is_alike, crcs)
 
     def _read(self, fd: int, places: list[int]) -> list[int]:
-        """Fill the buffers; return the records of which something could not be read."""
+        """Fill the buffers; return the records that could not be read in full."""
         preadv, unread = storage.preadv, list[int]()
         reads = zip(places, self._buffers, self._wanted, self._touched, strict=True)
         for place, buffers, wanted, touched in reads:
