@@ -57,7 +57,7 @@ def name_for(file: str) -> str:
 
 
 class Lines:
-    """Makes the lines of a tensor's chunks of one size; makes only once what they have in common."""
+    """Makes the lines of a tensor's chunks of one size; what they have in common is made once."""
 
     __slots__ = ("_before", "_data_nbytes", "_head", "_record_nbytes", "_sizes")
 
@@ -94,7 +94,7 @@ def dump(file: str, size: int, aliases: Mapping[str, Sequence[str]], lines: Sequ
 
     Args:
         file: name of the shard file.
-        size: its bytes.
+        size: bytes of the shard file.
         aliases: by tensor, the other names of the same parameter.
         lines: of its chunks in file order, from `Lines`.
     """
@@ -111,7 +111,7 @@ def read(directory: str, file: str) -> ChunkList:
         file: name of the shard file.
 
     Raises:
-        SourceError: there is no list, or it is not one; either file is not a regular one, or is a link that
+        SourceError: the list is missing or malformed; either file is not a regular one, or is a link that
             leaves the directory.
         IntegrityError: the list disagrees with the name or size of its file.
         ResourceError: one of the two may not be read.
@@ -151,7 +151,7 @@ def _parse(content: Mapping[str, object]) -> ChunkList:
 def _chunk(row: Sequence[Any], file_size: int) -> ListedChunk:
     fqn, dtype, shape, offsets, sizes, start, nbytes, data, data_nbytes, crc = row
     numbers = [*shape, *offsets, *sizes, start, nbytes, data, data_nbytes, 0 if crc is None else crc]
-    # One look at all of them: a thousand ranks have hundreds of thousands of rows. A bool is not an int here.
+    # One test for all of them: a thousand ranks have hundreds of thousands of rows. A bool is not an int here.
     if set(map(type, numbers)) != {int} or min(numbers) < 0:
         raise TypeError("not a list of non-negative ints")
     if not isinstance(fqn, str) or not start <= data <= data + data_nbytes <= start + nbytes <= file_size:

@@ -1,11 +1,11 @@
-"""Open a DCP directory: `.metadata`, and `.distcp` files full of `torch.save` records, whoever called torch.
+"""Open a DCP directory: `.metadata`, and `.distcp` files full of `torch.save` records, whichever trainer saved it.
 
 `.metadata` is trusted over the directory listing: a reused directory can hold shards of an older, larger
 world. What it says is checked against the files: every chunk's bytes are there, no two entries overlap (tied
 names may share all their bytes), and the chunks of each tensor make it up exactly once.
 
-With very many chunks numpy looks at the columns first. It knows the arrangement that trainers write. Where it
-finds anything else, the checks go chunk by chunk, and say what is wrong where something is.
+With very many chunks, numpy compares the columns with the arrangement that trainers write. If they differ, the
+checks go chunk by chunk, and say what is wrong, if anything is.
 
 Source: torch 2.13, torch/distributed/checkpoint/filesystem.py.
 """
@@ -50,7 +50,7 @@ class DcpDirectory:
     """A DCP directory, opened; its records are not opened yet."""
 
     catalog: Catalog
-    """Its extents are whole records ("torch-record"), or bytes ("raw") where the files hold no records."""
+    """Its extents are whole records ("torch-record"), or bytes ("raw") if the files hold no records."""
     transforms: Mapping[int, tuple[str, ...]]
     """By chunk, the extensions that its record went through."""
     objects: Mapping[str, Place | None]
@@ -137,7 +137,7 @@ def open_dcp(directory: str) -> DcpDirectory:
 
 
 def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
-    """Hold what metadata says against the files of a directory.
+    """Return an opened DCP directory, after comparing what its metadata says with its files.
 
     Raises:
         SourceError, ResourceError: as `open_dcp`.
@@ -195,7 +195,7 @@ def refuse_flat(path: str, catalog: Catalog) -> None:
 
 
 def _read_metadata(directory: str) -> DcpMetadata:
-    """Read `.metadata`; rank-local metadata only where there is none, never instead of a damaged one."""
+    """Read `.metadata`; rank-local metadata only if there is none, never instead of a damaged one."""
     path = os.path.join(directory, METADATA)
     if storage.lexists(path):
         return parse_metadata(read_small(path, METADATA, _MAX_METADATA, follow=False), where=METADATA)
@@ -259,7 +259,7 @@ def _file_size(path: str, name: str) -> tuple[int, str | None]:
 
 
 def _owner_of_file(metadata: DcpMetadata, file: int) -> list[str]:
-    """Names that have bytes in a file, the first few."""
+    """Return names that have bytes in a file; only the first few if there are many."""
     owners: list[str] = []
     for fqn, entry in metadata.tensors.items():
         rows = entry.chunk_ids
@@ -393,7 +393,7 @@ def are_row_shards(shape: Shape, boxes: array[int]) -> bool:
         return False
     each = np.frombuffer(boxes, dtype=np.int64).reshape(-1, 2 * num_dims)
     if (each < 0).any() or (each[:, num_dims:] > np.array(shape, dtype=np.int64) - each[:, :num_dims]).any():
-        return False  # even an empty one reaches outside
+        return False  # a chunk, perhaps an empty one, reaches outside
     each = each[each[:, num_dims:].all(axis=1)]
     if not len(each):
         return False

@@ -7,9 +7,9 @@
 Each rank R writes its parts of the tensors, spread over N numbered files. A header says where a part lies in
 its tensor (DCP_SHARDING_INFO), but nothing says the shape of the whole tensor: it is taken to end where the
 last part ends. So gaps show, and so does a missing rank between others. Files missing at the end show only
-where something else says what should be there.
+if something else says what should be there.
 
-Where consolidated files are there and whole, they are the model. But torch's consolidation writes 0 for
+If there are consolidated files, and they are whole, they are the model. But torch's consolidation writes 0 for
 scalars, so scalars always come from the shards.
 
 DCP also has `serialization_format=SAFETENSORS`: a `.metadata`, and each `.distcp` ends with one safetensors
@@ -74,7 +74,7 @@ class _Home:
     directory: str
     """Where the shards are: the same, or `sharded/` in it."""
     config: Mapping[str, object]
-    """config.json of the model; empty where there is none."""
+    """config.json of the model; empty if there is none."""
 
     @property
     def writer(self) -> str:
@@ -141,7 +141,7 @@ def _config(path: str, directory: str) -> Mapping[str, object]:
 
 
 def _read_json(directory: str, name: str) -> Mapping[str, object]:
-    """Return a JSON object that lies beside the weights, empty where there is none that can be read."""
+    """Return a JSON object that lies beside the weights; an empty one if it is missing or cannot be read."""
     try:
         return parse_object(read_inside(directory, name, _MAX_JSON), name)
     except (SourceError, ResourceError):
@@ -220,7 +220,7 @@ def _open_shards(home: _Home) -> Catalog:
 
 
 def _absent(home: _Home, catalog: Catalog) -> Iterator[str]:
-    """Yield each tensor that a list of names beside the shards has and the shards lack."""
+    """Yield each tensor that a list of names beside the shards has, but the shards lack."""
     is_tied = ties_embeddings(home.config)
     for name, fqns in _lists_of_names(home):
         for fqn in fqns:
@@ -266,7 +266,7 @@ def _norms_beside(catalog: Catalog, embedding: str) -> Iterator[str]:
 
 
 def _unproved(home: _Home, catalog: Catalog) -> Iterator[str]:
-    """Say so if nothing tells how large the tensors should be."""
+    """Yield a note if nothing tells how large the tensors should be."""
     embeddings = [fqn for fqn in catalog.tensors if fqn.endswith(_EMBEDDINGS)]
     by_config = embeddings and type(home.config.get("vocab_size")) is int
     if not by_config and not any(True for fqn in embeddings for _ in _norms_beside(catalog, fqn)):

@@ -3,13 +3,12 @@
 Each stored chunk is one `torch.save` record. Readers find records only through `.metadata`, so there may be
 gaps between them. A large record is put where its data has the same offset modulo 4,096 as its source bytes:
 file systems that share extents then need not move them, and elsewhere page-aligned copies stay page-aligned.
-Where the bytes are converted or gathered there is no such choice, and large data starts at a multiple of
-4,096.
+If the bytes are converted or gathered, there is no such choice, and large data starts at a multiple of 4,096.
 
 The order of the records is that of the names. A wrap policy does not change it, nor does tracing the model.
 
-Trainers that save model and optimizer apart leave several DCP directories in folders of one. `JoinedImages`
-takes their images as one set; names get the folder in front.
+Trainers that save model and optimizer apart leave several DCP directories in the folders of one checkpoint.
+`JoinedImages` takes their images as one set, with the folder in front of each name.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class DcpImages:
         Args:
             layout: where each tensor's regions belong.
             dtypes: what each tensor is to be stored as.
-            sources: the source's name of each tensor.
+            sources: each tensor's name in the source.
             phase: where the source's bytes lie, for alignment.
             objects: names of tensors of bytes that are stored as they are, without a record around them: the
                 byte entries of a checkpoint, which are records already.
@@ -124,7 +123,7 @@ class DcpImages:
         rows = [array("i") for _ in range(layout.mesh.num_shards)]
         ends = [0] * layout.mesh.num_shards
         self.data_nbytes = [0] * layout.mesh.num_shards
-        """Of each image, without the records around it."""
+        """Bytes of data in each image, without the records around it."""
         for fqn in sorted(layout.tensors, key=lambda fqn: (fqn in self.objects, natural(fqn))):
             self._place(layout, fqn, dtypes[fqn], sources[fqn], phase(fqn), rows, ends)
         names = [f"__{shard}_0.distcp" for shard in range(layout.mesh.num_shards)]
@@ -213,7 +212,7 @@ class DcpImages:
 
 
 class JoinedImages:
-    """The images of all folders; `shardkit.transfer.images.ImageSet`.
+    """The images of all folders, as one `shardkit.transfer.images.ImageSet`.
 
     Args:
         sets: images by folder. Their sources are named as in the joined catalog.

@@ -1,7 +1,7 @@
 """`.metadata` of a DCP directory, parsed: tensors with their chunks and places, objects, planner paths.
 
-This is about the file alone, whatever lies beside it: every chunk has a place, and every name is known once.
-What the places point at is checked where the directory is opened (`formats.dcp.directory`).
+This looks at the file alone, whatever lies beside it: every chunk has a place, and every name is known once.
+`formats.dcp.directory` checks what the places point at, when it opens the directory.
 
 `dcp.save(..., use_collectives=False)` leaves rank-local metadata instead of one `.metadata`: each rank writes
 `__R.metadata` with the chunks that it holds, and nobody records how many ranks there were. All files together
@@ -47,19 +47,19 @@ if TYPE_CHECKING:
 Path = tuple[str | int, ...]
 
 MIN_COLUMNS = 64
-"""Chunks of a tensor from which on columns are quicker than one by one,"""
+"""Number of a tensor's chunks from which columns are quicker than one chunk after the other."""
 MIN_TOTAL = 4096
-"""and of a checkpoint from which on numpy's import pays."""
+"""Number of a checkpoint's chunks from which importing numpy pays."""
 _VERSIONS = (None, "1.0.0")  # torch 2.13: metadata.CURRENT_DCP_VERSION
 _MAX_INDEX = 1 << 24  # list index in a planner path: torch extends a list up to it
 _MAX_PATH = 64  # steps of a planner path
-_MAX_SHARED = 4  # names of one description whose chunks need not have a place
+_MAX_SHARED = 4  # names that may share one description without places for all their chunks
 _MAX_ELEMENTS = 1 << 62
 _NO_ROWS = array("i")
 _BY_HAND = "the checkpoint is damaged or was put together by hand: use another copy"
 
 _RANK = re.compile(r"__(0|[1-9]\d{0,6})\.metadata(\.tmp)?")
-_MAX_LISTED = 1000  # missing ranks: a single file with a huge number stands for no more
+_MAX_LISTED = 1000  # missing ranks: a single file with a huge number must not make more
 _MISSING_RANK = "a rank's files may be missing: copy all __R.metadata and .distcp files of the save"
 
 
@@ -149,7 +149,7 @@ def _main_fields(fields: Mapping[str, object], where: str) -> tuple[dict[str, ob
     if version is not None and (type(version) is not str or version not in _VERSIONS):
         shown = escape(version) if type(version) is str else type(version).__name__
         raise SourceError(
-            f"{where} has version {shown!r}; known is 1.0.0", hint="a newer shardkit may be able to read it"
+            f"{where} has version {shown!r}, not 1.0.0", hint="a newer shardkit may be able to read it"
         )
     if type(entries) is not dict or RECORDS in entries:
         raise SourceError(f"{where}: state_dict_metadata is not a dict of names")
@@ -188,7 +188,7 @@ class _Join:
         return fqn in self.result.objects if entry is None else entry.num_chunks >= num_rows
 
     def _rows_by_name(self) -> dict[str, array[int]]:
-        """Rows of the storage table for each name."""
+        """Return the rows of the storage table for each name."""
         rows = [array("i") for _ in self._storage.fqns]
         appends = [column.append for column in rows]
         for row, name_id in enumerate(self._storage.name_ids):
@@ -365,7 +365,7 @@ def rank_files(names: Collection[str]) -> dict[int, str]:
 
 
 def read_rank_metadata(directory: str, names: Collection[str], max_bytes: int) -> DcpMetadata:
-    """Read the metadata of every rank, and return them as those of one checkpoint.
+    """Read the metadata of every rank, and return it as that of one checkpoint.
 
     Args:
         directory: where the files lie.

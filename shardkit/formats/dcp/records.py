@@ -1,6 +1,6 @@
 """From records to bytes: open the `torch.save` records of a DCP catalog and point at the data inside.
 
-A record says itself what it holds. Where that is not what `.metadata` says, nothing is guessed.
+A record says itself what it holds. If that is not what `.metadata` says, the checkpoint is refused.
 
 The bytes of some chunks lie in no file as they are. A dense tensor that was not contiguous is stored with its
 strides. A record that went through a stream extension (torch's `ZStandard`) is stored compressed. Such a
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 MIN_BULK = 4096
-"""Chunks from which on numpy pays."""
-_MIN_COLUMNS = 64  # chunks of a tensor from which on columns are quicker than one by one
-_MIN_ROWS = 16  # of a file
-_MOST_AT_ONCE = 1024  # records: 2 MB of what is around their data
+"""Number of chunks from which numpy pays."""
+_MIN_COLUMNS = 64  # chunks of a tensor from which columns are quicker than one chunk after the other
+_MIN_ROWS = 16  # chunks of a file from which comparing many at once pays
+_MOST_AT_ONCE = 1024  # records: the bytes around their data take 2 MB
 
 _READ_BYTES = 1 << 20
 _AHEAD = 32  # records whose ends the system is asked for before they are read
@@ -106,7 +106,7 @@ def check_records(catalog: Catalog, transforms: Transforms, names: Collection[st
                 yield (
                     f"{escape(scan.tensor_of[row].fqn)}: {escape(source.name)}: bytes {record.data_start} to "
                     f"{record.data_start + record.data_nbytes} have CRC-32 {crc:08x}, "
-                    f"recorded is {record.crc32:08x}"
+                    f"their record says {record.crc32:08x}"
                 )
     scan.raise_problems()
     for row, chunk in scan.packed.items():
@@ -143,7 +143,7 @@ def _point(catalog: Catalog, entry: TensorEntry, row: int, record: TensorRecord)
 
 
 def _attach(catalog: Catalog, row: int, file: SourceFile) -> None:
-    """Let a chunk be the whole of a file of its own."""
+    """Make a chunk the whole of a file of its own."""
     catalog.files.append(file)
     catalog.chunks.file[row], catalog.chunks.start[row] = len(catalog.files) - 1, 0
     catalog.chunks.nbytes[row] = file.size
@@ -198,7 +198,7 @@ class _Scan:
             yield row, record
 
     def stamped(self, file: int) -> SourceFile:
-        """Return a file with its stamp, also where none of its records was opened."""
+        """Return a file with its stamp, even if none of its records was opened."""
         source = self.chosen.files[file]
         if source.stamp is None:
             with open_regular(source.path, source.name, follow=False) as (fd, _):
@@ -239,7 +239,7 @@ def _ask_for_ends(fd: int, catalog: Catalog, rows: Sequence[int]) -> None:
 
 
 class _BulkPointer:
-    """Replaces very many records by the bytes inside, file by file, where they match a template.
+    """Replaces very many records that match a template by the bytes inside, file by file.
 
     Args:
         catalog: its chunks' extents are records, and become bytes.
@@ -289,7 +289,7 @@ class _BulkPointer:
 
         Returns:
             The chunks left over; and for each of the others, where its data lies: (first byte, bytes,
-            CRC-32), the last 0 where none is recorded.
+            CRC-32 or 0 if none is recorded).
         """
         import numpy as np
 
@@ -315,7 +315,7 @@ class _BulkPointer:
         return every[is_left].tolist(), stored
 
     def _look_up(self) -> None:
-        """Take the templates that the scanner has learned since, where they are what `.metadata` says."""
+        """Take those templates that the scanner has learned since and that agree with `.metadata`."""
         for number, (dtype, sizes, length) in list(self._unknown.items()):
             template = self._scanner.known((dtype, sizes), length)
             if template is None:
@@ -450,7 +450,7 @@ def _is_zstd(transforms: Sequence[str]) -> bool:
 def _decompress(source: SourceFile, start: int, nbytes: int, limit: int) -> memoryview:
     """Return the record; never holds much more than `limit` bytes, whatever the file says."""
     zstd, out = _find_zstd(), bytearray()
-    assert zstd is not None  # check_transforms saw to it
+    assert zstd is not None  # the callers have checked it
     pieces, damaged = zstd
     with open_regular(source.path, source.name, follow=False) as (fd, _):
         packed = _Range(fd, start, nbytes, source.name)
@@ -460,7 +460,7 @@ def _decompress(source: SourceFile, start: int, nbytes: int, limit: int) -> memo
                 if len(out) > limit:
                     raise IntegrityError(
                         f"{escape(source.name)}: bytes {start} to {start + nbytes} decompress to more than the "
-                        f"{limit} that there may be"
+                        f"{limit} bytes allowed"
                     )
         except damaged as error:
             raise SourceError(

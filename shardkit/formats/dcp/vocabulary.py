@@ -115,7 +115,7 @@ class StorageInfo(Record):
 
 
 class Properties(Record):
-    """`TensorProperties`: only the dtype matters, of five fields and a sixth that torch 2.15 adds.
+    """`TensorProperties`: five fields, and a sixth that torch 2.15 adds; only the dtype matters.
 
     `strides` are those of the tensor on the first rank: for a sharded tensor, of its part. torch never reads them.
     The record of a chunk tells how its bytes lie.
@@ -129,13 +129,13 @@ class Properties(Record):
             raise Refusal("TensorProperties does not begin with a dtype")
         if len(state) not in _PROPERTIES_LENGTHS:
             raise Refusal(
-                f"TensorProperties has {len(state)} fields; known are the 5 up to torch 2.14 and the 6 of 2.15"
+                f"TensorProperties has {len(state)} fields; torch writes 5 up to 2.14, and 6 from 2.15 on"
             )
         if state[1] is not _STRIDED:
             raise Refusal("a tensor that is not strided")
         if len(state) > 5 and not _are_strides(state[5]):
             raise Refusal(
-                "TensorProperties.strides is neither None nor a tuple of at most 64 integers from 0 on"
+                "TensorProperties.strides is neither None nor a tuple of at most 64 non-negative integers"
             )
         self.dtype = state[0]
 
@@ -184,7 +184,7 @@ class StorageTable:
         self.name_ids, self.path_ids = array("i"), array("i")
         self.offsets, self.lengths = array("q"), array("q")
         self.transforms: dict[int, tuple[str, ...]] = {}
-        """By row, where there are any."""
+        """By row, if it has any."""
 
     def __len__(self) -> int:
         return len(self.name_ids)
@@ -446,7 +446,7 @@ _NAMES: dict[tuple[str, str], object] = {
 
 
 def chunk_run(fields: Fields) -> tuple[ChunkRun] | None:
-    """Take chunks that all have the same number of dims; None for others, or where they have other fields."""
+    """Return chunks as a run; None if they differ in their number of dims, or have other fields."""
     offsets, sizes = fields[0].get("offsets"), fields[0].get("sizes")
     if len(fields[0]) != 2 or type(offsets) is not Corners or type(sizes) is not Corners:
         return None
@@ -458,7 +458,7 @@ def chunk_run(fields: Fields) -> tuple[ChunkRun] | None:
 
 
 def storage_run(fields: Fields) -> tuple[IndexRun, StorageInfoRun] | None:
-    """Take storage entries of chunks without transforms; None for others, or where they have other fields."""
+    """Return storage entries as runs; None if one is not a chunk's, has transforms, or has other fields."""
     index, info = fields
     if not INDEX_FIELDS.issuperset(index) or not STORAGE_FIELDS.issuperset(info):
         return None

@@ -113,10 +113,12 @@ class _MetadataPickler:
         parts += [self._text("size"), self._size(entry.shape), self._text("chunks"), _EMPTY_LIST, _MARK]
         sizes, head, tail = None, b"", b""
         for number, region in enumerate(catalog.chunks.regions(entry.chunk_ids)):
-            if number < 2:  # the first chunk puts its words into the memo; from the second on heads are equal
+            if (
+                number < 2
+            ):  # the first chunk puts its words into the memo; from the second on, heads are equal
                 head = self._chunk_head()
             parts += (head, self._offsets(region.offsets))
-            if number == 0 or region.sizes != sizes:  # again and again, up to the last
+            if number == 0 or region.sizes != sizes:  # most chunks are of one size
                 parts += (self._text("sizes"), self._size(region.sizes), _SET)
                 sizes, tail = region.sizes, self._text("sizes") + self._size(region.sizes) + _SET
             else:
