@@ -7,8 +7,8 @@ loads nothing.
 A universal checkpoint has `zero/PARAMETER/fp32.pt`, one file for each parameter. From ZeRO-1 and 2 a file is
 {"param": tensor, ...} with the parameter's shape; from ZeRO-3 it is a bare flat tensor. The optimizer's leaves
 lie beside it (`exp_avg.pt`), its settings in `zero/optimizer_state.pt`. Newer versions also write a file for
-buffers and tied names. The optimizer does not have these; their files are cast from the module, so they are
-read from the module itself.
+buffers and tied names. The optimizer does not have these. Their files are cast from the module, so shardkit
+reads the module itself.
 
 Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py.
 """
@@ -73,7 +73,7 @@ _WRITERS = {
 _WEIGHTS, _SUFFIX = "fp32.pt", ".pt"
 _SETTINGS = "zero/optimizer_state.pt"
 _AGAIN = "convert the checkpoint again"
-_MAX_HOPS = 8  # DeepSpeed names the stored one directly
+_MAX_HOPS = 8  # from a shared parameter to the stored one; DeepSpeed takes one hop
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def open_deepspeed(path: str) -> Checkpoint:
         path: the directory given to `save_checkpoint`, which has `latest`, or that of one tag.
 
     Raises:
-        SourceError: not such a directory, files missing or damaged, or a model that was split in other ways.
+        SourceError: not such a directory, files missing or damaged, or a model that was not split by ZeRO alone.
         IntegrityError: files that do not fit each other.
         ResourceError: a file may not be read.
     """
@@ -198,7 +198,7 @@ def _open_main(tag: Tag, files: StateFiles, is_partitioned: bool) -> ModelStates
     name = files.models[0] if is_partitioned else files.whole
     if name is None:
         raise SourceError(
-            f"{escape(tag.directory)}: the file of the module is missing, which has names and shapes",
+            f"{escape(tag.directory)}: the file of the module is missing; it holds the names and shapes",
             problems=[escape(f"{tag.prefix}mp_rank_00_model_states.pt")],
             hint="copy it too",
         )
@@ -223,7 +223,7 @@ def _read_states(main: ModelStates, file: TorchFile) -> ModelStates | OptimizerS
 
 
 def _check_same_save(tag: Tag, states: Sequence[ModelStates], num_ranks: int) -> None:
-    """The files of all ranks must be of one step, and from as many ranks as there are partitions."""
+    """Require that the files of all ranks are of one step, and from as many ranks as there are partitions."""
     problems = []
     first = states[0]
     for state in states:
@@ -238,7 +238,7 @@ def _check_same_save(tag: Tag, states: Sequence[ModelStates], num_ranks: int) ->
             problems.append(f"{name}: saved by {state.num_ranks} ranks, the optimizer by {num_ranks}")
     IntegrityError.raise_for(
         problems,
-        f"{escape(tag.directory)}: its files are not of one save",
+        f"{escape(tag.directory)}: its files are from different saves",
         hint="use another copy of the checkpoint",
     )
 
@@ -253,7 +253,7 @@ def _dtypes(state: ModelStates) -> set[str]:
 
 
 def _notes_on_masters(state: ModelStates, optimizers: Sequence[OptimizerStates]) -> list[str]:
-    """Say which of the two sets of weights was taken, if they differ."""
+    """Return a note that says which of the two sets of weights was taken; none if they do not differ."""
     masters = sorted({ref.dtype.name for ref in optimizers[0].flat})
     module = sorted(_dtypes(state) - set(masters))
     if not module:
@@ -364,7 +364,7 @@ class _Stored(NamedTuple):
 
     file: TorchFile
     value: TensorRef | float | None
-    """None for something else than a tensor or a number."""
+    """None if it is neither a tensor nor a number."""
 
 
 class _Settings(NamedTuple):
@@ -382,7 +382,7 @@ def _open_parameters(
     """Return the trained parameters, and their files.
 
     Args:
-        state: that has the shapes.
+        state: the module's, with the shapes.
         first_file: the number that the first file will have in the catalog.
 
     Raises:
@@ -487,7 +487,7 @@ def _has_weights(tag: Tag, name: str) -> bool:
 
 
 def _leaves(tag: Tag, name: str) -> set[str]:
-    """Return what a parameter's directory has beside its weights."""
+    """Return the names of what a parameter's directory has beside its weights, without `.pt`."""
     directory = inner(tag.directory, f"zero/{name}")
     names = listing(directory) if directory is not None else frozenset()
     return {found.removesuffix(_SUFFIX) for found in names if found.endswith(_SUFFIX) and found != _WEIGHTS}
@@ -501,7 +501,7 @@ def _read(file: TorchFile) -> _Stored:
 
 
 def _weight(number: int, stored: TensorRef, shape: Shape | None) -> Weight | None:
-    """Return the stored tensor as the parameter; from ZeRO-3 it is flat. None if it cannot be that."""
+    """Return the stored tensor as the parameter; from ZeRO-3 it is flat. None if it does not fit."""
     if shape in (None, stored.shape):
         return Weight.whole(number, stored)
     assert shape is not None

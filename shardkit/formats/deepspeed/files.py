@@ -1,11 +1,11 @@
-"""The files of a DeepSpeed checkpoint: where they are, which there must be, and what they say.
+"""The files of a DeepSpeed checkpoint: where they are, which are required, and what they say.
 
     RUN/latest                                         the name of the last tag
     RUN/global_step20/
         mp_rank_00_model_states.pt                     ZeRO-0, 1 and 2: the module, whole
         zero_pp_rank_R_mp_rank_00_model_states.pt      ZeRO-3: shapes, buffers, frozen parameters' parts
         [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt
-        zero/PARAMETER/fp32.pt                         universal checkpoints alone
+        zero/PARAMETER/fp32.pt                         only in universal checkpoints
 
 An optimizer file holds the rank's parts of the fp32 masters, and the state of the inner optimizer:
 
@@ -65,7 +65,7 @@ class Tag(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFiles:
-    """What a tag's directory holds, by the names."""
+    """What a tag's directory holds, going by the names."""
 
     whole: str | None
     """The file with the whole module."""
@@ -230,7 +230,7 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
     """Return what a model file says.
 
     Args:
-        first: rank 0's file, if this is another rank's: what both say is kept once, and only rank 0's module.
+        first: rank 0's file, if this is another rank's: what both say is kept once, and the module is left out.
 
     Raises:
         SourceError: it is not such a file, or was saved in a way that ZeRO's rules do not cover.

@@ -42,7 +42,7 @@ def masters_of(
     """Return the trained parameters, as pieces of the optimizers' flat tensors.
 
     Args:
-        model: that has the shapes.
+        model: what the model's file says, with the shapes.
         optimizers: of all ranks, in their order.
         first_file: number of the first optimizer's file in the catalog; the others follow it.
         directory: for messages.
@@ -68,7 +68,7 @@ def open_zero_optimizer(
 
     Args:
         directory: of the checkpoint.
-        model: that has the names and shapes.
+        model: what the model's file says, with the names and shapes.
         optimizers: of all ranks, in their order.
 
     Raises:
@@ -140,7 +140,7 @@ def _shapes(model: ModelStates) -> dict[str, Shape]:
 def _mismatches(
     groups: Sequence[Mapping[str, Shape]], optimizers: Sequence[OptimizerStates]
 ) -> Iterator[str]:
-    """Yield what shows that the files are not of one save."""
+    """Yield what shows that the files are from different saves."""
     first = optimizers[0]
     if first.stage != 3 and len(first.flat) != len(groups):
         yield f"{escape(first.file.name)}: {len(first.flat)} groups, the model's file has {len(groups)}"

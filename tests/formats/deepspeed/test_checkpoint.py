@@ -397,9 +397,9 @@ def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("name", "edit", "message"),
     [
-        ("zero_pp_rank_1_mp_rank_00_model_states.pt", lambda state: state.update(global_steps=4), "not of one save"),
-        ("zero_pp_rank_1_mp_rank_00_model_states.pt", lambda state: state.update(dp_world_size=4), "not of one save"),
-        ("zero_pp_rank_0_mp_rank_00_model_states.pt", lambda state: state.update(param_shapes=None), "not of one save"),
+        ("zero_pp_rank_1_mp_rank_00_model_states.pt", lambda state: state.update(global_steps=4), "from different saves"),
+        ("zero_pp_rank_1_mp_rank_00_model_states.pt", lambda state: state.update(dp_world_size=4), "from different saves"),
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", lambda state: state.update(param_shapes=None), "from different saves"),
         ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
          lambda state: state["optimizer_state_dict"].update(partition_count=4), "do not hold the parameters"),
         ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
