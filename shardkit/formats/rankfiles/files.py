@@ -49,7 +49,7 @@ class RankFile(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """What several files hold together."""
+    """What several files together hold."""
 
     catalog: Catalog
     """Extents are raw."""
@@ -60,7 +60,7 @@ class Gathered(NamedTuple):
     plain: frozenset[str]
     """Names of the tensors that every file holds whole."""
     contents: Mapping[str, frozenset[tuple[Region, int]]]
-    """The recorded CRC-32 of each part, for tensors where every part has its own: copies of a tensor have equal ones."""
+    """By tensor, (region, recorded CRC-32) of its parts; equal for copies. Only tensors whose parts all have one."""
 
     def as_checkpoint(self, path: str, format: str, writer: str) -> Checkpoint:
         """Return a checkpoint that holds these tensors, the model's alone, and nothing else."""
@@ -84,7 +84,7 @@ class _Chunk(NamedTuple):
     storage: tuple[int, str]
     """The number of its file among those opened, and the storage's key."""
     crc: int | None
-    """Recorded of its bytes; None if others share the storage."""
+    """CRC-32 recorded for its bytes; None if others share the storage, or none is recorded."""
 
 
 class _Tensor(NamedTuple):

@@ -46,7 +46,7 @@ class FlatPiece(NamedTuple):
 
 
 Pieces = dict[str, list[FlatPiece]]
-"""By parameter, in the order of its elements; at least one, of no elements where the parameter has none."""
+"""By parameter, in the order of its elements; at least one, which is empty if the parameter has no elements."""
 
 
 def across(group: int, bounds: Sequence[int], start: int, stop: int) -> Iterator[FlatPiece]:
@@ -90,7 +90,7 @@ class Weight:
 
 
 def build_catalog(path: str, files: Sequence[TorchFile], weights: Mapping[str, Weight]) -> Catalog:
-    """Return the catalog of weights. Names with the same object point at the same bytes."""
+    """Return the catalog of weights. Names with the same `Weight` object point at the same bytes."""
     catalog = Catalog(
         format="deepspeed",
         directory=path,
@@ -146,7 +146,7 @@ def without_tree(file: TorchFile, tensors: Iterable[object]) -> TorchFile:
 
     Args:
         file: opened.
-        tensors: values of its tree; those that are no tensors are passed over.
+        tensors: values of its tree; those that are not tensors are passed over.
     """
     keys = (value.key for value in tensors if isinstance(value, TensorRef))
     return replace(file, tree=None, storages={key: file.storages[key] for key in keys})
@@ -197,7 +197,7 @@ def split_states(
         params: the parameters of each group of settings.
 
     Returns:
-        A text, escaped, where a parameter's state cannot be told.
+        The state; or the reason, as escaped text, if that of some parameter cannot be told.
 
     Raises:
         IntegrityError: files of different saves.
@@ -258,7 +258,7 @@ def write_state(
         directory: of the checkpoint.
         files: that leaves point into; the first is also that of the groups.
         taken: the leaves.
-        groups: settings of the inner optimizer; empty where they were not saved.
+        groups: settings of the inner optimizer; empty if they were not saved.
         params: the parameters of each group.
     """
     weights = {

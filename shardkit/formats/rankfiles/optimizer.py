@@ -235,7 +235,7 @@ def _is_flat(state: StateDict, parameters: Sequence[Parameter]) -> bool:
 
 
 def _flat_length(leaves: Mapping[str, object]) -> int | None:
-    """Return the most elements of what may be the states of a flat parameter: plain tensors of one dim, beside numbers."""
+    """Return the elements of the longest of a flat parameter's states; None if they cannot be such states."""
     tensors = [value for value in leaves.values() if isinstance(value, TensorRef) and value.shape]
     if not all(len(value.shape) == 1 and value.is_contiguous for value in tensors):
         return None
@@ -407,7 +407,7 @@ def parameters_of(
 
 
 def without_copies(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """Return the parameters without matrices that are copies of earlier ones: tied parameters that are stored twice."""
+    """Return the parameters, leaving out matrices that are copies of earlier ones: tied ones that are stored twice."""
     seen, found = set[object](), list[Parameter]()
     for parameter in parameters:
         key = (parameter.shape, parameter.content)
@@ -439,7 +439,7 @@ def names_in_groups(
         parameters: of the model.
 
     Returns:
-        A text, escaped, where the names are not those of the model.
+        By number; or the reason, as escaped text, if the names are not those of the model.
     """
     if not groups or not all(map(has_names, groups)):
         return None
