@@ -1,4 +1,4 @@
-"""Checkpoints as trainers leave them: one module for each format, each opens to a `Checkpoint`.
+"""Checkpoints as trainers leave them: one module for each format, which opens it to a `Checkpoint`.
 
 Internal: import from `shardkit`.
 """

@@ -100,7 +100,7 @@ def open_accelerate(path: str) -> Checkpoint:
 
 
 def model_directories(path: str) -> list[str]:
-    """Return the names of the directories of models in a checkpoint, as many as the run had, in their order."""
+    """Return the names of a checkpoint's model directories, one for each model of the run, in their order."""
     found = [
         name
         for name in listing(path)
@@ -123,7 +123,7 @@ def _only_model(path: str) -> str:
 
 
 def _refuse_empty(directory: str, name: str) -> None:
-    """Explain why there is nothing where peft lost the weights before they were saved."""
+    """Refuse a directory whose files are all empty: peft lost the weights before they were saved."""
     try:
         sizes = [
             entry.stat().st_size for entry in storage.scandir(directory) if entry.name.endswith(".distcp")
@@ -144,7 +144,7 @@ def is_accelerate_bin(path: str) -> bool:
 
 
 def open_accelerate_bin(path: str) -> Checkpoint:
-    """Open the model in `.bin` files; optimizer, scheduler and random states are skipped.
+    """Open the model in `.bin` files. Its optimizer is opened on demand; scheduler and random states are skipped.
 
     Raises:
         SourceError: several models, of which one must be named; files of ranks that are missing, damaged or
@@ -190,7 +190,7 @@ def _find(path: str, pattern: re.Pattern[str]) -> dict[int, _Files]:
 
 
 def _only(found: dict[int, _Files]) -> _Files | None:
-    """Return the only files of several, None if there are others, or the whole beside its parts."""
+    """Return the files of the only model or optimizer; None if there are several, or a whole one beside parts."""
     (files, *others) = found.values()
     return None if others or (None in files and len(files) > 1) else files
 

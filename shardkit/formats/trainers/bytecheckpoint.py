@@ -1,6 +1,6 @@
 """ByteCheckpoint: `global_step_N/` with `model/`, `optimizer/` and more, or `model/` itself.
 
-Its files have the names of DCP's, but their format is another one. `.metadata` is a pickle of its own
+Its files have the names of DCP's files, but another format. `.metadata` is a pickle of its own
 classes. In `__R_K.distcp` tensors are bare storages, end to end, without the records of `torch.save`.
 `.metadata` says how to read a storage (dtype, shape, stride): it holds the pickle that `torch.save` would
 have written for the tensor, without the data.

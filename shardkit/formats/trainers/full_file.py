@@ -70,7 +70,7 @@ def open_full_file(path: str) -> Checkpoint:
 
 
 def _is_beside(path: tuple[str | int, ...], *, is_lightning: bool) -> bool:
-    """True for what is surely no part of a model. The state of an 8-bit optimizer must not keep anybody from the model."""
+    """True for what is surely no part of a model. If an optimizer's 8-bit state cannot be read, the model still can."""
     return path[0] != "state_dict" if is_lightning else str(path[0]).startswith("optim")
 
 
@@ -82,7 +82,7 @@ def _skipped(
 
 
 def _roots(tree: dict[str | int, object], *, is_lightning: bool) -> Roots:
-    """Return where the format itself says that the model is; names tell the rest."""
+    """Return the roots that the format itself fixes; names tell the rest."""
     if all(isinstance(value, (TensorRef, DistributedRef)) for value in tree.values()):
         return {"model": ()}
     roots: Roots = {}

@@ -5,7 +5,7 @@
     Fabric                  whatever keys the script chose
 
 `meta.pt` holds loops, callbacks and hyperparameters, and no usable weights: what a callback put there is rank
-0's part alone. It is looked into, never executed, to say so to whoever expects an EMA.
+0's part alone. shardkit looks into it, without executing it, to say so to whoever expects an EMA.
 
 Source: lightning 2.6, strategies/fsdp.py, strategies/model_parallel.py, callbacks/weight_averaging.py.
 """

@@ -2,7 +2,7 @@
 
 Two tables. `_STRUCTURES`: the checkpoint is a directory below the one that people name, with the trainer's
 own files beside it. `_WRITERS`: the directory is DCP itself, and its names tell who wrote it. Tensor names
-stay as they are; key rules settle where they differ from the Hub's.
+stay as they are; key rules map them to the Hub's if they differ.
 
 Source: docs and savers of mini_trainer 0.9, OLMo-core 2.3, NeMo Automodel 0.7, NeMo-RL 0.4, prime-rl 0.3,
 verl 0.9, SkyRL, VeOmni, fms-fsdp, Composer 0.30, AReaL, torchtitan 0.3, torchtune 0.6; torch's AppState
@@ -158,7 +158,7 @@ _WRITERS = (
 
 
 def find_structure(path: str) -> Found | None:
-    """Return the structure that a directory has, from the names in it; None if it is no such directory."""
+    """Return the structure of a directory, going by the names in it; None if it has none of them."""
     names = listing(path)
     if has_any(names, ".metadata", "__*.metadata"):
         return None
@@ -199,9 +199,8 @@ def open_plain_dcp(directory: str) -> Checkpoint:
     Raises:
         SourceError, ResourceError: as `open_dcp_checkpoint`.
     """
-    from shardkit.formats.dcp.directory import (
-        open_dcp_checkpoint,  # this module is asked of other formats too
-    )
+    # Here, because this module is also asked about directories of other formats.
+    from shardkit.formats.dcp.directory import open_dcp_checkpoint
 
     checkpoint = open_dcp_checkpoint(directory)
     names = listing(directory)
@@ -229,14 +228,14 @@ def open_plain_dcp(directory: str) -> Checkpoint:
 
 
 def _begins(head: tuple[str, ...], heads: Collection[tuple[str | int, ...]], tops: set[str | int]) -> bool:
-    """True if names begin with one step or two; a state dict may have both in one step, with a dot between."""
+    """True if names begin with `head`, one step or two; a state dict may have two in one step, with a dot between."""
     if len(head) == 2:
         return head in heads
     return head[0] in tops or ("." in head[0] and tuple(head[0].split(".")) in heads)
 
 
 def _present(roots: Roots, checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
-    """Return the roots that some name really has."""
+    """Return the roots that some names begin with."""
     return {kind: root for kind, root in roots.items() if root in heads_of(checkpoint.catalog, len(root))}
 
 

@@ -4,7 +4,7 @@
     model_0.pt, model_1.pt   DTensors
     step_0.pt ...            items without tensors, which metadata.pkl does not name
 
-`metadata.pkl` holds plain dicts; it is looked into, not executed.
+`metadata.pkl` holds plain dicts; shardkit interprets it, and executes nothing.
 
 Source: torch_checkpointing 0.1.1, metadata_serialization.py and checkpoint_layout.py.
 """
@@ -46,7 +46,7 @@ def open_torch_checkpointing(path: str) -> Checkpoint:
     """Open all items that have tensors. If there are several, names begin with the item's name.
 
     Raises:
-        SourceError: damaged, saved in another serialization, files of ranks are missing or contradict each other.
+        SourceError: damaged, not saved with `torch.save`, or files of ranks are missing or contradict each other.
         ResourceError: a file may not be read.
     """
     items, num_ranks = _read_metadata(path)
@@ -63,7 +63,7 @@ def open_torch_checkpointing(path: str) -> Checkpoint:
             files.append(RankFile(found, (name,) if len(names) > 1 else ()))
     SourceError.raise_for(
         problems,
-        f"{len(problems)} files of {_METADATA} cannot be taken",
+        f"{len(problems)} files that {_METADATA} lists cannot be read",
         hint="copy all files of the checkpoint, and save tensors with torch's own serialization",
     )
     gathered = gather_files(path, files)

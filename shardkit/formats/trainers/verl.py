@@ -5,7 +5,7 @@
             model_world_size_8_rank_0.pt ...     DTensors (FSDP2, or FSDP1 with a mesh) or ShardedTensors
             optim_world_size_8_rank_0.pt ...
             fsdp_config.json                     FSDP_version, world_size (verl 0.5 and later)
-            huggingface/                         config, tokenizer; the model too where that was asked for
+            huggingface/                         config, tokenizer; the model too if verl was told to save it
 
 Source: verl 0.9, utils/checkpoint/fsdp_checkpoint_manager.py and model_merger/fsdp_model_merger.py.
 """
@@ -53,7 +53,7 @@ def is_verl(path: str) -> bool:
 
 
 def open_verl(path: str) -> Checkpoint:
-    """Open the model of a verl checkpoint; of actor and critic, the actor. Optimizer and random states are skipped.
+    """Open the model of a verl checkpoint, the actor if there is a critic too. Its optimizer is opened on demand.
 
     Raises:
         SourceError: files of ranks are missing, damaged or contradict each other.
@@ -87,7 +87,7 @@ def _find_home(path: str) -> _Home | None:
 
 
 def _read_config(directory: str, name: str) -> dict[str, object]:
-    """Return a JSON file of the directory, {} where there is none."""
+    """Return a JSON file of the directory, {} if there is none."""
     if name not in listing(directory):
         return {}
     return parse_object(read_inside(directory, name, _MAX_CONFIG), name)
@@ -108,7 +108,7 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
     sizes = sorted(by_size)
     if type(world_size) is int and world_size in by_size:
         sizes = [world_size]
-    elif len(sizes) > 1:  # two runs saved into one directory; only leftovers of one of them may be there
+    elif len(sizes) > 1:  # two runs saved into one directory; of one there may be only leftovers
         sizes = [size for size in sizes if by_size[size] >= set(range(size))] or sizes[-1:]
     if len(sizes) > 1:
         raise SourceError(
