@@ -205,7 +205,7 @@ def _check_headers(
 ) -> None:
     """Refuse safetensors files whose headers differ from what was recorded: a header has no checksum of its own.
 
-    This checks only where the manifest is about exactly these files: each is there, with its size.
+    This checks only if the manifest is about exactly these files: each is there, with its size.
     """
     files = {storage.realpath(file.path): file for file in catalog.files}
     weights = {path for path in listed if path.endswith(_SAFETENSORS)}

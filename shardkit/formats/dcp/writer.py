@@ -113,9 +113,7 @@ class _MetadataPickler:
         parts += [self._text("size"), self._size(entry.shape), self._text("chunks"), _EMPTY_LIST, _MARK]
         sizes, head, tail = None, b"", b""
         for number, region in enumerate(catalog.chunks.regions(entry.chunk_ids)):
-            if (
-                number < 2
-            ):  # the first chunk puts its words into the memo; from the second on, heads are equal
+            if number < 2:  # the first chunk puts its words into the memo; all later heads are equal
                 head = self._chunk_head()
             parts += (head, self._offsets(region.offsets))
             if number == 0 or region.sizes != sizes:  # most chunks are of one size

@@ -86,7 +86,7 @@ def with_beside(model: HubModel, names: Iterable[str], folders: Collection[str] 
     Args:
         model: opened.
         names: of files, relative to its directory or in its repo.
-        folders: of its modules, where they are known.
+        folders: of its modules, if they are known.
     """
     taken = {file.name for file in model.catalog.files}
     return replace(model, beside=tuple(weights_beside(names, taken, folders)))

@@ -76,7 +76,7 @@ def open_accelerate(path: str) -> Checkpoint:
     """Open the model of an accelerate checkpoint; optimizer, scheduler and random states are skipped.
 
     Raises:
-        SourceError: several models, of which one must be named; an empty one; a damaged one.
+        SourceError: several models: one must be named; an empty one; a damaged one.
         IntegrityError, ResourceError: as for any DCP directory.
     """
     if _MODEL.fullmatch(own_name(path)):
@@ -147,7 +147,7 @@ def open_accelerate_bin(path: str) -> Checkpoint:
     """Open the model in `.bin` files. Its optimizer is opened on demand; scheduler and random states are skipped.
 
     Raises:
-        SourceError: several models, of which one must be named; files of ranks that are missing, damaged or
+        SourceError: several models: one must be named; files of ranks that are missing, damaged or
             contradict each other; flat parameters.
         ResourceError: a file may not be read.
     """

@@ -56,7 +56,7 @@ class Structure:
     weights: tuple[str, ...]
     """Where the checkpoint may lie in it, best first."""
     beside: tuple[str, ...] = ()
-    """Patterns of names beside it, of which one must be there."""
+    """Patterns of names beside it, one of which must be there."""
     roots: Roots = field(default_factory=dict)
     """As in `Checkpoint`, if the trainer's own code fixes them."""
     assets: tuple[str, ...] = (".",)
@@ -138,7 +138,7 @@ class _Writer(NamedTuple):
     mark: str | None = None
     """A pattern that must match a name beside `.metadata`."""
     also: tuple[tuple[str, ...], ...] = ()
-    """Other beginnings, of which one must be there."""
+    """Other beginnings, one of which must be there."""
     ending: str = ""
     """What the name of some tensor must end with."""
 
