@@ -113,7 +113,7 @@ def open_dcp_hf(path: str) -> Checkpoint:
     notes = [*shards.notes, *_unproved(home, shards)]
     if is_hub_directory(path):
         notes.append(
-            "the consolidated files are damaged, or of another save than the shards: the shards were taken"
+            "the consolidated files are damaged, or from another save than the shards: the shards were taken"
         )
     return Checkpoint(
         path=path,
