@@ -50,7 +50,7 @@ class Staging:
     @property
     def is_committed(self) -> bool:
         """True once the destination is what was written here; known also when the rename was interrupted."""
-        return self._identity is not None and _identity(self.destination) == self._identity
+        return self._identity is not None and identity_of(self.destination) == self._identity
 
     @classmethod
     def create(cls, destination: str) -> Staging:
@@ -136,7 +136,7 @@ class Staging:
         """
         try:
             storage.sync_directories(self.data)
-            self._identity = _identity(self.data)
+            self._identity = identity_of(self.data)
             if overwrite and storage.lexists(self.destination):
                 self._exchange()
             else:
@@ -334,7 +334,8 @@ def reclaimable_bytes(destination: str, resume_from: str | None = None) -> int:
     return total
 
 
-def _identity(path: str) -> tuple[int, int] | None:
+def identity_of(path: str) -> tuple[int, int] | None:
+    """Return what tells a file or directory from all others, wherever it is moved; None if there is none."""
     try:
         status = storage.lstat(path)
     except OSError:

@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 from shardkit.core.text import escape, format_size, listed
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.files.staging import Staging, reclaimable_bytes, recover, remove_abandoned, rename_noreplace
+from shardkit.files.staging import (
+    Staging,
+    identity_of,
+    reclaimable_bytes,
+    recover,
+    remove_abandoned,
+    rename_noreplace,
+)
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.assets import is_asset, is_asset_folder
 
@@ -151,7 +158,10 @@ def check_replaceable(path: str, shown: str, *, overwrite: bool, why_not: Replac
         raise UsageError(f"{shown} exists", hint=_ANOTHER)
     if not storage.isdir(path):
         raise UsageError(f"{shown} exists and is not a directory: it is not replaced")
-    reason = why_not(path) if storage.listdir(path) else None
+    seen, reason = None, None
+    # Another run may put its own there between two looks.
+    while seen != (seen := identity_of(path)) and seen is not None:
+        reason = why_not(path) if storage.listdir(path) else None
     if reason is not None:
         raise UsageError(
             f"{shown} exists and {reason}: it is not replaced",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 import shardkit
 from shardkit.errors import UsageError
-from shardkit.operations.destination import is_sharded_checkpoint
+from shardkit.operations.destination import check_replaceable, is_sharded_checkpoint
 from tests.operations.consolidate.checkpoints import save, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled")
@@ -53,3 +54,27 @@ def test_a_hub_model_is_not(trainers: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds a Hub model"):
         shardkit.reshard(trainers, out, world_size=2, overwrite=True)
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_what_another_run_puts_there_between_two_looks_is_looked_at_anew(tmp_path: Path) -> None:
+    ours, others, seen = tmp_path / "ours", tmp_path / "others", list[str]()
+    for path in (ours, others):
+        path.mkdir()
+        (path / path.name).touch()
+
+    def why_not(path: str) -> str | None:
+        seen.append("".join(os.listdir(path)))
+        if len(seen) == 1:
+            ours.rename(tmp_path / "aside")
+            others.rename(ours)
+            return "was half looked at"
+        return None
+
+    check_replaceable(str(ours), "ours", overwrite=True, why_not=why_not)
+    assert seen == ["ours", "others"]
+
+
+def test_what_may_not_be_replaced_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is somebody else's: it is not replaced"):
+        check_replaceable(str(tmp_path), "it", overwrite=True, why_not=lambda _: "is somebody else's")
