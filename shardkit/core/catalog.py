@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape
@@ -79,6 +79,13 @@ class Checksums:
             yield start, stop - start, crc
 
 
+class SourceReader(Protocol):
+    """Reads the files of a catalog."""
+
+    def read_into(self, file: int, buffer: memoryview, start: int, fqn: str, /) -> int | None:
+        """Fill a buffer from byte `start` of a file, for a tensor; return the CRC-32 where it was taken."""
+
+
 OnRead = Callable[[str, int, memoryview], None]
 """Told what was read for decoding: the path of the file, the first byte, and the bytes as they lie there."""
 
@@ -102,6 +109,9 @@ class SourceFile:
     tensor."""
     decoded_from: tuple[int, int] | None = None
     """(first byte, end) of the range of the file at `path` that decoding reads, if it is one range."""
+    compute: Callable[[SourceReader, int, memoryview, str], None] | None = None
+    """Fills a buffer with the bytes from some byte on, which are computed from other files of the catalog: given who
+    reads those, the byte, the buffer, and a tensor's name for messages. Such a file has `decode` too, for all of it."""
     checksums: Checksums | None = None
     """Checksums to compare the bytes at `path` with; None if nothing is recorded."""
     is_proved: bool = False

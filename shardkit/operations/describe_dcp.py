@@ -218,7 +218,9 @@ class Descriptions:
                 continue
             sizes = {region.sizes for region in output.catalog.chunks.regions(entry.chunk_ids)}
             are_neighbours = all(is_contiguous(Region((0,) * len(s), s), entry.shape) for s in sizes)
-            found[fqn] = combine(pieces) if are_neighbours else scattered[self._job.sources[fqn]]
+            crc = combine(pieces) if are_neighbours else scattered.get(self._job.sources[fqn])
+            if crc is not None:
+                found[fqn] = crc
         return found
 
     def _write_metadata(self) -> manifest.File:

@@ -143,7 +143,8 @@ class Execution:
         """Move everything.
 
         Returns:
-            The digest of every file by its name, and of every scattered tensor by its source name.
+            The digest of every file by its name, and of every scattered tensor by its source name, where it
+            could be taken.
 
         Raises:
             IntegrityError: a source changed, or is not what it records.
@@ -202,7 +203,8 @@ class Execution:
             dtype = self._plan.scattered[fqn][0][1].dtype
             crc, runs = scatter.run(fqn, dtype, holes)
             with self._lock:
-                self._tensor_crcs[fqn] = crc
+                if crc is not None:
+                    self._tensor_crcs[fqn] = crc
                 for name in {images[n].name for n, _ in holes}:
                     self._scattered_runs.setdefault(name, []).append(runs)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, blocks, flat_offset, intersect, relative_to, runs
+from shardkit.core.regions import Region, blocks, flat_offset, intersect, is_contiguous, relative_to, runs
 from shardkit.files import storage
 from shardkit.files.digest import combine, crc32, crc32_combine, zeros
 from shardkit.files.storage import BLOCK, shared_part
@@ -276,15 +276,15 @@ class Scatter:
         self._catalog, self._sources, self._open = catalog, sources, open_target
         self._controls, self._band_bytes = controls, band_bytes
 
-    def run(self, fqn: str, target: DType, holes: Sequence[tuple[int, Hole]]) -> tuple[int, list[Run]]:
+    def run(self, fqn: str, target: DType, holes: Sequence[tuple[int, Hole]]) -> tuple[int | None, list[Run]]:
         """Fill the given holes of a tensor.
 
         Where no hole is left to fill (a resumed run), the tensor is only read, for the digest and to compare
         it with what its source records.
 
         Returns:
-            CRC-32 of the whole tensor in the dtype `target`, and what was read to be compared. The CRC-32 is
-            that of the logical bytes where the source holds the tensor as one chunk, and 0 without digests.
+            CRC-32 of the whole tensor's logical bytes in the dtype `target`, and what was read to be compared.
+            The CRC-32 is None where the source's chunks are not runs of the tensor, and 0 without digests.
         """
         digests, crc = self._controls.digests, 0
         if not (holes or digests or self._sources.check):
@@ -292,9 +292,10 @@ class Scatter:
         entry, table = self._catalog.tensors[fqn], self._catalog.chunks
         itemsize = entry.dtype.itemsize
         converter = Converter(entry.dtype, target) if target is not entry.dtype else None
+        regions = table.regions(entry.chunk_ids)
+        are_runs = all(is_contiguous(region, entry.shape) for region in regions)
         with self._sources.reader() as reader:
-            for chunk in entry.chunk_ids:
-                region = table.region(chunk)
+            for region, chunk in sorted(zip(regions, entry.chunk_ids, strict=True)):
                 for block in blocks(region.sizes, max(self._band_bytes // itemsize, 1)):
                     self._controls.check()
                     band = bytearray(block.num_elements * itemsize)
@@ -307,7 +308,7 @@ class Scatter:
                     crc = crc32(band, crc) if digests else 0
                     corner = tuple(a + b for a, b in zip(region.offsets, block.offsets, strict=True))
                     self._deal_out(band, Region(corner, block.sizes), holes)
-            return crc, reader.take_runs()
+            return crc if are_runs else None, reader.take_runs()
 
     def _deal_out(self, band: bytearray, block: Region, holes: Sequence[tuple[int, Hole]]) -> None:
         import numpy  # a tenth of a second that most runs do not need

@@ -1,0 +1,589 @@
+"""A tensor as a function of stored tensors: put together, cut, permuted, reshaped. Pure: shapes and indexes.
+
+A model and its files often hold the same numbers in another form: experts one by one or stacked, query, key and
+value apart or as one, rows in another order for rotary embeddings. An expression says which element of which
+stored tensor each element of a target is. It is a tree:
+
+    Stored    a stored tensor
+    Cut       a box of something
+    Concat    parts side by side along one dim
+    Permuted  dims in another order
+    Reshaped  the same elements, counted row-major, in another shape
+    Zeros     padding
+
+Only the functions `cut`, `concat`, `stack`, `permute` and `reshape` make nodes. They keep trees in a simple form:
+cuts sink to the leaves, and what changes nothing is left out. So the parts of a tree that only put boxes side by
+side are found (`pieces`), and their bytes need not be touched one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+from shardkit.core.regions import Region, Shape, flat_offset, full_region, intersect, relative_to
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A stored tensor."""
+
+    name: str
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A box of another expression."""
+
+    of: Expression
+    region: Region
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes of the box."""
+        return self.region.sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Concat:
+    """Parts side by side along a dim."""
+
+    parts: tuple[Expression, ...]
+    dim: int
+    shape: Shape
+
+    def placed(self) -> Iterator[tuple[Expression, Region]]:
+        """Yield each part with its region."""
+        start = 0
+        for part in self.parts:
+            offsets = (*(0,) * self.dim, start, *(0,) * (len(self.shape) - self.dim - 1))
+            yield part, Region(offsets, part.shape)
+            start += part.shape[self.dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted:
+    """Dims in another order: dim `d` is dim `dims[d]` of the other."""
+
+    of: Expression
+    dims: tuple[int, ...]
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """The same elements, counted row-major, in another shape."""
+
+    of: Expression
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """Padding."""
+
+    shape: Shape
+
+
+Expression = Stored | Cut | Concat | Permuted | Reshaped | Zeros
+
+
+def cut(of: Expression, region: Region) -> Expression:
+    """Return a box of an expression; the cut is made as deep in the tree as can be.
+
+    Raises:
+        ValueError: the box does not lie in it.
+    """
+    inside = len(region.sizes) == len(of.shape) == len(region.offsets)
+    if not inside or any(o < 0 or o + n > size for o, n, size in zip(*region, of.shape, strict=True)):
+        raise ValueError(f"{region.offsets} + {region.sizes} does not lie in {of.shape}")
+    if region == full_region(of.shape):
+        return of
+    match of:
+        case Cut():
+            offsets = tuple(a + b for a, b in zip(of.region.offsets, region.offsets, strict=True))
+            return Cut(of.of, Region(offsets, region.sizes))
+        case Concat():
+            met = [
+                (part, inner, place)
+                for part, place in of.placed()
+                if (inner := intersect(place, region)) is not None
+            ]
+            if met:
+                return concat(
+                    [cut(part, relative_to(inner, place.offsets)) for part, inner, place in met], of.dim
+                )
+        case Permuted():
+            back = _inverse(of.dims)
+            below = Region(tuple(region.offsets[d] for d in back), tuple(region.sizes[d] for d in back))
+            return permute(cut(of.of, below), of.dims)
+        case Reshaped():
+            below, whole = cover(of.of.shape, of.shape, region)
+            if whole == region:
+                return reshape(cut(of.of, below), region.sizes)
+        case Zeros():
+            return Zeros(region.sizes)
+    return Cut(of, region)
+
+
+def concat(parts: Sequence[Expression], dim: int) -> Expression:
+    """Return parts side by side along a dim, which may be counted from the end.
+
+    Raises:
+        ValueError: there are none, or their other dims differ.
+    """
+    if not parts:
+        raise ValueError("nothing to put together")
+    num_dims = len(parts[0].shape)
+    dim = dim + num_dims if dim < 0 else dim
+    others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+    if not 0 <= dim < num_dims or len(others) != 1 or len({len(part.shape) for part in parts}) != 1:
+        raise ValueError(f"{', '.join(str(part.shape) for part in parts)} do not fit along dim {dim}")
+    flat = [
+        each
+        for part in parts
+        for each in (part.parts if isinstance(part, Concat) and part.dim == dim else (part,))
+    ]
+    kept = _joined([part for part in flat if part.shape[dim]] or flat[:1], dim)
+    if len(kept) == 1:
+        return kept[0]
+    shape = (*parts[0].shape[:dim], sum(part.shape[dim] for part in kept), *parts[0].shape[dim + 1 :])
+    return Concat(tuple(kept), dim, shape)
+
+
+def _joined(parts: list[Expression], dim: int) -> list[Expression]:
+    """Return parts along a dim, with neighbouring boxes of one thing as one box."""
+    found: list[Expression] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(last, Cut) and isinstance(part, Cut) and last.of == part.of:
+            (start, size), (other, more) = last.region, part.region
+            follows = tuple(o + n * (d == dim) for d, (o, n) in enumerate(zip(start, size, strict=True)))
+            if other == follows and all(
+                a == b for d, (a, b) in enumerate(zip(size, more, strict=True)) if d != dim
+            ):
+                sizes = tuple(a + b * (d == dim) for d, (a, b) in enumerate(zip(size, more, strict=True)))
+                found[-1] = cut(last.of, Region(start, sizes))
+                continue
+        found.append(part)
+    return found
+
+
+def stack(parts: Sequence[Expression], dim: int) -> Expression:
+    """Return parts of one shape as a new dim, which may be counted from the end.
+
+    Raises:
+        ValueError: there are none, or their shapes differ.
+    """
+    if not parts:
+        raise ValueError("nothing to put together")
+    dim = dim + len(parts[0].shape) + 1 if dim < 0 else dim
+    return concat([reshape(part, (*part.shape[:dim], 1, *part.shape[dim:])) for part in parts], dim)
+
+
+def permute(of: Expression, dims: Sequence[int]) -> Expression:
+    """Return an expression with its dims in another order: dim `d` of the result is dim `dims[d]`.
+
+    Raises:
+        ValueError: these are not its dims.
+    """
+    dims = tuple(dim + len(of.shape) if dim < 0 else dim for dim in dims)
+    if sorted(dims) != list(range(len(of.shape))):
+        raise ValueError(f"{dims} are not the dims of {of.shape}")
+    shape = tuple(of.shape[dim] for dim in dims)
+    moved = [dim for dim in dims if of.shape[dim] != 1]
+    if moved == sorted(moved):  # only dims of size 1 change their places, and no element does
+        return reshape(of, shape)
+    if isinstance(of, Permuted):
+        return permute(of.of, [of.dims[dim] for dim in dims])
+    return Zeros(shape) if isinstance(of, Zeros) else Permuted(of, dims, shape)
+
+
+def reshape(of: Expression, shape: Shape) -> Expression:
+    """Return the same elements, counted row-major, in another shape.
+
+    Raises:
+        ValueError: it has another number of elements.
+    """
+    shape = tuple(shape)
+    if prod(shape) != prod(of.shape):
+        raise ValueError(f"{of.shape} has another number of elements than {shape}")
+    if shape == of.shape:
+        return of
+    if isinstance(of, Reshaped):
+        return reshape(of.of, shape)
+    return Zeros(shape) if isinstance(of, Zeros) else Reshaped(of, shape)
+
+
+def interleave(of: Expression, dim: int, num_groups: int) -> Expression:
+    """Return a dim of `num_groups` stretches as one of pairs (or triples, ...): a0 a1 b0 b1 becomes a0 b0 a1 b1.
+
+    Raises:
+        ValueError: the dim has no such number of equal stretches.
+    """
+    return _shuffled(of, dim, num_groups, of.shape[dim] // max(num_groups, 1))
+
+
+def deinterleave(of: Expression, dim: int, num_groups: int) -> Expression:
+    """Undo `interleave`."""
+    return _shuffled(of, dim, of.shape[dim] // max(num_groups, 1), num_groups)
+
+
+def _shuffled(of: Expression, dim: int, outer: int, inner: int) -> Expression:
+    apart = reshape(of, (*of.shape[:dim], outer, inner, *of.shape[dim + 1 :]))
+    dims = list(range(len(apart.shape)))
+    dims[dim], dims[dim + 1] = dims[dim + 1], dims[dim]
+    return reshape(permute(apart, dims), of.shape)
+
+
+def _inverse(dims: Sequence[int]) -> tuple[int, ...]:
+    back = [0] * len(dims)
+    for at, dim in enumerate(dims):
+        back[dim] = at
+    return tuple(back)
+
+
+def cover(source: Shape, target: Shape, region: Region) -> tuple[Region, Region]:
+    """Return equal boxes on both sides of a reshape, the smallest that hold a box of the target.
+
+    The two have the same elements in the same order, counted row-major within each box.
+
+    Args:
+        source: shape before.
+        target: shape after, of as many elements.
+        region: of the target.
+
+    Returns:
+        The box of the source, and that of the target. The latter is `region` itself where it is a box on both
+        sides.
+    """
+    if 0 in region.sizes:
+        return Region((0,) * len(source), (0,) * len(source)), region
+    below, above = list[tuple[int, int]](), list[tuple[int, int]]()
+    for ours, theirs in _groups(source, target):
+        mine, other = source[ours], target[theirs]
+        offsets, sizes = region.offsets[theirs], region.sizes[theirs]
+        start = flat_offset(offsets, other)
+        stop = flat_offset([o + n - 1 for o, n in zip(offsets, sizes, strict=True)], other) + 1
+        while True:
+            box, (first, last) = _cover_range(other, start, stop)
+            inner, (start, stop) = _cover_range(mine, first, last)
+            if (start, stop) == (first, last):
+                break
+        # A dim that is alone on both sides may be cut anywhere; so may others where the range is what was asked.
+        above += box
+        below += inner
+    return _region(below), _region(above)
+
+
+def _region(ranges: Iterable[tuple[int, int]]) -> Region:
+    pairs = list(ranges)
+    return Region(tuple(start for start, _ in pairs), tuple(size for _, size in pairs))
+
+
+def _cover_range(shape: Shape, start: int, stop: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """Return the smallest contiguous box around a range of elements, as (offset, size) of each dim, and its range."""
+    box: list[tuple[int, int]] = []
+    rest = prod(shape)
+    first, last, base = start, stop - 1, 0
+    for at, size in enumerate(shape):
+        rest //= size
+        a, b = first // rest, last // rest
+        if a != b:
+            box.append((a, b - a + 1))
+            box += ((0, n) for n in shape[at + 1 :])
+            return box, (base + a * rest, base + (b + 1) * rest)
+        box.append((a, 1))
+        base, first, last = base + a * rest, first - a * rest, last - a * rest
+    return box, (start, stop)
+
+
+def _groups(source: Shape, target: Shape) -> Iterator[tuple[slice, slice]]:
+    """Yield the shortest runs of dims on both sides that have as many elements; shapes have no empty dim."""
+    a = b = 0
+    while a < len(source) or b < len(target):
+        first, second = a, b
+        left, right = 1, 1
+        if a < len(source):
+            left, a = source[a], a + 1
+        if b < len(target):
+            right, b = target[b], b + 1
+        while left != right:
+            if left < right:
+                left, a = left * source[a], a + 1
+            else:
+                right, b = right * target[b], b + 1
+        yield slice(first, a), slice(second, b)
+
+
+class Piece(NamedTuple):
+    """A box of a target, and what fills it."""
+
+    region: Region
+    """Of the target."""
+    of: Expression
+    """A stored tensor whose box has the same elements in the same order; or an expression of the region's own sizes,
+    whose elements have to be reordered."""
+    part: Region
+    """The box of `of`."""
+
+    @property
+    def is_box(self) -> bool:
+        """True if its bytes, in order, are those of a box of a stored tensor."""
+        return isinstance(self.of, Stored)
+
+
+def pieces(of: Expression) -> Iterator[Piece]:
+    """Yield the boxes that an expression is put together from; they tile it."""
+    match of:
+        case Stored():
+            yield Piece(full_region(of.shape), of, full_region(of.shape))
+            return
+        case Cut(Stored() as stored, region):
+            yield Piece(full_region(of.shape), stored, region)
+            return
+        case Concat():
+            for part, place in of.placed():
+                for piece in pieces(part):
+                    offsets = tuple(a + b for a, b in zip(place.offsets, piece.region.offsets, strict=True))
+                    yield piece._replace(region=Region(offsets, piece.region.sizes))
+            return
+        case Reshaped():
+            below = list(pieces(of.of))
+            boxes = [cover(of.shape, of.of.shape, piece.region) for piece in below]
+            if all(
+                piece.is_box and whole == piece.region for piece, (_, whole) in zip(below, boxes, strict=True)
+            ):
+                for piece, (box, _) in zip(below, boxes, strict=True):
+                    yield piece._replace(region=box)
+                return
+    yield Piece(full_region(of.shape), of, full_region(of.shape))
+
+
+def leaves(of: Expression) -> Iterator[Stored]:
+    """Yield the stored tensors of an expression, from left to right; one may come several times."""
+    match of:
+        case Stored():
+            yield of
+        case Concat():
+            for part in of.parts:
+                yield from leaves(part)
+        case Cut() | Permuted() | Reshaped():
+            yield from leaves(of.of)
+
+
+def locate(of: Expression, index: Sequence[int]) -> tuple[str, Shape] | None:
+    """Return which element of which stored tensor an element is; None for padding."""
+    match of:
+        case Stored():
+            return of.name, tuple(index)
+        case Cut():
+            return locate(of.of, [a + b for a, b in zip(index, of.region.offsets, strict=True)])
+        case Concat():
+            at = index[of.dim]
+            stops = list(accumulate(part.shape[of.dim] for part in of.parts))
+            number = next(n for n, stop in enumerate(stops) if at < stop)
+            inner = list(index)
+            inner[of.dim] = at - (stops[number] - of.parts[number].shape[of.dim])
+            return locate(of.parts[number], inner)
+        case Permuted():
+            return locate(of.of, [index[d] for d in _inverse(of.dims)])
+        case Reshaped():
+            flat, below = flat_offset(index, of.shape), list[int]()
+            for size in reversed(of.of.shape):
+                flat, at = divmod(flat, size)
+                below.append(at)
+            return locate(of.of, below[::-1])
+        case Zeros():
+            return None
+
+
+def read_regions(of: Expression, region: Region) -> Iterator[tuple[str, Region]]:
+    """Yield the boxes of stored tensors that have to be read for a box of an expression."""
+    match of:
+        case Stored():
+            yield of.name, region
+        case Cut():
+            offsets = tuple(a + b for a, b in zip(of.region.offsets, region.offsets, strict=True))
+            yield from read_regions(of.of, Region(offsets, region.sizes))
+        case Concat():
+            for part, place in of.placed():
+                inner = intersect(place, region)
+                if inner is not None:
+                    yield from read_regions(part, relative_to(inner, place.offsets))
+        case Permuted():
+            back = _inverse(of.dims)
+            below = Region(tuple(region.offsets[d] for d in back), tuple(region.sizes[d] for d in back))
+            yield from read_regions(of.of, below)
+        case Reshaped():
+            yield from read_regions(of.of, cover(of.of.shape, of.shape, region)[0])
+
+
+def substitute(of: Expression, bound: Mapping[str, Expression]) -> Expression:
+    """Return an expression with each stored tensor replaced by what it is made of itself, where that is known."""
+    return _rebuilt(of, lambda leaf: bound.get(leaf.name, leaf))
+
+
+def renamed(of: Expression, names: Mapping[str, str]) -> Expression:
+    """Return an expression of the same tensors under other names; a name that is not given stays."""
+    return _rebuilt(of, lambda leaf: Stored(names.get(leaf.name, leaf.name), leaf.shape))
+
+
+def _rebuilt(of: Expression, make: Callable[[Stored], Expression]) -> Expression:
+    match of:
+        case Stored():
+            return make(of)
+        case Cut():
+            return cut(_rebuilt(of.of, make), of.region)
+        case Concat():
+            return concat([_rebuilt(part, make) for part in of.parts], of.dim)
+        case Permuted():
+            return permute(_rebuilt(of.of, make), of.dims)
+        case Reshaped():
+            return reshape(_rebuilt(of.of, make), of.shape)
+        case Zeros():
+            return of
+
+
+class Occurrence(NamedTuple):
+    """A box of a stored tensor, in terms of the target that it went into."""
+
+    name: str
+    region: Region
+    value: Expression
+
+
+def occurrences(of: Expression, target: Expression) -> Iterator[Occurrence]:
+    """Yield the boxes of stored tensors that an expression holds, each in terms of the target that it makes.
+
+    Args:
+        of: what the target is made of.
+        target: stands for the target; of the same shape.
+
+    Raises:
+        ValueError: a part of the tree has no inverse.
+    """
+    match of:
+        case Stored():
+            yield Occurrence(of.name, full_region(of.shape), target)
+        case Cut(Stored() as stored, region):
+            yield Occurrence(stored.name, region, target)
+        case Cut():
+            raise ValueError("a part is cut out of reordered elements")
+        case Concat():
+            for part, place in of.placed():
+                yield from occurrences(part, cut(target, place))
+        case Permuted():
+            yield from occurrences(of.of, permute(target, _inverse(of.dims)))
+        case Reshaped():
+            yield from occurrences(of.of, reshape(target, of.of.shape))
+
+
+def assemble(shape: Shape, parts: Sequence[tuple[Region, Expression]]) -> Expression | None:
+    """Return the expression that boxes make up; None if they leave gaps, overlap, or cannot be cut apart dim by dim.
+
+    Args:
+        shape: of the whole.
+        parts: boxes with the expression of each.
+    """
+    return _assemble(full_region(shape), [(r, e) for r, e in parts if 0 not in r.sizes] or list(parts[:1]))
+
+
+def _assemble(whole: Region, parts: Sequence[tuple[Region, Expression]]) -> Expression | None:
+    if len(parts) == 1:
+        return parts[0][1] if parts[0][0] == whole else None
+    for dim in range(len(whole.sizes)):
+        rows = sorted(parts, key=lambda part: part[0].offsets[dim])
+        groups: list[list[tuple[Region, Expression]]] = []
+        stop = whole.offsets[dim]
+        for region, value in rows:
+            if region.offsets[dim] >= stop or not groups:
+                groups.append([])
+            groups[-1].append((region, value))
+            stop = max(stop, region.stops[dim])
+        if len(groups) < 2:
+            continue
+        found = []
+        for group in groups:
+            begin, end = group[0][0].offsets[dim], max(region.stops[dim] for region, _ in group)
+            box = Region(
+                (*whole.offsets[:dim], begin, *whole.offsets[dim + 1 :]),
+                (*whole.sizes[:dim], end - begin, *whole.sizes[dim + 1 :]),
+            )
+            part = _assemble(box, group)
+            if part is None:
+                return None
+            found.append(part)
+        if sum(part.shape[dim] for part in found) != whole.sizes[dim]:
+            return None
+        return concat(found, dim)
+    return None
+
+
+def to_json(of: Expression) -> Any:
+    """Return an expression as plain data: {"stored": name, "shape": [...]}, {"concat": [...], "dim": 0}, ..."""
+    match of:
+        case Stored():
+            return {"stored": of.name, "shape": list(of.shape)}
+        case Cut():
+            return {"cut": to_json(of.of), "offsets": list(of.region.offsets), "sizes": list(of.region.sizes)}
+        case Concat():
+            return {"concat": [to_json(part) for part in of.parts], "dim": of.dim}
+        case Permuted():
+            return {"permute": to_json(of.of), "dims": list(of.dims)}
+        case Reshaped():
+            return {"reshape": to_json(of.of), "shape": list(of.shape)}
+        case Zeros():
+            return {"zeros": list(of.shape)}
+
+
+_KEYS = {
+    "stored": ("shape",),
+    "cut": ("offsets", "sizes"),
+    "concat": ("dim",),
+    "permute": ("dims",),
+    "reshape": ("shape",),
+    "zeros": (),
+}
+_MAX_DEPTH = 32
+
+
+def from_json(content: Any, depth: int = 0) -> Expression:
+    """Return the expression that `to_json` described.
+
+    Raises:
+        ValueError: it is none, says what cannot be, or is nested too deeply.
+    """
+    kind = next((key for key in _KEYS if isinstance(content, dict) and key in content), None)
+    if kind is None or set(content) != {kind, *_KEYS[kind]} or depth > _MAX_DEPTH:
+        raise ValueError("not an expression of stored tensors")
+    if kind == "stored":
+        if not isinstance(content[kind], str):
+            raise ValueError("a stored tensor without a name")
+        return Stored(content[kind], _numbers(content["shape"]))
+    if kind == "zeros":
+        return Zeros(_numbers(content[kind]))
+    if kind == "concat":
+        if not isinstance(content[kind], list):
+            raise ValueError("parts that are not a list")
+        return concat([from_json(part, depth + 1) for part in content[kind]], *_numbers([content["dim"]]))
+    below = from_json(content[kind], depth + 1)
+    if kind == "cut":
+        return cut(below, Region(_numbers(content["offsets"]), _numbers(content["sizes"])))
+    return (
+        permute(below, _numbers(content["dims"]))
+        if kind == "permute"
+        else reshape(below, _numbers(content["shape"]))
+    )
+
+
+def _numbers(values: Any) -> Shape:
+    if not isinstance(values, list) or any(
+        type(value) is not int or not 0 <= value < 1 << 62 for value in values
+    ):
+        raise ValueError("not a list of whole numbers")
+    return tuple(values)
