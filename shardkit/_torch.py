@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit._version import TESTED_TORCH, torch_note
 from shardkit.errors import ResourceError
@@ -356,3 +357,29 @@ def wrap_policy_classes(policy: object) -> frozenset[type]:
     Source: torch 2.13, torch/distributed/fsdp/wrap.py.
     """
     return frozenset(getattr(policy, "_module_classes", ()))
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation on tensors that runs inside it; a subclass has `seen`.
+
+    Source: torch 2.13, torch/utils/_python_dispatch.py.
+    """
+
+    def seen(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        """Be told of an operation.
+
+        Args:
+            name: of the operation, such as "aten.cat.default".
+            inputs: positional arguments.
+            options: the others.
+            result: what it returned.
+        """
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Carry out an operation and tell `seen` of it."""
+        result = func(*args, **(kwargs or {}))
+        self.seen(str(func), args, kwargs or {}, result)
+        return result

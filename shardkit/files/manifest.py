@@ -194,6 +194,15 @@ class ShardedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """A tensor that is made of several of the source, or of one in another form."""
+
+    name: str
+    made_of: object
+    """An expression of stored tensors, as `keys.expressions.to_json` writes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HubTensor:
     """A tensor of a Hub model that was made from a checkpoint."""
 
@@ -228,8 +237,8 @@ class Presharded:
     """Groups of names that are one parameter; the first has the records."""
     key_rules: tuple[tuple[str, str], ...]
     """Empty; in a resharded checkpoint those of `shardkit.save`."""
-    derived: tuple[object, ...]
-    """Tensors computed from others; none yet."""
+    derived: tuple[Derived, ...]
+    """Tensors that are made of others of the source; their `source` is their own name."""
     dtype: str
     """As asked for: "keep", "bf16", "fp16" or "fp32"."""
     optimizer_dtype: str | None = None

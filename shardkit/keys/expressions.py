@@ -18,7 +18,7 @@ side are found (`pieces`), and their bytes need not be touched one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -421,6 +421,11 @@ def read_regions(of: Expression, region: Region) -> Iterator[tuple[str, Region]]
             yield from read_regions(of.of, below)
         case Reshaped():
             yield from read_regions(of.of, cover(of.of.shape, of.shape, region)[0])
+
+
+def made_name(target: str, stored: Container[str]) -> str:
+    """Return the name of what a target is made of, beside stored tensors: its own unless a stored one has it."""
+    return f"{target} (made)" if target in stored else target
 
 
 def substitute(of: Expression, bound: Mapping[str, Expression]) -> Expression:

@@ -12,6 +12,7 @@ from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError
+from shardkit.keys.expressions import Expression, leaves, made_name
 from shardkit.keys.names import COMPILED
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, declare
 from shardkit.layout.traced import Trace, trace_model, why_no_class
@@ -91,17 +92,23 @@ def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
     Raises:
         LayoutError: names or shapes differ. Lists every difference.
     """
-    names = found.names if found.names is not None else {name: name for name in source}
+    names = dict(found.names if found.names is not None else {name: name for name in source})
+    made = {made_name(fqn, source): expression for fqn, expression in found.converted.items()}
+    names |= {fqn: made_name(fqn, source) for fqn in found.converted}
+    held = {name: entry.shape for name, entry in source.items()} | {
+        name: each.shape for name, each in made.items()
+    }
     layout = _store_present_names(found.layout, names)
     live = _live_shapes(layout)
     sources = {fqn: stored for fqn, stored in names.items() if fqn in live}
-    left = [name for name in source if name not in frozenset(sources.values())]
+    used = frozenset(sources.values()) | {leaf.name for each in made.values() for leaf in leaves(each)}
+    left = [name for name in source if name not in used]
     unknown, omitted = _sort_unknown(found, left)
     missing = [name for name in layout.tensors if name not in sources and name not in found.computed]
     shapes = [
-        f"{escape(name)}: {list(source[sources[name]].shape)} in the source, {list(shape)} in the model"
+        f"{escape(name)}: {list(held[sources[name]])} in the source, {list(shape)} in the model"
         for name, shape in live.items()
-        if name in sources and source[sources[name]].shape != shape
+        if name in sources and held[sources[name]] != shape
     ]
     spare = [name for name in unknown if not _IN_BLOCK.search(name)]
     is_quantised = "quantization_config" in (config or {})
@@ -110,27 +117,36 @@ def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
         omitted = (*omitted, *((name, f"{found.model_class} has no place for it") for name in spare))
     elif unknown or missing or shapes:
         raise _misfit(found, source, unknown=unknown, missing=missing, shapes=shapes, config=config)
-    made = [name for name in layout.tensors if name not in sources]
+    computed = [name for name in layout.tensors if name not in sources]
     tensors = {name: tensor for name, tensor in layout.tensors.items() if name in sources}
     return replace(
         layout,
         tensors=tensors,
         sources=sources,
+        made=made,
         omitted=omitted,
-        notes=(*layout.notes, *_notes(found, sources, made)),
+        notes=(*layout.notes, *_notes(found, sources, made, computed)),
     )
 
 
-def _notes(found: Trace, sources: Mapping[str, str], made: Sequence[str]) -> Iterator[str]:
-    renamed = [fqn for fqn, stored in sources.items() if fqn != stored]
+def _notes(
+    found: Trace, sources: Mapping[str, str], made: Mapping[str, Expression], computed: Sequence[str]
+) -> Iterator[str]:
+    renamed = [fqn for fqn, stored in sources.items() if fqn != stored and stored not in made]
     if renamed:
         yield (
             f"{count(len(renamed), 'tensor')} stored under the names of the model, which are not those of its files "
             f"({escape(sources[renamed[0]])} is {escape(renamed[0])})"
         )
     if made:
+        parts = {leaf.name for each in made.values() for leaf in leaves(each)}
         yield (
-            f"not in the files, {escape(found.model_class)} computes them: {listed(made)}; stock dcp.load needs "
+            f"{count(len(made), 'tensor')} of {escape(found.model_class)} made of {count(len(parts), 'tensor')} of the "
+            f"files, as from_pretrained does: {listed([fqn for fqn, stored in sources.items() if stored in made])}"
+        )
+    if computed:
+        yield (
+            f"not in the files, {escape(found.model_class)} computes them: {listed(computed)}; stock dcp.load needs "
             "DefaultLoadPlanner(allow_partial_load=True)"
         )
 
@@ -187,11 +203,10 @@ def _misfit(
     is_compiled = _is_compiled(unknown, missing)
     if found.fused:
         return LayoutError(
-            f"{name} holds tensors in another form than its files store them; this needs key rules that convert,"
-            " which shardkit does not have yet",
+            f"{name} holds tensors in another form than its files store them, and it is not known how to make them",
             problems=[
-                f"{escape(stored)}: in {name} it is a part of {escape(fqn)}"
-                for stored, fqn in found.fused.items()
+                f"{escape(fqn)}: {found.failed.get(fqn, '')} ({listed([stored for stored, other in found.fused.items() if other == fqn])})"
+                for fqn in dict.fromkeys(found.fused.values())
             ],
             hint="load it with from_pretrained once, save its state_dict() with torch.distributed.checkpoint, and"
             " reshard that",

@@ -18,6 +18,7 @@ from shardkit.core.mesh import REPLICATE, Mesh, Placement, Placements
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError
+from shardkit.keys.expressions import Expression
 from shardkit.keys.ties import stored_ties
 from shardkit.layout.wrap_policy import WrapPolicy, list_candidates, match_paths, parse_policy, unknown_names
 
@@ -74,6 +75,8 @@ class Layout:
     bytes are stored under the first."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The source's name of every tensor, and of each alias that it has. The model's own may differ."""
+    made: Mapping[str, Expression] = field(default_factory=dict)
+    """What a name of `sources` is made of that the source does not have itself, such as fused experts."""
     omitted: tuple[tuple[str, str], ...] = ()
     """(name, reason) of source tensors that the live model does not load."""
     keep_fp32: frozenset[str] | None = None

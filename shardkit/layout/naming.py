@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from shardkit._torch import class_before_sharding
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
+from shardkit.keys.expressions import Expression, Stored, leaves
 from shardkit.keys.names import clean, clean_name, join, match_prefix, natural, split
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import is_computed
 from shardkit.layout.classes import build_model, collect, ignored_patterns, is_transformers
+from shardkit.layout.conversions import Conversions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +29,12 @@ class NameMatch:
     """FQN -> stored name."""
     unused: tuple[str, ...] = ()
     """Stored names for which the model has no place."""
+    converted: Mapping[str, Expression] = field(default_factory=dict)
+    """FQN -> what it is made of, where the model holds stored tensors in another form."""
     fused: Mapping[str, str] = field(default_factory=dict)
-    """Stored name -> the FQN that it is a part of, or that holds it in another form."""
+    """Stored name -> the FQN that it is a part of, where it is not known how the FQN is made."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """FQN of `fused` -> why."""
     ignored: tuple[str, ...] = ()
     """Stored names of tensors that the model computes itself. Files of older versions have them."""
     made: tuple[str, ...] = ()
@@ -91,10 +93,10 @@ def match_names(
     root = _transformers_root(model)
     prefixes = _prefixes(cleaned.values(), targets, root)
     found = _match(cleaned, targets, prefixes, _Renamed)
-    if found.unused and root is not None and (transforms := _Transforms.of(root[1])) is not None:
-        other = _match(cleaned, targets, prefixes, transforms.rename)
+    if found.unused and root is not None and (conversions := Conversions.of(root[1])) is not None:
+        other = _match(cleaned, targets, prefixes, lambda name: _Renamed(*conversions.rename(name)))
         if len(other.unused) < len(found.unused):
-            found = other
+            found = _converted(other, cleaned, targets, root, conversions, shapes)
     if root is None:
         return _without_ignored(found, lambda name: cleaned[name] in computed_names)
     buffers = _Targets(computed_names)
@@ -196,6 +198,43 @@ def _match(
     )
 
 
+def _converted(
+    found: NameMatch,
+    cleaned: Mapping[str, str],
+    targets: _Targets,
+    root: tuple[str, nn.Module],
+    conversions: Conversions,
+    shapes: Mapping[str, Shape] | None,
+) -> NameMatch:
+    """Return a match with what its fused tensors are made of."""
+    if not found.fused or shapes is None:
+        return found
+    before = f"{root[0]}." if root[0] else ""
+    groups: dict[str, dict[str, str]] = {}
+    for stored, fqn in found.fused.items():
+        home = (base_name(fqn) or fqn).removeprefix(before)
+        groups.setdefault(home, {})[stored] = cleaned[stored]
+    conversion = conversions.convert(root[1], groups, shapes)
+    names, converted = {fqn: [stored] for fqn, stored in found.names.items()}, dict[str, Expression]()
+    for home, made in conversion.made.items():
+        for fqn in targets.find(before + home, ()):
+            if isinstance(made, Stored):
+                names.setdefault(fqn, []).append(made.name)
+            elif fqn in names or fqn in converted:
+                names.setdefault(fqn, []).append(next(leaf.name for leaf in leaves(made)))
+            else:
+                converted[fqn] = made
+    _refuse_several(names)
+    failed = {fqn: why for home, why in conversion.failed.items() for fqn in targets.find(before + home, ())}
+    return replace(
+        found,
+        names={fqn: names[fqn][0] for fqn in targets.own if fqn in names},
+        converted={fqn: converted[fqn] for fqn in targets.own if fqn in converted},
+        fused={stored: fqn for stored, fqn in found.fused.items() if fqn in failed},
+        failed=failed,
+    )
+
+
 def _refuse_several(names: Mapping[str, list[str]]) -> None:
     problems = [
         f"{escape(fqn)}: {' and '.join(map(escape, keys))}" for fqn, keys in names.items() if len(keys) > 1
@@ -223,9 +262,7 @@ def find_lacking(model: nn.Module, shapes: Mapping[str, Shape]) -> Lacking:
         dict(zip(shapes, shapes, strict=True)), state, shapes=shapes, computed=computed, model=model
     )
     have: dict[str, Shape | str] = {fqn: tuple(shapes[name]) for fqn, name in found.names.items()}
-    transforms = _Transforms.of(model) if found.fused else None
-    if transforms is not None:
-        have |= transforms.convert(model, found.fused, shapes)
+    have |= {fqn: made.shape for fqn, made in found.converted.items()} | dict(found.failed)
     held = {id(state[name]) for name in have if name in state}  # one name of a tie is enough
     missing = (name for name, tensor in state.items() if name not in have and id(tensor) not in held)
     misfits = [
@@ -248,77 +285,6 @@ def answer_lacking(directory: str, shapes: Mapping[str, Shape]) -> dict[str, Any
     """
     model = build_model(directory, trust_remote_code=False)
     return {"model_class": type(model).__name__, **find_lacking(model, shapes)._asdict()}
-
-
-class _Transforms(NamedTuple):
-    """How `from_pretrained` renames and converts stored tensors for a model.
-
-    Source: transformers 5.23, core_model_loading.convert_and_load_state_dict_in_model.
-    """
-
-    renamings: list[Any]
-    converters: list[Any]
-
-    @classmethod
-    def of(cls, module: Any) -> _Transforms | None:
-        """Return the transforms of a model; None if this transformers has none."""
-        try:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import WeightConverter, WeightRenaming
-        except ImportError:
-            return None
-        with _own_classes(module):
-            transforms = get_model_conversion_mapping(module)
-        return cls(
-            [each for each in transforms if isinstance(each, WeightRenaming)],
-            [each for each in transforms if isinstance(each, WeightConverter)],
-        )
-
-    def rename(self, name: str) -> _Renamed:
-        """Return a stored tensor's name in the model, and the pattern of its converter."""
-        from transformers.core_model_loading import rename_source_key
-
-        return _Renamed(*rename_source_key(name, self.renamings, self.converters))
-
-    def convert(
-        self, model: nn.Module, fused: Mapping[str, str], shapes: Mapping[str, Shape]
-    ) -> dict[str, Shape | str]:
-        """Return the shape of each tensor that stored ones make, or why they cannot make it.
-
-        Args:
-            model: the model that they are made for.
-            fused: stored name -> FQN of the first tensor of which it becomes a part.
-            shapes: by stored name.
-        """
-        by_pattern = {pattern: each for each in self.converters for pattern in each.source_patterns}
-        collected: dict[str, Any] = {}
-        for name in sorted(fused, key=natural):
-            fqn, pattern = fused[name], self.rename(name).pattern
-            converter = collected.get(fqn) or collected.setdefault(fqn, copy.deepcopy(by_pattern[pattern]))
-            converter.add_tensor(fqn, name, pattern, torch.empty(shapes[name], device="meta"))
-        made: dict[str, Shape | str] = {}
-        for fqn, converter in collected.items():
-            try:
-                values = converter.convert(fqn, model=model, config=getattr(model, "config", None))
-            except Exception as error:  # an operation may raise anything for tensors that do not fit together
-                made[fqn] = f"cannot be made of what is there: {escape(str(error).partition(chr(10))[0])}"
-                continue
-            for name, value in values.items():
-                made[name] = tuple((value[0] if isinstance(value, list) else value).shape)
-        return made
-
-
-@contextlib.contextmanager
-def _own_classes(model: nn.Module) -> Iterator[None]:
-    """Give modules back the classes that `fully_shard` replaced, for code that goes by their names."""
-    changed = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
-    try:
-        for module in changed:
-            module.__class__ = class_before_sharding(module)
-        yield
-    finally:
-        for module, sharded in changed.items():
-            module.__class__ = sharded
 
 
 def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[str, ...]:

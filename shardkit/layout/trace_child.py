@@ -31,6 +31,7 @@ from shardkit._torch import class_before_sharding, init_fake_world
 from shardkit.core.mesh import REPLICATE, Axis, Mesh, Placement, Placements
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, SourceError
+from shardkit.keys.expressions import to_json
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import (
     ClassDtypes,
@@ -144,7 +145,9 @@ def _match(model: nn.Module, names: dict[str, list[int]], state: _State) -> dict
     )
     return {
         "names": dict(found.names),
+        "converted": {fqn: to_json(made) for fqn, made in found.converted.items()},
         "fused": dict(found.fused),
+        "failed": dict(found.failed),
         "ignored": list(found.ignored),
         "unused": list(found.unused),
         "computed": list(found.made),

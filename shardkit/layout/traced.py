@@ -34,6 +34,7 @@ from shardkit.core.mesh import Mesh, Placement
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError, SourceError
+from shardkit.keys.expressions import Expression, from_json
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, Unit
 from shardkit.layout.wrap_policy import parse_policy
 
@@ -79,8 +80,12 @@ class Trace:
     """Regular expressions for names that transformers leaves out when it loads this model."""
     names: Mapping[str, str] | None = None
     """FQN -> the source's name, for all that were found. None if no names were given: they are equal."""
+    converted: Mapping[str, Expression] = field(default_factory=dict)
+    """FQN -> what it is made of, where the model holds tensors of the source in another form."""
     fused: Mapping[str, str] = field(default_factory=dict)
-    """The source's name -> the FQN that it is a part of, or that holds it in another form."""
+    """The source's name -> the FQN that it is a part of, where it is not known how the FQN is made."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """FQN of `fused` -> why."""
     ignored: frozenset[str] = frozenset()
     """Names of the source that the model makes itself or leaves out when it loads."""
     computed: frozenset[str] = frozenset()
@@ -141,6 +146,8 @@ class ModelNames(NamedTuple):
     """Names of the model that `save_pretrained` leaves out, because the model makes them itself."""
     ties: tuple[tuple[str, ...], ...]
     """Groups of names that are one parameter: the files' names, else the model's."""
+    converted: Mapping[str, Expression]
+    """FQN -> what it is made of, where the model holds tensors of the files in another form."""
 
 
 def ask_names(
@@ -168,6 +175,7 @@ def ask_names(
         made=frozenset(answer["computed"]),
         unsaved=frozenset(answer["unsaved"]),
         ties=tuple(tuple(dict.fromkeys(theirs.get(fqn, fqn) for fqn in group)) for group in answer["ties"]),
+        converted={fqn: from_json(made) for fqn, made in answer["converted"].items()},
     )
 
 
@@ -273,7 +281,9 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
         absent_buffers=frozenset(answer["absent_buffers"]),
         ignored_patterns=tuple(answer["ignored_patterns"]),
         names=answer.get("names"),
+        converted={fqn: from_json(made) for fqn, made in answer.get("converted", {}).items()},
         fused=answer.get("fused", {}),
+        failed=answer.get("failed", {}),
         ignored=frozenset(answer.get("ignored", ())),
         computed=frozenset(answer.get("computed", ())),
     )

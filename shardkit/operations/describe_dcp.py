@@ -22,6 +22,7 @@ from shardkit.files.digest import combine, sha256_of
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.dcp.images import DcpImage, DcpImages, RecordKind
 from shardkit.formats.dcp.writer import write_metadata
+from shardkit.keys.expressions import to_json
 from shardkit.keys.renaming import KeyRule
 from shardkit.layout.layout import Layout
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
@@ -82,7 +83,11 @@ class DcpOutput:
             units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in layout.units),
             ties=tuple((name, *others) for name, others in self.aliases.items()),
             key_rules=tuple((rule.old, rule.new) for rule in self.key_rules),
-            derived=(),
+            derived=tuple(
+                manifest.Derived(name=fqn, made_of=to_json(layout.made[source]))
+                for fqn, source in self.sources.items()
+                if source in layout.made
+            ),
             dtype=self.cast,
             optimizer_dtype=self.optimizer_cast,
             digest=self.digest,
@@ -96,7 +101,8 @@ class DcpOutput:
                     unit=tensor.unit,
                     buffer=tensor.is_buffer,
                     source=manifest.SourceTensor(
-                        name=self.entries[fqn].fqn, dtype=self.entries[fqn].dtype.name
+                        name=fqn if self.sources[fqn] in layout.made else self.entries[fqn].fqn,
+                        dtype=self.entries[fqn].dtype.name,
                     ),
                     crc32=crcs.get(fqn),
                 )

@@ -26,7 +26,7 @@ from shardkit.core.regions import (
     runs,
 )
 from shardkit.core.text import escape
-from shardkit.errors import LayoutError
+from shardkit.errors import IntegrityError, LayoutError
 from shardkit.keys.expressions import (
     Concat,
     Cut,
@@ -277,7 +277,7 @@ def read_box(
 
     entry, table, shown = catalog.tensors[name], catalog.chunks, name if fqn is None else fqn
     itemsize = entry.dtype.itemsize
-    found = numpy.empty(region.sizes, _kind(itemsize))
+    found, left = numpy.empty(region.sizes, _kind(itemsize)), region.num_elements
     for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
         part = intersect(region, held)
         if part is None:
@@ -290,6 +290,11 @@ def read_box(
         values = numpy.empty(part.sizes, _kind(itemsize))
         _read_part(reader, file, start, inner, held.sizes, values, shown)
         found[window] = values
+        left -= part.num_elements
+    if left:
+        raise IntegrityError(
+            f"{escape(name)}: {left} elements that {escape(shown)} is made of are in no chunk"
+        )
     return found
 
 

@@ -32,6 +32,7 @@ from shardkit.operations.casts import check_cast, quantised_notes, rounded_wide
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, Descriptions
 from shardkit.operations.destination import check_space
 from shardkit.operations.write import Moving, Writer, WriteResult, Writing, hash_plan
+from shardkit.transfer.bound import bind
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.sources import same_bytes
 
@@ -273,6 +274,8 @@ def build_job(
     """
     check_cast("--dtype", dtype)
     layout = make_layout(model, mesh, wrap, dtype=CASTS.get(dtype), trust_remote_code=trust_remote_code)
+    if layout.made:
+        model = replace(model, catalog=bind(model.catalog, layout.made))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
     dtypes, notes = _choose_dtypes(model, layout, sources, dtype)

@@ -35,8 +35,10 @@ from shardkit.core.text import MIB, count, escape, format_size
 from shardkit.core.threads import run_all
 from shardkit.errors import LayoutError, UsageError
 from shardkit.files.storage import BLOCK
+from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
 from shardkit.training.ranks.agree import agreed, gather_json, world
 from shardkit.training.ranks.local import LocalShard, memory_of
+from shardkit.transfer.bound import bind
 from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.sources import Reader, SourceFiles
@@ -100,8 +102,12 @@ class Weights:
     """FQNs that the source lacks and that the model makes itself, as its class says: sinusoids, masks."""
     follows_class: bool = False
     """The model is one of transformers. Whatever else the source has is left out, as by `from_pretrained`."""
+    made_of: Mapping[str, Expression] = field(default_factory=dict)
+    """What a name of `names` is made of that is not stored itself, such as fused experts."""
     fused: Mapping[str, str] = field(default_factory=dict)
-    """Stored name -> FQN, where the model holds several stored tensors as one, or one in another form."""
+    """Stored name -> FQN, where it is not known how the FQN is made of stored tensors."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """FQN of `fused` -> why."""
     quantised: str | None = None
     """What shows that the stored values mean nothing by themselves."""
     notes: tuple[str, ...] = ()
@@ -121,10 +127,31 @@ class Weights:
             IntegrityError, SourceError: the record of where they lie is damaged or missing.
         """
         if self.open_chunks is None:
-            return self
+            return (
+                replace(self, catalog=bind(self.catalog, self.made_of), made_of={}) if self.made_of else self
+            )
+        stored: dict[str, list[Region]] = {}
         if wanted is None:
             wanted = {name: [full_region(entry.shape)] for name, entry in self.catalog.tensors.items()}
-        return replace(self, catalog=self.open_chunks(wanted), open_chunks=None)
+        for name, regions in wanted.items():
+            if name not in self.made_of:
+                stored.setdefault(name, []).extend(regions)
+                continue
+            made = self.made_of[name]
+            are_boxes = all(piece.is_box for piece in pieces(made))
+            for region in regions if are_boxes else [full_region(made.shape)]:
+                for part, below in read_regions(made, region):
+                    stored.setdefault(part, []).append(below)
+        found = replace(self, catalog=self.open_chunks(stored), open_chunks=None)
+        return found.located()
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return a tensor of `names`' values; that of one which is not stored itself has no chunks."""
+        made = self.made_of.get(name)
+        if made is None:
+            return self.catalog.tensors[name]
+        dtype = self.catalog.tensors[next(leaves(made)).name].dtype
+        return TensorEntry(fqn=name, dtype=dtype, shape=made.shape, first_chunk=0, num_chunks=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +252,7 @@ def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
         if not shard.persistent or any(name in supply.initialised for name in shard.names):
             continue
         name = next((name for name in shard.names if name in weights.names), None)
-        entry = weights.catalog.tensors.get(weights.names[name]) if name is not None else None
+        entry = weights.entry(weights.names[name]) if name is not None else None
         if entry is None:
             problems.append(f"{escape(shard.fqn)}: not in the source")
             continue

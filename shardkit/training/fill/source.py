@@ -24,6 +24,7 @@ from shardkit.formats.hub.base import saved_key_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
 from shardkit.keys.check import refuse_factors
+from shardkit.keys.expressions import leaves, made_name
 from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
@@ -154,16 +155,20 @@ def find_weights(
         computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
         model=model,
     )
-    catalog = stored.select(list(dict.fromkeys(found.names.values())))
+    made = {made_name(fqn, stored.names): each for fqn, each in found.converted.items()}
+    parts = (leaf.name for each in made.values() for leaf in leaves(each))
+    catalog = stored.select(list(dict.fromkeys((*found.names.values(), *parts))))
     return Weights(
         path=source.path,
         catalog=catalog,
-        names=found.names,
+        names={**found.names, **{fqn: made_name(fqn, stored.names) for fqn in found.converted}},
+        made_of=made,
         identity=_digest([stored.identity(catalog), _samples(catalog)]),
         unused={name: source.catalog.tensors[name].shape for name in found.unused},
         made=frozenset(found.made),
         follows_class=found.is_transformers,
         fused=found.fused,
+        failed=found.failed,
         quantised=stored.quantised or _scales(found.unused),
         notes=(*stored.notes, *_match_notes(found)),
         key_rules=_key_rules(stored, found.names),
@@ -174,6 +179,8 @@ def find_weights(
 def _match_notes(found: NameMatch) -> Iterator[str]:
     if found.ignored:
         yield f"left out of the source, the model computes them: {listed(found.ignored)}"
+    if found.converted:
+        yield f"made of others in the source, as from_pretrained does: {listed(found.converted)}"
     if found.renamed:
         yield f"{count(found.renamed, 'tensor')} of the source found under other names than the model's"
 

@@ -201,8 +201,7 @@ def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple
         first, *others = dict.fromkeys(weights.names[name] for name in group if name in weights.names) or [""]
         if not others:
             continue
-        tensors = weights.catalog.tensors
-        whole = {name: [full_region(tensors[name].shape)] for name in (first, *others)}
+        whole = {name: [full_region(weights.entry(name).shape)] for name in (first, *others)}
         catalog = weights.located(whole).catalog
         found += [(first, other, stored[other]) for other in others if not same_bytes(catalog, first, other)]
     return found
@@ -235,9 +234,10 @@ def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> N
         else "the model holds tensors in another form than the file stores them"
     )
     raise LayoutError(
-        f"{what}: key rules that convert between the two are not supported yet",
+        f"{what}, and it is not known how to make them",
         problems=[
-            f"{escape(fqn)}: made of {count(len(names), 'stored tensor')}: {listed(names)}"
+            f"{escape(fqn)}: of {count(len(names), 'stored tensor')}: {listed(names)}"
+            + (f": {weights.failed[fqn]}" if fqn in weights.failed else "")
             for fqn, names in parts.items()
         ],
         hint="load it with from_pretrained on one rank, and give shardkit.from_rank(model) as the source; or save its"
@@ -291,7 +291,7 @@ def _compare(sides: _Sides, grown: Mapping[str, int]) -> tuple[dict[str, int], l
         for name in sides.names[fqn]:
             if not tensor.persistent or name not in weights.names:
                 continue
-            entry, shown = weights.catalog.tensors[weights.names[name]], escape(name)
+            entry, shown = weights.entry(weights.names[name]), escape(name)
             is_grown = fqn in grown and entry.shape[1:] == tensor.shape[1:] and bool(entry.shape)
             if is_grown and entry.shape[0] < tensor.shape[0]:
                 rows[fqn] = entry.shape[0]

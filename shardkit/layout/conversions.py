@@ -1,0 +1,346 @@
+"""What transformers does to stored tensors on their way into a model, and back: renamings and conversions.
+
+transformers 5 keeps, for each architecture, a list of renamings and converters. Which of them apply depends on the
+order of the keys, the config and the model. So nothing is read off that list: the converters themselves run, on
+tensors without memory that have the names and shapes of the files, and every operation that they carry out is
+noted. What they make is then known as expressions of the stored tensors, and bytes can be moved accordingly.
+
+An operation that does more than cut, put together and reorder is not known here. Then nothing is said of what it
+makes, but its name.
+
+This module alone knows transformers' own interfaces for it: get_model_conversion_mapping (5.0 to 5.23),
+WeightRenaming and WeightConverter.
+
+Source: transformers 5.23, core_model_loading.convert_and_load_state_dict_in_model and revert_weight_conversion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardkit._torch import DispatchMode, class_before_sharding
+from shardkit.core.regions import Region, Shape
+from shardkit.core.text import escape
+from shardkit.keys.expressions import Expression, Stored, Zeros, concat, cut, permute, reshape, stack
+from shardkit.keys.names import natural
+from shardkit.layout.classes import meta_twins
+
+
+class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what operations on tensors without memory do, as expressions of the tensors that it made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unknown: list[str] = []
+        """Names of operations that are not known."""
+        self._kept: dict[int, torch.Tensor] = {}
+        self._made: dict[int, Expression] = {}
+
+    def stored(self, name: str, shape: Shape) -> torch.Tensor:
+        """Return a tensor on meta that stands for a stored one."""
+        tensor = torch.empty(shape, device="meta")
+        self._note(tensor, Stored(name, tuple(shape)))
+        return tensor
+
+    def expression(self, tensor: torch.Tensor) -> Expression | None:
+        """Return what a tensor is made of; None if an operation was not known."""
+        return self._made.get(id(tensor))
+
+    def _note(self, tensor: torch.Tensor, made: Expression | None) -> None:
+        self._kept[id(tensor)] = tensor  # so that no other tensor gets its id
+        if made is None:
+            self._made.pop(id(tensor), None)
+        else:
+            self._made[id(tensor)] = made
+
+    def seen(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        """Note what an operation made."""
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        tensors = [each for each in results if isinstance(each, torch.Tensor)]
+        given = [each for each in _flat(inputs) if isinstance(each, torch.Tensor)]
+        if not any(id(each) in self._made for each in given):
+            return
+        made: list[Expression] | None = None
+        rule = _RULES.get(name.removeprefix("aten.").partition(".")[0])
+        if (
+            rule is not None
+            and not options.keys() - _HARMLESS
+            and all(id(each) in self._made for each in given)
+        ):
+            with contextlib.suppress(ValueError, TypeError, IndexError):
+                found = rule(_Arguments(self._made, inputs))
+                made = found if isinstance(found, list) else [found]
+        fits = made is not None and [tuple(x.shape) for x in tensors] == [x.shape for x in made]
+        if not fits:
+            self.unknown.append(name)
+        for at, tensor in enumerate(tensors):
+            self._note(tensor, made[at] if made is not None and fits else None)
+
+
+_HARMLESS = frozenset({"memory_format", "dtype", "layout", "device", "pin_memory", "non_blocking"})
+"""Options that change no element, or only its dtype."""
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+class _Arguments(NamedTuple):
+    """Arguments of an operation, tensors as expressions."""
+
+    made: Mapping[int, Expression]
+    values: tuple[Any, ...]
+
+    def tensor(self) -> Expression:
+        """Return the first argument."""
+        return self.made[id(self.values[0])]
+
+    def tensors(self) -> list[Expression]:
+        """Return the first argument, a list."""
+        return [self.made[id(each)] for each in self.values[0]]
+
+    def get(self, at: int, default: Any = None) -> Any:
+        """Return an argument by its place."""
+        return self.values[at] if at < len(self.values) else default
+
+    def dim(self, at: int, default: int = 0) -> int:
+        """Return a dim of the first argument."""
+        return int(self.get(at, default)) % len(self.tensor().shape)
+
+
+def _range(of: Expression, dim: int, start: int, size: int) -> Expression:
+    offsets = tuple(start if d == dim else 0 for d in range(len(of.shape)))
+    return cut(of, Region(offsets, tuple(size if d == dim else n for d, n in enumerate(of.shape))))
+
+
+def _without(of: Expression, dim: int) -> Expression:
+    return reshape(of, (*of.shape[:dim], *of.shape[dim + 1 :]))
+
+
+def _split(given: _Arguments) -> list[Expression]:
+    of, sizes, dim = given.tensor(), given.get(1), given.dim(2)
+    total = of.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - start) for start in range(0, total, max(sizes, 1))]
+    found, start = list[Expression](), 0
+    for size in sizes:
+        found.append(_range(of, dim, start, int(size)))
+        start += int(size)
+    return found
+
+
+def _slice(given: _Arguments) -> Expression:
+    of, dim = given.tensor(), given.dim(1)
+    size = of.shape[dim]
+    start, stop, step = given.get(2) or 0, given.get(3, size), given.get(4, 1)
+    start, stop = slice(start, size if stop is None else stop).indices(size)[:2]
+    if step != 1:
+        raise ValueError("every n-th element")
+    return _range(of, dim, start, max(stop - start, 0))
+
+
+def _select(given: _Arguments) -> Expression:
+    of, dim = given.tensor(), given.dim(1)
+    return _without(_range(of, dim, int(given.get(2)) % of.shape[dim], 1), dim)
+
+
+def _unbind(given: _Arguments) -> list[Expression]:
+    of, dim = given.tensor(), given.dim(1)
+    return [_without(_range(of, dim, at, 1), dim) for at in range(of.shape[dim])]
+
+
+def _view(given: _Arguments) -> Expression:
+    of, shape = given.tensor(), [int(n) for n in given.get(1)]
+    if -1 in shape:
+        known = 1
+        for size in shape:
+            known *= size if size != -1 else 1
+        total = 1
+        for size in of.shape:
+            total *= size
+        shape[shape.index(-1)] = total // known
+    return reshape(of, tuple(shape))
+
+
+def _transpose(given: _Arguments) -> Expression:
+    of = given.tensor()
+    dims = list(range(len(of.shape)))
+    a, b = given.dim(1), given.dim(2)
+    dims[a], dims[b] = dims[b], dims[a]
+    return permute(of, dims)
+
+
+def _squeeze(given: _Arguments) -> Expression:
+    of, dims = given.tensor(), given.get(1)
+    chosen = range(len(of.shape)) if dims is None else [dims] if isinstance(dims, int) else dims
+    drop = {dim % len(of.shape) for dim in chosen}
+    return reshape(of, tuple(n for d, n in enumerate(of.shape) if n != 1 or d not in drop))
+
+
+def _unsqueeze(given: _Arguments) -> Expression:
+    of, dim = given.tensor(), int(given.get(1))
+    dim = dim + len(of.shape) + 1 if dim < 0 else dim
+    return reshape(of, (*of.shape[:dim], 1, *of.shape[dim:]))
+
+
+def _pad(given: _Arguments) -> Expression:
+    of, pads, value = given.tensor(), list(given.get(1)), given.get(2, 0)
+    if value != 0 or any(pad < 0 for pad in pads):
+        raise ValueError("padding that is not zeros")
+    for at in range(0, len(pads), 2):
+        dim = len(of.shape) - 1 - at // 2
+        for pad, first in ((pads[at], True), (pads[at + 1], False)):
+            if pad:
+                zeros = Zeros((*of.shape[:dim], pad, *of.shape[dim + 1 :]))
+                of = concat([zeros, of] if first else [of, zeros], dim)
+    return of
+
+
+def _same(given: _Arguments) -> Expression:
+    return given.tensor()
+
+
+_RULES: Mapping[str, Callable[[_Arguments], Expression | list[Expression]]] = {
+    "cat": lambda given: concat(given.tensors(), int(given.get(1, 0))),
+    "stack": lambda given: stack(given.tensors(), int(given.get(1, 0))),
+    "split": _split,
+    "split_with_sizes": _split,
+    "slice": _slice,
+    "select": _select,
+    "unbind": _unbind,
+    "view": _view,
+    "_unsafe_view": _view,
+    "reshape": _view,
+    "_reshape_alias": _view,
+    "transpose": _transpose,
+    "t": lambda given: permute(given.tensor(), range(len(given.tensor().shape))[::-1]),
+    "permute": lambda given: permute(given.tensor(), [int(dim) for dim in given.get(1)]),
+    "squeeze": _squeeze,
+    "unsqueeze": _unsqueeze,
+    "constant_pad_nd": _pad,
+    "clone": _same,
+    "detach": _same,
+    "alias": _same,
+    "lift_fresh": _same,
+    "_to_copy": _same,
+    "expand": _same,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What stored tensors become that transformers converts."""
+
+    made: Mapping[str, Expression] = field(default_factory=dict)
+    """Name in the model -> what it is made of."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Name in the model -> why nothing can be said of it, as the end of a sentence."""
+
+
+class Conversions(NamedTuple):
+    """How `from_pretrained` renames and converts stored tensors for a model."""
+
+    renamings: list[Any]
+    converters: list[Any]
+
+    @classmethod
+    def of(cls, module: Any) -> Conversions | None:
+        """Return the renamings and conversions of a model; None if this transformers has none."""
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightConverter, WeightRenaming
+        except ImportError:
+            return None
+        with own_classes(module):
+            transforms = get_model_conversion_mapping(module)
+        return cls(
+            [each for each in transforms if isinstance(each, WeightRenaming)],
+            [each for each in transforms if isinstance(each, WeightConverter)],
+        )
+
+    def rename(self, name: str) -> tuple[str, str | None]:
+        """Return a stored tensor's name in the model, and the pattern of its converter, if it has one."""
+        from transformers.core_model_loading import rename_source_key
+
+        found: tuple[str, str | None] = rename_source_key(name, self.renamings, self.converters)
+        return found
+
+    def convert(
+        self, model: nn.Module, groups: Mapping[str, Mapping[str, str]], shapes: Mapping[str, Shape]
+    ) -> Conversion:
+        """Return what stored tensors become, under the model's own names.
+
+        Args:
+            model: the model of transformers that they are for, wrapped or not.
+            groups: name in the model -> stored name -> the name that the converters see, for the first target of
+                each group of tensors that are converted together.
+            shapes: by stored name.
+        """
+        by_pattern = {pattern: each for each in self.converters for pattern in each.source_patterns}
+        made, failed = dict[str, Expression](), dict[str, str]()
+        for fqn, names in groups.items():
+            converter = None
+            with Lowering() as lowering:
+                for name in sorted(names, key=lambda name: natural(names[name])):
+                    _, pattern = self.rename(names[name])
+                    converter = converter or copy.deepcopy(by_pattern[pattern])
+                    converter.add_tensor(fqn, names[name], pattern, lowering.stored(name, shapes[name]))
+                try:
+                    assert converter is not None
+                    values = _run(converter, fqn, model)
+                except (
+                    Exception
+                ) as error:  # an operation may raise anything for tensors that do not fit together
+                    failed[fqn] = (
+                        f"cannot be made of what is there: {escape(str(error).partition(chr(10))[0])}"
+                    )
+                    continue
+            for target, value in values.items():
+                tensor = value[0] if isinstance(value, list) else value
+                found = lowering.expression(tensor)
+                if found is None:
+                    said = ", ".join(dict.fromkeys(lowering.unknown)) or "it is not made of stored tensors"
+                    failed[target] = f"is computed by operations that shardkit does not know: {said}"
+                else:
+                    made[target] = found
+        return Conversion(made=made, failed=failed)
+
+
+def _run(converter: Any, fqn: str, model: nn.Module) -> Mapping[str, Any]:
+    """Run a converter; where wrappers hide the model's parameters, for the same model without them."""
+    again = copy.copy(converter.collected_tensors)
+    config = getattr(model, "config", None)
+    try:
+        values: Mapping[str, Any] = converter.convert(fqn, model=model, config=config)
+    except AttributeError:
+        twin = next((twin for _, twin in meta_twins(model, None) if twin is not None), None)
+        if twin is None:
+            raise
+        converter.collected_tensors = again
+        values = converter.convert(fqn, model=twin, config=config)
+    return values
+
+
+@contextlib.contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Give modules back the classes that `fully_shard` replaced, for code that goes by their names."""
+    changed = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
+    try:
+        for module in changed:
+            module.__class__ = class_before_sharding(module)
+        yield
+    finally:
+        for module, sharded in changed.items():
+            module.__class__ = sharded
