@@ -239,3 +239,23 @@ def test_a_newer_torch_without_a_name_is_refused_by_name(monkeypatch: pytest.Mon
         _torch.non_persistent_buffers(object())  # type: ignore[arg-type]
     with pytest.raises(ResourceError, match=message.format("fsdp2_units", "_get_fsdp_state")):
         list(_torch.fsdp2_units(object(), is_root=True))  # type: ignore[arg-type]
+
+
+def test_a_dispatch_mode_sees_operations_by_name() -> None:
+    import torch
+
+    from shardkit._torch import DispatchMode
+
+    class Mode(DispatchMode):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[str] = []
+
+        def seen(self, name: str, inputs: object, options: object, result: object) -> None:
+            self.found.append(name)
+
+    with Mode() as mode:
+        tensor = torch.empty(4, 6, device="meta")
+        torch.stack([tensor, tensor]).chunk(2, dim=1)[0].transpose(0, 1).reshape(4, 6).contiguous()
+    assert {"aten.stack.default", "aten.split.Tensor", "aten.transpose.int"} <= set(mode.found)
+    assert mode.found[-1] in ("aten.view.default", "aten._unsafe_view.default")

@@ -33,7 +33,8 @@ from shardkit.files.links import locate
 from shardkit.files.strict_json import open_regular, parse_integer, read_exactly, read_small, uncollected
 
 NAME = "shardkit.json"
-FORMAT = 1
+FORMAT = 2
+"""The newest format. A manifest that says nothing that format 1 cannot say has that."""
 MAX_BYTES = 1 << 30
 _SIDECAR_ENDING = ".shardkit.json"
 _NUMBERS = range(1 << 62)
@@ -273,6 +274,8 @@ class SavedState:
     ties: tuple[tuple[str, ...], ...]
     key_rules: tuple[tuple[str, str], ...] | None = None
     """Rules that turn the model's names into the Hub's: a prefix and its replacement. None if that is not known."""
+    derived: tuple[Derived, ...] | None = None
+    """The model's tensors that are made of others of the Hub's; None if there are none."""
     metadata: File | None = None
     """`.metadata`; early versions did not list it."""
     files: tuple[SavedFile, ...]
@@ -363,6 +366,8 @@ def to_json(record: Any) -> dict[str, Any]:
     kind: Any = type(record)
     head, keys, values_of, optional = _spelling(kind)
     found = {**head, **dict(zip(keys, values_of(record), strict=True))}
+    if "format" in head and found.get("derived"):
+        found["format"] = FORMAT
     for key in optional:
         if found[key] is None:
             del found[key]
@@ -372,7 +377,7 @@ def to_json(record: Any) -> dict[str, Any]:
 @cache
 def _spelling(kind: Any) -> tuple[dict[str, object], list[str], Callable[[Any], tuple[Any, ...]], list[str]]:
     """Return what a type's JSON begins with, the keys, what takes their values, and which keys may be left out."""
-    head: dict[str, object] = {"format": FORMAT} if kind in KINDS else {}
+    head: dict[str, object] = {"format": 1} if kind in KINDS else {}
     if kind in KINDS and kind is not Presharded:
         head["kind"] = kind.kind
     found = fields(kind)

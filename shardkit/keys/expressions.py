@@ -433,7 +433,7 @@ def substitute(of: Expression, bound: Mapping[str, Expression]) -> Expression:
     return _rebuilt(of, lambda leaf: bound.get(leaf.name, leaf))
 
 
-def renamed(of: Expression, names: Mapping[str, str]) -> Expression:
+def under_names(of: Expression, names: Mapping[str, str]) -> Expression:
     """Return an expression of the same tensors under other names; a name that is not given stays."""
     return _rebuilt(of, lambda leaf: Stored(names.get(leaf.name, leaf.name), leaf.shape))
 

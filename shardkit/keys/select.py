@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -122,12 +122,25 @@ class Selection:
     """Other roots with weights of their own, for `--root`."""
     renamed: tuple[KeyRule, ...] = ()
     """Changes from the model's names in memory to the Hub's."""
+    live: Mapping[str, str] = field(default_factory=dict)
+    """Stored name -> name in memory, below the root."""
+    are_hubs: bool = False
+    """Recorded rules gave the Hub's names."""
     notes: tuple[str, ...] = ()
     """What a person should know."""
     warnings: tuple[str, ...] = ()
     """What may be wrong with the result."""
     unloadable: tuple[str, ...] = ()
     """Why `from_pretrained` would not find weights under these names."""
+
+    def in_memory(self, names: Collection[str], base: Collection[str] | None) -> tuple[str, ...]:
+        """Return warnings about names that transformers uses in memory only.
+
+        Args:
+            names: what is written in the end: tensors may have been taken apart.
+            base: the base's names; None if they are not known.
+        """
+        return in_memory_warnings(names, names if base is None and self.are_hubs else base)
 
 
 def select_model(
@@ -188,8 +201,10 @@ def select_model(
         skipped=skipped,
         candidates=tuple(part.path for part in skipped if part.kind in _WEIGHTS and part.num_tensors > 1),
         renamed=hub.rules,
+        live={stored: join(path) for stored, path in located.names.items() if stored in names},
         notes=(*located.notes, *notes),
-        warnings=(*located.warnings, *hub.warnings, *in_memory_warnings(by_output, right)),
+        warnings=(*located.warnings, *hub.warnings),
+        are_hubs=right is by_output,
         unloadable=own_names_warnings(by_output, right),
     )
 

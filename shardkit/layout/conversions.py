@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardkit._torch import DispatchMode, class_before_sharding
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
+from shardkit.errors import LayoutError
 from shardkit.keys.expressions import Expression, Stored, Zeros, concat, cut, permute, reshape, stack
 from shardkit.keys.names import natural
 from shardkit.layout.classes import meta_twins
@@ -316,6 +317,44 @@ class Conversions(NamedTuple):
                 else:
                     made[target] = found
         return Conversion(made=made, failed=failed)
+
+
+def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
+    """Return what `save_pretrained` makes of a model's tensors: the names and forms of the Hub's files.
+
+    Which prefixes a file had is known to a model only if `from_pretrained` made it. This one is told nothing.
+
+    Args:
+        model: of transformers.
+        shapes: by name in the model.
+
+    Raises:
+        LayoutError: this transformers has no such function, or it fails.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        raise LayoutError("this transformers does not tell the Hub's names: it is older than 5.0") from error
+    made, failed = dict[str, Expression](), dict[str, str]()
+    with Lowering() as lowering:
+        tensors = {name: lowering.stored(name, shape) for name, shape in shapes.items()}
+        try:
+            found = revert_weight_conversion(model, tensors)
+        except Exception as error:  # an operation may raise anything
+            said = escape(str(error).partition(chr(10))[0])
+            raise LayoutError(
+                f"transformers cannot turn the names of the model into the Hub's: {said}"
+            ) from error
+    for name, value in found.items():
+        tensor = value[0] if isinstance(value, list) else value
+        expression = lowering.expression(tensor)
+        if expression is None:
+            failed[name] = (
+                f"is computed by operations that shardkit does not know: {', '.join(lowering.unknown)}"
+            )
+        else:
+            made[name] = expression
+    return Conversion(made=made, failed=failed)
 
 
 def _run(converter: Any, fqn: str, model: nn.Module) -> Mapping[str, Any]:

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
-from shardkit.keys.expressions import Expression, Stored, leaves
+from shardkit.keys.expressions import Expression, Stored, leaves, substitute, to_json
 from shardkit.keys.names import clean, clean_name, join, match_prefix, natural, split
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import is_computed
 from shardkit.layout.classes import build_model, collect, ignored_patterns, is_transformers
-from shardkit.layout.conversions import Conversions
+from shardkit.layout.conversions import Conversions, revert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +271,59 @@ def find_lacking(model: nn.Module, shapes: Mapping[str, Shape]) -> Lacking:
         if name in state and given != tuple(state[name].shape)
     ]
     return Lacking(tuple(name for name in missing if name not in found.made), tuple(misfits))
+
+
+def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """Ask the class that a config names for the Hub's form of a model's tensors; return plain data.
+
+    Args:
+        directory: holds config.json. Code in it does not run.
+        shapes: by name in the model, as far as they are the model's.
+
+    Returns:
+        made: name on the Hub -> what it is made of; without what the model computes itself. It is None where these are not the model's own names, or where
+            what `from_pretrained` would make of the result is not the same again; `why` says so.
+        missing, misfits: as `find_lacking`, of the result.
+
+    Raises:
+        Exception: anything that building a model may raise.
+    """
+    model = build_model(directory, trust_remote_code=False)
+    state = {name: tuple(x.shape) for name, x in model.state_dict().items() if isinstance(x, torch.Tensor)}
+    own = {name: tuple(shape) for name, shape in shapes.items() if state.get(name) == tuple(shape)}
+    unsaved = [name for name in collect(model, "_keys_to_ignore_on_save") if name in own]
+    answer: dict[str, Any] = {
+        "model_class": type(model).__name__,
+        "made": None,
+        "why": "",
+        "missing": [],
+        "misfits": [],
+    }
+    if 2 * len(own) < len(shapes):
+        return answer | {"why": "these are not its names in memory"}
+    reverted = revert(model, {name: shape for name, shape in own.items() if name not in unsaved})
+    if reverted.failed:
+        name, why = next(iter(reverted.failed.items()))
+        return answer | {"why": f"{escape(name)} {why}"}
+    made = {
+        **reverted.made,
+        **{name: Stored(name, tuple(shapes[name])) for name in shapes if name not in own},
+    }
+    result = {name: each.shape for name, each in made.items()}
+    wrong = _not_again(model, own, made)
+    if wrong:
+        return answer | {"why": f"from_pretrained would make something else of it: {listed(wrong)}"}
+    lacking = find_lacking(model, result)
+    return answer | {"made": {name: to_json(each) for name, each in made.items()}, **lacking._asdict()}
+
+
+def _not_again(model: nn.Module, own: Mapping[str, Shape], made: Mapping[str, Expression]) -> list[str]:
+    """Return the names in the model of which loading would make something else than was there before."""
+    shapes = {name: each.shape for name, each in made.items()}
+    found = match_names(dict(zip(shapes, shapes, strict=True)), own, shapes=shapes, model=model)
+    again = {fqn: made[stored] for fqn, stored in found.names.items()}
+    again |= {fqn: substitute(each, made) for fqn, each in found.converted.items()}
+    return [fqn for fqn, each in again.items() if each != Stored(fqn, tuple(own[fqn]))]
 
 
 def answer_lacking(directory: str, shapes: Mapping[str, Shape]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
     request (stdin)    {"directory", "axes": [[name, size, role]], "wrap", "dtype", "trust_remote_code",
                        "names", "answer"}
                        Without axes nothing is wrapped, and the answer is about names alone. With "asks":
-                       "lacking" it is about what `from_pretrained` would not find under these names.
+                       "lacking" it is about what `from_pretrained` would not find under these names,
+                       with "hub form" about what `save_pretrained` would make of them.
     answer (a file)    {"status": "ok", ...} as `_read_model` and `_match` list it, or an error: {"status":
                        one of `STATUSES`, "message", "problems", "hint", "show_output"}
 
@@ -42,7 +43,7 @@ from shardkit.layout.classes import (
     ignored_patterns,
 )
 from shardkit.layout.layout import innermost_unit
-from shardkit.layout.naming import answer_lacking, match_names
+from shardkit.layout.naming import answer_hub_form, answer_lacking, match_names
 from shardkit.layout.traced import STATUSES
 from shardkit.layout.units import (
     class_counts,
@@ -105,6 +106,9 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     if request.get("asks") == "lacking":
         _limit()
         return answer_lacking(request["directory"], request["names"])
+    if request.get("asks") == "hub form":
+        _limit()
+        return answer_hub_form(request["directory"], request["names"])
     wanted: torch.dtype | None = getattr(torch, request["dtype"]) if request.get("dtype") else None
     model = build_model(request["directory"], trust_remote_code=request["trust_remote_code"], dtype=wanted)
     if request["axes"] is None:

@@ -179,6 +179,47 @@ def ask_names(
     )
 
 
+# Types of models that have the same names and shapes in memory as on the Hub. The list only saves a question.
+SAME_IN_MEMORY = frozenset(
+    "llama mistral ministral qwen2 qwen3 gemma gemma2 olmo olmo2 olmo3 phi phi3 granite cohere cohere2 stablelm"
+    " starcoder2 smollm3 glm4 opt bloom falcon mpt gptj gpt_neo t5 mt5 bart mbart pegasus roberta".split()
+)
+
+
+def may_differ_in_memory(config: Mapping[str, Any]) -> bool:
+    """True if a class may have other names in memory than on the Hub, and it can be asked."""
+    return _why_not(config) is None and config.get("model_type") not in SAME_IN_MEMORY
+
+
+class HubForm(NamedTuple):
+    """What `save_pretrained` would make of a model's tensors."""
+
+    answer: Answer
+    """What `from_pretrained` would not find in the result; says why where `made` is None."""
+    made: Mapping[str, Expression] | None
+    """Name on the Hub -> what it is made of; None if that is not known."""
+
+
+def ask_hub_form(
+    directory: str, names: Mapping[str, Shape], *, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> HubForm:
+    """Ask the class of a model, as the installed transformers has it, for the Hub's form of its tensors.
+
+    Args:
+        directory: holds config.json. Code in it does not run.
+        names: shapes of the tensors by name in memory.
+        timeout_s: seconds for the child.
+
+    Raises:
+        LayoutError: there is no such class, or the model fails to build.
+        ResourceError: the child was killed or took too long.
+    """
+    said = _run_child(_request(directory, names, False) | {"asks": "hub form"}, timeout_s)
+    if said["made"] is None:
+        return HubForm(Answer(failure=said["why"]), None)
+    return HubForm(_parse(said), {name: from_json(made) for name, made in said["made"].items()})
+
+
 def _request(directory: str, names: Mapping[str, Shape] | None, trust_remote_code: bool) -> dict[str, Any]:
     return {
         "directory": os.path.abspath(directory),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from shardkit.core.catalog import TensorEntry
@@ -22,7 +22,7 @@ from shardkit.files.digest import combine, sha256_of
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.dcp.images import DcpImage, DcpImages, RecordKind
 from shardkit.formats.dcp.writer import write_metadata
-from shardkit.keys.expressions import to_json
+from shardkit.keys.expressions import Expression, to_json
 from shardkit.keys.renaming import KeyRule
 from shardkit.layout.layout import Layout
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
@@ -58,6 +58,8 @@ class DcpOutput:
     """The path of each name in a nested state; None if names are flat."""
     key_rules: tuple[KeyRule, ...] = ()
     """Rules that turn the model's names into the Hub's."""
+    derived: Mapping[str, Expression] = field(default_factory=dict)
+    """What names of the model are made of that the Hub's files have in another form."""
     optimizer_cast: str | None = None
     """`cast` for an optimizer's state; None if the checkpoint can hold neither an optimizer nor byte entries."""
     objects: tuple[str, ...] = ()
@@ -84,9 +86,7 @@ class DcpOutput:
             ties=tuple((name, *others) for name, others in self.aliases.items()),
             key_rules=tuple((rule.old, rule.new) for rule in self.key_rules),
             derived=tuple(
-                manifest.Derived(name=fqn, made_of=to_json(layout.made[source]))
-                for fqn, source in self.sources.items()
-                if source in layout.made
+                manifest.Derived(name=fqn, made_of=to_json(made)) for fqn, made in self.derived.items()
             ),
             dtype=self.cast,
             optimizer_dtype=self.optimizer_cast,
@@ -101,7 +101,7 @@ class DcpOutput:
                     unit=tensor.unit,
                     buffer=tensor.is_buffer,
                     source=manifest.SourceTensor(
-                        name=fqn if self.sources[fqn] in layout.made else self.entries[fqn].fqn,
+                        name=fqn if fqn in self.derived else self.entries[fqn].fqn,
                         dtype=self.entries[fqn].dtype.name,
                     ),
                     crc32=crcs.get(fqn),

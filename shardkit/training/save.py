@@ -42,8 +42,7 @@ from shardkit.formats.dcp import METADATA
 from shardkit.keys.names import clean_name
 from shardkit.operations.destination import check_destination
 from shardkit.training.diagnostics.diagnose import diagnose
-from shardkit.training.fill.reading import KeyRules
-from shardkit.training.fill.source import recall
+from shardkit.training.fill.source import HubForm, recall
 from shardkit.training.optimizer import stepped_by
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
 
@@ -109,11 +108,11 @@ def save(
             with agreed(_PHASE, group):
                 state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
             _write(state, writer, group)
-        told_rules = gather_json(recall(model), group, phase=_PHASE)
-        rules = next((each for each in told_rules if each is not None), None)
+        told = gather_json(recall(model), group, phase=_PHASE)
+        form = next((HubForm(*each) for each in told if each is not None), HubForm(None, {}))
         with agreed(_PHASE, group):
             if leads:
-                _describe(model, writer, aliases, rules, group)
+                _describe(model, writer, aliases, form, group)
         with agreed(_PHASE, group):
             if staging is not None:  # what lies at the destination now may be somebody else's
                 check_destination(staging.destination, None, overwrite=overwrite)
@@ -123,8 +122,8 @@ def save(
             staging.discard()
         raise
     sizes = writer.files.values()
-    told = gather_json([staging.destination, len(sizes), sum(sizes)] if staging else None, group)
-    return SaveResult(path=told[0][0], num_files=told[0][1], file_bytes=told[0][2])
+    placed = gather_json([staging.destination, len(sizes), sum(sizes)] if staging else None, group)
+    return SaveResult(path=placed[0][0], num_files=placed[0][1], file_bytes=placed[0][2])
 
 
 def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -218,7 +217,7 @@ def _describe(
     model: nn.Module,
     writer: Writer,
     aliases: Mapping[str, str],
-    rules: KeyRules | None,
+    form: HubForm,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Check what all ranks wrote, then write the manifest."""
@@ -244,7 +243,8 @@ def _describe(
         meshes=tuple(sorted({unit.mesh for unit in found.units if unit.mesh})),
         units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in found.units),
         ties=tuple(map(tuple, ties.values())),
-        key_rules=rules,
+        key_rules=form.key_rules,
+        derived=tuple(manifest.Derived(name=fqn, made_of=made) for fqn, made in form.derived.items()) or None,
         metadata=manifest.describe_bytes(METADATA, metadata, digest=True, sha256=False),
         files=tuple(
             manifest.SavedFile(name=name, size=storage.getsize(os.path.join(writer.path, name)))

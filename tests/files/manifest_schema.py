@@ -77,7 +77,7 @@ def _of_record(kind: Any, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
         properties: dict[str, Any] = {}
         required = []
         if kind in manifest.KINDS:
-            properties["format"] = {"const": manifest.FORMAT}
+            properties["format"] = {"enum": list(range(1, manifest.FORMAT + 1))}
             required.append("format")
             if kind is not manifest.Presharded:
                 properties["kind"] = {"const": kind.kind}

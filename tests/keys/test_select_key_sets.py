@@ -104,16 +104,19 @@ def test_says_what_was_stripped_and_skipped() -> None:
 def test_warns_of_names_that_are_not_the_hubs(name: str, word: str) -> None:
     keys = load(name)
     selection = select_model(keys.tensors, keys.objects, keys.paths)
-    (warning,) = (*selection.unloadable, *selection.warnings)
+    names = list(selection.names.values())
+    (warning,) = (*selection.unloadable, *selection.warnings, *selection.in_memory(names, None))
     assert word in warning
-    assert select_model(keys.tensors, keys.objects, keys.paths, base_names=keys.names).warnings == ()
+    assert selection.in_memory(names, keys.names) == ()
 
 
 def test_says_nothing_about_names_that_are() -> None:
     for name in set(ROOTS) - {"torchtitan_llama3", "torchtune_llama3", "megatron_torch_dist"}:
         if "qwen" not in name:
             keys = load(name)
-            assert select_model(keys.tensors, keys.objects, keys.paths).warnings == (), name
+            selection = select_model(keys.tensors, keys.objects, keys.paths)
+            assert selection.warnings == (), name
+            assert selection.in_memory(list(selection.names.values()), None) == (), name
 
 
 def test_a_bases_names_of_other_spelling_do_not_mislead() -> None:

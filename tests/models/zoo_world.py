@@ -254,6 +254,8 @@ def export_model(name: str, out: Path) -> None:
     for saved, step, exported in (("save", "saved", "consolidate"), ("dcp_save", "stock", "dcp_consolidate")):
         if all(rank.get(saved) == "" for rank in ranks):
             log.step(exported, partial(consolidate, home, step))
+            if step == "stock" and ZOO[name].names == "hub":
+                log.step("bare", partial(consolidate_bare, home))
     found = json.loads((home / "prepared.json").read_text()) | log.found
     for step in dict.fromkeys(step for rank in ranks for step in rank):
         said = list(dict.fromkeys(rank.get(step, "not reached") for rank in ranks))
@@ -263,8 +265,25 @@ def export_model(name: str, out: Path) -> None:
         shutil.rmtree(home / each, ignore_errors=True)
 
 
+def consolidate_bare(home: Path) -> None:
+    """Consolidate with nothing but the model's config: the class alone knows the names of the Hub."""
+    shutil.copy(home / "hub" / "config.json", home / "stock")
+    shardkit.consolidate(home / "stock", str(home / "bare"))
+    shutil.rmtree(home / "stock-hf")
+    (home / "bare").rename(home / "stock-hf")
+    compare(home, "stock")
+
+
 def consolidate(home: Path, saved: str) -> None:
     shardkit.consolidate(home / saved, str(home / f"{saved}-hf"), base=str(home / "hub"))
+    compare(home, saved)
+    config = [json.loads((home / each / "config.json").read_text()) for each in ("hub", f"{saved}-hf")]
+    if config[0] != config[1]:
+        raise Wrong("config.json differs")
+
+
+def compare(home: Path, saved: str) -> None:
+    """Compare the tensors of what was consolidated with the original's."""
     expected, found = contents(home / "hub"), contents(home / f"{saved}-hf")
     lines = [f"{name}: only in the result" for name in found.keys() - expected.keys()]
     lines += [f"{name}: lost" for name in expected.keys() - found.keys()]
@@ -273,9 +292,6 @@ def consolidate(home: Path, saved: str) -> None:
             lines.append(f"{name}: {problem}")
     if lines:
         raise Wrong("\n".join(sorted(lines)))
-    config = [json.loads((home / each / "config.json").read_text()) for each in ("hub", f"{saved}-hf")]
-    if config[0] != config[1]:
-        raise Wrong("config.json differs")
 
 
 def contents(directory: Path) -> dict[str, torch.Tensor]:

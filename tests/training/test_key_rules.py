@@ -20,7 +20,7 @@ import shardkit
 from shardkit.errors import IntegrityError, LayoutError
 from shardkit.files import manifest
 from shardkit.training.fill.reading import Weights
-from shardkit.training.fill.source import find_weights, key_rules, open_source, recall, remember
+from shardkit.training.fill.source import HubForm, find_weights, key_rules, open_source, recall, remember
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import describe
@@ -177,13 +177,13 @@ def test_a_damaged_manifest_is_no_licence_to_guess(out: Path, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_fused_experts_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_fused_experts_become_single_ones_with_a_base_and_are_warned_of_without(tmp_path: Path) -> None:
     model = models.save("qwen3-moe", tmp_path / "moe")
     save(model, tmp_path / "saved")
-    with pytest.raises(LayoutError, match="does not fit") as caught:
-        shardkit.consolidate(tmp_path / "saved", tmp_path / "hub", base=tmp_path / "moe")
-    assert "fuses the experts" in str(caught.value.hint)
-    done = shardkit.consolidate(tmp_path / "saved", tmp_path / "hub")
+    done = shardkit.consolidate(tmp_path / "saved", tmp_path / "hub", base=tmp_path / "moe")
+    assert_is(tmp_path / "hub", tmp_path / "moe")
+    assert any("taken apart" in note for note in done.notes)
+    done = shardkit.consolidate(tmp_path / "saved", tmp_path / "bare")
     assert any("experts fused" in warning for warning in done.warnings)
     assert done.renamed == ()
 
@@ -202,8 +202,9 @@ def test_rules_stay_with_a_model(tmp_path: Path) -> None:
     remember(model, _weights((("0.", "net."),)))
     remember(model, _weights(None))  # a source that knows nothing
     remember(model, None)
-    assert recall(model) == (("0.", "net."),)
-    assert recall(_Compiled(model)) == (("0.", "net."),)
+    expected = HubForm((("0.", "net."),), {})
+    assert recall(model) == expected
+    assert recall(_Compiled(model)) == expected
     assert recall(nn.Sequential(model)) is None  # a part of another model: its names are others
     assert "_shardkit_key_rules" not in model.state_dict()
     save(model, tmp_path / "some")

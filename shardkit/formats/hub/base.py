@@ -24,6 +24,7 @@ from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_as
 from shardkit.formats.hub.directory import open_model, read_config
 from shardkit.formats.hub.files import select_weights
 from shardkit.formats.hub.repo import fetch_files, looks_like_repo_id, open_headers
+from shardkit.keys.expressions import Expression, from_json
 from shardkit.keys.renaming import KeyRule, find_rules
 from shardkit.transfer.sources import same_bytes
 
@@ -149,6 +150,41 @@ def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
 def source_key_rules(found: manifest.Presharded) -> tuple[KeyRule, ...] | None:
     """Return the rules from the model's names to the source's; None if preshard kept the names."""
     return find_rules({fqn: tensor.source.name for fqn, tensor in found.tensors.items()}) or None
+
+
+def holds_hub_names(checkpoint: Checkpoint) -> bool:
+    """True if a checkpoint's manifest tells what its tensors are on the Hub.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    found = _manifest_of(checkpoint)
+    return isinstance(found, manifest.Presharded) or (
+        isinstance(found, manifest.SavedState) and found.key_rules is not None
+    )
+
+
+def saved_derived(checkpoint: Checkpoint) -> dict[str, Expression]:
+    """Return what the model's tensors were made of when they were read from the Hub's files, by name in memory.
+
+    Only those that are not stored tensors themselves are among them: fused experts and the like.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    return read_derived(_manifest_of(checkpoint))
+
+
+def read_derived(found: manifest.Manifest | None) -> dict[str, Expression]:
+    """Return what the manifest of a sharded checkpoint says of derived tensors, as `saved_derived` does."""
+    derived = found.derived if isinstance(found, (manifest.Presharded, manifest.SavedState)) else None
+    try:
+        return {each.name: from_json(each.made_of) for each in derived or ()}
+    except ValueError as error:
+        raise SourceError(
+            f"{manifest.NAME}: derived: {error}",
+            hint="the file was written by something else; docs/format.md describes it",
+        ) from None
 
 
 def read_key_rules(found: manifest.Manifest | None) -> tuple[KeyRule, ...] | None:

@@ -147,6 +147,7 @@ def consolidate(
         digest=digest,
         merge_lora=merge_lora,
         adapter_config=adapter_config,
+        ask_class=ask_class,
     )
     moving = Moving(
         jobs=jobs,

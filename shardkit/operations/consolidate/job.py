@@ -20,7 +20,15 @@ from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.assets import CONFIG
-from shardkit.formats.hub.base import SAVED_ROOT, Base, holds_equal, hub_key_rules, saved_key_rules
+from shardkit.formats.hub.base import (
+    SAVED_ROOT,
+    Base,
+    holds_equal,
+    holds_hub_names,
+    hub_key_rules,
+    saved_derived,
+    saved_key_rules,
+)
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.keys.check import (
     BaseComparison,
@@ -29,11 +37,13 @@ from shardkit.keys.check import (
     holds_fused_experts,
     refuse_factors,
 )
+from shardkit.keys.expressions import Expression, Stored, leaves, made_name, under_names
+from shardkit.keys.inverse import invert
 from shardkit.keys.names import in_order
 from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
 from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import may_be_untied, ties_embeddings
-from shardkit.layout.traced import Answer, ModelNames, ask_names
+from shardkit.layout.traced import Answer, ModelNames, ask_hub_form, ask_names, may_differ_in_memory
 from shardkit.operations.casts import check_choice, choose_dtypes
 from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate.adapter import Chosen, choose_tensors
@@ -47,6 +57,7 @@ from shardkit.operations.consolidate.assets import (
 )
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.operations.write import hash_plan
+from shardkit.transfer.bound import bind
 from shardkit.transfer.plan import TransferPlan, build_plan
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
@@ -56,8 +67,8 @@ _OTHER_NAMES = (
     "--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others"
 )
 _FUSED = (
-    "transformers fuses the experts into one tensor, and the base stores them one by one; shardkit does not take them "
-    "apart yet; --allow-missing and --allow-unexpected together write them as they are"
+    "transformers fuses the experts into one tensor, and the base stores them one by one; with transformers installed "
+    "they are taken apart; --allow-missing and --allow-unexpected together write them as they are"
 )
 _NO_TIES = Ties(dropped={}, diverged=(), untied=False)
 
@@ -82,6 +93,8 @@ class JobOptions:
     """Add an adapter to the weights that it was trained on."""
     adapter_config: str | None = None
     """An adapter's settings: a file, or the directory that it lies in."""
+    ask_class: bool = True
+    """The class that the config names may be asked what its tensors are on the Hub."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +176,10 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
     """
     _check_options(checkpoint, base, options)
     selection, chosen = _choose(checkpoint, base, options)
-    chosen, ties, fit, renamed = _fit(chosen, base, options)
-    selection, catalog = replace(selection, renamed=(*selection.renamed, *renamed)), chosen.catalog
+    chosen, answer, by_class = _name_as_saved(chosen, selection, checkpoint, base, options)
+    chosen, ties, fit, renamed = _fit(chosen, selection.live, base, options)
+    selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
+    catalog = chosen.catalog
     names = {source: name for source, name in chosen.names.items() if name not in ties.dropped}
     dtypes = choose_dtypes(catalog, names, options.dtype, base, checkpoint.path)
     tensors = tuple(
@@ -214,12 +229,14 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
             *_base_warnings(base, chosen.kind),
             *fit.warnings,
             *selection.warnings,
+            *selection.in_memory(list(names.values()), _base_shapes(base)),
             *chosen.warnings,
             *dtypes.warnings,
             *_tie_warnings(ties, base),
             *untaken,
         ),
         fit=fit,
+        answer=answer,
     )
 
 
@@ -243,7 +260,101 @@ def _choose(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> t
         named = _name_merged(chosen.names, chosen.catalog, base)
         chosen = replace(chosen, names=named.names)
         selection = replace(selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings))
+    if chosen.kind != "adapter" and not naming.chooses_names:
+        chosen = _take_apart(chosen, selection.live, saved_derived(checkpoint))
     return selection, chosen
+
+
+def _take_apart(chosen: Chosen, live: Mapping[str, str], derived: Mapping[str, Expression]) -> Chosen:
+    """Make the Hub's tensors of those that a model in memory holds in another form.
+
+    Args:
+        live: name in the catalog -> name in memory.
+        derived: what names in memory were made of.
+    """
+    tensors = chosen.catalog.tensors
+    sources = {live.get(source, name): source for source, name in chosen.names.items()}
+    held = {
+        fqn: made
+        for fqn, made in derived.items()
+        if fqn in sources and tensors[sources[fqn]].shape == made.shape
+    }
+    back = invert(held)
+    whole = {fqn for fqn, made in held.items() if all(leaf.name in back.made for leaf in leaves(made))}
+    apart = {
+        name: under_names(made, sources)
+        for name, made in back.made.items()
+        if all(leaf.name in whole for leaf in leaves(made))
+    }
+    if not apart:
+        return chosen
+    made_names = {name: made_name(name, tensors) for name in apart}
+    gone = {sources[fqn] for fqn in whole}
+    names = {source: name for source, name in chosen.names.items() if source not in gone}
+    twice = sorted(set(names.values()) & apart.keys())
+    SourceError.raise_for(
+        [escape(name) for name in twice],
+        f"{count(len(twice), 'tensor')} would be there twice: under {'its' if len(twice) == 1 else 'their'} own "
+        "name, and as a part of another",
+        hint="leave one of the two out with --exclude",
+    )
+    note = f"{count(len(whole), 'tensor')} taken apart into {count(len(apart), 'tensor')}, as on the Hub: {listed(sorted(whole))}"
+    return replace(
+        chosen,
+        catalog=bind(chosen.catalog, {made_names[name]: made for name, made in apart.items()}),
+        names={**names, **{made_names[name]: name for name in apart}},
+        notes=(*chosen.notes, note),
+    )
+
+
+def _name_as_saved(
+    chosen: Chosen, selection: Selection, checkpoint: Checkpoint, base: Base | None, options: JobOptions
+) -> tuple[Chosen, Answer | None, tuple[KeyRule, ...]]:
+    """Where no base's weights and no manifest tell the Hub's names, take those that `save_pretrained` would give.
+
+    Returns:
+        What is written, what the class says of it if it was asked, and the rules by which it renamed tensors.
+    """
+    config = base.config if base is not None and base.tensors is None else None
+    is_known = holds_hub_names(checkpoint) or options.naming.chooses_names or chosen.kind == "adapter"
+    if (
+        base is None
+        or config is None
+        or is_known
+        or not options.ask_class
+        or not may_differ_in_memory(config)
+    ):
+        return chosen, None, ()
+    tensors = chosen.catalog.tensors
+    sources = {selection.live.get(source, name): source for source, name in chosen.names.items()}
+    try:
+        form = ask_hub_form(base.directory, {name: tensors[source].shape for name, source in sources.items()})
+    except ShardkitError:  # without the class the names stay as they are
+        return chosen, None, ()
+    if form.made is None:
+        return chosen, None, ()
+    if all(isinstance(made, Stored) and made.name == name for name, made in form.made.items()):
+        return chosen, form.answer, ()
+    plain = {sources[made.name]: name for name, made in form.made.items() if isinstance(made, Stored)}
+    others = {
+        name: under_names(made, sources) for name, made in form.made.items() if not isinstance(made, Stored)
+    }
+    made_names = {name: made_name(name, tensors) for name in others}
+    warning = (
+        f"nothing tells the names that the model has on the Hub: those that {form.answer.model_class}.save_pretrained "
+        f"gives were taken; --base MODEL makes sure, because a model of another prefix is possible"
+    )
+    rules = find_rules({selection.live.get(source, name): name for source, name in plain.items()})
+    return (
+        replace(
+            chosen,
+            catalog=bind(chosen.catalog, {made_names[name]: made for name, made in others.items()}),
+            names={**plain, **{made_names[name]: name for name in others}},
+            warnings=(*chosen.warnings, warning),
+        ),
+        form.answer,
+        rules,
+    )
 
 
 def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:
@@ -261,7 +372,7 @@ def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:
 
 
 def _fit(
-    chosen: Chosen, base: Base | None, options: JobOptions
+    chosen: Chosen, live: Mapping[str, str], base: Base | None, options: JobOptions
 ) -> tuple[Chosen, Ties, Fit, tuple[KeyRule, ...]]:
     """Decide on ties, and compare names and shapes with the base's. Where they differ, its class may know why.
 
@@ -300,7 +411,8 @@ def _fit(
         asked = _ask_class(base)
     if base is not None and base_tensors is not None and asked is not None:
         if not options.naming.changes_names:
-            named = _name_by_class(chosen.names, base, asked)
+            chosen = _take_apart(chosen, live, asked.converted)
+            named = _name_by_class(chosen.names, live, base, asked)
             chosen, renamed = replace(chosen, names=named.names), named.rules
         unsaved = [
             name for name in chosen.names.values() if name in asked.unsaved and name not in base_tensors
@@ -509,18 +621,24 @@ def _may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Coll
     return bool(found.missing or found.unexpected) and not found.wrong_shapes
 
 
-def _name_by_class(names: Mapping[str, str], base: Base, asked: ModelNames) -> HubNames:
+def _name_by_class(
+    names: Mapping[str, str], live: Mapping[str, str], base: Base, asked: ModelNames
+) -> HubNames:
     """Name a model's tensors as its class finds them in the base's files.
 
     Args:
         names: name in the catalog -> name in the output.
+        live: name in the catalog -> name in memory.
         base: with known tensors.
         asked: what its class says.
     """
     assert base.tensors is not None
     theirs = base.tensors
     changed = {
-        source: name if name in theirs else asked.names.get(name, name) for source, name in names.items()
+        source: name
+        if name in theirs
+        else asked.names.get(name) or asked.names.get(live.get(source, name), name)
+        for source, name in names.items()
     }
     ordered = _in_order(changed, theirs)
     if changed == names or ordered is None:

@@ -299,7 +299,7 @@ class ClassCheck:
         self._is_settled = not _may_ask(job)
 
     def __enter__(self) -> ClassCheck:
-        if self._is_on and not self._is_settled:
+        if self._is_on and not self._is_settled and self._job.answer is None:
             config = next(asset.read() for asset in self._job.assets if asset.name == CONFIG)
             shapes = {tensor.fqn: tensor.shape for tensor in self._job.tensors}
             self._question = Question(json.loads(config), shapes)
@@ -313,7 +313,8 @@ class ClassCheck:
         """Wait for the answer and return the job with it. It replaces what names and shapes alone told."""
         if not self._is_settled:
             self._is_settled = True
-            answer = self._question.answer() if self._question else Answer(failure=_SWITCHED_OFF)
+            answer = self._question.answer() if self._question else self._job.answer
+            answer = answer or Answer(failure=_SWITCHED_OFF)
             told = self._job.unloadable
             self._job = _with_answer(self._job, answer)
             self._warn(line for line in self._job.unloadable if line not in told)

@@ -288,6 +288,7 @@ def build_job(
         dtypes=dtypes,
         sources=sources,
         aliases=aliases,
+        derived={fqn: layout.made[source] for fqn, source in sources.items() if source in layout.made},
         identity=model.identity,
         cast=dtype,
         digest=digest,

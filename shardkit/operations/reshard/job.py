@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shardkit.core.catalog import Catalog, Checksums, TensorEntry, combine_catalogs, join_catalogs, join_name
@@ -28,9 +28,10 @@ from shardkit.formats.contract import Checkpoint, DcpFolder, Place
 from shardkit.formats.contract.optimizer import OptimizerState
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
-from shardkit.formats.hub.base import saved_key_rules
+from shardkit.formats.hub.base import saved_derived, saved_key_rules
 from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
+from shardkit.keys.expressions import Expression
 from shardkit.keys.renaming import KeyRule
 from shardkit.keys.tree import Kind, object_kind, optimizer_names
 from shardkit.layout.layout import Layout, TensorLayout, Unit
@@ -73,6 +74,8 @@ class Part:
     """Names of tensors whose chunks do not tell whether they were sharded: cut from flat partitions, or saved whole."""
     key_rules: tuple[KeyRule, ...] = ()
     """Rules that turn the model's names into the Hub's, if `shardkit.save` recorded them; they are carried over."""
+    derived: Mapping[str, Expression] = field(default_factory=dict)
+    """What names in memory are made of that the Hub's files have in another form; carried over too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +119,11 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
     check_survey(path, found)
     models = taken.models()  # all of them are resharded
     checkpoint = models[0]
-    rules = saved_key_rules(checkpoint) or ()
+    rules, derived = saved_key_rules(checkpoint) or (), saved_derived(checkpoint)
     parts = tuple(
-        _open_part(folder, _open_folder(os.path.join(path, folder), models), rules if not folder else ())
-        for folder in found.folders
+        _open_part(folder, _open_folder(os.path.join(path, folder), models)) for folder in found.folders
     )
+    parts = tuple(part if part.folder else replace(part, key_rules=rules, derived=derived) for part in parts)
     damaged = [problem for part in parts for problem in part.damaged]
     if damaged and check_source:
         raise SourceError(
@@ -183,7 +186,7 @@ def _open_folder(directory: str, models: Sequence[Checkpoint]) -> DcpFolder:
     return next((folder for folder in opened if folder is not None), None) or open_dcp(directory)
 
 
-def _open_part(folder: str, opened: DcpFolder, key_rules: tuple[KeyRule, ...]) -> Part:
+def _open_part(folder: str, opened: DcpFolder) -> Part:
     catalog = opened.select(tuple(opened.catalog.tensors))
     placed = {name: place for name, place in opened.objects.items() if place is not None}
     packed = [name for name, place in placed.items() if place.transforms]
@@ -209,7 +212,6 @@ def _open_part(folder: str, opened: DcpFolder, key_rules: tuple[KeyRule, ...]) -
         paths=opened.catalog.paths,
         notes=(*opened.catalog.notes, *_entry_notes(folder, opened.objects)),
         damaged=tuple(damaged),
-        key_rules=key_rules,
     )
 
 
@@ -398,6 +400,7 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
         digest=digest,
         paths=part.paths,
         key_rules=part.key_rules,
+        derived=part.derived,
         optimizer_cast=optimizer_cast,
         objects=part.objects,
         optimizer=optimizer,

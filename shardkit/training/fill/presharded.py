@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import sub
 
 from shardkit.core.catalog import Catalog, Checksums, FileStamp, SourceFile
@@ -22,7 +22,8 @@ from shardkit.files.digest import crc32
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList, ListedChunk
-from shardkit.formats.hub.base import read_key_rules, source_key_rules
+from shardkit.formats.hub.base import read_derived, read_key_rules, source_key_rules
+from shardkit.keys.expressions import Expression
 from shardkit.keys.renaming import KeyRule
 
 _MAX_LIST_BYTES = 1 << 28
@@ -46,6 +47,8 @@ class Presharded:
     """What the manifest says of each file, in the catalog's order."""
     key_rules: tuple[KeyRule, ...] | None = None
     """Rules that turn the model's names into the Hub's; None if they are the Hub's, or that is not known."""
+    derived: Mapping[str, Expression] = field(default_factory=dict)
+    """What names are made of in the Hub's files, where that is another form."""
 
     def open_chunks(self, wanted: Mapping[str, Sequence[Region]] | None = None) -> Catalog:
         """Return the catalog with the chunks in which some regions lie.
@@ -216,6 +219,7 @@ def _opened(directory: str, said: manifest.Presharded) -> Presharded:
         catalog=catalog,
         digest=said.crc32,
         key_rules=read_key_rules(said) or source_key_rules(said),
+        derived=read_derived(said),
         mesh=mesh,
         placements=placements,
         ties=ties,

@@ -114,6 +114,8 @@ class Weights:
     """What a person should be told."""
     key_rules: KeyRules | None = None
     """They turn the model's names into the Hub's; None if the source does not have the Hub's names."""
+    hub_made: Mapping[str, Expression] = field(default_factory=dict)
+    """FQN -> what it is made of in the Hub's files, where that is another form."""
     open_chunks: Callable[[Mapping[str, Sequence[Region]]], Catalog] | None = None
     """Makes a catalog with the chunks of some regions, by stored name."""
 

@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,11 +20,11 @@ from shardkit.errors import ResourceError
 from shardkit.files import manifest, storage
 from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.hub.base import saved_key_rules
+from shardkit.formats.hub.base import saved_derived, saved_key_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
 from shardkit.keys.check import refuse_factors
-from shardkit.keys.expressions import leaves, made_name
+from shardkit.keys.expressions import Expression, leaves, made_name, to_json, under_names
 from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
@@ -116,6 +116,8 @@ class _Stored:
     """Plain data that tells these weights from others, given the catalog of the wanted ones."""
     hub_names: Mapping[str, str] | None
     """Stored name -> the Hub's; None if that is not known."""
+    derived: Mapping[str, Expression] = field(default_factory=dict)
+    """What names below the root were made of in the Hub's files, as a manifest says."""
     may_have_own_names: bool = False
     """The names may be the model's own. Then the Hub's are known only if they differ from these."""
     quantised: str | None = None
@@ -172,6 +174,7 @@ def find_weights(
         quantised=stored.quantised or _scales(found.unused),
         notes=(*stored.notes, *_match_notes(found)),
         key_rules=_key_rules(stored, found.names),
+        hub_made=_hub_made(source, stored, found.converted),
         open_chunks=source.presharded.open_chunks if source.presharded is not None else None,
     )
 
@@ -183,6 +186,13 @@ def _match_notes(found: NameMatch) -> Iterator[str]:
         yield f"made of others in the source, as from_pretrained does: {listed(found.converted)}"
     if found.renamed:
         yield f"{count(found.renamed, 'tensor')} of the source found under other names than the model's"
+
+
+def _hub_made(source: Source, stored: _Stored, converted: Mapping[str, Expression]) -> dict[str, Expression]:
+    """Return what tensors of the model are made of in the Hub's files, where that is another form."""
+    if stored.hub_names is not None and not stored.may_have_own_names:
+        return {fqn: under_names(made, stored.hub_names) for fqn, made in converted.items()}
+    return dict(stored.derived)
 
 
 def _key_rules(stored: _Stored, names: Mapping[str, str]) -> KeyRules | None:
@@ -211,6 +221,7 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
     return _Stored(
         names=names,
         hub_names=_renamed(names, (presharded.key_rules if presharded is not None else None) or ()),
+        derived=presharded.derived if presharded is not None else {},
         may_have_own_names=True,  # `reshard` writes what preshard does, under a model's names
         select=partial(subset, catalog),
         identity=lambda _: source.path if presharded is None else presharded.digest,
@@ -239,6 +250,7 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) ->
     return _Stored(
         names=names,
         hub_names=None if rules is None else _renamed(names, rules),
+        derived=saved_derived(checkpoint),
         select=partial(_selected, checkpoint),
         identity=lambda catalog: [_file_digest(checkpoint.catalog.directory), _rows(catalog)],
         quantised=_quantisation(config),
@@ -347,19 +359,29 @@ def key_rules(names: Mapping[str, str]) -> KeyRules | None:
     return tuple((rule.old, rule.new) for rule in find_rules(names))
 
 
+class HubForm(NamedTuple):
+    """How a model's tensors are those of the Hub's files, as its source told."""
+
+    key_rules: KeyRules | None
+    """They turn the model's names into the Hub's; None if that is not known."""
+    derived: Mapping[str, Any]
+    """FQN -> what it is made of, as plain data, where the Hub's files have another form."""
+
+
 def remember(model: nn.Module, weights: Weights | None) -> None:
     """Keep with a model what its source told about names, for `save`; change nothing if it told nothing."""
-    if weights is not None and weights.key_rules is not None:
-        setattr(model, _ATTRIBUTE, weights.key_rules)
+    if weights is not None and (weights.key_rules is not None or weights.hub_made):
+        derived = {fqn: to_json(made) for fqn, made in weights.hub_made.items()}
+        setattr(model, _ATTRIBUTE, HubForm(weights.key_rules, derived))
 
 
-def recall(model: nn.Module) -> KeyRules | None:
+def recall(model: nn.Module) -> HubForm | None:
     """Return what was kept with a model, whatever it has been wrapped in since; None if nothing was."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     for path, module in inner.named_modules():
         if clean_name(path):
             break
-        rules: KeyRules | None = getattr(module, _ATTRIBUTE, None)
-        if rules is not None:
-            return rules
+        form: HubForm | None = getattr(module, _ATTRIBUTE, None)
+        if form is not None:
+            return form
     return None

@@ -1,0 +1,98 @@
+"""The way back: what stored tensors are made of, given what was made of them. Pure.
+
+Each stored tensor lies somewhere in the targets, in boxes and perhaps reordered. Put together again, these boxes are
+the tensor; where they leave a gap, that part went into no target and is lost.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from shardkit.core.regions import Region
+from shardkit.core.text import count
+from shardkit.keys.expressions import (
+    Expression,
+    Stored,
+    assemble,
+    leaves,
+    locate,
+    occurrences,
+)
+
+_NUM_SAMPLES = 16  # elements of each tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inverse:
+    """What stored tensors are made of again."""
+
+    made: Mapping[str, Expression]
+    """Stored name -> an expression of targets."""
+    lost: Mapping[str, str]
+    """Stored name or target -> why it cannot be had from the others, as the end of a sentence."""
+
+
+def invert(targets: Mapping[str, Expression]) -> Inverse:
+    """Return what the stored tensors are made of that some targets are made of, as expressions of these targets.
+
+    Args:
+        targets: what each target is made of.
+    """
+    boxes: dict[str, list[tuple[Region, Expression]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    lost: dict[str, str] = {}
+    for target, made in targets.items():
+        shapes |= {leaf.name: leaf.shape for leaf in leaves(made)}
+        try:
+            found = list(occurrences(made, Stored(target, made.shape)))
+        except ValueError as error:
+            lost[target] = str(error)
+            continue
+        for name, region, value in found:
+            boxes.setdefault(name, []).append((region, value))
+    back = dict[str, Expression]()
+    for name, shape in shapes.items():
+        parts = boxes.get(name, [])
+        whole = assemble(shape, _distinct(parts)) if parts else None
+        if whole is None:
+            held = sum(prod(region.sizes) for region, _ in _distinct(parts))
+            lost[name] = f"{held} of its {count(prod(shape), 'element')} are in what is made of it"
+        else:
+            back[name] = whole
+    problems = _differences(targets, back)
+    return Inverse(
+        made={name: made for name, made in back.items() if name not in problems}, lost={**lost, **problems}
+    )
+
+
+def _distinct(parts: list[tuple[Region, Expression]]) -> list[tuple[Region, Expression]]:
+    """Return boxes without repetitions: of one that several targets hold, the first target's."""
+    found: dict[Region, Expression] = {}
+    for region, value in parts:
+        found.setdefault(region, value)
+    return list(found.items())
+
+
+def _differences(forward: Mapping[str, Expression], backward: Mapping[str, Expression]) -> dict[str, str]:
+    """Follow a sample of elements of each tensor there and back; return those that do not come back."""
+    rng, wrong = random.Random(0), dict[str, str]()
+    for name, made in backward.items():
+        for index in _samples(made.shape, rng):
+            there = locate(made, index)
+            again = locate(forward[there[0]], there[1]) if there is not None else None
+            if again != (name, index):
+                wrong[name] = f"its element {list(index)} does not come back"
+                break
+    return wrong
+
+
+def _samples(shape: tuple[int, ...], rng: random.Random) -> Iterator[tuple[int, ...]]:
+    if 0 in shape:
+        return
+    yield (0,) * len(shape)
+    yield tuple(size - 1 for size in shape)
+    for _ in range(_NUM_SAMPLES):
+        yield tuple(rng.randrange(size) for size in shape)

@@ -1,0 +1,51 @@
+"""The way back, against numpy: what is made of targets again is what they were made of, or it is said what is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardkit.core.regions import Region
+from shardkit.keys.expressions import Stored, Zeros, concat, cut, interleave, permute, reshape
+from shardkit.keys.inverse import invert
+from tests.keys.test_expressions import evaluate, experts, trees
+
+
+def test_what_comes_back_is_what_was_stored() -> None:
+    num_back = num_lost = 0
+    for _, made, values, sources in trees():
+        found = invert({"target": made})
+        for name, back in found.made.items():
+            assert np.array_equal(evaluate(back, {"target": values}), sources[name])
+            num_back += 1
+        num_lost += len(found.lost)
+    assert num_back > 500
+    assert num_lost > 200
+
+
+def test_experts_query_key_and_value_and_rows_come_back() -> None:
+    qkv = Stored("qkv", (24, 4))
+    targets = {
+        "gate_up_proj": experts(),
+        "q": cut(qkv, Region((0, 0), (8, 4))),
+        "k": interleave(cut(qkv, Region((8, 0), (8, 4))), 0, 2),
+        "v": permute(cut(qkv, Region((16, 0), (8, 4))), (1, 0)),
+    }
+    found = invert(targets)
+    assert not found.lost
+    assert found.made["qkv"].shape == (24, 4)
+    assert found.made["experts.3.up"] == reshape(
+        cut(Stored("gate_up_proj", (4, 12, 8)), Region((3, 6, 0), (1, 6, 8))), (6, 8)
+    )
+
+
+def test_what_went_nowhere_is_named() -> None:
+    stored = Stored("embed", (10, 4))
+    found = invert({"cropped": cut(stored, Region((0, 0), (8, 4)))})
+    assert found.lost == {"embed": "32 of its 40 elements are in what is made of it"}
+    assert not found.made
+
+
+def test_padding_is_dropped_on_the_way_back() -> None:
+    stored = Stored("embed", (6, 4))
+    found = invert({"padded": concat([stored, Zeros((2, 4))], 0)})
+    assert found.made == {"embed": cut(Stored("padded", (8, 4)), Region((0, 0), (6, 4)))}
