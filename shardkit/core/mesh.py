@@ -1,68 +1,50 @@
-"""The device mesh: named axes, the role of each, and how placements cut a tensor over them.
+"""Device meshes: named axes over the ranks of a world, and which rank holds which region of a tensor.
 
-A mesh is described by axis names and sizes, outermost first, as `init_device_mesh` takes them. Ranks that
-differ only on replicate axes hold the same bytes. So files belong to a *shard coordinate*: the position on
-the shard axes alone, numbered row-major.
+A mesh is a view of the ranks. The main mesh of a layout is described by axis names and sizes, outermost first, as
+`init_device_mesh` takes them. Further meshes look at the same ranks in another way: with expert parallelism, dense
+weights lie on (dp_shard, tp) and experts on (efsdp, ep). Ranks that no axis of a mesh tells apart hold copies.
+
+Each distinct region of a tensor is stored once, in the file of the lowest rank that holds it. Replicate axes are
+outermost, so files belong to the ranks of the first replica.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
 from math import prod
 from typing import Literal
 
-from shardkit.core.regions import Region, Shape, split_dim
+from shardkit.core.placements import Part, Placements, cuts, held
+from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape, suggestion
-from shardkit.errors import LayoutError, MeshError
+from shardkit.errors import MeshError
 
-Role = Literal["replicate", "shard"]
+Role = Literal["replicate", "shard", "tensor"]
 
-# Names from torchtitan's and transformers' meshes. shardkit knows tp, ep and pp, so that it can refuse them by name:
-# it does not support them yet.
-ROLES: dict[str, Role] = {"dp_replicate": "replicate", "dp_shard": "shard"}
-LATER_AXES = ("tp", "ep", "pp")
+# Names from torchtitan's and transformers' meshes.
+ROLES: dict[str, Role] = {"dp_replicate": "replicate", "dp_shard": "shard", "tp": "tensor", "ep": "tensor"}
+LATER_AXES = ("pp", "cp")  # known, so that they can be refused by name
 
 _MAX_RANKS = 1 << 17  # every rank is a file, and a typing error should not cost hours of planning
 
-_AXIS = re.compile(r"([A-Za-z_]\w{0,63})(?::(replicate|shard))?=(\d{1,9})", re.ASCII)
+_AXIS = re.compile(r"([A-Za-z_]\w{0,63})(?::(replicate|shard|tensor))?=(\d{1,9})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of the mesh."""
+    """One axis of a mesh."""
 
     name: str
     size: int
     role: Role
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What one axis does to a tensor: it cuts `shard_dim`, or replicates where that is None."""
-
-    shard_dim: int | None = None
-
-    def __str__(self) -> str:
-        return "R" if self.shard_dim is None else f"S({self.shard_dim})"
-
-    @classmethod
-    def parse(cls, text: str) -> Placement:
-        """Return the placement that `str()` wrote.
-
-        Raises:
-            LayoutError: not a placement that shardkit knows.
-        """
-        match = re.fullmatch(r"R|S\(([0-9]{1,3})\)", text)
-        if match is None:
-            raise LayoutError(f"unknown placement {escape(text)!r}")
-        return cls(None if match.group(1) is None else int(match.group(1)))
-
-
-REPLICATE = Placement()
-Placements = tuple[Placement, ...]
-"""One placement for each mesh axis, in mesh order."""
+Digits = tuple[tuple[int, int], ...]
+"""(size, stride) of what an axis is made of, outermost first: one, or several if it is flattened from several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +52,20 @@ class Mesh:
     """Axis names, sizes and roles, outermost first."""
 
     axes: tuple[Axis, ...]
+    steps: tuple[Digits, ...] = ()
+    """For each axis, how far apart its ranks are; empty if the axes number the ranks of the world row-major."""
+    ep: int = 1
+    """Of a main mesh: the number of ranks that hold distinct experts. Those of `experts` are its ranks too."""
 
     @property
     def size(self) -> int:
-        """Number of ranks, the world size."""
+        """Number of positions; of a main mesh, the world size."""
         return prod(axis.size for axis in self.axes)
 
     @property
     def num_shards(self) -> int:
-        """Number of shard coordinates, which is the number of files."""
-        return prod(axis.size for axis in self.axes if axis.role == "shard")
+        """Number of ranks in a replica. Each has a file, and files of other ranks there are none."""
+        return prod(axis.size for axis in self.axes if axis.role != "replicate")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,102 +77,113 @@ class Mesh:
         """Names of the axes."""
         return tuple(axis.name for axis in self.axes)
 
+    @property
+    def digits(self) -> tuple[Digits, ...]:
+        """What each axis is made of."""
+        return self.steps or tuple(
+            ((axis.size, prod(self.shape[at + 1 :])),) for at, axis in enumerate(self.axes)
+        )
+
+    @property
+    def experts(self) -> Mesh | None:
+        """The mesh of experts: replicate axes, then `efsdp` and `ep`; None without expert parallelism."""
+        if self.ep == 1:
+            return None
+        replicas = tuple(axis for axis in self.axes if axis.role == "replicate")
+        rest = Axis("efsdp", self.num_shards // self.ep, "shard")
+        return Mesh((*replicas, rest, Axis("ep", self.ep, "tensor")))
+
     def __str__(self) -> str:
-        return ",".join(f"{axis.name}={axis.size}" for axis in self.axes)
+        sizes = [f"{axis.name}={axis.size}" for axis in self.axes]
+        return ",".join(sizes if self.ep == 1 else [*sizes, f"ep={self.ep}"])
 
     def coord(self, rank: int) -> tuple[int, ...]:
-        """Return a rank's position on each axis (row-major, as torch numbers a mesh)."""
-        return _unravel(rank, self.shape)
+        """Return a rank's position on each axis."""
+        found = []
+        for digits in self.digits:
+            at = 0
+            for size, stride in digits:
+                at = at * size + rank // stride % size
+            found.append(at)
+        return tuple(found)
 
-    def shard_of_rank(self, rank: int) -> int:
-        """Return the shard coordinate of `rank`. It reads the file `__<coordinate>_0.distcp`."""
-        shard = 0
-        for axis, index in zip(self.axes, self.coord(rank), strict=True):
-            if axis.role == "shard":
-                shard = shard * axis.size + index
-        return shard
-
-    def local_region(self, shape: Shape, placements: Placements, shard: int) -> Region:
-        """Return the part of a tensor that the ranks of a shard coordinate own.
+    def held(self, shape: Shape, placements: Placements, rank: int) -> list[Part]:
+        """Return the parts of a tensor that a rank holds: one, or several if a dim is packed.
 
         Args:
             shape: global shape in elements.
             placements: one for each axis, in mesh order.
-            shard: shard coordinate, 0 <= shard < num_shards.
-
-        Returns:
-            Region in elements. An empty one starts at the end of its dim.
-
-        Source: torch 2.13, torch.distributed.tensor._utils.compute_local_shape_and_global_offset.
+            rank: of the world.
         """
-        offsets, sizes = [0] * len(shape), list(shape)
-        for axis, index, placement in zip(self.axes, self._shard_position(shard), placements, strict=True):
-            dim = placement.shard_dim
-            if dim is None or axis.role == "replicate":
-                continue
-            offset, sizes[dim] = split_dim(sizes[dim], axis.size, index)
-            offsets[dim] = offsets[dim] + offset if sizes[dim] else shape[dim]
-        return Region(tuple(offsets), tuple(sizes))
+        return held(shape, cuts(placements, self.shape), self.coord(rank))
 
     def owners(self, shape: Shape, placements: Placements) -> Iterator[tuple[int, Region]]:
-        """Yield (shard coordinate, region) for every distinct region, at the first coordinate that holds it.
+        """Yield (lowest rank that holds it, region) for every distinct region, in row-major order of the regions.
 
-        A tensor that no axis cuts comes once, at coordinate 0. Trailing empty regions share their offsets, so
+        A tensor that no axis cuts comes once, at rank 0. Trailing empty regions share their offsets, so
         they are one region and also come once, as `dcp.save` writes them.
         """
-        dims = [p.shard_dim for a, p in zip(self.axes, placements, strict=True) if a.role == "shard"]
-        if all(dim is None for dim in dims):
+        ordered = cuts(placements, self.shape)
+        if not ordered:
             yield 0, Region((0,) * len(shape), shape)
-            return
-        if len(dims) == 1 and dims[0] is not None:  # one shard axis: every FSDP and HSDP mesh
-            yield from self._owners_along(shape, dims[0])
-            return
-        seen: set[Shape] = set()
-        for shard in range(self.num_shards):
-            region = self.local_region(shape, placements, shard)
-            if region.offsets not in seen:
-                seen.add(region.offsets)
-                yield shard, region
+        elif len(ordered) == 1 and ordered[0].num_blocks == 1:  # every FSDP and HSDP mesh
+            yield from self._owners_along(shape, ordered[0].dim, ordered[0].axis)
+        else:
+            yield from _owners(self, shape, placements)
 
-    def _owners_along(self, shape: Shape, dim: int) -> Iterator[tuple[int, Region]]:
-        """Yield the regions of one shard axis without a call for each: a thousand ranks have 600,000."""
+    def _owners_along(self, shape: Shape, dim: int, axis: int) -> Iterator[tuple[int, Region]]:
+        """Yield the regions of one axis without a call for each: a thousand ranks have 600,000."""
         size, before, after = shape[dim], shape[:dim], shape[dim + 1 :]
         zeros_before, zeros_after = (0,) * len(before), (0,) * len(after)
-        step = -(-size // self.num_shards)
+        ranks = self._lowest_ranks(axis)
+        step = -(-size // len(ranks))
         whole = (*before, step, *after)
-        for shard in range(self.num_shards):
-            start = shard * step
+        for part, rank in enumerate(ranks):
+            start = part * step
             if start >= size:
-                yield shard, Region((*zeros_before, size, *zeros_after), (*before, 0, *after))
+                yield rank, Region((*zeros_before, size, *zeros_after), (*before, 0, *after))
                 return
             sizes = whole if start + step <= size else (*before, size - start, *after)
-            yield shard, Region((*zeros_before, start, *zeros_after), sizes)
+            yield rank, Region((*zeros_before, start, *zeros_after), sizes)
 
-    def _shard_position(self, shard: int) -> tuple[int, ...]:
-        """Return the position on each axis of a shard coordinate's first replica."""
-        return _unravel(shard, [axis.size if axis.role == "shard" else 1 for axis in self.axes])
+    def _lowest_ranks(self, axis: int) -> list[int]:
+        """Return the lowest rank at each position of an axis."""
+        digits = self.digits[axis]
+        return [
+            sum(at * stride for at, (_, stride) in zip(place, digits, strict=True))
+            for place in product(*(range(size) for size, _ in digits))
+        ]
 
 
-def _unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the position of a row-major index."""
-    position = []
-    for size in reversed(sizes):
-        index, at = divmod(index, size)
-        position.append(at)
-    return tuple(reversed(position))
+@lru_cache(maxsize=256)  # layers are alike
+def _owners(mesh: Mesh, shape: Shape, placements: Placements) -> tuple[tuple[int, Region], ...]:
+    ordered = cuts(placements, mesh.shape)
+    lowest = {cut.axis: mesh._lowest_ranks(cut.axis) for cut in ordered}
+    coord, found = [0] * len(mesh.axes), dict[Shape, tuple[int, Region]]()
+    for place in product(*(range(len(ranks)) for ranks in lowest.values())):
+        for axis, at in zip(lowest, place, strict=True):
+            coord[axis] = at
+        rank = sum(ranks[coord[axis]] for axis, ranks in lowest.items())
+        for region, _ in held(shape, ordered, coord):
+            known = found.get(region.offsets)
+            # A region without elements may begin where one with elements does.
+            if known is None or (region.num_elements == 0, rank) < (known[1].num_elements == 0, known[0]):
+                found[region.offsets] = rank, region
+    return tuple(sorted(found.values(), key=lambda item: item[1]))
 
 
 def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
     """Return the mesh that `--mesh` and `--world-size` describe together.
 
     Args:
-        text: such as "dp_replicate=2,dp_shard=16". Unknown names state their role, as in
+        text: such as "dp_replicate=2,dp_shard=16", "dp_shard=4,tp=2", or "dp_shard=4,ep=2", where `ep` is no axis
+            beside the others but says how the same ranks share experts. Unknown names state their role, as in
             "replica:replicate=2,fsdp:shard=8". None for one axis `dp_shard` of `world_size`.
         world_size: number of ranks; None takes the mesh's.
 
     Raises:
         MeshError: neither is given, the text cannot be read, the two disagree, an axis is repeated or
-            unknown, or a replicate axis follows a shard axis.
+            unknown, or the axes are not in the order in which ranks are numbered.
     """
     if text is None:
         if world_size is None:
@@ -195,8 +192,10 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
             raise MeshError(f"--world-size must be at least 1, not {world_size}")
         _check_size(world_size)
         return Mesh((Axis("dp_shard", world_size, "shard"),))
-    mesh = Mesh(tuple(_parse_axis(part.strip()) for part in text.split(",")))
-    _check_axes(mesh)
+    axes = [_parse_axis(part.strip()) for part in text.split(",")]
+    mesh = Mesh(tuple(axis for axis in axes if axis.name != "ep"))
+    _check_axes(mesh, [axis.name for axis in axes])
+    mesh = _with_experts(mesh, next((axis.size for axis in axes if axis.name == "ep"), 1))
     _check_size(mesh.size)
     if world_size is not None and world_size != mesh.size:
         raise MeshError(
@@ -204,6 +203,20 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
             hint="give one of the two, or make them agree",
         )
     return mesh
+
+
+def _with_experts(mesh: Mesh, ep: int) -> Mesh:
+    """Return a mesh whose ranks share experts too.
+
+    Source: transformers 5.23, DistributedConfig: ep covers whole tp groups, and a replica is ep times efsdp.
+    """
+    tensor = prod(axis.size for axis in mesh.axes if axis.role == "tensor")
+    if ep > 1 and (ep % tensor or mesh.num_shards % ep):
+        raise MeshError(
+            f"mesh {mesh}: ep={ep} does not divide its ranks",
+            hint=f"ep is a multiple of tp ({tensor}) and divides dp_shard x tp ({mesh.num_shards})",
+        )
+    return replace(mesh, ep=ep)
 
 
 def _check_size(num_ranks: int) -> None:
@@ -216,40 +229,49 @@ def _parse_axis(part: str) -> Axis:
     if match is None:
         raise MeshError(
             f"not a mesh axis: {escape(part)!r}",
-            hint="write NAME=SIZE, as in dp_replicate=2,dp_shard=16, or NAME:replicate=2, NAME:shard=8",
+            hint="write NAME=SIZE, as in dp_replicate=2,dp_shard=16 or dp_shard=4,tp=2, or NAME:replicate=2, "
+            "NAME:shard=8, NAME:tensor=2",
         )
     name, role, size = match.group(1), match.group(2), int(match.group(3))
     if name in LATER_AXES:
         raise MeshError(
-            f"mesh axis {name!r} is not supported yet: only data-parallel axes (dp_replicate, dp_shard) are",
-            hint="pre-shard for the dp_shard axis alone",
+            f"mesh axis {name!r} is not supported yet",
+            hint="pre-shard for the axes dp_replicate, dp_shard, tp and ep alone",
         )
+    if name == "efsdp":
+        raise MeshError("mesh axis 'efsdp' follows from the others", hint="leave it out: it is dp_shard x tp / ep")
     known = ROLES.get(name)
     if known and role and role != known:
         raise MeshError(f"mesh axis {name!r} has the role {known}, not {role}")
     if not (known or role):
         raise MeshError(
             f"mesh axis {name!r} has no known role{suggestion(name, ROLES)}",
-            hint=f"say what it does: {name}:shard={size} or {name}:replicate={size}",
+            hint=f"say what it does: {name}:shard={size}, {name}:replicate={size} or {name}:tensor={size}",
         )
     if size < 1:
         raise MeshError(f"mesh axis {name!r} must have a size of at least 1, not {size}")
-    return Axis(name, size, known or role)  # type: ignore[arg-type]  # the pattern admits only the two roles
+    return Axis(name, size, known or role)  # type: ignore[arg-type]  # the pattern admits only the roles
 
 
-def _check_axes(mesh: Mesh) -> None:
-    if len(set(mesh.names)) != len(mesh.names):
-        raise MeshError(f"a mesh axis is named twice: {', '.join(mesh.names)}")
+def _check_axes(mesh: Mesh, names: list[str]) -> None:
+    if len(set(names)) != len(names):
+        raise MeshError(f"a mesh axis is named twice: {', '.join(names)}")
     roles = [axis.role for axis in mesh.axes]
-    if "shard" not in roles:
+    if "shard" not in roles and ("replicate" in roles or not roles):
         raise MeshError(f"mesh {mesh} shards nothing", hint="add a dp_shard axis")
-    if "replicate" in roles[roles.index("shard") :]:
+    if "shard" in roles and "replicate" in roles[roles.index("shard") :]:
         raise MeshError(
             f"mesh {mesh}: replicate axes come before shard axes (fully_shard takes them by position)",
             hint="write the replicate axis first",
         )
-    if roles.count("shard") > 1 or roles.count("replicate") > 1:
+    if "tensor" in roles[:-1] and roles.count("tensor") == 1:
         raise MeshError(
-            f"mesh {mesh}: fully_shard takes one shard axis and at most one replicate axis",
+            f"mesh {mesh}: the tensor-parallel axis comes last, as its ranks are neighbours",
+            hint="write it last, as in dp_shard=4,tp=2",
+        )
+    if any(roles.count(role) > 1 for role in ("replicate", "shard", "tensor")):
+        raise MeshError(
+            f"mesh {mesh}: fully_shard takes one shard axis and at most one replicate axis, and a tensor is "
+            "parallelised over one axis",
             hint="multiply the sizes of axes with the same role into one",
         )

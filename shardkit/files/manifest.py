@@ -51,7 +51,11 @@ DtypeName = Annotated[str, frozenset(BY_NAME), "a dtype that shardkit knows"]
 _PART = r"(?!\.{0,2}(?:/|\Z))[^/\0\ud800-\udc7f\udd00-\udfff]+"
 PlainName = Annotated[str, re.compile(_PART), "a file name without a directory"]
 FileName = Annotated[str, re.compile(f"{_PART}(?:/{_PART})*"), "a file name below the directory"]
-PlacementText = Annotated[str, re.compile(r"R|S\([0-9]{1,3}\)"), 'a placement, "R" or "S(dim)"']
+PlacementText = Annotated[
+    str,
+    re.compile(r"R|S\([0-9]{1,3}\)|SS\([0-9]{1,3},[0-9]{1,9}\)"),
+    'a placement, "R", "S(dim)" or "SS(dim,factor)"',
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +132,7 @@ class Axis:
     name: str
     size: int
     role: str
-    """Either "replicate" or "shard"."""
+    """"replicate", "shard" or "tensor"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +141,25 @@ class Mesh:
 
     axes: tuple[Axis, ...]
     """Outermost first."""
+    ep: int | None = None
+    """Number of ranks that hold distinct experts; None without expert parallelism."""
     world_size: int
     num_shards: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewAxis(Axis):
+    """An axis of another mesh over the same ranks."""
+
+    steps: tuple[tuple[int, int], ...]
+    """(size, stride) in ranks of what the axis is made of, outermost first: one, unless it is flattened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshView:
+    """Another mesh over the ranks of the first, such as that of experts."""
+
+    axes: tuple[ViewAxis, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +206,9 @@ class ShardedTensor:
     shape: tuple[int, ...]
     """Of the whole tensor, elements."""
     placements: tuple[PlacementText, ...]
-    """One for each axis of the mesh."""
+    """One for each axis of its mesh."""
+    mesh: int | None = None
+    """Index into `meshes`; None if it lies on the first mesh, `mesh`."""
     unit: int
     """Index into `units`."""
     buffer: bool
@@ -231,6 +254,8 @@ class Presharded:
     tool: Tool
     source: Source
     mesh: Mesh
+    meshes: tuple[MeshView, ...] | None = None
+    """Further meshes over the same ranks; None if there are none."""
     layout: LayoutOrigin
     units: tuple[Unit, ...]
     """The root first, then in module order."""
@@ -361,13 +386,23 @@ def describe_bytes(name: str, data: bytes, *, digest: bool, sha256: bool) -> Lis
     )
 
 
+def format_of(manifest: Manifest) -> int:
+    """Return the lowest format that can express a manifest, so that older readers read what they understand."""
+    if not isinstance(manifest, Presharded):
+        return 1
+    is_plain = all(axis.role in ("replicate", "shard") for axis in manifest.mesh.axes)
+    is_boxed = not any(text.startswith("SS") for tensor in manifest.tensors.values() for text in tensor.placements)
+    is_old = is_plain and is_boxed and manifest.mesh.ep is None and manifest.meshes is None and not manifest.derived
+    return 1 if is_old else FORMAT
+
+
 def to_json(record: Any) -> dict[str, Any]:
     """Return a record of this module as JSON has it, its parts still records: what `json.dumps` takes as `default`."""
     kind: Any = type(record)
     head, keys, values_of, optional = _spelling(kind)
     found = {**head, **dict(zip(keys, values_of(record), strict=True))}
-    if "format" in head and found.get("derived"):
-        found["format"] = FORMAT
+    if kind in KINDS:
+        found["format"] = format_of(record)
     for key in optional:
         if found[key] is None:
             del found[key]

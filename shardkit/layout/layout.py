@@ -14,7 +14,8 @@ from itertools import chain
 from typing import Any, Literal
 
 from shardkit.core.catalog import TensorEntry
-from shardkit.core.mesh import REPLICATE, Mesh, Placement, Placements
+from shardkit.core.mesh import Mesh
+from shardkit.core.placements import REPLICATE, Part, Placement, Placements
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError
@@ -45,10 +46,12 @@ class TensorLayout:
     shape: Shape
     """Global shape in elements."""
     placements: Placements
-    """One for each mesh axis."""
+    """One for each axis of its mesh."""
     unit: int
     """Index into `Layout.units`. Buffers and unsharded parameters belong to their module's unit."""
     is_buffer: bool = False
+    mesh: Mesh | None = None
+    """Another view of the ranks than the layout's, such as that of experts; None if it is the layout's."""
 
     @property
     def is_sharded(self) -> bool:
@@ -58,7 +61,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A mesh and the placement of every tensor.
+    """A mesh and the placement of every tensor, which may lie on a mesh of its own over the same ranks.
 
     Ties are resolved: the first name of a group has a `TensorLayout`, the others are its aliases.
     """
@@ -87,9 +90,14 @@ class Layout:
     """What a person should know about this layout."""
 
     def owners(self, fqn: str) -> Iterator[tuple[int, Region]]:
-        """Yield (shard coordinate, region) of every stored chunk of a tensor."""
+        """Yield (lowest rank that holds it, region) of every stored chunk of a tensor."""
         tensor = self.tensors[fqn]
-        return self.mesh.owners(tensor.shape, tensor.placements)
+        return (tensor.mesh or self.mesh).owners(tensor.shape, tensor.placements)
+
+    def held(self, fqn: str, rank: int) -> list[Part]:
+        """Return the parts of a tensor that a rank holds: one, or several if a dim is packed."""
+        tensor = self.tensors[fqn]
+        return (tensor.mesh or self.mesh).held(tensor.shape, tensor.placements, rank)
 
 
 UNCHECKED = "names were not checked against a model"

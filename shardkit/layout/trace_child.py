@@ -29,7 +29,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit._torch import class_before_sharding, init_fake_world
-from shardkit.core.mesh import REPLICATE, Axis, Mesh, Placement, Placements
+from shardkit.core.mesh import Axis, Mesh
+from shardkit.core.placements import REPLICATE, Placement, Placements
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, SourceError
 from shardkit.keys.expressions import to_json

@@ -30,7 +30,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shardkit.core.dtypes import DType
-from shardkit.core.mesh import Mesh, Placement
+from shardkit.core.mesh import Mesh
+from shardkit.core.placements import Placement
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError, SourceError

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import DType
+from shardkit.core.mesh import Mesh
 from shardkit.core.regions import Region, is_contiguous
 from shardkit.core.text import KIB
 from shardkit.core.threads import until_done
@@ -73,14 +74,17 @@ class DcpOutput:
         """
         layout, mesh, is_whole = self.layout, self.layout.mesh, self.optimizer_cast is not None
         placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
+        views = {view: at for at, view in enumerate(dict.fromkeys(t.mesh for t in placed.values() if t.mesh))}
         return manifest.Presharded(
             tool=manifest.TOOL,
             source=self.identity,
             mesh=manifest.Mesh(
                 axes=tuple(manifest.Axis(name=a.name, size=a.size, role=a.role) for a in mesh.axes),
+                ep=None if mesh.ep == 1 else mesh.ep,
                 world_size=mesh.size,
                 num_shards=mesh.num_shards,
             ),
+            meshes=tuple(map(_view, views)) or None,
             layout=manifest.LayoutOrigin(origin=layout.origin, policy=layout.policy),
             units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in layout.units),
             ties=tuple((name, *others) for name, others in self.aliases.items()),
@@ -98,6 +102,7 @@ class DcpOutput:
                     dtype=self.dtypes[fqn].name,
                     shape=tensor.shape,
                     placements=tuple(map(str, tensor.placements)),
+                    mesh=None if tensor.mesh is None else views[tensor.mesh],
                     unit=tensor.unit,
                     buffer=tensor.is_buffer,
                     source=manifest.SourceTensor(
@@ -111,6 +116,15 @@ class DcpOutput:
             },
             files=(),
         )
+
+
+def _view(mesh: Mesh) -> manifest.MeshView:
+    axes = zip(mesh.axes, mesh.digits, strict=True)
+    return manifest.MeshView(
+        axes=tuple(
+            manifest.ViewAxis(name=axis.name, size=axis.size, role=axis.role, steps=steps) for axis, steps in axes
+        )
+    )
 
 
 class Descriptions:

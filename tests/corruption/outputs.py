@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import shardkit
-from shardkit.core.mesh import Placement
+from shardkit.core.placements import Placement
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations import preshard
 from tests.worlds.processes import run_script

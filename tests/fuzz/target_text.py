@@ -14,7 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardkit.core.mesh import Mesh, Placement, parse_mesh
+from shardkit.core.mesh import Mesh, parse_mesh
+from shardkit.core.placements import Placement
 from shardkit.core.text import format_size, parse_size
 from shardkit.formats.torchsave.file import StoredPlacement, local_region
 from shardkit.keys.select import Naming, apply_rules, parse_rules
@@ -154,8 +155,9 @@ def check_mesh(data: bytes) -> bool:
         placement = attempt(lambda: Placement.parse(text))
         if placement is None:
             return False
-        digits = text.strip("RS()").lstrip("0") or "0" * ("S" in text)
-        assert str(placement) == (f"S({digits})" if digits else "R")
+        numbers = [int(each) for each in re.findall("[0-9]+", text)]
+        assert [int(each) for each in re.findall("[0-9]+", str(placement))] == numbers
+        assert Placement.parse(str(placement)) == placement
         return True
     mesh = attempt(lambda: parse_mesh(text, None))
     if mesh is None:
@@ -163,7 +165,6 @@ def check_mesh(data: bytes) -> bool:
     assert mesh.size == prod(mesh.shape) >= mesh.num_shards >= 1
     assert mesh.shape == _again(mesh)
     for rank in {0, mesh.size - 1, mesh.size // 2}:
-        assert 0 <= mesh.shard_of_rank(rank) < mesh.num_shards
         assert all(0 <= at < size for at, size in zip(mesh.coord(rank), mesh.shape, strict=True))
     _check_region(mesh)
     return True
@@ -176,10 +177,10 @@ def _again(mesh: Mesh) -> tuple[int, ...]:
 
 def _check_region(mesh: Mesh) -> None:
     shape = (7, 5)
-    placements = tuple(Placement(0 if axis.role == "shard" else None) for axis in mesh.axes)
-    torch_placements = [Shard(0) if axis.role == "shard" else Replicate() for axis in mesh.axes]
+    placements = tuple(Placement(None if axis.role == "replicate" else 0) for axis in mesh.axes)
+    torch_placements = [Replicate() if axis.role == "replicate" else Shard(0) for axis in mesh.axes]
     for rank in {0, mesh.size - 1}:
-        region = mesh.local_region(shape, placements, mesh.shard_of_rank(rank))
+        ((region, _),) = mesh.held(shape, placements, rank)
         sizes, offsets = _compute_local_shape_and_global_offset(
             shape, mesh.shape, list(mesh.coord(rank)), torch_placements
         )

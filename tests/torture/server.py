@@ -33,7 +33,7 @@ import numpy  # noqa: F401 (what a run would import)
 import torch
 
 from shardkit.cli import main
-from shardkit.core.mesh import Placement
+from shardkit.core.placements import Placement
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations import preshard
 from tests.torture.faults import Faults

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME, DType
-from shardkit.core.mesh import Axis, Mesh, Placement
+from shardkit.core.mesh import Axis, Mesh
+from shardkit.core.placements import Placement
 from shardkit.core.regions import Region, Shape, full_region
 from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, ResourceError

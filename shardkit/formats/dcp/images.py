@@ -120,13 +120,14 @@ class DcpImages:
         """Of each row, the first element of its region in the whole tensor."""
         self.objects = frozenset(objects)
         self._holes: dict[str, TensorHoles] = {}
-        rows = [array("i") for _ in range(layout.mesh.num_shards)]
-        ends = [0] * layout.mesh.num_shards
-        self.data_nbytes = [0] * layout.mesh.num_shards
+        num_files = layout.mesh.num_shards
+        rows = [array("i") for _ in range(num_files)]
+        ends = [0] * num_files
+        self.data_nbytes = [0] * num_files
         """Bytes of data in each image, without the records around it."""
         for fqn in sorted(layout.tensors, key=lambda fqn: (fqn in self.objects, natural(fqn))):
             self._place(layout, fqn, dtypes[fqn], sources[fqn], phase(fqn), rows, ends)
-        names = [f"__{shard}_0.distcp" for shard in range(layout.mesh.num_shards)]
+        names = [f"__{rank}_0.distcp" for rank in range(num_files)]
         self.catalog.files = [SourceFile(name=n, path="", size=e) for n, e in zip(names, ends, strict=True)]
         self.images = [DcpImage(n, e, r, self) for n, e, r in zip(names, ends, rows, strict=True)]
 
@@ -143,13 +144,13 @@ class DcpImages:
         """Append a tensor's records to their files."""
         shape = layout.tensors[fqn].shape
         owners = list(layout.owners(fqn))
-        shards, regions = [shard for shard, _ in owners], [region for _, region in owners]
+        ranks, regions = [rank for rank, _ in owners], [region for _, region in owners]
         firsts = flat_offsets([region.offsets for region in regions], shape)
         first_row, num_data_bytes, data_nbytes = len(self.kind_of), 0, self.data_nbytes
         known: dict[Shape, int] = {}
         starts, nbytes, kinds = list[int](), list[int](), list[int]()
         sizes: Shape | None = None
-        for row, (shard, region, first) in enumerate(zip(shards, regions, firsts, strict=True), first_row):
+        for row, (rank, region, first) in enumerate(zip(ranks, regions, firsts, strict=True), first_row):
             if region.sizes != sizes:  # nearly all are of one size, one after the other
                 sizes = region.sizes
                 if sizes not in known:
@@ -159,20 +160,20 @@ class DcpImages:
                 lead, held, whole = len(skeleton.prefix), skeleton.data_nbytes, skeleton.nbytes
                 is_in_source = begin is not None and is_contiguous(region, shape)
                 base, step = (begin or 0, dtype.itemsize) if is_in_source else (0, 0)
-            start = ends[shard]
+            start = ends[rank]
             if held >= _ALIGNED_NBYTES:
                 start += (base + first * step - start - lead) % BLOCK
-            ends[shard] = start + whole
+            ends[rank] = start + whole
             num_data_bytes += held
-            data_nbytes[shard] += held
-            rows[shard].append(row)
+            data_nbytes[rank] += held
+            rows[rank].append(row)
             kinds.append(number)
             starts.append(start)
             nbytes.append(whole)
         self.kind_of.extend(kinds)
         self.first_of.extend(firsts)
         self._holes[fqn] = TensorHoles(fqn, source, tuple(known), dtype, num_data_bytes)
-        self.catalog.add_tensor_columns(fqn, dtype, shape, shards, starts, nbytes, regions)
+        self.catalog.add_tensor_columns(fqn, dtype, shape, ranks, starts, nbytes, regions)
 
     def _add_kind(self, fqn: str, source: str, dtype: DType, sizes: Shape) -> int:
         make = bare_skeleton if fqn in self.objects else record_skeleton

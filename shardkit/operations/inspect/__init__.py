@@ -278,7 +278,12 @@ def _inspect_presharded(
         made_by=f"{said.tool.name} {said.tool.version}",
         source=_source(said.source),
         world_size=said.mesh.world_size,
-        mesh=",".join(f"{axis.name}={axis.size}" for axis in said.mesh.axes),
+        mesh=",".join(
+            (
+                *(f"{axis.name}={axis.size}" for axis in said.mesh.axes),
+                *([] if said.mesh.ep is None else [f"ep={said.mesh.ep}"]),
+            )
+        ),
         layout=said.layout.origin,
         policy=said.layout.policy,
         units=_units(said.units),

@@ -232,11 +232,11 @@ def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_exte
 
 
 def _count_empty(job: PreshardJob) -> int:
-    mesh = job.layout.mesh
+    layout = job.layout
     return sum(
         tensor.is_sharded
-        and mesh.local_region(tensor.shape, tensor.placements, mesh.num_shards - 1).num_elements == 0
-        for tensor in job.layout.tensors.values()
+        and not any(part.region.num_elements for part in layout.held(fqn, layout.mesh.size - 1))
+        for fqn, tensor in layout.tensors.items()
     )
 
 

@@ -18,7 +18,8 @@ from functools import partial
 
 from shardkit.core.catalog import Catalog, Checksums, TensorEntry, combine_catalogs, join_catalogs, join_name
 from shardkit.core.dtypes import BY_NAME, CASTS, DType
-from shardkit.core.mesh import REPLICATE, Mesh, Placement
+from shardkit.core.mesh import Mesh
+from shardkit.core.placements import REPLICATE, Placement
 from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError, UsageError

@@ -1,6 +1,6 @@
 """A directory that preshard or reshard wrote, opened from its manifest; no record is looked at.
 
-Where a region lies is arithmetic on the manifest's mesh and placements. So a rank opens the chunk lists of
+Where a region lies is arithmetic on the manifest's meshes and placements. So a rank opens the chunk lists of
 the files that it reads from, its own as a rule, and never those of a thousand others.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from operator import sub
 
 from shardkit.core.catalog import Catalog, Checksums, FileStamp, SourceFile
 from shardkit.core.dtypes import BY_NAME
-from shardkit.core.mesh import Mesh, Placement, parse_mesh
+from shardkit.core.mesh import Axis, Mesh, parse_mesh
+from shardkit.core.placements import Placement, Placements
 from shardkit.core.regions import Region, find_tiling_error, full_region, intersect
 from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, LayoutError, ShardkitError, SourceError, UsageError
@@ -39,8 +41,10 @@ class Presharded:
     digest: int
     """The manifest's own, which covers the digest of every file."""
     mesh: Mesh
-    placements: Mapping[str, tuple[Placement, ...]]
+    placements: Mapping[str, Placements]
     """Of every tensor, its other names aside."""
+    meshes: Mapping[str, Mesh]
+    """Of those tensors that do not lie on `mesh`."""
     ties: Mapping[str, str]
     """Another name of a tensor -> the one that has the records."""
     lists: tuple[manifest.ShardFile, ...]
@@ -82,12 +86,13 @@ class Presharded:
         found, known = set[int](), set[object]()
         for fqn, regions in wanted.items():
             shape, placements = self.catalog.tensors[fqn].shape, self.placements[fqn]
+            mesh = self.meshes.get(fqn, self.mesh)
             for region in regions:
-                if (shape, placements, region) in known:
+                if (shape, placements, region, mesh) in known:
                     continue
-                known.add((shape, placements, region))
-                for shard, owned in self.mesh.owners(shape, placements):
-                    number = by_name.get(f"__{shard}_0.distcp")
+                known.add((shape, placements, region, mesh))
+                for rank, owned in mesh.owners(shape, placements):
+                    number = by_name.get(f"__{rank}_0.distcp")
                     if number is not None and intersect(owned, region) is not None:
                         found.add(number)
         return sorted(found)
@@ -204,13 +209,19 @@ def _opened(directory: str, said: manifest.Presharded) -> Presharded:
         catalog.files.append(SourceFile(name=file.name, path=path, size=file.size))
     if len({file.name for file in catalog.files}) != len(catalog.files):
         raise ValueError("files: a file is listed twice")
-    mesh = parse_mesh(",".join(f"{axis.name}:{axis.role}={axis.size}" for axis in said.mesh.axes), None)
-    placements: dict[str, tuple[Placement, ...]] = {}
+    axes = [f"{axis.name}:{axis.role}={axis.size}" for axis in said.mesh.axes]
+    mesh = parse_mesh(",".join(axes if said.mesh.ep is None else [*axes, f"ep={said.mesh.ep}"]), None)
+    views = [_view(view, mesh) for view in said.meshes or ()]
+    placements, meshes = dict[str, Placements](), dict[str, Mesh]()
     for fqn, tensor in said.tensors.items():
         if len(tensor.shape) > _MAX_DIMS:
             raise ValueError(f"{escape(fqn)}: {len(tensor.shape)} dims, torch has at most {_MAX_DIMS}")
         catalog.add_tensor(fqn, BY_NAME[tensor.dtype], tensor.shape, iter(()))
-        placements[fqn] = _placements(tensor, mesh, fqn)
+        if tensor.mesh is not None:
+            if tensor.mesh >= len(views):
+                raise ValueError(f"{escape(fqn)}: it lies on mesh {tensor.mesh} of {len(views)}")
+            meshes[fqn] = views[tensor.mesh]
+        placements[fqn] = _placements(tensor, meshes.get(fqn, mesh), fqn)
     ties = _ties(said.ties, placements)
     for other, name in ties.items():
         catalog.tensors[other] = replace(catalog.tensors[name], fqn=other)
@@ -222,12 +233,26 @@ def _opened(directory: str, said: manifest.Presharded) -> Presharded:
         derived=read_derived(said),
         mesh=mesh,
         placements=placements,
+        meshes=meshes,
         ties=ties,
         lists=said.files,
     )
 
 
-def _placements(tensor: manifest.ShardedTensor, mesh: Mesh, fqn: str) -> tuple[Placement, ...]:
+def _view(view: manifest.MeshView, mesh: Mesh) -> Mesh:
+    """Return a further mesh; a file may say of it what it likes, as long as its ranks are those of the first."""
+    if not view.axes or any(prod(size for size, _ in axis.steps) != axis.size for axis in view.axes):
+        raise ValueError("meshes: the steps of an axis do not make up its size")
+    digits = sorted(step for axis in view.axes for step in axis.steps if step[0] != 1)
+    if any(size < 1 or stride < 1 for size, stride in digits):
+        raise ValueError("meshes: an axis has no ranks")
+    if sum((size - 1) * stride for size, stride in digits) >= mesh.size:
+        raise ValueError("meshes: an axis has more ranks than the world")
+    axes = tuple(Axis(axis.name, axis.size, "shard") for axis in view.axes)
+    return Mesh(axes, tuple(axis.steps for axis in view.axes))
+
+
+def _placements(tensor: manifest.ShardedTensor, mesh: Mesh, fqn: str) -> Placements:
     if len(tensor.placements) != len(mesh.axes):
         raise ValueError(
             f"{escape(fqn)}: not one placement for each of {count(len(mesh.axes), 'mesh axis', 'mesh axes')}"

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardkit._torch import checkpointed
-from shardkit.core.mesh import Placement, parse_mesh
+from shardkit.core.mesh import parse_mesh
+from shardkit.core.placements import Placement
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats.dcp import chunk_list
@@ -252,7 +253,7 @@ def test_a_rank_reads_no_list_but_those_of_its_files(
     assert not lists
     mesh = parse_mesh("dp_replicate=2,dp_shard=8", None)
     own = {
-        name: [mesh.local_region(entry.shape, (Placement(), Placement(0)), 3)]
+        name: [part.region for part in mesh.held(entry.shape, (Placement(), Placement(0)), 3)]
         for name, entry in weights.catalog.tensors.items()
     }
     located = weights.located({name: regions for name, regions in own.items() if regions[0].num_elements})
