@@ -57,7 +57,8 @@ def command(*, out: Output, source: str, output: str | None, **options: Any) -> 
         opt.silence_hub()
     from shardkit.operations.preshard import preshard
 
-    result = preshard(source, output, progress=make_progress(enabled=out.shows_bars), **options)
+    progress = make_progress(enabled=out.shows_bars)
+    result = preshard(source, output, progress=progress, on_warning=out.warn, **options)
     out.result(result, render)
 
 

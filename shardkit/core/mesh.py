@@ -18,7 +18,7 @@ from itertools import product
 from math import prod
 from typing import Literal
 
-from shardkit.core.placements import Part, Placements, cuts, held
+from shardkit.core.placements import Part, Placements, cuts, held, stock_region
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import MeshError
@@ -117,6 +117,12 @@ class Mesh:
         """
         return held(shape, cuts(placements, self.shape), self.coord(rank))
 
+    def is_read_by_stock(self, shape: Shape, placements: Placements) -> bool:
+        """True if stock `dcp.load` and `dcp.save` take each rank's memory for the region that it holds."""
+        return all(each.split_factor == 1 for each in placements) or _is_read_by_stock(
+            self, shape, placements
+        )
+
     def owners(self, shape: Shape, placements: Placements) -> Iterator[tuple[int, Region]]:
         """Yield (lowest rank that holds it, region) for every distinct region, in row-major order of the regions.
 
@@ -156,6 +162,18 @@ class Mesh:
 
 
 @lru_cache(maxsize=256)  # layers are alike
+def _is_read_by_stock(mesh: Mesh, shape: Shape, placements: Placements) -> bool:
+    ordered = cuts(placements, mesh.shape)
+    cutting = {cut.axis for cut in ordered}
+    for coord in product(*(range(axis.size if at in cutting else 1) for at, axis in enumerate(mesh.axes))):
+        parts, stock = held(shape, ordered, coord), stock_region(shape, placements, mesh.shape, coord)
+        is_empty = stock.num_elements == 0 and sum(part.region.num_elements for part in parts) == 0
+        if not is_empty and [part.region for part in parts] != [stock]:
+            return False
+    return True
+
+
+@lru_cache(maxsize=256)
 def _owners(mesh: Mesh, shape: Shape, placements: Placements) -> tuple[tuple[int, Region], ...]:
     ordered = cuts(placements, mesh.shape)
     lowest = {cut.axis: mesh._lowest_ranks(cut.axis) for cut in ordered}
@@ -239,7 +257,9 @@ def _parse_axis(part: str) -> Axis:
             hint="pre-shard for the axes dp_replicate, dp_shard, tp and ep alone",
         )
     if name == "efsdp":
-        raise MeshError("mesh axis 'efsdp' follows from the others", hint="leave it out: it is dp_shard x tp / ep")
+        raise MeshError(
+            "mesh axis 'efsdp' follows from the others", hint="leave it out: it is dp_shard x tp / ep"
+        )
     known = ROLES.get(name)
     if known and role and role != known:
         raise MeshError(f"mesh axis {name!r} has the role {known}, not {role}")

@@ -33,7 +33,9 @@ class Placement:
     def __str__(self) -> str:
         if self.shard_dim is None:
             return "R"
-        return f"S({self.shard_dim})" if self.split_factor == 1 else f"SS({self.shard_dim},{self.split_factor})"
+        return (
+            f"S({self.shard_dim})" if self.split_factor == 1 else f"SS({self.shard_dim},{self.split_factor})"
+        )
 
     @classmethod
     def parse(cls, text: str) -> Placement:
@@ -43,7 +45,7 @@ class Placement:
             LayoutError: not a placement that shardkit knows.
         """
         match = _TEXT.fullmatch(text)
-        if match is None or match.group(3) is not None and int(match.group(3)) < 2:
+        if match is None or (match.group(3) is not None and int(match.group(3)) < 2):
             raise LayoutError(f"unknown placement {escape(text)!r}")
         plain, strided, factor = match.groups()
         if strided is not None:

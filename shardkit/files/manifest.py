@@ -391,8 +391,16 @@ def format_of(manifest: Manifest) -> int:
     if not isinstance(manifest, Presharded):
         return 1
     is_plain = all(axis.role in ("replicate", "shard") for axis in manifest.mesh.axes)
-    is_boxed = not any(text.startswith("SS") for tensor in manifest.tensors.values() for text in tensor.placements)
-    is_old = is_plain and is_boxed and manifest.mesh.ep is None and manifest.meshes is None and not manifest.derived
+    is_boxed = not any(
+        text.startswith("SS") for tensor in manifest.tensors.values() for text in tensor.placements
+    )
+    is_old = (
+        is_plain
+        and is_boxed
+        and manifest.mesh.ep is None
+        and manifest.meshes is None
+        and not manifest.derived
+    )
     return 1 if is_old else FORMAT
 
 
@@ -416,13 +424,20 @@ def _spelling(kind: Any) -> tuple[dict[str, object], list[str], Callable[[Any], 
     if kind in KINDS and kind is not Presharded:
         head["kind"] = kind.kind
     found = fields(kind)
-    values_of = attrgetter(*(item.name for item in found))
+    names = [item.name for item in found]
+    values_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*names)
+    if len(names) == 1:  # then attrgetter gives the value itself
+        values_of = partial(_values, names)
     return (
         head,
         [_key(item) for item in found],
         values_of,
         [_key(item) for item in found if item.default is None],
     )
+
+
+def _values(names: list[str], record: Any) -> tuple[Any, ...]:
+    return tuple(getattr(record, name) for name in names)
 
 
 @uncollected()

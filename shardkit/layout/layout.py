@@ -99,6 +99,14 @@ class Layout:
         tensor = self.tensors[fqn]
         return (tensor.mesh or self.mesh).held(tensor.shape, tensor.placements, rank)
 
+    def not_for_stock(self) -> list[str]:
+        """Return the tensors that stock `dcp.load` does not fill right, as it takes ranks' memory for other regions."""
+        return [
+            name
+            for name, tensor in self.tensors.items()
+            if not (tensor.mesh or self.mesh).is_read_by_stock(tensor.shape, tensor.placements)
+        ]
+
 
 UNCHECKED = "names were not checked against a model"
 
@@ -131,8 +139,14 @@ def declare(
         Layout of origin "declared".
 
     Raises:
-        PolicyError: the policy needs the model, or matches no module path.
+        PolicyError: the policy or the mesh needs the model, or the policy matches no module path.
     """
+    axes = [axis.name for axis in mesh.axes if axis.role == "tensor"] + ["ep"] * (mesh.ep > 1)
+    if axes:
+        raise PolicyError(
+            f"--mesh {mesh}: how weights are cut over {axes[0]} needs the model, and {reason or 'there is no model'}",
+            hint="pre-shard for dp_replicate and dp_shard alone; stock dcp.load reads that into any mesh",
+        )
     ties = stored_ties({fqn: entry.shape for fqn, entry in tensors.items()}, config)
     aliases = {name for group in ties for name in group[1:]}
     kept = [entry for fqn, entry in tensors.items() if fqn not in aliases]

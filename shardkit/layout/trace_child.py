@@ -1,6 +1,6 @@
 """The child process of a trace: build the model, wrap it, read the placements, answer with JSON.
 
-    request (stdin)    {"directory", "axes": [[name, size, role]], "wrap", "dtype", "trust_remote_code",
+    request (stdin)    {"directory", "axes": [[name, size, role]], "ep", "wrap", "dtype", "trust_remote_code",
                        "names", "answer"}
                        Without axes nothing is wrapped, and the answer is about names alone. With "asks":
                        "lacking" it is about what `from_pretrained` would not find under these names,
@@ -26,11 +26,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from shardkit._torch import class_before_sharding, init_fake_world
 from shardkit.core.mesh import Axis, Mesh
-from shardkit.core.placements import REPLICATE, Placement, Placements
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, SourceError
 from shardkit.keys.expressions import to_json
@@ -45,8 +44,11 @@ from shardkit.layout.classes import (
 )
 from shardkit.layout.layout import innermost_unit
 from shardkit.layout.naming import answer_hub_form, answer_lacking, match_names
+from shardkit.layout.parallel import Meshes, apply_plans, is_parallel, with_units
+from shardkit.layout.placed import Placed, placed_on
 from shardkit.layout.traced import STATUSES
 from shardkit.layout.units import (
+    PlannedUnit,
     class_counts,
     describe,
     find_units,
@@ -116,7 +118,7 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
         state = _State.of(model)
         unsaved = collect(model, "_keys_to_ignore_on_save")
         return {**_match(model, request["names"], state), "ties": state.ties(), "unsaved": unsaved}
-    mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]))
+    mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]), ep=request.get("ep", 1))
     policy = parse_policy(request["wrap"])
     built = wanted or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
     # A model that is stored in fp32 is trained in bf16. What its class keeps in fp32 is then a unit of
@@ -128,7 +130,12 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     classes = {id(module): type(module).__name__ for module in model.modules()}
     init_fake_world(mesh.size)
     device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names)
-    wrap_model(model, device_mesh, policy, wide)
+    view, experts = mesh.experts, None
+    if view is not None:
+        experts = init_device_mesh("cpu", view.shape, mesh_dim_names=view.names)
+    data = [axis.name for axis in mesh.axes if axis.role != "tensor"]
+    tensor = next((axis.name for axis in mesh.axes if axis.role == "tensor"), None)
+    wrap_model(model, device_mesh, policy, Meshes.of(device_mesh, data, tensor, experts), wide)
     found = _read_model(model, mesh, before, classes)
     return {"model_class": classes[id(model)], "keep_fp32": keep_fp32, **found, **matched}
 
@@ -160,18 +167,24 @@ def _match(model: nn.Module, names: dict[str, list[int]], state: _State) -> dict
 
 
 def wrap_model(
-    model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy, wide: ClassDtypes | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    policy: WrapPolicy,
+    meshes: Meshes,
+    wide: ClassDtypes | None = None,
 ) -> None:
-    """Apply a policy as `training.wrap` does: `fully_shard` on units, children first, then on the root.
+    """Apply a policy as `training.wrap` does: the model's plans, then `fully_shard` on units, and on the root.
 
     Args:
         model: on the meta device. It is sharded in place.
-        mesh: shard axis, or replicate axis and shard axis.
+        mesh: what a function is called with: replicate axis, shard axis, tensor axis; each may be missing.
         policy: the parsed `--wrap`.
+        meshes: the parts of `mesh`, and those of experts.
         wide: tells what the model's class keeps in fp32, in units of its own.
 
     Raises:
-        PolicyError: the policy matches nothing, or its function cannot be imported or fails.
+        PolicyError: the policy matches nothing, its function cannot be imported or fails, or the model has no plan
+            for an axis.
     """
     if policy.kind == "function":
         _call_function(model, mesh, policy)
@@ -179,8 +192,15 @@ def wrap_model(
     if any("." in name for name in policy.names):
         _import_from_here()
     matched = find_units(model, policy)
-    plan = plan_units(model, matched, wide)
-    shard_units(plan, dict(model.named_modules()), lambda _, module: fully_shard(module, mesh=mesh))
+    dispatched = apply_plans(model, meshes)
+    if meshes.data is None:
+        return
+    plan = plan_units(model, with_units(model, matched, dispatched), wide)
+
+    def shard(unit: PlannedUnit, module: nn.Module) -> None:
+        fully_shard(module, mesh=meshes.of_unit(unit.around in dispatched))
+
+    shard_units(plan, dict(model.named_modules()), shard)
 
 
 def _call_function(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> None:
@@ -194,7 +214,7 @@ def _call_function(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> No
             f"--wrap {policy.text}: the function failed: {describe(error)}",
             hint="it is called with the model on the meta device and a device mesh, and shards the model in place",
         ) from error
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not any(isinstance(module, FSDPModule) for module in model.modules()) and not is_parallel(model):
         raise PolicyError(
             f"--wrap {policy.text}: after the call no module of the model is sharded",
             problems=list_candidates(class_counts(model)),
@@ -243,16 +263,22 @@ def _read_model(model: nn.Module, mesh: Mesh, before: _State, classes: dict[int,
     aliases = {name for group in ties for name in group[1:]}
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     kept = {name: tensor for name, tensor in after.tensors.items() if name not in aliases}
-    placements = _placements(kept, mesh)
+    placed = _placed(kept, mesh)
+    views = list(dict.fromkeys(each.mesh for each in placed.values() if each.mesh is not None))
     return {
+        "meshes": [
+            [(a.name, a.size, a.role, steps) for a, steps in zip(view.axes, view.digits, strict=True)]
+            for view in views
+        ],
         "units": units,
         "tensors": [
             (
                 name,
                 tuple(tensor.shape),
-                [str(p) for p in placements[name]],
+                [str(p) for p in placed[name].placements],
                 innermost_unit(name, index),
                 not isinstance(tensor, nn.Parameter | DTensor),
+                None if (view := placed[name].mesh) is None else views.index(view),
             )
             for name, tensor in kept.items()
         ],
@@ -283,42 +309,17 @@ def _check_ties(before: _State, after: _State, index: dict[str, int], units: lis
         raise tie_error(split, [(path, class_name) for path, class_name in units if path], OPTION)
 
 
-def _placements(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, Placements]:
-    found: dict[str, Placements] = {}
+def _placed(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, Placed]:
+    found: dict[str, Placed] = {}
     problems = []
     for name, tensor in tensors.items():
         try:
-            found[name] = _placement(tensor, mesh)
-        except _UnsupportedError as error:
-            problems.append(f"{escape(name)}: {error}")
+            found[name] = placed_on(tensor, mesh)
+        except LayoutError as error:
+            problems.append(f"{escape(name)}: {error.message}")
     LayoutError.raise_for(
         problems,
-        "tensors have placements that are not supported yet",
-        hint="replicated and dim-sharded tensors on the axes of --mesh are supported",
+        "tensors have placements that are not supported",
+        hint="replicated and dim-sharded tensors on meshes over the ranks of --mesh are supported",
     )
     return found
-
-
-class _UnsupportedError(Exception):
-    """A placement that a layout cannot express. The text says which."""
-
-
-def _placement(tensor: torch.Tensor, mesh: Mesh) -> Placements:
-    """Return placements on the mesh's axes. An axis that the tensor's own mesh lacks holds copies."""
-    if not isinstance(tensor, DTensor):
-        return (REPLICATE,) * len(mesh.axes)
-    names = tensor.device_mesh.mesh_dim_names or ()
-    own = dict(zip(names, zip(tensor.placements, tensor.device_mesh.shape, strict=True), strict=True))
-    strangers = [name for name in names if name not in mesh.names]
-    if strangers or not names:
-        raise _UnsupportedError(f"on mesh axes {', '.join(strangers) or 'without names'}")
-    placements = []
-    for axis in mesh.axes:
-        placement, size = own.get(axis.name, (Replicate(), axis.size))
-        shards = type(placement) is Shard
-        if not (shards or type(placement) is Replicate) or size != axis.size:
-            raise _UnsupportedError(f"{placement} on axis {axis.name} of size {size}")
-        if shards and axis.role == "replicate":
-            raise _UnsupportedError(f"{placement} on axis {axis.name}, which replicates")
-        placements.append(Placement(placement.dim) if isinstance(placement, Shard) else REPLICATE)
-    return tuple(placements)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shardkit.core.dtypes import DType
-from shardkit.core.mesh import Mesh
+from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.placements import Placement
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
@@ -127,7 +127,7 @@ def trace_model(
     """
     parse_policy(wrap)  # a mistake in the text shows before seconds of importing
     axes = [[axis.name, axis.size, axis.role] for axis in mesh.axes]
-    about = {"axes": axes, "wrap": wrap, "dtype": None if dtype is None else dtype.name}
+    about = {"axes": axes, "ep": mesh.ep, "wrap": wrap, "dtype": None if dtype is None else dtype.name}
     request = _request(directory, names, trust_remote_code) | about
     return read_answer(_run_child(request, timeout_s), mesh, wrap)
 
@@ -297,6 +297,13 @@ def _last_lines(output: bytes | None) -> list[str]:
 
 def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
     """Return the trace that a child's answer of status "ok" describes."""
+    views = [
+        Mesh(
+            tuple(Axis(name, size, role) for name, size, role, _ in axes),
+            tuple(tuple(map(tuple, steps)) for *_, steps in axes),
+        )
+        for axes in answer["meshes"]
+    ]
     tensors = [
         TensorLayout(
             fqn=fqn,
@@ -304,8 +311,9 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
             placements=tuple(map(Placement.parse, placements)),
             unit=unit,
             is_buffer=is_buffer,
+            mesh=None if view is None else views[view],
         )
-        for fqn, shape, placements, unit, is_buffer in answer["tensors"]
+        for fqn, shape, placements, unit, is_buffer, view in answer["tensors"]
     ]
     layout = Layout(
         origin="traced",

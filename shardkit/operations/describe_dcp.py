@@ -122,7 +122,8 @@ def _view(mesh: Mesh) -> manifest.MeshView:
     axes = zip(mesh.axes, mesh.digits, strict=True)
     return manifest.MeshView(
         axes=tuple(
-            manifest.ViewAxis(name=axis.name, size=axis.size, role=axis.role, steps=steps) for axis, steps in axes
+            manifest.ViewAxis(name=axis.name, size=axis.size, role=axis.role, steps=steps)
+            for axis, steps in axes
         )
     )
 

@@ -112,6 +112,7 @@ def test_options_reach_the_library(run, monkeypatch):
     flags = "--mesh dp_shard=4 --dtype bf16 --revision r --variant v --overwrite -n --no-resume --digest none"
     run(*ARGS, "out", *flags.split(), "--jobs", "3", "--max-memory", "1GB", "--trust-remote-code", "--json")
     assert type(seen.pop("progress")).__name__ == "NoProgress"
+    assert callable(seen.pop("on_warning"))
     assert seen == {
         "args": ("tiny", "out"),
         "world_size": 4,

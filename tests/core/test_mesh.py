@@ -43,7 +43,9 @@ def world(mesh: Mesh) -> range:
 def test_what_all_ranks_hold_makes_up_the_tensor(case: tuple[Mesh, Shape, Placements]) -> None:
     mesh, shape, placements = case
     copies = len(world(mesh)) // prod(
-        axis.size for axis, placement in zip(mesh.axes, placements, strict=True) if placement.shard_dim is not None
+        axis.size
+        for axis, placement in zip(mesh.axes, placements, strict=True)
+        if placement.shard_dim is not None
     )
     every = [part.region for rank in world(mesh) for part in mesh.held(shape, placements, rank)]
     full = [region for region in every if region.num_elements]
@@ -116,7 +118,16 @@ def test_experts_are_another_view_of_the_same_ranks() -> None:
     # transformers: ranks r and r + ep hold the same experts, cut over efsdp
     placements = (REPLICATE, Placement(0, 4), Placement(0))
     owners = dict(mesh.experts.owners((8, 3), placements))
-    assert {rank: region.offsets[0] for rank, region in owners.items()} == {0: 0, 4: 1, 1: 2, 5: 3, 2: 4, 6: 5, 3: 6, 7: 7}
+    assert {rank: region.offsets[0] for rank, region in owners.items()} == {
+        0: 0,
+        4: 1,
+        1: 2,
+        5: 3,
+        2: 4,
+        6: 5,
+        3: 6,
+        7: 7,
+    }
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ def chunk(tensor: torch.Tensor, num_parts: int, index: int, dim: int) -> torch.T
     return parts[index] if index < len(parts) else tensor.narrow(dim, 0, 0)
 
 
-def memory(whole: torch.Tensor, placements: list[Placement], sizes: tuple[int, ...], coord: tuple[int, ...]) -> torch.Tensor:
+def memory(
+    whole: torch.Tensor, placements: list[Placement], sizes: tuple[int, ...], coord: tuple[int, ...]
+) -> torch.Tensor:
     """The elements of `whole` that a rank holds by our regions, put where they begin."""
     parts = held(tuple(whole.shape), cuts(placements, sizes), coord)
     stops = [tuple(c + s for c, s in zip(part.corner, part.region.sizes, strict=True)) for part in parts]
@@ -75,7 +77,9 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[Place
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     shape = tuple(draw(st.lists(st.integers(1, 17), min_size=1, max_size=3)))
     placements = [
-        Placement(draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 4))) if draw(st.booleans()) else Placement()
+        Placement(draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 4)))
+        if draw(st.booleans())
+        else Placement()
         for _ in mesh
     ]
     return tuple(mesh), shape, placements
@@ -83,7 +87,9 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[Place
 
 @settings(deadline=None)
 @given(cases())
-def test_stock_regions_are_those_of_torch(case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]]) -> None:
+def test_stock_regions_are_those_of_torch(
+    case: tuple[tuple[int, ...], tuple[int, ...], list[Placement]],
+) -> None:
     mesh, shape, placements = case
     theirs = [
         Replicate()
@@ -124,7 +130,9 @@ def test_placements_are_read_as_they_are_written(text: str) -> None:
     assert str(Placement.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "S", "S(-1)", "P(sum)", "S(0", "r", "SS(0)", "SS(0,1)", "SS(0,0)", "SS(0,-2)"])
+@pytest.mark.parametrize(
+    "text", ["", "S", "S(-1)", "P(sum)", "S(0", "r", "SS(0)", "SS(0,1)", "SS(0,0)", "SS(0,-2)"]
+)
 def test_unknown_placements_are_refused(text: str) -> None:
     with pytest.raises(LayoutError, match="unknown placement"):
         Placement.parse(text)

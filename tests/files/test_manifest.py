@@ -144,7 +144,11 @@ def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
             "float9",
             '.dtype: expected a dtype that shardkit knows, found "float9"',
         ),
-        (("tensors", "a.w", "placements"), ["P"], 'placements[0]: expected a placement, "R", "S(dim)" or "SS(dim,factor)"'),
+        (
+            ("tensors", "a.w", "placements"),
+            ["P"],
+            'placements[0]: expected a placement, "R", "S(dim)" or "SS(dim,factor)"',
+        ),
         (("tensors", "a.w"), [1], 'tensors["a.w"]: expected an object, found a list of 1'),
         (("tensors", "a.w", "source", "name"), None, 'tensors["a.w"].source.name: it is missing'),
         (

@@ -231,6 +231,31 @@ def other_mesh(model, mesh):
     from torch.distributed.device_mesh import init_device_mesh
     fully_shard(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",)))
 
+def views(model, mesh):
+    from torch.distributed.device_mesh import init_device_mesh
+    cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    block = model.model.layers[0]
+    fully_shard(block.mlp, mesh=cube["a", "c"]._flatten("ac"))
+    fully_shard(block.self_attn, mesh=cube["b"])
+    fully_shard(block, mesh=cube["a", "b", "c"]._flatten("abc"))
+    block = model.model.layers[1]
+    block.mlp.up_proj.weight = torch.nn.Parameter(
+        distribute_tensor(block.mlp.up_proj.weight, cube["c"], [Shard(1)], src_data_rank=None))
+    fully_shard(block, mesh=cube["a", "b"])
+    fully_shard(model, mesh=mesh)
+
+def irregular(model, mesh):
+    from torch.distributed.device_mesh import DeviceMesh
+    fully_shard(model, mesh=DeviceMesh("cpu", [0, 3, 1, 2]))
+
+def elsewhere(model, mesh):
+    from torch.distributed.device_mesh import DeviceMesh
+    fully_shard(model, mesh=DeviceMesh("cpu", [2, 0]))
+
+def over_replicas(model, mesh):
+    from torch.distributed.device_mesh import init_device_mesh
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",)))
+
 def checkpointed(model, mesh):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     for n, layer in enumerate(model.model.layers):
@@ -289,6 +314,48 @@ def test_an_axis_that_a_function_does_not_use_holds_copies(model_dir: ModelDir) 
 
 
 @pytest.mark.usefixtures("functions")
+def test_another_mesh_of_the_same_ranks_is_the_same_mesh(model_dir: ModelDir) -> None:
+    layout = trace(model_dir("llama", num_hidden_layers=1), MESH, "my_wrap:other_mesh")
+    assert placements(layout, "lm_head.weight") == ["S(0)"]
+    assert layout.tensors["lm_head.weight"].mesh is None
+
+
+@pytest.mark.usefixtures("functions")
+def test_tensors_lie_on_submeshes_and_flattened_axes(model_dir: ModelDir) -> None:
+    layout = trace(
+        model_dir("llama", num_hidden_layers=2), parse_mesh("dp_shard=4,tp=2", None), "my_wrap:views"
+    )
+
+    def steps(fqn: str) -> object:
+        mesh = layout.tensors[fqn].mesh
+        return mesh and (mesh.names, mesh.digits)
+
+    first, second = "model.layers.0", "model.layers.1"
+    assert steps(f"{first}.mlp.up_proj.weight") == (("ac",), (((2, 4), (2, 1)),))
+    assert steps(f"{first}.self_attn.q_proj.weight") == (("b",), (((2, 2),),))
+    assert steps(f"{first}.input_layernorm.weight") == (("abc",), (((8, 1),),))
+    assert steps(f"{second}.mlp.up_proj.weight") == (("a", "b", "c"), (((2, 4),), ((2, 2),), ((2, 1),)))
+    assert placements(layout, f"{second}.mlp.up_proj.weight") == ["R", "S(0)", "S(1)"]
+    assert placements(layout, "lm_head.weight") == ["R", "S(0)"]  # HSDP over the two axes of --mesh
+    owners = [rank for rank, _ in layout.owners(f"{first}.mlp.up_proj.weight")]
+    assert owners == [0, 1, 4, 5]  # the lowest of those that b copies
+
+
+@pytest.mark.usefixtures("functions")
+def test_replicas_cannot_hold_parts(model_dir: ModelDir) -> None:
+    mesh = parse_mesh("dp_replicate=2,dp_shard=2", None)
+    with pytest.raises(LayoutError) as caught:
+        trace(model_dir("llama", num_hidden_layers=1), mesh, "my_wrap:over_replicas")
+    assert "over ranks that hold copies in --mesh dp_replicate=2,dp_shard=2" in caught.value.problems[0]
+
+
+def test_a_mesh_asks_for_plans_of_the_class(model_dir: ModelDir) -> None:
+    with pytest.raises(PolicyError) as caught:
+        trace(model_dir("llama", num_hidden_layers=1), parse_mesh("dp_shard=4,ep=2", None), "auto")
+    assert "LlamaForCausalLM has no ep_plan" in caught.value.message
+
+
+@pytest.mark.usefixtures("functions")
 def test_names_are_those_of_the_state_dict(model_dir: ModelDir) -> None:
     layout = trace(model_dir("llama", num_hidden_layers=1), MESH, "my_wrap:checkpointed")
     assert [unit.path for unit in layout.units] == ["", "model.layers.0"]
@@ -306,7 +373,8 @@ def test_names_are_those_of_the_state_dict(model_dir: ModelDir) -> None:
         ("my_wrap:absent", PolicyError, "cannot import absent from my_wrap"),
         ("my_warp:nothing", PolicyError, "cannot import nothing from my_warp: ModuleNotFoundError"),
         ("my_wrap.number", PolicyError, "is not a class"),
-        ("my_wrap:other_mesh", LayoutError, "not supported yet"),
+        ("my_wrap:irregular", LayoutError, "placements that are not supported"),
+        ("my_wrap:elsewhere", LayoutError, "placements that are not supported"),
     ],
 )
 def test_a_function_that_does_not_do(model_dir: ModelDir, wrap: str, error: type, message: str) -> None:

@@ -10,7 +10,7 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -31,7 +31,7 @@ from shardkit.layout.layout import Layout
 from shardkit.operations.casts import check_cast, quantised_notes, rounded_wide
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, Descriptions
 from shardkit.operations.destination import check_space
-from shardkit.operations.write import Moving, Writer, WriteResult, Writing, hash_plan
+from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing, hash_plan
 from shardkit.transfer.bound import bind
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.sources import same_bytes
@@ -91,6 +91,7 @@ def preshard(
     trust_remote_code: bool = False,
     follow_links: bool = False,
     progress: Progress | None = None,
+    on_warning: OnWarning | None = None,
 ) -> PreshardResult:
     """Write `source` as a DCP checkpoint with one file for each shard coordinate of a mesh.
 
@@ -99,7 +100,7 @@ def preshard(
         output: the directory to make. By default it is named after model and mesh and lies in the working directory,
             or beside the source if the working directory lies in the source.
         world_size: number of ranks; `mesh` may tell it instead.
-        mesh: "dp_replicate=2,dp_shard=16"; by default one `dp_shard` axis of `world_size`.
+        mesh: "dp_replicate=2,dp_shard=16", "dp_shard=4,tp=2" or "dp_shard=4,ep=2"; by default one `dp_shard` axis of `world_size`.
         wrap: "auto", "none", class names, dotted paths, or "module:function".
         dtype: "keep", "bf16", "fp16" or "fp32"; only floating tensors are converted.
         revision: branch, tag or commit of a repo.
@@ -121,6 +122,7 @@ def preshard(
         follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
             Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move.
+        on_warning: told each warning before anything is written; the result has them all.
 
     Raises:
         UsageError: options that cannot be carried out, or an existing destination.
@@ -142,6 +144,7 @@ def preshard(
         ),
         Writing(overwrite=overwrite, dry_run=dry_run, resume=resume, resume_from=resume_from),
         progress=progress,
+        on_warning=on_warning,
     )
     local = source if storage.exists(source) else None
     if output is not None:  # before anything is downloaded
@@ -151,6 +154,7 @@ def preshard(
     writer.find_manifests([model.catalog], local or model.directory)
     path = writer.check_destination(os.fspath(output or _default_output(model, local, parsed)), local)
     job = build_job(model, parsed, wrap=wrap, dtype=dtype, digest=digest, trust_remote_code=trust_remote_code)
+    writer.warn(job.warnings)
     shared = _shareable_bytes(job)
     shares = shared > 0 and can_share_extents(model.catalog, os.path.dirname(path))
     writer.write(
@@ -295,8 +299,23 @@ def build_job(
         output=output,
         plan=build_plan(output, model.catalog),
         notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),
-        warnings=(*warnings, *rounded_wide({fqn: entry.dtype for fqn, entry in entries.items()}, dtypes)),
+        warnings=(
+            *not_for_stock(layout),
+            *warnings,
+            *rounded_wide({fqn: entry.dtype for fqn, entry in entries.items()}, dtypes),
+        ),
     )
+
+
+def not_for_stock(layout: Layout) -> Iterator[str]:
+    """Yield the warning about tensors that stock torch would fill wrong."""
+    names = layout.not_for_stock()
+    if names:
+        yield (
+            f"stock dcp.load does not fill {count(len(names), 'tensor')} right, and may raise no error: on this mesh "
+            f"ranks hold other regions than torch asks for ({listed(names)}); load with shardkit.finalize or "
+            "shardkit.load_into"
+        )
 
 
 def _skipped(model: HubModel) -> list[str]:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 
 from shardkit.core.catalog import Catalog, Checksums, TensorEntry, combine_catalogs, join_catalogs, join_name
 from shardkit.core.dtypes import BY_NAME, CASTS, DType
@@ -432,17 +433,23 @@ def _aliases(catalog: Catalog, objects: Iterable[str]) -> dict[str, tuple[str, .
 def _layout(part: Part, names: list[str], mesh: Mesh) -> Layout:
     """Shard on dim 0 whatever was sharded. If nothing was, or the chunks do not tell, shard everything with rows."""
     entries, objects = part.catalog.tensors, frozenset(part.objects)
-    rows = {name for name in names if entries[name].shape and entries[name].dtype.is_floating}
-    cut = {name for name in names if entries[name].num_chunks > 1} | (rows & part.unboxed)
-    cut = cut or rows
+    floating = {name for name in names if entries[name].shape and entries[name].dtype.is_floating}
+    cut = {name for name in names if entries[name].num_chunks > 1} | (floating & part.unboxed)
+    cut = cut or floating
+    whole = (REPLICATE,) * len(mesh.axes)
+    # Without a model nothing tells what is parallel over tp: its ranks share the rows, as those of dp_shard do.
+    tensor = prod(axis.size for axis in mesh.axes if axis.role == "tensor")
+    rows = tuple(
+        REPLICATE if axis.role == "replicate" else Placement(0, tensor if axis.role == "shard" else 1)
+        for axis in mesh.axes
+    )
     placed: dict[str, TensorLayout] = {}
     for name in names:
         is_cut = name in cut and bool(entries[name].shape) and name not in objects
-        rule = Placement(0) if is_cut else REPLICATE
         placed[name] = TensorLayout(
             fqn=name,
             shape=entries[name].shape,
-            placements=tuple(rule if axis.role == "shard" else REPLICATE for axis in mesh.axes),
+            placements=rows if is_cut else whole,
             unit=0,
         )
     units = (Unit(path="", class_name=None),)

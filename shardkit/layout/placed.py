@@ -1,0 +1,120 @@
+"""Where a live tensor lies: its placements, and its mesh as a view of all ranks.
+
+Only code that has a model imports this module. It imports torch, and nothing heavier.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardkit._torch import shard_of
+from shardkit.core.mesh import ROLES, Axis, Digits, Mesh
+from shardkit.core.placements import REPLICATE, Placement, Placements
+from shardkit.errors import LayoutError
+
+_MAX_SHOWN = 8
+
+
+class Placed(NamedTuple):
+    """Placements of a tensor, and the mesh that they are about."""
+
+    placements: Placements
+    mesh: Mesh | None
+    """None for the layout's own mesh."""
+
+
+def placements_of(tensor: DTensor) -> Placements:
+    """Return the placements of a tensor on the axes of its own mesh.
+
+    Raises:
+        LayoutError: one of them neither copies nor cuts.
+    """
+    found = []
+    for axis, placement in enumerate(tensor.placements):
+        cut = shard_of(placement)
+        if cut is None and not placement.is_replicate():
+            raise LayoutError(f"mesh axis {axis} has the placement {placement}, which no weight can have")
+        found.append(REPLICATE if cut is None else Placement(cut[0] % tensor.ndim, cut[1]))
+    return tuple(found)
+
+
+def placed_on(tensor: torch.Tensor, mesh: Mesh) -> Placed:
+    """Return where a tensor lies, on the axes of a mesh where it can be said so.
+
+    An axis that the tensor's own mesh lacks holds copies; so do all of them for a plain tensor.
+
+    Args:
+        tensor: on rank 0, in a world of `mesh.size` ranks.
+        mesh: the main mesh.
+
+    Raises:
+        LayoutError: its mesh does not begin at rank 0, is not regular, or cuts over replicas; or as `placements_of`.
+    """
+    if not isinstance(tensor, DTensor):
+        return Placed((REPLICATE,) * len(mesh.axes), None)
+    placements, view = placements_of(tensor), view_of(tensor.device_mesh)
+    cutting = [at for at, placement in enumerate(placements) if placement.shard_dim is not None]
+    highest = sum((size - 1) * stride for at in cutting for size, stride in view.digits[at])
+    if highest >= mesh.num_shards:
+        names = ", ".join(view.names[at] for at in cutting)
+        raise LayoutError(f"it is cut on mesh axes {names} over ranks that hold copies in --mesh {mesh}")
+    on_main = _on_main(placements, view, mesh)
+    return Placed(placements, view) if on_main is None else Placed(on_main, None)
+
+
+def _on_main(placements: Placements, view: Mesh, mesh: Mesh) -> Placements | None:
+    """Return placements on the axes of the main mesh; None if axes of the tensor's mesh are none of these."""
+    found, last = [REPLICATE] * len(mesh.axes), -1
+    for axis, digits, placement in zip(view.axes, view.digits, placements, strict=True):
+        same = [
+            at
+            for at, (other, theirs) in enumerate(zip(mesh.axes, mesh.digits, strict=True))
+            if (digits == theirs if axis.size > 1 else (axis.name, axis.size) == (other.name, other.size))
+        ]
+        if not same and (axis.size == 1 or placement.shard_dim is None):
+            continue
+        # In another order of axes split factors would mean something else.
+        if not same or same[0] <= last:
+            return None
+        found[same[0]], last = placement, same[0]
+    return tuple(found)
+
+
+def view_of(mesh: DeviceMesh) -> Mesh:
+    """Return a torch mesh, of any submesh or flattened axes, as a view of all ranks.
+
+    Raises:
+        LayoutError: it does not begin at rank 0, or its ranks do not lie at regular distances.
+    """
+    ranks = mesh.mesh
+    names = mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(ranks.ndim))
+    axes = tuple(
+        Axis(name, size, ROLES.get(name, "shard")) for name, size in zip(names, ranks.shape, strict=True)
+    )
+    steps = tuple(
+        _digits(ranks.movedim(at, -1).reshape(-1, size)[0].tolist()) for at, size in enumerate(ranks.shape)
+    )
+    view = Mesh(axes, steps)
+    coords = [view.coord(rank) for rank in ranks.flatten().tolist()]
+    if ranks.flatten()[0] or coords != list(product(*map(range, ranks.shape))):
+        raise LayoutError(
+            f"its mesh has the ranks {', '.join(map(str, ranks.flatten().tolist()[:_MAX_SHOWN]))}, which do not begin at "
+            "0 or lie at irregular distances"
+        )
+    return view
+
+
+def _digits(ranks: list[int]) -> Digits:
+    """Return what makes up the ranks along one axis, counted from the first."""
+    found: list[tuple[int, int]] = []
+    while len(ranks) > 1:
+        stride = ranks[1] - ranks[0]
+        run = next((at for at, rank in enumerate(ranks) if rank != ranks[0] + at * stride), len(ranks))
+        found.insert(0, (run, stride))
+        ranks = ranks[::run]
+    return tuple(found) or ((1, 1),)
