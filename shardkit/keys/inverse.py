@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from shardkit.core.regions import Region
+from shardkit.core.regions import Region, Shape
 from shardkit.core.text import count
 from shardkit.keys.expressions import (
     Expression,
@@ -20,6 +20,7 @@ from shardkit.keys.expressions import (
     leaves,
     locate,
     occurrences,
+    substitute,
 )
 
 _NUM_SAMPLES = 16  # elements of each tensor
@@ -62,7 +63,7 @@ def invert(targets: Mapping[str, Expression]) -> Inverse:
             lost[name] = f"{held} of its {count(prod(shape), 'element')} are in what is made of it"
         else:
             back[name] = whole
-    problems = _differences(targets, back)
+    problems = differences({name: substitute(made, targets) for name, made in back.items()}, shapes)
     return Inverse(
         made={name: made for name, made in back.items() if name not in problems}, lost={**lost, **problems}
     )
@@ -76,14 +77,20 @@ def _distinct(parts: list[tuple[Region, Expression]]) -> list[tuple[Region, Expr
     return list(found.items())
 
 
-def _differences(forward: Mapping[str, Expression], backward: Mapping[str, Expression]) -> dict[str, str]:
-    """Follow a sample of elements of each tensor there and back; return those that do not come back."""
+def differences(again: Mapping[str, Expression], shapes: Mapping[str, Shape]) -> dict[str, str]:
+    """Follow a sample of elements of tensors that went there and back; return why they are not what they were.
+
+    Args:
+        again: name -> what the tensor is made of in the end, in terms of all that there was in the beginning.
+        shapes: of that, by name.
+    """
     rng, wrong = random.Random(0), dict[str, str]()
-    for name, made in backward.items():
+    for name, made in again.items():
+        if made.shape != tuple(shapes[name]):
+            wrong[name] = f"it comes back as {list(made.shape)}, not {list(shapes[name])}"
+            continue
         for index in _samples(made.shape, rng):
-            there = locate(made, index)
-            again = locate(forward[there[0]], there[1]) if there is not None else None
-            if again != (name, index):
+            if locate(made, index) not in ((name, index), None):  # None is padding
                 wrong[name] = f"its element {list(index)} does not come back"
                 break
     return wrong

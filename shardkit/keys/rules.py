@@ -1,0 +1,805 @@
+"""Rules that say what a trainer's own tensors are on the Hub, and the other way round. Pure: names and shapes.
+
+A rule set is a TOML file, for people's own models and for trainers whose names no class of transformers knows. A rule
+names tensors on both sides, with `{i}` for numbers, and the steps from the Hub's to the model's:
+
+    [[rule]]
+    hub = "model.layers.{i}.self_attn.q_proj.weight"
+    model = "layers.{i}.attention.wq.weight"
+    steps = [{ rope = "heads" }]
+
+    [[rule]]
+    hub = ["model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "model.layers.{i}.mlp.experts.{e}.up_proj.weight"]
+    model = "model.layers.{i}.mlp.experts.gate_up_proj"
+    steps = [{ stack = "e" }, { concat = 1 }]
+
+Every step has an inverse, so one set serves both ways (`to_model`, `to_hub`). Applied to the names at hand it gives
+expressions, and proves them: what goes there comes back, or it is said what does not. docs/keys.md describes the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+from shardkit.core.regions import Region, Shape
+from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.errors import LayoutError, SourceError, UsageError
+from shardkit.keys.expressions import (
+    Expression,
+    Stored,
+    Zeros,
+    concat,
+    cut,
+    deinterleave,
+    interleave,
+    leaves,
+    permute,
+    reshape,
+    stack,
+    substitute,
+)
+from shardkit.keys.inverse import differences
+from shardkit.keys.names import natural
+
+Side = Literal["hub", "model"]
+FORMAT = 1
+
+_VARIABLE = re.compile(r"\{([A-Za-z_]\w{0,31})(:any)?\}", re.ASCII)
+_STEPS = {
+    "stack": ("dim",),
+    "concat": ("sizes",),
+    "permute": ("only",),
+    "unflatten": ("sizes", "only"),
+    "flatten": ("sizes", "only"),
+    "rope": ("only",),
+    "interleave": ("groups", "only"),
+    "pad": ("of", "to", "only"),
+}
+_RULE_KEYS = ("hub", "model", "steps", "steps_to_hub", "optional", "drop", "tie")
+_TOP_KEYS = ("format", "name", "title", "model_types", "requires", "optional", "others", "numbers", "rule")
+_MAX_RULES, _MAX_SUGGESTIONS = 4096, 3
+
+Numbers = Mapping[str, int | str | tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step from one side to the other."""
+
+    kind: str
+    value: Any
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What some tensors are on the other side."""
+
+    number: int
+    """Its place in the file, from 1."""
+    hub: tuple[str, ...]
+    """Patterns of names on the Hub; none where the model alone has such tensors."""
+    model: tuple[str, ...]
+    """Patterns of names in the model; none where the Hub alone has such tensors."""
+    steps: tuple[Step, ...] = ()
+    steps_from: Side = "hub"
+    """The side that the steps begin on. It may have several patterns, the other has one."""
+    is_optional: bool = False
+    """It may match nothing."""
+    tie: str | None = None
+    """The name on the Hub that stands for `hub` where that is missing."""
+
+    @property
+    def drops(self) -> bool:
+        """True if one side alone has such tensors."""
+        return not (self.hub and self.model)
+
+    def patterns(self, side: Side) -> tuple[str, ...]:
+        """Return the patterns of names on a side."""
+        return self.hub if side == "hub" else self.model
+
+    def __str__(self) -> str:
+        shown = " + ".join(self.hub), " + ".join(self.model)
+        return f"rule {self.number} ({escape(' = '.join(filter(None, shown)))})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleSet:
+    """Rules for one kind of model of one trainer."""
+
+    name: str
+    title: str
+    rules: tuple[Rule, ...]
+    numbers: Numbers = field(default_factory=dict)
+    """What steps call by name: a number, a key of config.json or arithmetic on them, or several to try in turn."""
+    model_types: tuple[str, ...] = ()
+    """`model_type` of the configs that the set is for; empty for any."""
+    requires: tuple[str, ...] = ()
+    """Patterns of names in the model of which each must be there for the set to be chosen by itself."""
+    keeps_others: bool = False
+    """Tensors that no rule is about are the same on both sides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """Rules applied to the tensors at hand."""
+
+    made: Mapping[str, Expression]
+    """Name on the other side -> what it is made of."""
+    dropped: tuple[str, ...] = ()
+    """Names that rules leave out."""
+
+
+def parse_rules(data: bytes, name: str) -> RuleSet:
+    """Return the rule set in a TOML file.
+
+    Args:
+        data: all of the file.
+        name: its name, for messages.
+
+    Raises:
+        UsageError: it is not such a file; lists every problem.
+    """
+    content = _load(data, name)
+    problems = [
+        f"{escape(key)}: no such key{suggestion(key, _TOP_KEYS)}" for key in content if key not in _TOP_KEYS
+    ]
+    if content.get("format") != FORMAT:
+        problems.append(f"format: expected {FORMAT}, found {escape(repr(content.get('format')))}")
+    tables = content.get("rule")
+    if not isinstance(tables, list) or not tables or len(tables) > _MAX_RULES:
+        problems.append("rule: expected one [[rule]] or more")
+        tables = []
+    rules = []
+    for number, table in enumerate(tables, 1):
+        try:
+            rules.append(_rule(table, number, is_optional=content.get("optional") is True))
+        except _Wrong as wrong:
+            problems += [f"rule {number}: {problem}" for problem in wrong.problems]
+    if content.get("others", "keep") != "keep":
+        problems.append(
+            'others: "keep" is the only value; leave it out to refuse tensors that no rule is about'
+        )
+    numbers = content.get("numbers", {})
+    for key, value in numbers.items() if isinstance(numbers, dict) else ():
+        if not _is_number(value):
+            problems.append(
+                f"numbers.{escape(key)}: expected a number, a key of config.json, or a list of them"
+            )
+    UsageError.raise_for(
+        problems,
+        f"{escape(name)} is not a file of key rules: {count(len(problems), 'problem')}",
+        hint="docs/keys.md describes it, docs/keys.schema.json for editors",
+    )
+    return RuleSet(
+        name=str(content.get("name", name)),
+        title=str(content.get("title", content.get("name", name))),
+        rules=tuple(rules),
+        numbers={key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()},
+        model_types=tuple(map(str, content.get("model_types", ()))),
+        requires=tuple(map(str, content.get("requires", ()))),
+        keeps_others=content.get("others") == "keep",
+    )
+
+
+def _load(data: bytes, name: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        found: dict[str, Any] = tomllib.loads(data.decode())
+        return found
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise UsageError(f"{escape(name)} is not TOML: {escape(str(error))}") from None
+
+
+class _Wrong(Exception):
+    """What is wrong with a rule."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+
+
+def _rule(table: Any, number: int, *, is_optional: bool) -> Rule:
+    if not isinstance(table, dict):
+        raise _Wrong("not a table")
+    problems = [
+        f"{escape(key)}: no such key{suggestion(key, _RULE_KEYS)}" for key in table if key not in _RULE_KEYS
+    ]
+    hub, model = _patterns(table, "hub", problems), _patterns(table, "model", problems)
+    drops = table.get("drop") is True
+    if drops == bool(hub and model) or not (hub or model):
+        problems.append("it needs hub and model; or one of the two, and drop = true")
+    if "steps" in table and "steps_to_hub" in table:
+        problems.append("steps go from the Hub to the model and steps_to_hub back: one of the two is enough")
+    steps_from: Side = "model" if "steps_to_hub" in table else "hub"
+    steps = _steps(table.get("steps_to_hub" if steps_from == "model" else "steps", []), problems)
+    many, one = (hub, model) if steps_from == "hub" else (model, hub)
+    if len(one) > 1:
+        other = "steps" if steps_from == "model" else "steps_to_hub"
+        problems.append(f"steps lead from one tensor or several to one: write {other} instead")
+    stacked = [step.value for step in steps if step.kind == "stack"]
+    if not drops and hub and model:
+        outer, inner = _variables(one), _variables(many) - _variables(one)
+        if _variables(one) - _variables(many):
+            problems.append(f"{{{'}, {'.join(sorted(outer - _variables(many)))}}} is on one side alone")
+        if inner != set(stacked) or len(stacked) != len(set(stacked)):
+            problems.append(
+                "each variable that is on one side alone needs a stack step, and no other has one"
+            )
+        if len(many) > 1 and not any(step.kind == "concat" for step in steps):
+            problems.append("several tensors become one by a concat step")
+    if problems:
+        raise _Wrong(*problems)
+    tie = table.get("tie")
+    return Rule(
+        number=number,
+        hub=hub,
+        model=model,
+        steps=steps,
+        steps_from=steps_from,
+        is_optional=is_optional or drops or table.get("optional") is True,
+        tie=tie if isinstance(tie, str) else None,
+    )
+
+
+def _patterns(table: Mapping[str, Any], key: str, problems: list[str]) -> tuple[str, ...]:
+    value = table.get(key, ())
+    found = (value,) if isinstance(value, str) else value
+    if not isinstance(found, (list, tuple)) or not all(isinstance(each, str) and each for each in found):
+        problems.append(f"{key}: expected a name, or a list of names")
+        return ()
+    return tuple(found)
+
+
+def _steps(value: Any, problems: list[str]) -> tuple[Step, ...]:
+    found = list[Step]()
+    for table in value if isinstance(value, list) else [value]:
+        kinds = [key for key in table if key in _STEPS] if isinstance(table, dict) else []
+        if len(kinds) != 1 or set(table) - {kinds[0], *_STEPS[kinds[0]]}:
+            problems.append(
+                f"steps: expected one of {', '.join(_STEPS)} with its options, found {escape(str(table))}"
+            )
+            continue
+        options = {key: option for key, option in table.items() if key != kinds[0]}
+        if kinds[0] in ("unflatten", "flatten") and not isinstance(options.get("sizes"), list):
+            problems.append(f"steps: {kinds[0]} needs sizes = [...]")
+            continue
+        found.append(Step(kind=kinds[0], value=table[kinds[0]], options=options))
+    return tuple(found)
+
+
+def _is_number(value: Any) -> bool:
+    many = value if isinstance(value, list) else [value]
+    return all((isinstance(each, (int, str)) and not isinstance(each, bool)) for each in many) and bool(many)
+
+
+def _variables(patterns: Iterable[str]) -> set[str]:
+    return {found for pattern in patterns for found, _ in _VARIABLE.findall(pattern)}
+
+
+@cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of a pattern; a variable that comes twice has one value."""
+    text, at, seen = "", 0, set[str]()
+    for found in _VARIABLE.finditer(pattern):
+        text += re.escape(pattern[at : found.start()])
+        name = found[1]
+        text += f"(?P={name})" if name in seen else f"(?P<{name}>{'.+' if found[2] else '[0-9]+'})"
+        seen.add(name)
+        at = found.end()
+    return re.compile(text + re.escape(pattern[at:]))
+
+
+def _filled(pattern: str, values: Mapping[str, str]) -> str:
+    return _VARIABLE.sub(lambda found: values[found[1]], pattern)
+
+
+class _Env:
+    """The numbers that steps call by name.
+
+    Args:
+        numbers: of a rule set.
+        config: config.json; None if there is none.
+    """
+
+    def __init__(self, numbers: Numbers, config: Mapping[str, Any] | None) -> None:
+        self._numbers, self._config = numbers, config
+        self._busy: set[str] = set()
+
+    def value(self, said: Any) -> int:
+        """Return a number that is given as such, by name, or as arithmetic.
+
+        Raises:
+            ValueError: nothing tells it.
+        """
+        if isinstance(said, int) and not isinstance(said, bool):
+            return said
+        if not isinstance(said, str):
+            raise ValueError(f"{escape(str(said))} is not a number")
+        return self._of(_parsed(said), said)
+
+    def _of(self, node: ast.expr, said: str) -> int:
+        match node:
+            case ast.Constant(value=int() as number) if not isinstance(number, bool):
+                return number
+            case ast.BinOp(left, operator, right) if type(operator) in _ARITHMETIC:
+                a, b = self._of(left, said), self._of(right, said)
+                if type(operator) in (ast.FloorDiv, ast.Mod) and b == 0:
+                    raise ValueError(f"{escape(said)} divides by zero")
+                return int(_ARITHMETIC[type(operator)](a, b))
+            case ast.Name() | ast.Attribute():
+                return self._named(ast.unparse(node))
+        raise ValueError(f"{escape(said)} is not a number, a name or arithmetic on them")
+
+    def _named(self, name: str) -> int:
+        if name in self._numbers and name not in self._busy:
+            tried = self._numbers[name]
+            self._busy.add(name)
+            try:
+                return self._first(name, tried if isinstance(tried, tuple) else (tried,))
+            finally:
+                self._busy.discard(name)
+        found: Any = self._config
+        for key in name.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, int) and not isinstance(found, bool):
+            return found
+        where = "there is no config.json" if self._config is None else "config.json does not have it"
+        raise ValueError(f"the number {escape(name)} is not known: {where}")
+
+    def _first(self, name: str, tried: Sequence[int | str]) -> int:
+        error = ValueError(f"the number {escape(name)} is not known")
+        for each in tried:
+            try:
+                return self.value(each)
+            except ValueError as caught:
+                error = caught
+        raise error
+
+
+_ARITHMETIC: Mapping[type, Any] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Mod: lambda a, b: a % b,
+}
+
+
+@cache
+def _parsed(said: str) -> ast.expr:
+    if len(said) > 200:
+        raise ValueError("a number of more than 200 characters")
+    try:
+        return ast.parse(said, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"{escape(said)} is not a number, a name or arithmetic on them") from None
+
+
+def _sizes(said: Sequence[Any], total: int, env: _Env) -> list[int]:
+    """Return sizes whose product is `total`; one of them may be -1."""
+    found = [-1 if each == -1 else env.value(each) for each in said]
+    known = prod(size for size in found if size != -1)
+    return [total // max(known, 1) if size == -1 else size for size in found]
+
+
+def _dim(value: Any, shape: Shape) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not -len(shape) <= value < len(shape):
+        raise ValueError(f"there is no dim {escape(str(value))} in {list(shape)}")
+    return value % len(shape)
+
+
+def _per_head(of: Expression, num_heads: int, *, to_pairs: bool) -> Expression:
+    """Reorder the rows of each head: halves, as on the Hub, to pairs (re, im), or back."""
+    rows = of.shape[0]
+    if num_heads < 1 or rows % (2 * num_heads):
+        raise ValueError(f"{rows} rows are not {num_heads} heads of an even size")
+    apart = reshape(of, (num_heads, rows // num_heads, *of.shape[1:]))
+    return reshape((interleave if to_pairs else deinterleave)(apart, 1, 2), of.shape)
+
+
+_Parts = list[dict[tuple[int, ...], Expression]]
+"""For each pattern: the tensors by the values of the variables that are still to be stacked."""
+
+
+def _forward(steps: Sequence[Step], parts: _Parts, stacked: list[str], env: _Env) -> Expression:
+    """Carry out steps on the tensors of each pattern, and return the one tensor that they become."""
+    for step in steps:
+        if step.kind == "stack":
+            at = stacked.index(step.value)
+            parts = [_stacked(part, at, step.options.get("dim", 0), step.value) for part in parts]
+            stacked.remove(step.value)
+        elif step.kind == "concat":
+            keys = parts[0].keys()
+            if any(part.keys() != keys for part in parts):
+                raise ValueError("the tensors to put together do not have the same numbers")
+            parts = [{key: concat([part[key] for part in parts], int(step.value)) for key in parts[0]}]
+        else:
+            parts = [
+                {key: _one(step, each, env) for key, each in part.items()} if _is_about(step, at) else part
+                for at, part in enumerate(parts)
+            ]
+    (made,) = (each for part in parts for each in part.values())
+    return made
+
+
+def _stacked(
+    part: Mapping[tuple[int, ...], Expression], at: int, dim: int, variable: str
+) -> dict[tuple[int, ...], Expression]:
+    groups: dict[tuple[int, ...], dict[int, Expression]] = {}
+    for key, each in part.items():
+        groups.setdefault((*key[:at], *key[at + 1 :]), {})[key[at]] = each
+    for found in groups.values():
+        if sorted(found) != list(range(len(found))):
+            gap = next(n for n in range(len(found)) if n not in found)
+            raise ValueError(f"{{{variable}}} is not 0 to {max(found)} without a gap: {gap} is missing")
+    return {key: stack([found[n] for n in range(len(found))], dim) for key, found in groups.items()}
+
+
+def _one(step: Step, of: Expression, env: _Env) -> Expression:
+    """Carry out a step on one tensor."""
+    match step.kind:
+        case "permute":
+            return permute(of, step.value)
+        case "unflatten":
+            dim = _dim(step.value, of.shape)
+            return reshape(
+                of,
+                (*of.shape[:dim], *_sizes(step.options["sizes"], of.shape[dim], env), *of.shape[dim + 1 :]),
+            )
+        case "flatten":
+            dim = _dim(step.value, of.shape)
+            stop = dim + len(step.options["sizes"])
+            return reshape(of, (*of.shape[:dim], prod(of.shape[dim:stop]), *of.shape[stop:]))
+        case "rope":
+            return _per_head(of, env.value(step.value), to_pairs=True)
+        case "interleave":
+            return interleave(of, _dim(step.value, of.shape), env.value(step.options.get("groups", 2)))
+        case "pad":
+            dim, to = _dim(step.value, of.shape), env.value(step.options["to"])
+            more = (*of.shape[:dim], to - of.shape[dim], *of.shape[dim + 1 :])
+            return of if to <= of.shape[dim] else concat([of, Zeros(more)], dim)
+    raise AssertionError(step.kind)
+
+
+def _one_back(step: Step, of: Expression, env: _Env) -> Expression:
+    """Undo a step on one tensor."""
+    match step.kind:
+        case "permute":
+            dims = [dim % len(of.shape) for dim in step.value]
+            return permute(of, [dims.index(dim) for dim in range(len(dims))])
+        case "unflatten":
+            return _one(Step(kind="flatten", value=step.value, options=step.options), of, env)
+        case "flatten":
+            return _one(Step(kind="unflatten", value=step.value, options=step.options), of, env)
+        case "rope":
+            return _per_head(of, env.value(step.value), to_pairs=False)
+        case "interleave":
+            return deinterleave(of, _dim(step.value, of.shape), env.value(step.options.get("groups", 2)))
+        case "pad":
+            dim, size = _dim(step.value, of.shape), env.value(step.options["of"])
+            sizes = (*of.shape[:dim], min(size, of.shape[dim]), *of.shape[dim + 1 :])
+            return cut(of, Region((0,) * len(sizes), sizes))
+    raise AssertionError(step.kind)
+
+
+def _backward(rule: Rule, of: Expression, env: _Env) -> _Parts:
+    """Undo the steps of a rule: return the tensors of each pattern, by the numbers of stacked variables in their order."""
+    parts: _Parts = [{(): of}]
+    order = list[str]()
+    for step in reversed(rule.steps):
+        if step.kind == "stack":
+            dim = step.options.get("dim", 0)
+            parts = [
+                {
+                    (n, *key): each
+                    for key, whole in part.items()
+                    for n, each in enumerate(_unstacked(whole, dim))
+                }
+                for part in parts
+            ]
+            order.insert(0, step.value)
+        elif step.kind == "concat":
+            parts = _taken_apart(parts, step, len(rule.patterns(rule.steps_from)), env)
+        else:
+            parts = [
+                {key: _one_back(step, each, env) for key, each in part.items()}
+                if _is_about(step, at)
+                else part
+                for at, part in enumerate(parts)
+            ]
+    return parts
+
+
+def _is_about(step: Step, pattern: int) -> bool:
+    """True if a step is carried out on the tensors of a pattern, given its place in the list."""
+    only = step.options.get("only")
+    return only is None or pattern in only
+
+
+def _unstacked(of: Expression, dim: int) -> Iterator[Expression]:
+    dim = _dim(dim, of.shape)
+    for n in range(of.shape[dim]):
+        offsets = tuple(n if d == dim else 0 for d in range(len(of.shape)))
+        sizes = tuple(1 if d == dim else size for d, size in enumerate(of.shape))
+        yield reshape(cut(of, Region(offsets, sizes)), (*of.shape[:dim], *of.shape[dim + 1 :]))
+
+
+def _taken_apart(parts: _Parts, step: Step, number: int, env: _Env) -> _Parts:
+    (part,) = parts
+    found: _Parts = [{} for _ in range(number)]
+    for key, whole in part.items():
+        dim = _dim(step.value, whole.shape)
+        total, said = whole.shape[dim], step.options.get("sizes")
+        sizes = [env.value(each) for each in said] if said is not None else [total // number] * number
+        if len(sizes) != number or sum(sizes) != total:
+            raise ValueError(f"dim {dim} of {list(whole.shape)} is not {' + '.join(map(str, sizes))}")
+        start = 0
+        for at, size in enumerate(sizes):
+            offsets = tuple(start if d == dim else 0 for d in range(len(whole.shape)))
+            box = tuple(size if d == dim else n for d, n in enumerate(whole.shape))
+            found[at][key] = cut(whole, Region(offsets, box))
+            start += size
+    return found
+
+
+class _Match(NamedTuple):
+    """Tensors of one side that a rule is about, for one choice of the variables of both sides."""
+
+    rule: Rule
+    outer: Mapping[str, str]
+    """Values of variables that are on both sides."""
+    names: tuple[tuple[str, Mapping[str, str]], ...]
+    """(name, values of all variables), pattern by pattern."""
+
+
+def to_model(
+    rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, proves: bool = True
+) -> Binding:
+    """Return what the model's tensors are made of, given those of the Hub.
+
+    Args:
+        rules: the set.
+        shapes: by name on the Hub.
+        config: config.json, for numbers; None if there is none.
+        proves: go there and back, and list what does not come back.
+
+    Raises:
+        LayoutError: tensors that no rule is about, rules that match nothing, two tensors that would be one, numbers that
+            are not known, shapes that do not fit; all of them.
+    """
+    return _bind(rules, shapes, config, side="hub", proves=proves)
+
+
+def to_hub(
+    rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, proves: bool = True
+) -> Binding:
+    """Return what the Hub's tensors are made of, given those of the model; arguments and errors as for `to_model`."""
+    return _bind(rules, shapes, config, side="model", proves=proves)
+
+
+def _bind(
+    rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, side: Side, proves: bool
+) -> Binding:
+    made, dropped, problems, sources = dict[str, Expression](), list[str](), list[str](), dict[str, Rule]()
+    owners: dict[str, Rule] = {}
+    matches = _matches(rules, shapes, side, owners, problems)
+    env = _Env(rules.numbers, config)
+    other: Side = "model" if side == "hub" else "hub"
+    for match in matches:
+        rule = match.rule
+        if rule.drops:
+            dropped += [name for name, _ in match.names]
+            continue
+        try:
+            found = _made(match, shapes, side, other, env)
+        except (ValueError, TypeError) as error:
+            problems.append(f"{rule}: {escape(match.names[0][0])}: {error}")
+            continue
+        for name, each in found.items():
+            if name in made:
+                problems.append(f"{escape(name)}: made twice, by {sources[name]} and by {rule}")
+            made[name], sources[name] = each, rule
+    used = {rule.number for rule in owners.values()}
+    problems += [
+        f"{rule}: matches nothing" for rule in rules.rules if rule.number not in used and not rule.is_optional
+    ]
+    left = [name for name in shapes if name not in owners]
+    if rules.keeps_others:
+        twice = [name for name in left if name in made]
+        problems += [f"{escape(name)}: made by {sources[name]}, and there already" for name in twice]
+        made |= {name: Stored(name, tuple(shapes[name])) for name in left}
+        left = []
+    known = [pattern for rule in rules.rules for pattern in rule.patterns(side)]
+    problems += [
+        f"{escape(name)} {list(shapes[name])}: no rule is about it"
+        + (suggestion(name, known) if at < _MAX_SUGGESTIONS else "")
+        for at, name in enumerate(left)
+    ]
+    if proves and not problems:
+        problems += _lost(rules, made, shapes, dropped, config, side)
+    LayoutError.raise_for(
+        problems,
+        f"the key rules of {escape(rules.title)} do not fit: {count(len(problems), 'problem')}",
+        hint="shardkit keys show lists the names and shapes; optional = true lets a rule match nothing, drop = true "
+        "leaves tensors out",
+    )
+    return Binding(made=made, dropped=tuple(dropped))
+
+
+def _matches(
+    rules: RuleSet, shapes: Mapping[str, Shape], side: Side, owners: dict[str, Rule], problems: list[str]
+) -> Iterator[_Match]:
+    """Yield what each rule is about; note which rule has which tensor, and which tensors two rules have."""
+    names = sorted(shapes, key=natural)
+    for rule in rules.rules:
+        patterns = rule.patterns(side)
+        outer = _variables(rule.hub) & _variables(rule.model) if not rule.drops else _variables(patterns)
+        groups: dict[tuple[str, ...], list[list[tuple[str, Mapping[str, str]]]]] = {}
+        for at, pattern in enumerate(patterns):
+            for name in names:
+                found = _regex(pattern).fullmatch(name)
+                if found is None:
+                    continue
+                values = found.groupdict()
+                key = tuple(values.get(each, "") for each in sorted(outer))
+                groups.setdefault(key, [[] for _ in patterns])[at].append((name, values))
+        if not groups and rule.tie is not None and side == "hub" and rule.tie in shapes:
+            owners.setdefault(rule.tie, rule)
+            yield _Match(rule, {}, ((rule.tie, {}),))
+        for key, found_names in groups.items():
+            for each in found_names:
+                for name, _ in each:
+                    if name in owners:
+                        problems.append(f"{escape(name)}: {owners[name]} and {rule} are about it")
+                    owners[name] = rule
+            lacking = [pattern for pattern, each in zip(patterns, found_names, strict=True) if not each]
+            if lacking:
+                shown = [
+                    _filled_known(pattern, dict(zip(sorted(outer), key, strict=True))) for pattern in lacking
+                ]
+                problems.append(f"{rule}: {listed(shown)} is missing")
+                continue
+            flat = tuple(each for part in found_names for each in part)
+            yield _Match(rule, dict(zip(sorted(outer), key, strict=True)), flat)
+
+
+def _filled_known(pattern: str, values: Mapping[str, str]) -> str:
+    return _VARIABLE.sub(lambda found: values.get(found[1], found[0]), pattern)
+
+
+def _made(
+    match: _Match, shapes: Mapping[str, Shape], side: Side, other: Side, env: _Env
+) -> dict[str, Expression]:
+    """Return what a rule makes of the tensors that it is about."""
+    rule = match.rule
+    stacked = [step.value for step in rule.steps if step.kind == "stack"]
+    if rule.steps_from == side:
+        parts: _Parts = [{} for _ in rule.patterns(side)]
+        for name, values in match.names:
+            at = next(
+                (n for n, pattern in enumerate(rule.patterns(side)) if _regex(pattern).fullmatch(name)), 0
+            )
+            key = tuple(int(values[variable]) for variable in stacked)
+            parts[at][key] = Stored(name, tuple(shapes[name]))
+        (pattern,) = rule.patterns(other)
+        return {_filled(pattern, match.outer): _forward(rule.steps, parts, list(stacked), env)}
+    ((name, values),) = match.names
+    found = _backward(rule, Stored(name, tuple(shapes[name])), env)
+    return {
+        _filled(pattern, {**values, **dict(zip(stacked, map(str, key), strict=True))}): each
+        for pattern, part in zip(rule.patterns(other), found, strict=True)
+        for key, each in part.items()
+    }
+
+
+def _lost(
+    rules: RuleSet,
+    made: Mapping[str, Expression],
+    shapes: Mapping[str, Shape],
+    dropped: Sequence[str],
+    config: Mapping[str, Any] | None,
+    side: Side,
+) -> Iterator[str]:
+    """Yield a line for each tensor that does not come back when the rules are applied the other way."""
+    other: Side = "model" if side == "hub" else "hub"
+    try:
+        back = _bind(
+            rules, {name: each.shape for name, each in made.items()}, config, side=other, proves=False
+        )
+    except LayoutError as error:
+        yield from (f"on the way back: {problem}" for problem in error.problems)
+        return
+    again = {name: substitute(each, made) for name, each in back.made.items()}
+    for name in shapes:
+        if name in dropped:
+            continue
+        if name not in again:
+            yield f"{escape(name)}: it does not come back"
+        elif again[name] != Stored(name, tuple(shapes[name])):
+            wrong = differences({name: again[name]}, shapes)
+            if wrong:
+                yield f"{escape(name)}: {wrong[name]}"
+
+
+def shipped() -> tuple[RuleSet, ...]:
+    """Return the rule sets that shardkit brings along."""
+    return _shipped()
+
+
+@cache
+def _shipped() -> tuple[RuleSet, ...]:
+    folder = resources.files("shardkit.keys") / "shipped"
+    files = sorted(
+        (each for each in folder.iterdir() if each.name.endswith(".toml")), key=lambda each: each.name
+    )
+    return tuple(parse_rules(each.read_bytes(), each.name.removesuffix(".toml")) for each in files)
+
+
+def find_shipped(name: str) -> RuleSet | None:
+    """Return the shipped rule set of a name; None if there is none."""
+    return next((each for each in shipped() if each.name == name), None)
+
+
+class Choice(NamedTuple):
+    """The shipped rule sets that fit some names."""
+
+    fitting: tuple[tuple[RuleSet, Binding], ...]
+    """Those that can be applied."""
+    reasons: tuple[str, ...]
+    """Why others that know all of the names cannot be."""
+
+
+def choose_shipped(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, side: Side) -> Choice:
+    """Return the shipped rule sets that know all of some names.
+
+    Args:
+        shapes: by name.
+        config: config.json; None if there is none.
+        side: which side the names are of.
+    """
+    fitting, reasons = list[tuple[RuleSet, Binding]](), list[str]()
+    model_type = (config or {}).get("model_type")
+    for rules in shipped():
+        if not _knows_all(rules, shapes, side):
+            continue
+        if rules.model_types and model_type is not None and model_type not in rules.model_types:
+            reasons.append(
+                f"{rules.title}: it is for {', '.join(rules.model_types)}, not for {escape(str(model_type))}"
+            )
+            continue
+        try:
+            fitting.append((rules, _bind(rules, shapes, config, side=side, proves=True)))
+        except (LayoutError, SourceError) as error:
+            reasons += [f"{rules.title}: {problem}" for problem in error.problems[:3]]
+    return Choice(tuple(fitting), tuple(reasons))
+
+
+def _knows_all(rules: RuleSet, names: Iterable[str], side: Side) -> bool:
+    patterns = [_regex(pattern) for rule in rules.rules for pattern in rule.patterns(side)]
+    found = list(names)
+    if rules.keeps_others:
+        patterns.append(re.compile(".*"))
+    if side == "model" and not all(any(map(_regex(each).fullmatch, found)) for each in rules.requires):
+        return False
+    return bool(found) and all(any(pattern.fullmatch(name) for pattern in patterns) for name in found)
+
+
+def is_renaming(binding: Binding) -> bool:
+    """True if no tensor is more than renamed."""
+    return all(isinstance(each, Stored) for each in binding.made.values())
+
+
+def parts_of(binding: Binding) -> set[str]:
+    """Return the names of the tensors that others are made of."""
+    return {leaf.name for each in binding.made.values() for leaf in leaves(each)}
