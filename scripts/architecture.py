@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("training/ranks",),
     ("operations/manifest", "operations/preshard", "operations/consolidate", "operations/reshard"),
     ("operations/verify", "operations/inspect"),
-    ("operations/diff",),
+    ("operations/diff", "operations/keys"),
     ("operations",),
     ("formats",),
     ("formats/trainers",),

@@ -37,6 +37,9 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.operations.environment import environment as environment
     from shardkit.operations.inspect import InspectResult as InspectResult
     from shardkit.operations.inspect import inspect as inspect
+    from shardkit.operations.keys import KeysResult as KeysResult
+    from shardkit.operations.keys import check_keys as check_keys
+    from shardkit.operations.keys import show_keys as show_keys
     from shardkit.operations.manifest import ManifestResult as ManifestResult
     from shardkit.operations.manifest import write_manifest as write_manifest
     from shardkit.operations.preshard import PreshardResult as PreshardResult
@@ -79,6 +82,7 @@ _HOMES = {
     "shardkit.operations.diff": ("DiffResult", "diff"),
     "shardkit.operations.environment": ("Environment", "environment"),
     "shardkit.operations.inspect": ("InspectResult", "inspect"),
+    "shardkit.operations.keys": ("KeysResult", "check_keys", "show_keys"),
     "shardkit.operations.manifest": ("ManifestResult", "write_manifest"),
     "shardkit.operations.preshard": ("PreshardResult", "preshard"),
     "shardkit.operations.reshard": ("ReshardResult", "reshard"),

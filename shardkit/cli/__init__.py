@@ -29,6 +29,7 @@ _COMMANDS = {
     "diff": "Compare two checkpoints of any formats, tensor by tensor.",
     "env": "Show versions and settings, to paste into a bug report.",
     "inspect": "Show what a model or a checkpoint holds.",
+    "keys": "Show what tensors are on the Hub or in a model, and check rules for it.",
     "manifest": "Record the checksum of every file of a checkpoint, to verify it later.",
     "preshard": "Write a Hub model as one file for each rank of a mesh.",
     "reshard": "Write a sharded checkpoint, model and optimizer, for another mesh.",

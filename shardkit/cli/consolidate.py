@@ -39,6 +39,7 @@ Examples:
 )
 @click.option("--single-file", is_flag=True, help="One model.safetensors, whatever its size.")
 @opt.naming
+@opt.keys("auto", "a set that knows all names")
 @opt.on_or_off(
     "--ask-class",
     help="Ask the config's class whether from_pretrained would find all weights; off saves seconds.",

@@ -94,6 +94,18 @@ max_memory = click.option(
 )
 revision = click.option("--revision", metavar="REV", help="Branch, tag or commit of the repo.")
 
+
+def keys(default: str, meaning: str) -> Option:
+    """Return `--keys`; `meaning` says what the default stands for."""
+    return click.option(
+        "--keys",
+        default=default,
+        show_default=True,
+        metavar="RULES",
+        help=f"Key rules: a TOML file, the name of a shipped set, none, or {default}: {meaning}.",
+    )
+
+
 mesh = group(
     click.option("--world-size", type=int, metavar="N", help="Number of ranks."),
     click.option(

@@ -34,6 +34,14 @@ Examples:
     metavar="POLICY",
     help="What fully_shard wraps: auto, none, class names, dotted paths, or module:function.",
 )
+@opt.keys("none", "the model's class tells")
+@click.option(
+    "--names",
+    type=click.Choice(["live", "hub"]),
+    default="live",
+    show_default=True,
+    help="Names and shapes of the live model, or those of the files.",
+)
 @opt.dtype("--dtype", help="Convert floating tensors.")
 @opt.revision
 @click.option("--variant", metavar="NAME", help="Use model.NAME.safetensors and the like.")

@@ -50,7 +50,8 @@ def own_names_warnings(names: Iterable[str], base: Collection[str] | None) -> tu
         if what != "Megatron's" or any(map(_MEGATRON_ONLY.search, found)):
             return (
                 f"these are not Hub names but {what} own ({_example(found)}): they are written as they are, and "
-                "transformers cannot load them; --rename maps names, but no values are permuted, fused or split",
+                "transformers cannot load them; key rules turn them into the Hub's: --keys FILE, and --base MODEL for "
+                "what config.json tells",
             )
     return ()
 

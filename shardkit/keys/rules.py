@@ -13,7 +13,7 @@ names tensors on both sides, with `{i}` for numbers, and the steps from the Hub'
     model = "model.layers.{i}.mlp.experts.gate_up_proj"
     steps = [{ stack = "e" }, { concat = 1 }]
 
-Every step has an inverse, so one set serves both ways (`to_model`, `to_hub`). Applied to the names at hand it gives
+Every step has an inverse, so one set serves both ways (`bind_names`). Applied to the names at hand it gives
 expressions, and proves them: what goes there comes back, or it is said what does not. docs/keys.md describes the file.
 """
 
@@ -40,7 +40,6 @@ from shardkit.keys.expressions import (
     cut,
     deinterleave,
     interleave,
-    leaves,
     permute,
     reshape,
     stack,
@@ -273,6 +272,9 @@ def _steps(value: Any, problems: list[str]) -> tuple[Step, ...]:
         options = {key: option for key, option in table.items() if key != kinds[0]}
         if kinds[0] in ("unflatten", "flatten") and not isinstance(options.get("sizes"), list):
             problems.append(f"steps: {kinds[0]} needs sizes = [...]")
+            continue
+        if kinds[0] == "pad" and not {"of", "to"} <= options.keys():
+            problems.append("steps: pad needs of = ROWS ON THE HUB and to = ROWS IN THE MODEL")
             continue
         found.append(Step(kind=kinds[0], value=table[kinds[0]], options=options))
     return tuple(found)
@@ -563,29 +565,22 @@ class _Match(NamedTuple):
     """(name, values of all variables), pattern by pattern."""
 
 
-def to_model(
-    rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, proves: bool = True
+def bind_names(
+    rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, side: Side
 ) -> Binding:
-    """Return what the model's tensors are made of, given those of the Hub.
+    """Return what the other side's tensors are made of.
 
     Args:
         rules: the set.
-        shapes: by name on the Hub.
+        shapes: by name.
         config: config.json, for numbers; None if there is none.
-        proves: go there and back, and list what does not come back.
+        side: which side the names are of.
 
     Raises:
-        LayoutError: tensors that no rule is about, rules that match nothing, two tensors that would be one, numbers that
-            are not known, shapes that do not fit; all of them.
+        LayoutError: tensors that no rule is about, rules that match nothing, two tensors that would be one, numbers
+            that are not known, shapes that do not fit, tensors that do not come back; all of them.
     """
-    return _bind(rules, shapes, config, side="hub", proves=proves)
-
-
-def to_hub(
-    rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, *, proves: bool = True
-) -> Binding:
-    """Return what the Hub's tensors are made of, given those of the model; arguments and errors as for `to_model`."""
-    return _bind(rules, shapes, config, side="model", proves=proves)
+    return _bind(rules, shapes, config, side=side, proves=True)
 
 
 def _bind(
@@ -770,9 +765,11 @@ def choose_shipped(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None
     """
     fitting, reasons = list[tuple[RuleSet, Binding]](), list[str]()
     model_type = (config or {}).get("model_type")
-    for rules in shipped():
-        if not _knows_all(rules, shapes, side):
-            continue
+    known = [rules for rules in shipped() if _knows_all(rules, shapes, side)]
+    if model_type is None and len(known) > 1:
+        titles = " and ".join(rules.title for rules in known)
+        return Choice((), (f"{titles} have these names: a config.json tells which it is",))
+    for rules in known:
         if rules.model_types and model_type is not None and model_type not in rules.model_types:
             reasons.append(
                 f"{rules.title}: it is for {', '.join(rules.model_types)}, not for {escape(str(model_type))}"
@@ -781,7 +778,7 @@ def choose_shipped(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None
         try:
             fitting.append((rules, _bind(rules, shapes, config, side=side, proves=True)))
         except (LayoutError, SourceError) as error:
-            reasons += [f"{rules.title}: {problem}" for problem in error.problems[:3]]
+            reasons.append(f"{rules.title}: {error.problems[0]}")
     return Choice(tuple(fitting), tuple(reasons))
 
 
@@ -793,13 +790,3 @@ def _knows_all(rules: RuleSet, names: Iterable[str], side: Side) -> bool:
     if side == "model" and not all(any(map(_regex(each).fullmatch, found)) for each in rules.requires):
         return False
     return bool(found) and all(any(pattern.fullmatch(name) for pattern in patterns) for name in found)
-
-
-def is_renaming(binding: Binding) -> bool:
-    """True if no tensor is more than renamed."""
-    return all(isinstance(each, Stored) for each in binding.made.values())
-
-
-def parts_of(binding: Binding) -> set[str]:
-    """Return the names of the tensors that others are made of."""
-    return {leaf.name for each in binding.made.values() for leaf in leaves(each)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -130,8 +130,15 @@ class Selection:
     """What a person should know."""
     warnings: tuple[str, ...] = ()
     """What may be wrong with the result."""
+    renaming: tuple[str, ...] = ()
+    """What may be wrong with its names."""
     unloadable: tuple[str, ...] = ()
     """Why `from_pretrained` would not find weights under these names."""
+
+    def written_as(self, names: Collection[str], base: Collection[str] | None) -> Selection:
+        """Return the same selection, with what is said of its names about those that are written in the end."""
+        right = names if base is None and self.are_hubs else base
+        return replace(self, unloadable=own_names_warnings(names, right))
 
     def in_memory(self, names: Collection[str], base: Collection[str] | None) -> tuple[str, ...]:
         """Return warnings about names that transformers uses in memory only.
@@ -203,7 +210,8 @@ def select_model(
         renamed=hub.rules,
         live={stored: join(path) for stored, path in located.names.items() if stored in names},
         notes=(*located.notes, *notes),
-        warnings=(*located.warnings, *hub.warnings),
+        warnings=tuple(located.warnings),
+        renaming=hub.warnings,
         are_hubs=right is by_output,
         unloadable=own_names_warnings(by_output, right),
     )

@@ -20,6 +20,7 @@ from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageErr
 from shardkit.files.links import may_follow_links
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
+from shardkit.operations.keys import load_rules
 from shardkit.training.fill.broadcast import fill_broadcast
 from shardkit.training.fill.direct import fill_direct
 from shardkit.training.fill.from_rank import RankSource, check_sources
@@ -133,6 +134,7 @@ def load_into(
     strategy: Strategy = "auto",
     source_rank: SourceRank = "global",
     device: torch.device | str | None = None,
+    keys: str | os.PathLike[str] | None = None,
     follow_links: bool = False,
     check_source: bool = True,
 ) -> nn.Module:
@@ -147,6 +149,7 @@ def load_into(
         strategy: as for `finalize`.
         source_rank: as for `finalize`.
         device: for parameters that are on meta; None is the device type of the mesh.
+        keys: as for `prepare`.
         follow_links: read links that lead out of a checkpoint's directory as the files to which they lead.
             Weight files of a Hub model are read in any case.
         check_source: as for `finalize`.
@@ -168,7 +171,7 @@ def load_into(
         restore_buffers(model, memory_for_buffers(model, place), place)
         materialise(model, place)
         shards = local_shards(model)
-    supply = _open(model, source)
+    supply = _open(model, source, keys)
     filled = fill(shards, supply, options, choose_sources(shards, supply, options))
     say_checked(filled.checked, check_source=check_source)
     _prove(model, shards, filled, None)
@@ -176,7 +179,9 @@ def load_into(
     return model
 
 
-def _open(model: nn.Module, source: str | os.PathLike[str] | RankSource) -> Supply:
+def _open(
+    model: nn.Module, source: str | os.PathLike[str] | RankSource, keys: str | os.PathLike[str] | None
+) -> Supply:
     """Open a source for a live model and compare the two; a rank that cannot, while others can, says why."""
     expected, ties = describe(model)
     weights: Weights | None = None
@@ -186,7 +191,8 @@ def _open(model: nn.Module, source: str | os.PathLike[str] | RankSource) -> Supp
         if isinstance(source, RankSource) and not source.is_here:
             raise source.elsewhere()
         opened = open_source(source if isinstance(source, RankSource) else os.fspath(source))
-        weights = find_weights(opened, expected, ties, model=model)
+        rules = None if keys is None else load_rules(keys)
+        weights = find_weights(opened, expected, ties, model=model, rules=rules)
     except BaseException as caught:  # the others must not wait
         error = caught
     is_absent = isinstance(error, (SourceError, ResourceError))

@@ -22,7 +22,9 @@ from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.formats.hub.directory import read_config, read_index
 from shardkit.keys.names import clean_name
+from shardkit.keys.rules import RuleSet
 from shardkit.layout.classes import BrokenTie, broken_ties, tie
+from shardkit.operations.keys import load_rules
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import Weights
 from shardkit.training.fill.source import Source, find_weights, first_dtype, open_source
@@ -56,6 +58,8 @@ class _Asked:
     variant: str | None
     missing: Missing
     seed: int
+    rules: RuleSet | None
+    """Between the names of the source and those of the model."""
     open: Callable[[str | RankSource, str | None, str | None], Source] = field(
         default_factory=lambda: cache(open_source)
     )
@@ -116,6 +120,7 @@ def prepare(
     init_buffers: InitBuffers | None = None,
     revision: str | None = None,
     variant: str | None = None,
+    keys: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
     follow_links: bool = False,
 ) -> ModelInitializationContext:
@@ -139,6 +144,8 @@ def prepare(
         init_buffers: computes the buffers of a model on meta.
         revision: branch, tag or commit, if the source is a repo id; of the model too if it is the same repo.
         variant: "fp16" takes `model.fp16.safetensors`.
+        keys: rules between the names of the source and those of the model (docs/keys.md): the path of a TOML file, or
+            the name of a set that shardkit has, such as "torchtitan-llama3". Models of transformers need none.
         trust_remote_code: the model's own code may run.
         follow_links: read links that lead out of a checkpoint's directory as the files to which they lead.
             Weight files of a Hub model are read in any case.
@@ -157,7 +164,10 @@ def prepare(
         if isinstance(source, RankSource) and (revision is not None or variant is not None):
             raise UsageError("revision and variant are for files: a state dict has none")
         given = source if source is None or isinstance(source, RankSource) else os.fspath(source)
-        asked = _Asked(source=given, revision=revision, variant=variant, missing=missing, seed=seed)
+        rules = None if keys is None else load_rules(keys)
+        asked = _Asked(
+            source=given, revision=revision, variant=variant, missing=missing, seed=seed, rules=rules
+        )
     if dtype is None and isinstance(build_model, (str, os.PathLike)):
         dtype = _stored_dtype(build_model, asked)
     with agreed("building the model"):
@@ -297,7 +307,7 @@ def _open(plain: _Plain, asked: _Asked) -> _Source:
         return _Source(absent=source.elsewhere())
     try:
         opened = asked.open(source, asked.revision, asked.variant)
-        weights = find_weights(opened, plain.expected, plain.ties, model=plain.model)
+        weights = find_weights(opened, plain.expected, plain.ties, model=plain.model, rules=asked.rules)
     except ShardkitError as error:
         if not isinstance(source, RankSource) and (isinstance(error, ResourceError) or _is_absent(source)):
             return _Source(absent=error)

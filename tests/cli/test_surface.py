@@ -27,6 +27,7 @@ SURFACE = {
         "--include",
         "--jobs",
         "--json",
+        "--keys",
         "--manifest",
         "--manifest-file",
         "--max-memory",
@@ -71,6 +72,8 @@ SURFACE = {
     ],
     "env": ["--json"],
     "inspect": ["--follow-links", "--json", "--tensors", "PATH"],
+    "keys check": ["--base", "--follow-links", "--json", "RULES", "SOURCE"],
+    "keys show": ["--base", "--follow-links", "--json", "SOURCE"],
     "manifest": [
         "--dry-run",
         "--follow-links",
@@ -93,8 +96,10 @@ SURFACE = {
         "--follow-links",
         "--jobs",
         "--json",
+        "--keys",
         "--max-memory",
         "--mesh",
+        "--names",
         "--no-progress",
         "--no-resume",
         "--overwrite",
@@ -155,11 +160,13 @@ SURFACE = {
 
 
 def command(name):
-    return main.get_command(click.Context(main), name)
+    first, *rest = name.split()
+    found = main.get_command(click.Context(main), first)
+    return found.get_command(click.Context(found), rest[0]) if rest else found
 
 
 def test_commands():
-    assert main.list_commands(click.Context(main)) == sorted(SURFACE)
+    assert main.list_commands(click.Context(main)) == sorted({name.split()[0] for name in SURFACE})
 
 
 @pytest.mark.parametrize("name", SURFACE)
@@ -173,7 +180,7 @@ def test_parameters(name):
 
 @pytest.mark.parametrize("name", SURFACE)
 def test_help_has_two_examples_and_json(run, name):
-    result = run(name, "--help")
+    result = run(*name.split(), "--help")
     assert result.exit_code == 0
     assert result.stdout.count(f"\n    shardkit {name}") == 2
     assert "--json" in result.stdout

@@ -224,7 +224,7 @@ class TestSelection:
         base = {name: (4, 4) for name in [*below("left.", TOWER), *below("right.", TOWER)]}
         found = select_model(ours, naming=Naming(root=""), base_shapes=base)
         assert set(found.names.values()) == ours.keys()
-        assert "several renamings" in found.warnings[0]
+        assert "several renamings" in found.renaming[0]
 
     def test_no_part_of_a_model_is_lost_to_a_base_that_matches_another(self) -> None:
         """`visual` is in the base as it is, below `model.model`; the head is not below that."""

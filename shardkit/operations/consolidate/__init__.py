@@ -49,6 +49,7 @@ def consolidate(
     exclude: Sequence[str] = (),
     allow_missing: bool = False,
     allow_unexpected: bool = False,
+    keys: str | os.PathLike[str] = "auto",
     ask_class: bool = True,
     merge_lora: bool = False,
     adapter_config: str | None = None,
@@ -94,6 +95,8 @@ def consolidate(
         exclude: globs; these tensors are not written.
         allow_missing: tensors of the base may be missing.
         allow_unexpected: there may be tensors that the base does not have.
+        keys: rules that turn a trainer's own names into the Hub's: "auto" takes a set that shardkit has, if one knows
+            all names; "none"; the path of a TOML file; or the name of such a set.
         ask_class: ask the class that the config names, in a process of its own while bytes move, whether
             `from_pretrained` would find all of its weights; only if no base's weights tell.
         merge_lora: add an adapter to the weights that it was trained on; otherwise the adapter is written.
@@ -147,6 +150,7 @@ def consolidate(
         digest=digest,
         merge_lora=merge_lora,
         adapter_config=adapter_config,
+        keys=os.fspath(keys),
         ask_class=ask_class,
     )
     moving = Moving(

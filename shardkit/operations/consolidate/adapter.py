@@ -71,6 +71,8 @@ class Chosen:
     """The settings of an adapter, where they are known."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    keys: str | None = None
+    """Name of the rule set that gave the Hub's names."""
 
 
 def choose_tensors(

@@ -41,6 +41,7 @@ from shardkit.keys.expressions import Expression, Stored, leaves, made_name, und
 from shardkit.keys.inverse import invert
 from shardkit.keys.names import in_order
 from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
+from shardkit.keys.rules import Binding, RuleSet, bind_names, choose_shipped
 from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.layout.traced import Answer, ModelNames, ask_hub_form, ask_names, may_differ_in_memory
@@ -55,6 +56,7 @@ from shardkit.operations.consolidate.assets import (
     model_assets,
     trained_modules,
 )
+from shardkit.operations.keys import AUTO, NONE, load_rules
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.operations.write import hash_plan
 from shardkit.transfer.bound import bind
@@ -93,6 +95,8 @@ class JobOptions:
     """Add an adapter to the weights that it was trained on."""
     adapter_config: str | None = None
     """An adapter's settings: a file, or the directory that it lies in."""
+    keys: str = AUTO
+    """Key rules: "auto" takes a shipped set that knows all names; "none"; a file's path, or the name of a shipped set."""
     ask_class: bool = True
     """The class that the config names may be asked what its tensors are on the Hub."""
 
@@ -180,7 +184,9 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
     chosen, ties, fit, renamed = _fit(chosen, selection.live, base, options)
     selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
     catalog = chosen.catalog
+    chosen = replace(chosen, names=_in_order(chosen.names, _base_shapes(base)) or chosen.names)
     names = {source: name for source, name in chosen.names.items() if name not in ties.dropped}
+    selection = selection.written_as(list(names.values()), _base_shapes(base))
     dtypes = choose_dtypes(catalog, names, options.dtype, base, checkpoint.path)
     tensors = tuple(
         OutputTensor(name, source, dtypes.chosen[name], catalog.tensors[source].shape)
@@ -229,6 +235,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
             *_base_warnings(base, chosen.kind),
             *fit.warnings,
             *selection.warnings,
+            *selection.renaming,
             *selection.in_memory(list(names.values()), _base_shapes(base)),
             *chosen.warnings,
             *dtypes.warnings,
@@ -260,9 +267,78 @@ def _choose(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> t
         named = _name_merged(chosen.names, chosen.catalog, base)
         chosen = replace(chosen, names=named.names)
         selection = replace(selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings))
+    if options.keys not in (AUTO, NONE):
+        return _apply_rules(selection, chosen, base, load_rules(options.keys))
     if chosen.kind != "adapter" and not naming.chooses_names:
         chosen = _take_apart(chosen, selection.live, saved_derived(checkpoint))
+        if options.keys == AUTO and chosen.kind == "model":
+            return _choose_rules(selection, chosen, base)
     return selection, chosen
+
+
+def _choose_rules(selection: Selection, chosen: Chosen, base: Base | None) -> tuple[Selection, Chosen]:
+    """Apply the shipped key rules that know all of a trainer's own names, if there is one such set."""
+    choice = choose_shipped(_live_shapes(selection, chosen), base.config if base else None, side="model")
+    if len(choice.fitting) == 1:
+        return _bound(selection, chosen, *choice.fitting[0])
+    reasons = choice.reasons
+    if choice.fitting:
+        names = " and ".join(rules.name for rules, _ in choice.fitting)
+        reasons = (f"several sets of key rules fit: {names}; choose one with --keys",)
+    if reasons:
+        chosen = replace(chosen, warnings=(*chosen.warnings, *(f"key rules: {reason}" for reason in reasons)))
+    return selection, chosen
+
+
+def _apply_rules(
+    selection: Selection, chosen: Chosen, base: Base | None, rules: RuleSet
+) -> tuple[Selection, Chosen]:
+    """Apply the key rules that a person asked for.
+
+    Raises:
+        UsageError: there is an adapter, and not a model.
+        LayoutError: they do not fit; lists every problem.
+    """
+    if chosen.kind == "adapter":
+        raise UsageError("--keys is about a model, and the checkpoint holds an adapter")
+    shapes = _live_shapes(selection, chosen)
+    binding = bind_names(rules, shapes, base.config if base else None, side="model")
+    return _bound(selection, chosen, rules, binding)
+
+
+def _live_shapes(selection: Selection, chosen: Chosen) -> dict[str, Shape]:
+    tensors = chosen.catalog.tensors
+    return {selection.live.get(source, name): tensors[source].shape for source, name in chosen.names.items()}
+
+
+def _bound(
+    selection: Selection, chosen: Chosen, rules: RuleSet, binding: Binding
+) -> tuple[Selection, Chosen]:
+    """Return what is written under key rules."""
+    sources = {selection.live.get(source, name): source for source, name in chosen.names.items()}
+    notes = [f"names turned into the Hub's by the key rules of {escape(rules.title)}"]
+    if binding.dropped:
+        notes.append(f"left out by the key rules: {listed(binding.dropped)}")
+    chosen = replace(_made(chosen, binding.made, sources), keys=rules.name, notes=(*chosen.notes, *notes))
+    return replace(selection, renaming=(), renamed=(), are_hubs=True), chosen
+
+
+def _made(chosen: Chosen, made: Mapping[str, Expression], sources: Mapping[str, str]) -> Chosen:
+    """Return what is written if it is made of the chosen tensors.
+
+    Args:
+        made: name in the output -> an expression of names in memory.
+        sources: name in memory -> name in the catalog.
+    """
+    tensors = chosen.catalog.tensors
+    plain = {sources[each.name]: name for name, each in made.items() if isinstance(each, Stored)}
+    others = {name: under_names(each, sources) for name, each in made.items() if not isinstance(each, Stored)}
+    made_names = {name: made_name(name, tensors) for name in others}
+    return replace(
+        chosen,
+        catalog=bind(chosen.catalog, {made_names[name]: each for name, each in others.items()}),
+        names={**plain, **{made_names[name]: name for name in others}},
+    )
 
 
 def _take_apart(chosen: Chosen, live: Mapping[str, str], derived: Mapping[str, Expression]) -> Chosen:
@@ -316,7 +392,12 @@ def _name_as_saved(
         What is written, what the class says of it if it was asked, and the rules by which it renamed tensors.
     """
     config = base.config if base is not None and base.tensors is None else None
-    is_known = holds_hub_names(checkpoint) or options.naming.chooses_names or chosen.kind == "adapter"
+    is_known = (
+        chosen.keys is not None
+        or holds_hub_names(checkpoint)
+        or options.naming.chooses_names
+        or chosen.kind == "adapter"
+    )
     if (
         base is None
         or config is None
@@ -335,26 +416,13 @@ def _name_as_saved(
         return chosen, None, ()
     if all(isinstance(made, Stored) and made.name == name for name, made in form.made.items()):
         return chosen, form.answer, ()
-    plain = {sources[made.name]: name for name, made in form.made.items() if isinstance(made, Stored)}
-    others = {
-        name: under_names(made, sources) for name, made in form.made.items() if not isinstance(made, Stored)
-    }
-    made_names = {name: made_name(name, tensors) for name in others}
     warning = (
         f"nothing tells the names that the model has on the Hub: those that {form.answer.model_class}.save_pretrained "
         f"gives were taken; --base MODEL makes sure, because a model of another prefix is possible"
     )
-    rules = find_rules({selection.live.get(source, name): name for source, name in plain.items()})
-    return (
-        replace(
-            chosen,
-            catalog=bind(chosen.catalog, {made_names[name]: made for name, made in others.items()}),
-            names={**plain, **{made_names[name]: name for name in others}},
-            warnings=(*chosen.warnings, warning),
-        ),
-        form.answer,
-        rules,
-    )
+    rules = find_rules({made.name: name for name, made in form.made.items() if isinstance(made, Stored)})
+    chosen = _made(chosen, form.made, sources)
+    return replace(chosen, warnings=(*chosen.warnings, warning)), form.answer, rules
 
 
 def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:

@@ -26,11 +26,14 @@ from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.formats.contract import HubModel
 from shardkit.formats.dcp.images import DcpImages, Phase
+from shardkit.keys.expressions import Stored, made_name
+from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.layout.choose import make_layout
-from shardkit.layout.layout import Layout
+from shardkit.layout.layout import Layout, declare
 from shardkit.operations.casts import check_cast, quantised_notes, rounded_wide
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, Descriptions
 from shardkit.operations.destination import check_space
+from shardkit.operations.keys import NONE, load_rules
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing, hash_plan
 from shardkit.transfer.bound import bind
 from shardkit.transfer.plan import TransferPlan, build_plan
@@ -75,6 +78,8 @@ def preshard(
     world_size: int | None = None,
     mesh: str | None = None,
     wrap: str = "auto",
+    keys: str | os.PathLike[str] = "none",
+    names: str = "live",
     dtype: str = "keep",
     revision: str | None = None,
     variant: str | None = None,
@@ -102,6 +107,9 @@ def preshard(
         world_size: number of ranks; `mesh` may tell it instead.
         mesh: "dp_replicate=2,dp_shard=16", "dp_shard=4,tp=2" or "dp_shard=4,ep=2"; by default one `dp_shard` axis of `world_size`.
         wrap: "auto", "none", class names, dotted paths, or "module:function".
+        keys: rules that turn the Hub's names and tensors into a trainer's own: the path of a TOML file, or the name of
+            a set that shardkit has; "none" leaves that to the model's class.
+        names: "live" stores what the live model of transformers has, under its names; "hub" what the files have.
         dtype: "keep", "bf16", "fp16" or "fp32"; only floating tensors are converted.
         revision: branch, tag or commit of a repo.
         variant: "fp16" for `model.fp16.safetensors` and the like.
@@ -153,7 +161,16 @@ def preshard(
     assert model is not None  # what it asked for
     writer.find_manifests([model.catalog], local or model.directory)
     path = writer.check_destination(os.fspath(output or _default_output(model, local, parsed)), local)
-    job = build_job(model, parsed, wrap=wrap, dtype=dtype, digest=digest, trust_remote_code=trust_remote_code)
+    job = build_job(
+        model,
+        parsed,
+        wrap=wrap,
+        keys=os.fspath(keys),
+        names=names,
+        dtype=dtype,
+        digest=digest,
+        trust_remote_code=trust_remote_code,
+    )
     writer.warn(job.warnings)
     shared = _shareable_bytes(job)
     shares = shared > 0 and can_share_extents(model.catalog, os.path.dirname(path))
@@ -260,7 +277,15 @@ class PreshardJob(DcpOutput):
 
 
 def build_job(
-    model: HubModel, mesh: Mesh, *, wrap: str, dtype: str, digest: str, trust_remote_code: bool
+    model: HubModel,
+    mesh: Mesh,
+    *,
+    wrap: str,
+    keys: str = NONE,
+    names: str = "live",
+    dtype: str,
+    digest: str,
+    trust_remote_code: bool,
 ) -> PreshardJob:
     """Decide how `model` is stored for `mesh`.
 
@@ -268,6 +293,8 @@ def build_job(
         model: an opened Hub model.
         mesh: the device mesh of the job that will load it.
         wrap: wrap policy, as `--wrap` takes it.
+        keys: key rules, as `--keys` takes them.
+        names: "live" or "hub".
         dtype: "keep", "bf16", "fp16" or "fp32".
         digest: "crc32" or "none".
         trust_remote_code: the model's own code may run, in the process that traces the layout.
@@ -277,7 +304,13 @@ def build_job(
         LayoutError: model and source do not fit each other.
     """
     check_cast("--dtype", dtype)
-    layout = make_layout(model, mesh, wrap, dtype=CASTS.get(dtype), trust_remote_code=trust_remote_code)
+    check_cast("--names", names, ("live", "hub"))
+    if keys != NONE:
+        layout = _lay_out_by_rules(model, mesh, wrap, load_rules(keys))
+    elif names == "hub":
+        layout = declare(model.catalog.tensors, mesh, wrap, model.config, reason="--names hub")
+    else:
+        layout = make_layout(model, mesh, wrap, dtype=CASTS.get(dtype), trust_remote_code=trust_remote_code)
     if layout.made:
         model = replace(model, catalog=bind(model.catalog, layout.made))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
@@ -316,6 +349,44 @@ def not_for_stock(layout: Layout) -> Iterator[str]:
             f"ranks hold other regions than torch asks for ({listed(names)}); load with shardkit.finalize or "
             "shardkit.load_into"
         )
+
+
+def _lay_out_by_rules(model: HubModel, mesh: Mesh, wrap: str, rules: RuleSet) -> Layout:
+    """Return the layout of the tensors that key rules make of a model's files.
+
+    Raises:
+        LayoutError: the rules do not fit; lists every problem.
+    """
+    stored = model.catalog.tensors
+    binding = bind_names(
+        rules, {name: entry.shape for name, entry in stored.items()}, model.config, side="hub"
+    )
+    sources = {
+        fqn: made.name if isinstance(made, Stored) else made_name(fqn, stored)
+        for fqn, made in binding.made.items()
+    }
+    made = {sources[fqn]: each for fqn, each in binding.made.items() if not isinstance(each, Stored)}
+    bound = bind(model.catalog, made).tensors
+    layout = declare(
+        {fqn: replace(bound[source], fqn=fqn) for fqn, source in sources.items()},
+        mesh,
+        wrap,
+        model.config,
+        reason=f"they are those of the key rules of {rules.title}",
+    )
+    groups: dict[str, list[str]] = {}
+    for fqn, source in sources.items():
+        groups.setdefault(source, []).append(fqn)
+    ties = tuple(tuple(group) for group in groups.values() if len(group) > 1)
+    aliases = {name for group in ties for name in group[1:]}
+    return replace(
+        layout,
+        tensors={fqn: tensor for fqn, tensor in layout.tensors.items() if fqn not in aliases},
+        ties=(*layout.ties, *ties),
+        sources=sources,
+        made=made,
+        omitted=tuple((name, f"the key rules of {rules.title} leave it out") for name in binding.dropped),
+    )
 
 
 def _skipped(model: HubModel) -> list[str]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit import formats
-from shardkit.core.catalog import Catalog, subset
+from shardkit.core.catalog import Catalog, TensorEntry, subset
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import ResourceError
+from shardkit.errors import LayoutError, ResourceError
 from shardkit.files import manifest, storage
 from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.dcp import METADATA
@@ -24,11 +24,21 @@ from shardkit.formats.hub.base import saved_derived, saved_key_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
 from shardkit.keys.check import refuse_factors
-from shardkit.keys.expressions import Expression, leaves, made_name, to_json, under_names
+from shardkit.keys.expressions import (
+    Expression,
+    Stored,
+    leaves,
+    made_name,
+    substitute,
+    to_json,
+    under_names,
+)
 from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
+from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.keys.select import select_model
+from shardkit.layout.classes import is_transformers
 from shardkit.layout.naming import NameMatch, match_names
 from shardkit.training.fill.from_rank import RankSource
 from shardkit.training.fill.presharded import Presharded, open_presharded
@@ -118,6 +128,8 @@ class _Stored:
     """Stored name -> the Hub's; None if that is not known."""
     derived: Mapping[str, Expression] = field(default_factory=dict)
     """What names below the root were made of in the Hub's files, as a manifest says."""
+    config: Mapping[str, object] | None = None
+    """config.json, where there is one."""
     may_have_own_names: bool = False
     """The names may be the model's own. Then the Hub's are known only if they differ from these."""
     quantised: str | None = None
@@ -130,6 +142,7 @@ def find_weights(
     ties: Iterable[Collection[str]] = (),
     *,
     model: nn.Module | None = None,
+    rules: RuleSet | None = None,
 ) -> Weights:
     """Find the tensors of a model in a source; reads none of them.
 
@@ -140,23 +153,33 @@ def find_weights(
         names: the model's parameters and buffers; non-persistent ones are not searched for.
         ties: groups of names that are one parameter; the source may have any of them.
         model: if it is a model of transformers, wrapped or not, its own renamings apply.
+        rules: key rules between the names of the source and those of the model, whichever way they fit.
 
     Raises:
         SourceError, IntegrityError: it is damaged or incomplete, or holds factors of matrices that the
             model has whole.
+        LayoutError: the rules do not fit; lists every problem.
         ResourceError: it cannot be read.
     """
     wanted = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
     for group in ties:
         wanted.update(dict.fromkeys(group if any(name in wanted for name in group) else ()))
-    stored = _stored(source, list(wanted))
+    stored = _stored(source, [] if rules is not None else list(wanted))
+    tensors = source.catalog.tensors
+    config = stored.config or _config_of(model)
+    bound = None if rules is None else _by_rules(rules, stored.names, tensors, wanted, config)
+    shapes = {name: tensors[name].shape for name in stored.names}
+    if bound is not None:
+        shapes = {name: made.shape for name, made in bound.items()}
     found = match_names(
-        stored.names,
+        stored.names if bound is None else {name: name for name in bound},
         wanted,
-        shapes={name: source.catalog.tensors[name].shape for name in stored.names},
+        shapes=shapes,
         computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
         model=model,
     )
+    if bound is not None:
+        found = _through(found, bound)
     made = {made_name(fqn, stored.names): each for fqn, each in found.converted.items()}
     parts = (leaf.name for each in made.values() for leaf in leaves(each))
     catalog = stored.select(list(dict.fromkeys((*found.names.values(), *parts))))
@@ -166,7 +189,7 @@ def find_weights(
         names={**found.names, **{fqn: made_name(fqn, stored.names) for fqn in found.converted}},
         made_of=made,
         identity=_digest([stored.identity(catalog), _samples(catalog)]),
-        unused={name: source.catalog.tensors[name].shape for name in found.unused},
+        unused={name: shapes[name] for name in found.unused},
         made=frozenset(found.made),
         follows_class=found.is_transformers,
         fused=found.fused,
@@ -176,6 +199,49 @@ def find_weights(
         key_rules=_key_rules(stored, found.names),
         hub_made=_hub_made(source, stored, found.converted),
         open_chunks=source.presharded.open_chunks if source.presharded is not None else None,
+    )
+
+
+def _by_rules(
+    rules: RuleSet,
+    stored: Mapping[str, str],
+    tensors: Mapping[str, TensorEntry],
+    wanted: Collection[str],
+    config: Mapping[str, object] | None,
+) -> dict[str, Expression]:
+    """Return what key rules make of a source's tensors: name on the other side -> expression of stored names."""
+    shapes = {below: tensors[name].shape for name, below in stored.items()}
+    names = {below: name for name, below in stored.items()}
+    # The names at hand are of the side that the rules know; if they know both, that of which the model has the other.
+    errors = list[LayoutError]()
+    for side in ("hub", "model"):
+        try:
+            binding = bind_names(rules, shapes, config, side=side)
+        except LayoutError as error:
+            errors.append(error)
+            continue
+        if side == "model" or any(name in wanted for name in binding.made):
+            return {name: under_names(made, names) for name, made in binding.made.items()}
+    raise min(errors, key=lambda error: len(error.problems))
+
+
+def _config_of(model: nn.Module | None) -> dict[str, object] | None:
+    """Return the config of the first model of transformers in a model, as plain data."""
+    for module in model.modules() if model is not None else ():
+        if is_transformers(module):
+            found: dict[str, object] = module.config.to_dict()  # type: ignore[union-attr,operator]
+            return found
+    return None
+
+
+def _through(found: NameMatch, bound: Mapping[str, Expression]) -> NameMatch:
+    """Return a match with names that rules made, as one with stored names."""
+    made = {fqn: bound[name] for fqn, name in found.names.items()}
+    made |= {fqn: substitute(each, bound) for fqn, each in found.converted.items()}
+    return replace(
+        found,
+        names={fqn: each.name for fqn, each in made.items() if isinstance(each, Stored)},
+        converted={fqn: each for fqn, each in made.items() if not isinstance(each, Stored)},
     )
 
 
@@ -238,6 +304,7 @@ def _of_hub(checkpoint: Checkpoint, model: HubModel) -> _Stored:
         select=partial(subset, model.catalog),
         # Without the repo and its commit: a copy in a directory has the same weights.
         identity=lambda _: [manifest.to_json(file) for file in model.identity.files],
+        config=model.config,
         quantised=_quantisation(model.config),
         notes=model.catalog.notes,
     )
@@ -253,6 +320,7 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) ->
         derived=saved_derived(checkpoint),
         select=partial(_selected, checkpoint),
         identity=lambda catalog: [_file_digest(checkpoint.catalog.directory), _rows(catalog)],
+        config=config,
         quantised=_quantisation(config),
         notes=(*checkpoint.notes, *notes),
     )
@@ -279,7 +347,12 @@ def _select(source: Source, wanted: list[str]) -> tuple[dict[str, str], tuple[st
         source.checkpoint.roots if source.checkpoint is not None else {},
         base_names=list(dict.fromkeys((*wanted, *bases))),
     )
-    return selection.names, (*selection.notes, *selection.unloadable, *selection.warnings)
+    return selection.names, (
+        *selection.notes,
+        *selection.unloadable,
+        *selection.warnings,
+        *selection.renaming,
+    )
 
 
 def _quantisation(config: Mapping[str, object] | None) -> str | None:

@@ -1,0 +1,299 @@
+"""keys: what tensors are on the other side, by a file of rules, a shipped set or transformers; and whether rules fit.
+
+Internal: import from `shardkit`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardkit import formats
+from shardkit.core.catalog import TensorEntry
+from shardkit.core.regions import Shape
+from shardkit.core.text import escape, fold, suggestion
+from shardkit.errors import LayoutError, ShardkitError, UsageError
+from shardkit.files import storage
+from shardkit.files.links import may_follow_links
+from shardkit.files.strict_json import read_small
+from shardkit.formats.contract import Checkpoint
+from shardkit.formats.hub.base import find_base, open_base
+from shardkit.keys.expressions import Concat, Cut, Expression, Permuted, Reshaped, Stored, leaves, pieces
+from shardkit.keys.rules import (
+    Binding,
+    RuleSet,
+    Side,
+    bind_names,
+    choose_shipped,
+    find_shipped,
+    parse_rules,
+    shipped,
+)
+from shardkit.keys.select import select_model
+from shardkit.layout.traced import ask_names
+from shardkit.operations.resolve import take
+
+AUTO, NONE = "auto", "none"
+_MAX_BYTES = 4 << 20
+
+
+def load_rules(given: str | os.PathLike[str]) -> RuleSet:
+    """Return a rule set: a file's, or one that shardkit brings along.
+
+    Args:
+        given: path of a TOML file, or the name of a shipped set.
+
+    Raises:
+        UsageError: there is neither, or the file has mistakes; lists all.
+        SourceError, ResourceError: the file cannot be read.
+    """
+    name = os.fspath(given)
+    if not storage.lexists(name):
+        found = find_shipped(name)
+        if found is not None:
+            return found
+        known = [rules.name for rules in shipped()]
+        raise UsageError(
+            f"--keys {escape(name)}: no such file, and no rule set of that name{suggestion(name, known)}",
+            problems=[f"{rules.name}: {rules.title}" for rules in shipped()],
+            hint="give the path of a TOML file (docs/keys.md), or one of these names",
+        )
+    return parse_rules(read_small(name, os.path.basename(name), _MAX_BYTES), os.path.basename(name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundTensor:
+    """A tensor on the other side."""
+
+    name: str
+    shape: Shape
+    steps: str
+    """What is done to what it is made of, for people: "concat 1 of concat 0"; empty for a plain tensor."""
+    sources: tuple[str, ...]
+    """What it is made of, names that differ only in numbers as one: `experts.{0..7}.up_proj.weight`."""
+    is_reordered: bool
+    """Its elements are computed in pieces; all others move as they lie."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysResult:
+    """What key rules make of a source."""
+
+    source: str
+    format: str
+    rules: str | None
+    """Name of the rule set or file; "transformers" for a class's own; None if nothing is known of the names."""
+    title: str
+    """What that is, for people."""
+    side: str
+    """The side that the source's names are of: "hub" or "model"."""
+    num_stored: int
+    """Tensors of the source."""
+    tensors: tuple[BoundTensor, ...]
+    """On the other side."""
+    dropped: tuple[str, ...] = ()
+    """Names of the source that have no counterpart."""
+    problems: tuple[str, ...] = ()
+    """Why the rules do not fit."""
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """True if the rules fit."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**asdict(self), "ok": self.ok}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    path: str
+    checkpoint: Checkpoint
+    side: Side
+    shapes: dict[str, Shape]
+    config: Mapping[str, Any] | None
+
+
+@may_follow_links
+def check_keys(
+    rules: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    follow_links: bool = False,
+) -> KeysResult:
+    """Hold key rules against the names and shapes of a source, there and back; no tensor is read.
+
+    Args:
+        rules: path of a TOML file, or the name of a shipped set.
+        source: a Hub model, or a checkpoint that holds a trainer's own names.
+        base: the model whose config.json has the numbers that the rules call for.
+        follow_links: read links that lead out of a checkpoint's directory as the files that they lead to.
+
+    Returns:
+        Result whose `problems` list every tensor and rule that does not fit.
+
+    Raises:
+        UsageError: there is no such rule set, or it has mistakes; lists all.
+        SourceError, IntegrityError, ResourceError: the source cannot be opened.
+    """
+    found, opened = load_rules(rules), _open(os.fspath(source), base)
+    try:
+        binding, problems = (
+            bind_names(found, opened.shapes, opened.config, side=opened.side),
+            tuple[str, ...](),
+        )
+    except LayoutError as error:
+        binding, problems = Binding(made={}), tuple(error.problems)
+    return _result(opened, found.name, found.title, binding, problems=problems)
+
+
+@may_follow_links
+def show_keys(
+    source: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    follow_links: bool = False,
+) -> KeysResult:
+    """Return what the tensors of a source are on the other side, as preshard and consolidate would have it.
+
+    Args:
+        source: a Hub model, or a sharded checkpoint.
+        base: the model whose config.json tells the architecture and its numbers.
+        follow_links: as for `check_keys`.
+
+    Raises:
+        SourceError, IntegrityError, ResourceError: the source cannot be opened.
+    """
+    opened = _open(os.fspath(source), base)
+    hub = opened.checkpoint.hub
+    if hub is not None and (hub.config or {}).get("architectures"):
+        try:
+            asked = ask_names(hub.directory, opened.shapes)
+        except ShardkitError as error:
+            reason = error.message
+        else:
+            renamed = {fqn: Stored(name, opened.shapes[name]) for fqn, name in asked.names.items()}
+            binding = Binding(
+                made={**renamed, **asked.converted}, dropped=tuple(sorted({*asked.unused, *asked.ignored}))
+            )
+            return _result(opened, "transformers", "the model's class in transformers", binding)
+    else:
+        reason = "there is no config.json that names an architecture"
+    choice = choose_shipped(opened.shapes, opened.config, side=opened.side)
+    if len(choice.fitting) == 1:
+        ((rules, binding),) = choice.fitting
+        return _result(opened, rules.name, rules.title, binding, notes=choice.reasons)
+    said = [f"{rules.name} fits: {rules.title}" for rules, _ in choice.fitting] or [
+        f"no shipped rule set knows all of these names{'' if hub is None else f', and {reason}'}"
+    ]
+    same = Binding(made={name: Stored(name, shape) for name, shape in opened.shapes.items()})
+    return _result(opened, None, "names as they are", same, notes=(*said, *choice.reasons))
+
+
+def _open(path: str, base: str | os.PathLike[str] | None) -> _Source:
+    if storage.exists(path):
+        taken = take(path)
+        path, checkpoint = taken.resolved.path, taken.open()
+    else:
+        checkpoint = formats.open(path)
+    given = None if base is None else open_base(os.fspath(base))
+    if checkpoint.hub is not None:
+        config = given.config if given is not None else checkpoint.hub.config
+        tensors: Mapping[str, TensorEntry] = checkpoint.catalog.tensors
+        shapes = {name: entry.shape for name, entry in tensors.items()}
+        return _Source(path=path, checkpoint=checkpoint, side="hub", shapes=shapes, config=config)
+    catalog = checkpoint.catalog
+    selection = select_model(catalog.tensors, catalog.objects, catalog.paths, checkpoint.roots)
+    found = given or find_base(checkpoint)
+    return _Source(
+        path=path,
+        checkpoint=checkpoint,
+        side="model",
+        shapes={selection.live[name]: catalog.tensors[name].shape for name in selection.names},
+        config=found.config if found is not None else None,
+    )
+
+
+def _result(
+    opened: _Source,
+    rules: str | None,
+    title: str,
+    binding: Binding,
+    *,
+    problems: tuple[str, ...] = (),
+    notes: Iterable[str] = (),
+) -> KeysResult:
+    return KeysResult(
+        source=opened.path,
+        format=opened.checkpoint.format,
+        rules=rules,
+        title=title,
+        side=opened.side,
+        num_stored=len(opened.shapes),
+        tensors=tuple(
+            BoundTensor(
+                name=name,
+                shape=made.shape,
+                steps=" of ".join(_steps(made)),
+                sources=tuple(each.pattern for each in fold((n, None) for n in _names(made))),
+                is_reordered=_is_reordered(made),
+            )
+            for name, made in binding.made.items()
+        ),
+        dropped=binding.dropped,
+        problems=problems,
+        notes=tuple(notes),
+    )
+
+
+def _names(made: Expression) -> Iterator[str]:
+    yield from dict.fromkeys(leaf.name for leaf in leaves(made))
+
+
+def _is_reordered(made: Expression) -> bool:
+    return not all(piece.is_box for piece in pieces(made))
+
+
+def _steps(made: Expression) -> Iterator[str]:
+    """Yield what is done to the first part of an expression, from the outside in."""
+    while not isinstance(made, Stored):
+        match made:
+            case Concat():
+                yield f"concat {made.dim}"
+                made = made.parts[0]
+            case Cut():
+                yield f"box {list(made.region.sizes)} at {list(made.region.offsets)}"
+                made = made.of
+            case Permuted():
+                yield f"permute {list(made.dims)}"
+                made = made.of
+            case Reshaped():
+                yield f"reshape {list(made.shape)}"
+                made = made.of
+            case _:
+                yield "zeros"
+                return
+
+
+def folded(result: KeysResult) -> list[tuple[str, str, str, int]]:
+    """Return (names, shape, what they are made of, number of names) of tensors that are alike but for their numbers."""
+    keys = ((each.name, (list_shape(each.shape), _made_of(each))) for each in result.tensors)
+    return [(each.pattern, each.key[0], each.key[1], each.count) for each in fold(keys)]
+
+
+def list_shape(shape: Shape) -> str:
+    """Return a shape as text."""
+    return str(list(shape))
+
+
+def _made_of(tensor: BoundTensor) -> str:
+    """Return what a tensor is made of, with `#` for the numbers of its own name."""
+    own = {part for part in tensor.name.split(".") if part.isdigit()}
+    sources = [".".join("#" if part in own else part for part in each.split(".")) for each in tensor.sources]
+    return " of ".join(filter(None, (tensor.steps, ", ".join(map(escape, sources)))))

@@ -1,0 +1,252 @@
+"""Key rules: the shipped sets against what the trainers do, there and back; and every mistake is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardkit.errors import LayoutError, UsageError
+from shardkit.keys.expressions import Stored, pieces
+from shardkit.keys.rules import RuleSet, bind_names, choose_shipped, find_shipped, parse_rules, shipped
+from tests.keys.test_expressions import evaluate
+from tests.keys.trainers import HEADS, KV_HEADS, SETS, by_groups, config, hub, numbered, pairs
+
+
+def found(name: str) -> RuleSet:
+    rules = find_shipped(name)
+    assert rules is not None
+    return rules
+
+
+def moved(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the tensors of a set's small model, on the Hub and in the trainer's model."""
+    model_type, shapes = SETS[name]
+    values = numbered(shapes)
+    binding = bind_names(found(name), shapes, config(model_type), side="hub")
+    return values, {target: evaluate(made, values) for target, made in binding.made.items()}
+
+
+def test_every_shipped_set_is_tried() -> None:
+    assert {rules.name for rules in shipped()} == SETS.keys()
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_what_goes_there_comes_back_and_the_set_is_chosen_by_itself(name: str) -> None:
+    model_type, _ = SETS[name]
+    values, theirs = moved(name)
+    shapes = {target: value.shape for target, value in theirs.items()}
+    choice = choose_shipped(shapes, config(model_type), side="model")
+    assert [rules.name for rules, _ in choice.fitting] == [name]
+    back = {target: evaluate(made, theirs) for target, made in choice.fitting[0][1].made.items()}
+    expected = dict(values)
+    if "lm_head.weight" in back.keys() - values.keys():  # tied
+        expected["lm_head.weight"] = values["model.embed_tokens.weight"]
+    assert back.keys() == expected.keys()
+    assert all(np.array_equal(back[target], expected[target]) for target in back)
+
+
+@pytest.mark.parametrize("name", ["torchtitan-llama3", "torchtitan-llama3-0.2", "torchtune-llama"])
+def test_rows_of_query_and_key_are_those_of_pairs_also_for_grouped_queries(name: str) -> None:
+    values, theirs = moved(name)
+    place = {"torchtitan-llama3": "attention.qkv_linear.w{}", "torchtitan-llama3-0.2": "attention.w{}"}
+    for letter, heads in (("q", HEADS), ("k", KV_HEADS)):
+        mine = theirs[f"layers.1.{place.get(name, 'attn.{}_proj').format(letter)}.weight"]
+        assert np.array_equal(mine, pairs(values[f"model.layers.1.self_attn.{letter}_proj.weight"], heads))
+
+
+def test_qwens_rows_stay() -> None:
+    values, theirs = moved("torchtitan-qwen3")
+    assert np.array_equal(
+        theirs["layers.0.attention.qkv_linear.wq.weight"], values["model.layers.0.self_attn.q_proj.weight"]
+    )
+    experts = [values[f"model.layers.0.mlp.experts.{e}.up_proj.weight"] for e in range(3)]
+    assert np.array_equal(theirs["layers.0.moe.routed_experts.inner_experts.w3_EFD"], np.stack(experts))
+
+
+def test_llama_4_is_transposed_and_taken_apart() -> None:
+    values, theirs = moved("torchtitan-llama4-0.2")
+    fused = values["language_model.model.layers.1.feed_forward.experts.gate_up_proj"]
+    w1, w3 = np.split(fused, 2, axis=-1)
+    assert np.array_equal(theirs["layers.1.moe.experts.w1"], w1.swapaxes(1, 2))
+    assert np.array_equal(theirs["layers.1.moe.experts.w3"], w3.swapaxes(1, 2))
+
+
+def test_megatron_stacks_layers_and_groups_query_key_and_value() -> None:
+    values, theirs = moved("megatron-llama")
+    for kind in ("weight", "bias"):
+        parts = [
+            [values[f"model.layers.{layer}.self_attn.{letter}_proj.{kind}"] for letter in "qkv"]
+            for layer in range(2)
+        ]
+        assert np.array_equal(
+            theirs[f"decoder.layers.self_attention.linear_qkv.{kind}"],
+            np.stack([by_groups(part) for part in parts]),
+        )
+    embedding = theirs["embedding.word_embeddings.weight"]
+    assert embedding.shape == (128, 16)
+    assert not embedding[40:].any()
+    fc1 = np.concatenate([values[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")])
+    assert np.array_equal(theirs["decoder.layers.mlp.linear_fc1.weight"][1], fc1)
+
+
+def test_megatrons_experts_are_stacked_twice() -> None:
+    values, theirs = moved("megatron-mixtral")
+    at = "model.layers.1.block_sparse_moe.experts.2."
+    expected = np.concatenate([values[f"{at}w1.weight"], values[f"{at}w3.weight"]])
+    assert np.array_equal(theirs["decoder.layers.mlp.experts.experts.linear_fc1.weight"][1, 2], expected)
+
+
+def test_fms_permutes_query_and_key_and_fuses() -> None:
+    values, theirs = moved("fms-llama")
+    at = "model.layers.0.self_attn."
+    expected = np.concatenate(
+        [
+            pairs(values[f"{at}q_proj.weight"], HEADS),
+            pairs(values[f"{at}k_proj.weight"], KV_HEADS),
+            values[f"{at}v_proj.weight"],
+        ]
+    )
+    assert np.array_equal(theirs["base_model.layers.0.attn.in_proj.qkv_fused.weight"], expected)
+
+
+def test_nemos_experts_are_transposed_side_by_side_and_all_else_stays() -> None:
+    values, theirs = moved("nemo-automodel-moe")
+    at = "model.layers.1.mlp.experts.2."
+    expected = np.concatenate([values[f"{at}gate_proj.weight"].T, values[f"{at}up_proj.weight"].T], 1)
+    assert np.array_equal(theirs["model.layers.1.mlp.experts.gate_and_up_projs"][2], expected)
+    assert np.array_equal(theirs["model.norm.weight"], values["model.norm.weight"])
+
+
+def test_olmo_cores_experts_lie_one_below_the_other() -> None:
+    values, theirs = moved("olmo-core")
+    experts = [values[f"model.layers.0.mlp.experts.{e}.gate_proj.weight"] for e in range(3)]
+    assert np.array_equal(theirs["blocks.0.feed_forward_moe.experts.mlp.w1"], np.concatenate(experts, 1).T)
+    assert np.array_equal(
+        theirs["blocks.0.feed_forward_moe.router.weight"],
+        values["model.layers.0.mlp.gate.weight"].reshape(-1),
+    )
+
+
+def test_stacked_experts_move_as_they_lie() -> None:
+    model_type, shapes = SETS["torchtitan-qwen3"]
+    binding = bind_names(found("torchtitan-qwen3"), shapes, config(model_type), side="hub")
+    assert all(piece.is_box for made in binding.made.values() for piece in pieces(made))
+
+
+HEAD = 'format = 1\nname = "mine"\n'
+ONE = HEAD + '[[rule]]\nhub = "a.{i}.w"\nmodel = "b.{i}.v"\n'
+
+
+def bound(
+    text: str, shapes: dict[str, tuple[int, ...]], side: Any = "hub", config: Any = None
+) -> dict[str, Any]:
+    return dict(bind_names(parse_rules(text.encode(), "mine.toml"), shapes, config, side=side).made)
+
+
+def problems(
+    text: str, shapes: dict[str, tuple[int, ...]], side: Any = "hub", config: Any = None
+) -> list[str]:
+    with pytest.raises(LayoutError) as caught:
+        bound(text, shapes, side, config)
+    return list(caught.value.problems)
+
+
+def test_a_set_goes_both_ways() -> None:
+    assert bound(ONE, {"a.3.w": (2,)}) == {"b.3.v": Stored("a.3.w", (2,))}
+    assert bound(ONE, {"b.3.v": (2,)}, "model") == {"a.3.w": Stored("b.3.v", (2,))}
+
+
+def test_tensors_without_a_rule_and_rules_without_a_tensor_are_all_listed() -> None:
+    text = ONE + '[[rule]]\nhub = "c"\nmodel = "d"\n'
+    said = problems(text, {"x.weight": (2,), "y": (3, 4)})
+    assert len(said) == 4
+    assert "rule 1 (a.{i}.w = b.{i}.v): matches nothing" in said
+    assert "rule 2 (c = d): matches nothing" in said
+    assert any(line.startswith("y [3, 4]: no rule is about it") for line in said)
+
+
+def test_collisions_are_listed() -> None:
+    twice = ONE + '[[rule]]\nhub = "a.0.w"\nmodel = "c"\n'
+    assert any("rule 1" in line and "rule 2" in line for line in problems(twice, {"a.0.w": (2,)}))
+    same = ONE + '[[rule]]\nhub = "c.{i}"\nmodel = "b.{i}.v"\n'
+    said = problems(same, {"a.0.w": (2,), "c.0": (2,)})
+    assert any("b.0.v: made twice" in line for line in said)
+
+
+def test_what_does_not_come_back_is_refused() -> None:
+    lossy = HEAD + '[[rule]]\nhub = ["a", "b"]\nmodel = "c"\nsteps = [{ concat = 0 }]\n'
+    said = problems(lossy, {"a": (2, 3), "b": (4, 3)})
+    assert any(line.startswith("a: ") and "comes back as" in line for line in said)
+    sizes = lossy.replace("{ concat = 0 }", "{ concat = 0, sizes = [2, 4] }")
+    assert bound(sizes, {"a": (2, 3), "b": (4, 3)})["c"].shape == (6, 3)
+
+
+def test_gaps_among_experts_are_named() -> None:
+    text = HEAD + '[[rule]]\nhub = "e.{e}.w"\nmodel = "w"\nsteps = [{ stack = "e" }]\n'
+    assert "1 is missing" in problems(text, {"e.0.w": (2,), "e.2.w": (2,)})[0]
+    assert bound(text, {"e.1.w": (2,), "e.0.w": (2,)})["w"].shape == (2, 2)
+
+
+def test_numbers_come_from_the_config_or_the_file() -> None:
+    text = (
+        HEAD
+        + 'numbers = { heads = ["nh", "hidden // 4"] }\n[[rule]]\nhub = "q"\nmodel = "p"\nsteps = [{ rope = "heads" }]\n'
+    )
+    assert bound(text, {"q": (8, 2)}, config={"hidden": 8})["p"].shape == (8, 2)
+    said = problems(text, {"q": (8, 2)})
+    assert "the number hidden is not known: there is no config.json" in said[0]
+    assert "8 rows are not 3 heads" in problems(text, {"q": (8, 2)}, config={"nh": 3})[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("format = 2\n[[rule]]\nhub='a'\nmodel='b'", "format: expected 1"),
+        ("format = 1\n", "rule: expected one"),
+        ("format = 1\n[[rule]]\nhubb='a'\nmodel='b'", "hubb: no such key"),
+        ("format = 1\n[[rule]]\nhub='a'", "drop = true"),
+        ("format = 1\n[[rule]]\nhub=['a','b']\nmodel='c'", "concat step"),
+        ("format = 1\n[[rule]]\nhub='a.{e}'\nmodel='c'", "stack step"),
+        ("format = 1\n[[rule]]\nhub='a'\nmodel='c'\nsteps=[{ turn = 1 }]", "expected one of"),
+        ("format = 1\n[[rule]]\nhub='a'\nmodel=['b','c']\nsteps=[{ concat = 0 }]", "steps_to_hub"),
+        ("format = 1\nothers = 'drop'\n[[rule]]\nhub='a'\nmodel='b'", "others:"),
+        ("format = 1\nnumbers = { a = true }\n[[rule]]\nhub='a'\nmodel='b'", "numbers.a"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused_with_it(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_rules(text.encode(), "mine.toml")
+    assert any(said in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_what_is_not_toml_is_refused() -> None:
+    with pytest.raises(UsageError, match="is not TOML"):
+        parse_rules(b"[[rule", "mine.toml")
+    with pytest.raises(UsageError, match="is not TOML"):
+        parse_rules(b"\xff\xfe", "mine.toml")
+
+
+def test_a_number_is_arithmetic_and_nothing_else() -> None:
+    text = (
+        HEAD
+        + 'numbers = { n = "__import__(1)" }\n[[rule]]\nhub = "q"\nmodel = "p"\nsteps = [{ rope = "n" }]\n'
+    )
+    assert "is not a number, a name or arithmetic" in problems(text, {"q": (8, 2)}, config={})[0]
+
+
+def test_a_set_is_not_chosen_for_another_architecture() -> None:
+    shapes = {target: value.shape for target, value in moved("torchtitan-llama3-0.2")[1].items()}
+    choice = choose_shipped(shapes, config("mistral3"), side="model")
+    assert not choice.fitting
+    assert any("it is for llama" in reason for reason in choice.reasons)
+    assert not choose_shipped(hub("llama"), config("llama"), side="model").fitting
+
+
+def test_without_a_config_names_of_two_architectures_are_not_guessed() -> None:
+    for name in ("torchtune-llama", "olmo-core-llama"):
+        shapes = {target: value.shape for target, value in moved(name)[1].items()}
+        choice = choose_shipped(shapes, None, side="model")
+        assert not choice.fitting
+        assert "a config.json tells which it is" in choice.reasons[0]

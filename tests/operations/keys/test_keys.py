@@ -1,0 +1,168 @@
+"""Key rules through the verbs: stock torch loads what preshard wrote, and what it saved becomes the Hub's files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import shardkit
+from shardkit.cli import main
+from shardkit.errors import LayoutError, UsageError
+from shardkit.keys.rules import bind_names, find_shipped
+from tests.keys.test_expressions import evaluate
+from tests.keys.trainers import SETS, config, numbered
+from tests.worlds.processes import ROOT
+
+tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+NAMES = [
+    "torchtitan-llama3",
+    "torchtitan-qwen3",
+    "torchtune-llama",
+    "fms-llama",
+    "megatron-llama",
+    "megatron-mixtral",
+]
+
+
+def make(name: str, place: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Write a small model as on the Hub; return its directory, and its tensors in the trainer's model."""
+    model_type, shapes = SETS[name]
+    values = numbered(shapes)
+    hub = place / "hub"
+    hub.mkdir()
+    save_file(
+        {key: torch.from_numpy(value).to(torch.int32) for key, value in values.items()},
+        hub / "model.safetensors",
+        {"format": "pt"},
+    )
+    (hub / "config.json").write_text(json.dumps({**config(model_type), "tie_word_embeddings": False}))
+    rules = find_shipped(name)
+    assert rules is not None
+    made = bind_names(rules, shapes, config(model_type), side="hub").made
+    theirs = {
+        key: torch.from_numpy(np.ascontiguousarray(evaluate(each, values))) for key, each in made.items()
+    }
+    return hub, {key: value.to(torch.int32) for key, value in theirs.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stock_torch_loads_a_trainers_own_tensors_and_what_it_saves_becomes_the_hubs(
+    name: str, tmp_path: Path
+) -> None:
+    hub, theirs = make(name, tmp_path)
+    shardkit.preshard(hub, tmp_path / "sharded", world_size=3, keys=name, wrap="none")
+    loaded = {key: torch.zeros_like(value) for key, value in theirs.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "sharded")
+    assert all(torch.equal(loaded[key], theirs[key]) for key in theirs)
+    assert shardkit.verify(tmp_path / "sharded").ok
+    dcp.save(loaded, checkpoint_id=tmp_path / "trained")
+    done = shardkit.consolidate(tmp_path / "trained", tmp_path / "back", base=hub)
+    assert any(name.partition("-")[0] in note.lower() for note in done.notes)
+    assert not done.unloadable
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (hub / "model.safetensors").read_bytes()
+    back = shardkit.consolidate(tmp_path / "sharded", tmp_path / "again", base=hub)
+    assert not back.unloadable
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (hub / "model.safetensors").read_bytes()
+
+
+def test_a_model_that_a_person_built_is_filled_through_rules(tmp_path: Path) -> None:
+    hub, theirs = make("torchtitan-llama3", tmp_path)
+    model = Tree(theirs)
+    shardkit.load_into(model, hub, keys="torchtitan-llama3")
+    state = model.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in theirs.items())
+    context = shardkit.prepare(lambda: Tree(theirs), hub, keys="torchtitan-llama3")
+    assert len(context.expected) == len(theirs)
+    with pytest.raises(LayoutError):
+        shardkit.load_into(Tree(theirs), hub)
+
+
+class Tree(torch.nn.Module):
+    """A module for each part of dotted names, with integers as parameters."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, value in tensors.items():
+            *path, leaf = name.split(".")
+            module: torch.nn.Module = self
+            for part in path:
+                if part not in dict(module.named_children()):
+                    module.add_module(part, torch.nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(leaf, torch.nn.Parameter(torch.zeros_like(value), requires_grad=False))
+
+
+def test_without_a_config_the_reason_is_said_and_nothing_is_permuted(tmp_path: Path) -> None:
+    _, theirs = make("torchtitan-llama3", tmp_path)
+    dcp.save(theirs, checkpoint_id=tmp_path / "trained")
+    done = shardkit.consolidate(tmp_path / "trained", tmp_path / "back")
+    assert any("num_attention_heads is not known" in warning for warning in done.warnings)
+    assert "torchtitan's own" in done.unloadable[0]
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(written[key], theirs[key]) for key in theirs)
+
+
+def test_rules_that_do_not_fit_are_refused_before_a_byte_moves(tmp_path: Path) -> None:
+    hub, theirs = make("torchtitan-llama3", tmp_path)
+    rules = tmp_path / "rules.toml"
+    rules.write_text('format = 1\n[[rule]]\nhub = "model.norm.weight"\nmodel = "norm.weight"\n')
+    with pytest.raises(LayoutError) as caught:
+        shardkit.preshard(hub, tmp_path / "sharded", world_size=2, keys=rules)
+    assert len(caught.value.problems) == len(theirs) - 1
+    assert not (tmp_path / "sharded").exists()
+    dcp.save(theirs, checkpoint_id=tmp_path / "trained")
+    with pytest.raises(LayoutError):
+        shardkit.consolidate(tmp_path / "trained", tmp_path / "back", base=hub, keys=rules)
+    assert not (tmp_path / "back").exists()
+    with pytest.raises(UsageError, match="no rule set of that name") as unknown:
+        shardkit.preshard(hub, tmp_path / "sharded", world_size=2, keys="torchtitan-lama3")
+    assert "torchtitan-llama3" in str(unknown.value)
+
+
+def test_check_says_yes_or_no_and_show_what_is_what(tmp_path: Path) -> None:
+    hub, theirs = make("torchtitan-qwen3", tmp_path)
+    dcp.save(theirs, checkpoint_id=tmp_path / "trained")
+    runner = CliRunner()
+    yes = runner.invoke(
+        main, ["keys", "check", "torchtitan-qwen3", str(tmp_path / "trained"), "--base", str(hub)]
+    )
+    assert yes.exit_code == 0, yes.output
+    assert "there and back, all fits" in yes.output
+    no = runner.invoke(
+        main, ["keys", "check", "torchtitan-llama3", str(tmp_path / "trained"), "--base", str(hub)]
+    )
+    assert no.exit_code == 1
+    assert "no rule is about it" in no.output
+    shown = runner.invoke(main, ["keys", "show", str(tmp_path / "trained"), "--base", str(hub), "--json"])
+    document = json.loads(shown.output)
+    assert document["rules"] == "torchtitan-qwen3"
+    tensors = {tensor["name"]: tensor for tensor in document["tensors"]}
+    expert = tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    assert expert["sources"] == ["layers.1.moe.routed_experts.inner_experts.w3_EFD"]
+    assert not expert["is_reordered"]
+
+
+def test_the_schema_takes_the_shipped_sets_and_refuses_mistakes() -> None:
+    schema = json.loads((ROOT / "docs/keys.schema.json").read_text())
+    files = sorted((ROOT / "shardkit/keys/shipped").glob("*.toml"))
+    assert {path.stem for path in files} == SETS.keys()
+    for path in files:
+        jsonschema.validate(tomllib.loads(path.read_text()), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"format": 1, "rule": [{"hub": "a"}]}, schema)
+
+
+def test_every_shipped_set_is_documented() -> None:
+    text = (ROOT / "docs/keys.md").read_text()
+    assert all(f"`{name}`" in text for name in SETS)
