@@ -5,7 +5,8 @@ A hole is filled in one of three ways:
 - *streamed* if its bytes, in order, are contiguous runs of source chunks: row-sharded tensors, in either
   direction;
 - *gathered* if it is a run of the tensor but the chunks are not, because a tensor that was cut along a later
-  dim is put together: band by band, every chunk's part is read and put in its place;
+  dim is put together, or if elements are reordered: band by band, every chunk's part is read, or computed, and
+  put in its place;
 - *scattered* if a tensor is being cut along a later dim, or its bytes have to be decoded: the source is read
   once, block by block, and every block's part is put into each hole that wants it.
 """
@@ -162,7 +163,9 @@ def _are_runs(sizes: Iterable[Shape], shape: Shape) -> bool:
 
 
 def _is_decoded(entry: TensorEntry, catalog: Catalog) -> bool:
-    return any(catalog.files[catalog.chunks.file[row]].decode for row in entry.chunk_ids)
+    """True if a part of a tensor exists only once all of it is decoded."""
+    files = (catalog.files[catalog.chunks.file[row]] for row in entry.chunk_ids)
+    return any(file.decode is not None and file.compute is None for file in files)
 
 
 def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
