@@ -35,7 +35,9 @@ Examples:
 @click.option("--base-revision", metavar="REV", help="Branch, tag or commit of a repo id.")
 @opt.dtype("--dtype", "base", help="Convert floating tensors; base: each as it is stored in the base.")
 @click.option(
-    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Max. tensor bytes in a file."
+    "--max-shard-size",
+    metavar="SIZE",
+    help="Max. tensor bytes in a file. Default: files as the base has them, else 5GB.",
 )
 @click.option("--single-file", is_flag=True, help="One model.safetensors, whatever its size.")
 @opt.naming

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -78,6 +79,30 @@ def holds_equal(base: Base, one: str, other: str) -> bool:
     rows = (row for name in (one, other) for row in catalog.tensors[name].chunk_ids)
     is_raw = not any(catalog.files[catalog.chunks.file[row]].decode for row in rows)
     return is_raw and same_bytes(catalog, one, other)
+
+
+_WEIGHT_FILE = re.compile(r"model(-\d{5,6}-of-\d{5,6})?\.safetensors")
+
+
+def files_of(base: Base) -> dict[str, list[str]] | None:
+    """Return the names of the tensors in each weight file of a base, in the order of their bytes.
+
+    None if its files are not at hand, or have other names than transformers gives them.
+    """
+    catalog = base.catalog
+    if catalog is None or catalog.format != "safetensors" or not catalog.tensors:
+        return None
+    rows: dict[str, list[tuple[int, str]]] = {}
+    for name, entry in catalog.tensors.items():
+        if entry.num_chunks != 1:
+            return None
+        chunk = entry.first_chunk
+        rows.setdefault(catalog.files[catalog.chunks.file[chunk]].name, []).append(
+            (catalog.chunks.start[chunk], name)
+        )
+    if not all(map(_WEIGHT_FILE.fullmatch, rows)):
+        return None
+    return {file: [name for _, name in sorted(rows[file])] for file in sorted(rows)}
 
 
 def open_base(base: str, *, revision: str | None = None) -> Base:

@@ -16,7 +16,7 @@ huggingface_hub 2.4, serialization/_base.py, split_state_dict_into_shards_factor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -363,7 +363,12 @@ class SafetensorsImages:
     """The weight files of one model."""
 
     def __init__(
-        self, tensors: Sequence[OutputTensor], *, max_shard_bytes: int | None, stem: str = "model"
+        self,
+        tensors: Sequence[OutputTensor],
+        *,
+        max_shard_bytes: int | None,
+        stem: str = "model",
+        files: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Place every tensor.
 
@@ -371,16 +376,22 @@ class SafetensorsImages:
             tensors: with distinct names, in the order in which they are divided over files.
             max_shard_bytes: most bytes of tensors in one file; None makes a single one.
             stem: what the file names begin with.
+            files: file name -> names of its tensors in their order, of all tensors; None divides them by size.
 
         Raises:
             SourceError: dtypes or names that safetensors cannot hold, or a header that is too large.
         """
         _check_writable(tensors)
-        groups = _split(tensors, max_shard_bytes)
         self.stem = stem
-        self.images = [
-            _make_image(_file_name(stem, number, len(groups)), group) for number, group in enumerate(groups)
-        ]
+        if files is not None:
+            known = {tensor.fqn: tensor for tensor in tensors}
+            self.images = [_make_image(name, [known[fqn] for fqn in each]) for name, each in files.items()]
+        else:
+            groups = _split(tensors, max_shard_bytes)
+            self.images = [
+                _make_image(_file_name(stem, number, len(groups)), group)
+                for number, group in enumerate(groups)
+            ]
         self.data_nbytes = [sum(tensor.nbytes for tensor in image.tensors) for image in self.images]
         self._stored: dict[str, OutputTensor] = {}
         self._holes: dict[str, list[tuple[int, Hole]]] = {}
@@ -450,7 +461,9 @@ def _split(tensors: Sequence[OutputTensor], limit: int | None) -> list[list[Outp
 
 
 def _make_image(name: str, tensors: Sequence[OutputTensor]) -> SafetensorsImage:
-    ordered = tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))  # stable
+    ordered = tuple(tensors)
+    if not _are_aligned(ordered):
+        ordered = tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))  # stable
     header = _header(name, ordered)
     holes, start = list[Hole](), len(header)
     for tensor in ordered:
@@ -460,6 +473,16 @@ def _make_image(name: str, tensors: Sequence[OutputTensor]) -> SafetensorsImage:
             holes.append(Hole(tensor.source, region, tensor.dtype, first, nbytes))
         start += tensor.nbytes
     return SafetensorsImage(name, start, header, ordered, tuple(holes))
+
+
+def _are_aligned(tensors: Sequence[OutputTensor]) -> bool:
+    """True if each tensor starts at a multiple of its element size when they lie in this order."""
+    start = 0
+    for tensor in tensors:
+        if start % tensor.dtype.itemsize:
+            return False
+        start += tensor.nbytes
+    return True
 
 
 def _regions(tensor: OutputTensor) -> list[Region]:

@@ -27,6 +27,7 @@ from shardkit.operations.resolve import ResolvedCheckpoint, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
 
+_SHARD_SIZE = "5GB"  # as transformers and huggingface_hub have it
 _SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors", ".safetensors.index.json", ".bin.index.json")
 
 
@@ -38,7 +39,7 @@ def consolidate(
     base: str | os.PathLike[str] | None = None,
     base_revision: str | None = None,
     dtype: str = "keep",
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int | None = None,
     single_file: bool = False,
     weights: str = "model",
     root: str | None = None,
@@ -84,7 +85,8 @@ def consolidate(
         base_revision: branch, tag or commit of a repo id.
         dtype: "keep", "base" (as the base stores each tensor), "bf16", "fp16" or "fp32"; only floating tensors
             are converted.
-        max_shard_size: most bytes of tensors in a file, as a number or as "5GB".
+        max_shard_size: most bytes of tensors in a file, as a number or as "5GB". None divides them over files as a base
+            on this machine does, if it has the same tensors in the same dtypes; otherwise it is 5GB.
         single_file: one file, whatever its size.
         weights: "model", "ema", or another part of the checkpoint by its name.
         root: where the model begins, dotted; then nothing is guessed.
@@ -146,7 +148,8 @@ def consolidate(
         allow_missing=allow_missing,
         allow_unexpected=allow_unexpected,
         dtype=dtype,
-        max_shard_bytes=_shard_limit(max_shard_size, single_file),
+        max_shard_bytes=_shard_limit(_SHARD_SIZE if max_shard_size is None else max_shard_size, single_file),
+        follows_base=max_shard_size is None and not single_file,
         digest=digest,
         merge_lora=merge_lora,
         adapter_config=adapter_config,

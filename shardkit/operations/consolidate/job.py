@@ -23,6 +23,7 @@ from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import (
     SAVED_ROOT,
     Base,
+    files_of,
     holds_equal,
     holds_hub_names,
     hub_key_rules,
@@ -89,6 +90,8 @@ class JobOptions:
     """"keep", "base", "bf16", "fp16" or "fp32"."""
     max_shard_bytes: int | None = None
     """Most bytes of tensors in a file; None makes one file."""
+    follows_base: bool = False
+    """Divide the tensors over files as the base does, if it has the same."""
     digest: str = "crc32"
     """"crc32" or "none"."""
     merge_lora: bool = False
@@ -192,7 +195,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         OutputTensor(name, source, dtypes.chosen[name], catalog.tensors[source].shape)
         for source, name in names.items()
     )
-    output = _images(tensors, options, chosen.kind)
+    output = _images(tensors, base, options, chosen.kind)
     assets, changed = _assets(chosen, base, ties, tensors)
     modules, untaken = trained_modules(
         checkpoint,
@@ -492,10 +495,23 @@ def _fit(
     return chosen, ties, _check_fit(shapes, base, groups, options, asked), renamed
 
 
-def _images(tensors: Sequence[OutputTensor], options: JobOptions, kind: str) -> SafetensorsImages:
+def _images(
+    tensors: Sequence[OutputTensor], base: Base | None, options: JobOptions, kind: str
+) -> SafetensorsImages:
     if kind == "adapter":
         return SafetensorsImages(tensors, max_shard_bytes=None, stem=ADAPTER_STEM)  # PEFT has no index
-    return SafetensorsImages(tensors, max_shard_bytes=options.max_shard_bytes)
+    files = files_of(base) if base is not None and options.follows_base else None
+    if files is not None and not _is_as_in(base, tensors):
+        files = None
+    return SafetensorsImages(tensors, max_shard_bytes=options.max_shard_bytes, files=files)
+
+
+def _is_as_in(base: Base | None, tensors: Sequence[OutputTensor]) -> bool:
+    """True if a base has the same tensors in the same dtypes and shapes."""
+    theirs = base.tensors if base is not None and base.tensors is not None else {}
+    return len(tensors) == len(theirs) and all(
+        tensor.fqn in theirs and theirs[tensor.fqn] == (tensor.dtype, tensor.shape) for tensor in tensors
+    )
 
 
 def _assets(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -74,6 +75,34 @@ class TestWhatComesOut:
         assert result.num_files > 2
         model = transformers.AutoModelForCausalLM.from_pretrained(result.output)
         assert_bit_equal(model.state_dict(), weights())
+
+    @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+    def test_unchanged_weights_give_the_bases_own_files(self, trained: Path, tmp_path: Path) -> None:
+        """Experts become single ones again, and every file of the base is there, byte for byte."""
+        import transformers
+
+        shape = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+        sizes = {
+            "intermediate_size": 32,
+            "moe_intermediate_size": 8,
+            "num_experts": 4,
+            "num_hidden_layers": 2,
+        }
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, **sizes, head_dim=8))
+        model.save_pretrained(tmp_path / "base", max_shard_size="5KB")
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path / "step-1")
+        shardkit.consolidate(tmp_path / "step-1", tmp_path / "out", base=tmp_path / "base")
+        names = sorted(path.name for path in (tmp_path / "base").glob("model*"))
+        assert len(names) > 3
+        assert sorted(path.name for path in (tmp_path / "out").glob("model*")) == names
+        for name in names:
+            assert (tmp_path / "out" / name).read_bytes().rstrip() == (
+                tmp_path / "base" / name
+            ).read_bytes().rstrip()
+        done = shardkit.consolidate(
+            tmp_path / "step-1", tmp_path / "two", base=tmp_path / "base", max_shard_size="1GB"
+        )
+        assert done.num_files == 1
 
     def test_optimizer_bytes_are_not_read(self, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """They are several times the model's, and often damaged without anybody noticing."""
