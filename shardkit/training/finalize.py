@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import fsdp_shards
-from shardkit.core.regions import Region, intersect, relative_to
+from shardkit.core.regions import Region, relative_to
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.files.links import may_follow_links
@@ -33,7 +33,6 @@ from shardkit.training.fill.reading import (
     Weights,
     match,
     say_checked,
-    window,
 )
 from shardkit.training.fill.source import find_weights, open_source, remember
 from shardkit.training.model.buffers import (
@@ -58,6 +57,7 @@ from shardkit.training.ranks.local import (
     materialise,
     refuse_fsdp1,
     reshard,
+    window,
 )
 
 _log = logging.getLogger("shardkit")
@@ -399,13 +399,13 @@ def _put(shard: LocalShard, values: torch.Tensor, first_row: int, filled: Filled
     """Fill this rank's part of some rows of a tensor, all of them or those from `first_row` on."""
     offsets = (first_row, *(0,) * (values.ndim - 1)) if values.ndim else ()
     rows = Region(offsets, tuple(values.shape))
-    part = intersect(shard.region, rows)
-    if part is None:
-        return
-    with torch.no_grad():
-        target = shard.tensor[window(relative_to(part, shard.region.offsets))]
-        target.copy_(values[window(relative_to(part, offsets))])
-    filled.elements[shard.fqn] += part.num_elements
+    for part in shard.parts:
+        found = shard.cut(part, rows)
+        if found is not None:
+            region, target = found
+            with torch.no_grad():
+                target.copy_(values[window(relative_to(region, offsets))])
+            filled.elements[shard.fqn] += region.num_elements
 
 
 def _prove(
@@ -436,7 +436,7 @@ def prove_filled(shards: Sequence[LocalShard], elements: Counter[str]) -> Iterat
         elements: how many elements of each were filled, counted where bytes were moved.
     """
     for shard in shards:
-        held, filled = shard.region.num_elements, elements[shard.fqn]
+        held, filled = shard.num_elements, elements[shard.fqn]
         if shard.persistent and filled != held:
             yield f"{escape(shard.fqn)}: {filled} of {held} elements were filled"
 

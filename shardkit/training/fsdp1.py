@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardkit._torch import non_persistent_buffers
+from shardkit.core.placements import Part
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
@@ -164,7 +165,7 @@ class UnitFiller:
                         names=self._groups.get(fqns[0], (fqns[0],)),
                         kind="parameter" if isinstance(tensor, nn.Parameter) else "buffer",
                         persistent=True,
-                        region=full_region(tuple(tensor.shape)),
+                        parts=(Part(full_region(tuple(tensor.shape)), (0,) * tensor.ndim),),
                         replicas=Replicas(mesh=None),
                         whole=tensor,
                     )

@@ -152,7 +152,7 @@ def measure(
     shards = local_shards(model)
     with safe_open(out / "model/model.safetensors", "pt") as file:
         for each in shards:
-            window = tuple(slice(o, o + s) for o, s in zip(*each.region, strict=True))
+            window = tuple(slice(o, o + s) for o, s in zip(*each.parts[0].region, strict=True))
             assert torch.equal(each.tensor, file.get_slice(each.fqn)[window].to(dtype)), each.fqn
     return {
         "extra": watch.peak - sum(each.tensor.nbytes for each in shards),

@@ -110,7 +110,7 @@ def check_sent(source: Path, out: Path) -> None:
     expected = load_file(out / "model/model.safetensors")
     for each in local_shards(model):
         if each.kind == "parameter":
-            window = tuple(slice(o, o + s) for o, s in zip(*each.region, strict=True))
+            window = tuple(slice(o, o + s) for o, s in zip(*each.parts[0].region, strict=True))
             assert torch.equal(each.tensor, expected[each.fqn][window]), each.fqn
 
 

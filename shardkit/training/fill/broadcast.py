@@ -9,7 +9,7 @@ will not come.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -32,7 +32,6 @@ from shardkit.training.fill.reading import (
     plan_reads,
     together,
     torch_dtype,
-    window,
 )
 from shardkit.training.ranks.agree import (
     agree,
@@ -44,7 +43,7 @@ from shardkit.training.ranks.agree import (
     to_bytes,
     world,
 )
-from shardkit.training.ranks.local import LocalShard, flat_bytes
+from shardkit.training.ranks.local import LocalShard, flat_bytes, window
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.sources import SourceFiles
@@ -82,14 +81,18 @@ def fill_broadcast(
             if sources[rank] == rank:
                 supply = replace(supply, weights=supply.weights.located())
             wanted = match(shards, supply)
-            rows = [_row(item) for item in wanted]
+            rows = [_row(items[0]) for items in _by_tensor(wanted).values()]
     rows = broadcast_json(rows, min(sources), phase=_PHASE)
     with agreed("comparing the source with the model"):
         if supply.weights is None:
             wanted = match(shards, replace(supply, weights=_described(rows)))
         tensors = _in_rows_order(wanted, rows)
-    mine = {number: item for number, item in enumerate(tensors) if item.region.num_elements}
-    sent = [Sent(item.entry, _narrower(item)) for item in tensors]
+    mine = {
+        number: kept
+        for number, items in enumerate(tensors)
+        if (kept := [i for i in items if i.region.num_elements])
+    }
+    sent = [Sent(items[0].entry, _narrower(items[0])) for items in tensors]
     filled, error = Filled(), None
     with torch.no_grad(), one_thread_each(True):
         if sources[rank] == rank:
@@ -126,15 +129,23 @@ def _described(rows: Sequence[Any]) -> Weights:
     return Weights(path="the source", catalog=catalog, names=names, identity="")
 
 
-def _in_rows_order(wanted: Sequence[Wanted], rows: Sequence[Any]) -> list[Wanted]:
-    """Return this rank's tensors in the order of the messages.
+def _by_tensor(wanted: Sequence[Wanted]) -> dict[str, list[Wanted]]:
+    """Return the parts of each tensor, by FQN: one, or several of a packed dim."""
+    found: dict[str, list[Wanted]] = {}
+    for item in wanted:
+        found.setdefault(item.shard.fqn, []).append(item)
+    return found
+
+
+def _in_rows_order(wanted: Sequence[Wanted], rows: Sequence[Any]) -> list[list[Wanted]]:
+    """Return this rank's parts of each tensor, in the order of the messages.
 
     Raises:
         LayoutError: this rank's model has others, or wants other dtypes.
     """
-    by_fqn = {item.shard.fqn: item for item in wanted}
+    by_fqn = _by_tensor(wanted)
     differ = {fqn for fqn, *_ in rows} ^ by_fqn.keys()
-    differ |= {row[0] for row in rows if row[0] in by_fqn and _row(by_fqn[row[0]]) != row}
+    differ |= {row[0] for row in rows if row[0] in by_fqn and _row(by_fqn[row[0]][0]) != row}
     if differ:
         raise LayoutError(
             "the ranks' models have other tensors or dtypes than the source rank's",
@@ -201,7 +212,7 @@ def build_steps(tensors: Sequence[Sent]) -> Iterator[Step]:
 
 
 def packed_layout(
-    step: Step, tensors: Sequence[Sent], regions: Mapping[int, Region]
+    step: Step, tensors: Sequence[Sent], regions: Mapping[int, Sequence[Region]]
 ) -> tuple[list[Part], int]:
     """Return where each part lies in a rank's packed message, and the bytes of the message.
 
@@ -213,8 +224,7 @@ def packed_layout(
     parts: list[Part] = []
     at = _ALIGN  # behind the status
     for number, box in step.packed:
-        part = intersect(regions[number], box) if number in regions else None
-        if part is not None:
+        for part in _within(regions.get(number, ()), box):
             nbytes = part.num_elements * tensors[number].dtype.itemsize
             parts.append(Part(number, part, at, at + nbytes))
             at += -(-nbytes // _ALIGN) * _ALIGN
@@ -230,19 +240,30 @@ def _wire() -> Iterator[None]:
         raise lost(_PHASE, error) from error
 
 
-def _part(item: Wanted | None, band: Region) -> Region | None:
-    return None if item is None else intersect(item.region, band)
+def _within(regions: Iterable[Region], band: Region) -> Iterator[Region]:
+    """Yield what each of some regions has in a band."""
+    for region in regions:
+        part = intersect(region, band)
+        if part is not None:
+            yield part
 
 
-def _into(item: Wanted, part: Region) -> torch.Tensor:
-    """Return this rank's memory for a part of a tensor."""
+def _parts(items: Sequence[Wanted], band: Region) -> list[Region]:
+    return list(_within((item.region for item in items), band))
+
+
+def _into(items: Sequence[Wanted], part: Region) -> torch.Tensor:
+    """Return this rank's memory for a part of a tensor, which lies in one of those that it holds."""
+    item = next(item for item in items if intersect(item.region, part) == part)
     return item.target[window(relative_to(part, item.region.offsets))]
 
 
 class _Receiver:
     """Takes what a source sends, straight into memory where it can."""
 
-    def __init__(self, source: int, sent: Sequence[Sent], mine: Mapping[int, Wanted], filled: Filled) -> None:
+    def __init__(
+        self, source: int, sent: Sequence[Sent], mine: Mapping[int, Sequence[Wanted]], filled: Filled
+    ) -> None:
         self._source, self._sent, self._mine, self._filled = source, sent, mine, filled
         self._device = _device_for(mine)
         self._staged = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _IN_FLIGHT
@@ -250,16 +271,16 @@ class _Receiver:
 
     def run(self) -> Exception | None:
         """Receive everything; return an error instead of raising it, so that the source need not wait."""
-        regions = {number: item.region for number, item in self._mine.items()}
+        regions = {number: [item.region for item in items] for number, items in self._mine.items()}
         with _wire():
-            _send_json([[number, *region] for number, region in regions.items()], self._source, self._device)
+            _send_json(list(regions.items()), self._source, self._device)
         for step in build_steps(self._sent):
             if not self._receive_packed(step, regions):
                 break
             self._receive_bands(step)
         return self._error
 
-    def _receive_packed(self, step: Step, regions: Mapping[int, Region]) -> bool:
+    def _receive_packed(self, step: Step, regions: Mapping[int, Sequence[Region]]) -> bool:
         parts, nbytes = packed_layout(step, self._sent, regions)
         message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         with _wire():
@@ -274,21 +295,22 @@ class _Receiver:
         """Receive a large tensor's bands, asking for a few ahead; all of them come."""
         pending: list[tuple[dist.Work, int, Region, torch.Tensor | None]] = []
         turn = 0
-        for band in step.bands:
-            item = self._mine.get(band.number)
-            part = _part(item, band.box)
-            if item is None or part is None:
-                continue
+        wanted = (
+            (band.number, part)
+            for band in step.bands
+            for part in _parts(self._mine.get(band.number, ()), band.box)
+        )
+        for number, part in wanted:
             if len(pending) == _IN_FLIGHT:
                 self._finish(*pending.pop(0))
-            target, dtype = _into(item, part), self._sent[band.number].dtype
+            target, dtype = _into(self._mine[number], part), self._sent[number].dtype
             straight = target.dtype == dtype and target.device == self._device and target.is_contiguous()
             staged = None if straight else self._room(turn, part.num_elements * dtype.itemsize)
             turn += 1
             with _wire():
                 work = dist.irecv(flat_bytes(target) if staged is None else staged, self._source)
             assert work is not None
-            pending.append((work, band.number, part, staged))
+            pending.append((work, number, part, staged))
         for each in pending:
             self._finish(*each)
 
@@ -303,16 +325,16 @@ class _Receiver:
         if staged is not None:
             self._take(number, part, staged)
         else:
-            self._filled.elements[self._mine[number].shard.fqn] += part.num_elements
+            self._filled.elements[self._mine[number][0].shard.fqn] += part.num_elements
 
     def _take(self, number: int, part: Region, content: torch.Tensor) -> None:
-        item = self._mine[number]
+        items = self._mine[number]
         try:
-            _into(item, part).copy_(content.view(self._sent[number].dtype).view(part.sizes))
+            _into(items, part).copy_(content.view(self._sent[number].dtype).view(part.sizes))
         except Exception as error:  # kept for the end: the source goes on sending
             self._error = self._error or error
         else:
-            self._filled.elements[item.shard.fqn] += part.num_elements
+            self._filled.elements[items[0].shard.fqn] += part.num_elements
 
 
 class _Source:
@@ -322,7 +344,7 @@ class _Source:
         self,
         catalog: Catalog,
         sent: Sequence[Sent],
-        mine: Mapping[int, Wanted],
+        mine: Mapping[int, Sequence[Wanted]],
         receivers: Sequence[int],
         filled: Filled,
         check: SourceCheck | None,
@@ -330,7 +352,7 @@ class _Source:
         self._check = check
         self._catalog, self._sent, self._mine, self._filled = catalog, sent, mine, filled
         self._device = _device_for(mine)
-        self._receivers, self._regions = receivers, dict[int, dict[int, Region]]()
+        self._receivers, self._regions = receivers, dict[int, dict[int, list[Region]]]()
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _IN_FLIGHT
         self._pending: list[list[tuple[dist.Work, torch.Tensor]]] = [[] for _ in range(_IN_FLIGHT)]
         self._turn = 0
@@ -342,7 +364,8 @@ class _Source:
             with _wire():
                 wanted = _receive_json(receiver, self._device)
             self._regions[receiver] = {
-                number: Region(tuple(offsets), tuple(sizes)) for number, offsets, sizes in wanted
+                number: [Region(tuple(offsets), tuple(sizes)) for offsets, sizes in regions]
+                for number, regions in wanted
             }
         with SourceFiles(self._catalog.files, check=self._check) as files, files.reader() as reader:
             self._worker = Worker(reader)
@@ -394,15 +417,15 @@ class _Source:
             self._send(messages[str(listed)], receiver)
 
     def _send_band(self, number: int, box: Region) -> None:
-        wanted = {
-            receiver: part
+        wanted = [
+            (receiver, part)
             for receiver, regions in self._regions.items()
-            if number in regions and (part := intersect(regions[number], box)) is not None
-        }
-        if not wanted and _part(self._mine.get(number), box) is None:
+            for part in _within(regions.get(number, ()), box)
+        ]
+        if not wanted and not _parts(self._mine.get(number, ()), box):
             return
         whole = self._read(number, box)
-        for receiver, part in wanted.items():
+        for receiver, part in wanted:
             self._send(whole[window(relative_to(part, box.offsets))].contiguous(), receiver)
 
     def _read(self, number: int, box: Region) -> torch.Tensor:
@@ -424,11 +447,10 @@ class _Source:
             for read in plan_reads(entry, self._catalog, box, whole, entry.fqn):
                 self._worker.fill(read)
             self._worker.finish()
-            item = self._mine.get(number)
-            part = _part(item, box)
-            if item is not None and part is not None:
-                _into(item, part).copy_(whole[window(relative_to(part, box.offsets))])
-                self._filled.elements[item.shard.fqn] += part.num_elements
+            items = self._mine.get(number, ())
+            for part in _parts(items, box):
+                _into(items, part).copy_(whole[window(relative_to(part, box.offsets))])
+                self._filled.elements[items[0].shard.fqn] += part.num_elements
         except BaseException as error:  # told with the next status; Ctrl-C too
             self._error = error
         return whole
@@ -446,11 +468,11 @@ class _Source:
         self._pending[turn].clear()
 
 
-def _device_for(mine: Mapping[int, Wanted]) -> torch.device:
+def _device_for(mine: Mapping[int, Sequence[Wanted]]) -> torch.device:
     """Return where messages must lie: with the parameters, if the process group supports that."""
     if world()[1] == 1:
         return torch.device("cpu")
-    return device_for(None, next((item.target.device for item in mine.values()), None))
+    return device_for(None, next((items[0].target.device for items in mine.values()), None))
 
 
 def _send_json(value: Any, receiver: int, device: torch.device) -> None:

@@ -37,7 +37,7 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.files.storage import BLOCK
 from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
 from shardkit.training.ranks.agree import agreed, gather_json, world
-from shardkit.training.ranks.local import LocalShard, memory_of
+from shardkit.training.ranks.local import LocalShard, memory_of, window
 from shardkit.transfer.bound import bind
 from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.convert import one_thread_each
@@ -218,11 +218,6 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
-def window(box: Region) -> tuple[slice, ...]:
-    """Return the slices that cut a box out of a tensor."""
-    return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
-
-
 class Wanted(NamedTuple):
     """A part of a stored tensor, and this rank's memory for it."""
 
@@ -236,7 +231,7 @@ class Wanted(NamedTuple):
 
 
 def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
-    """Return which part of the source fills which shard, after comparing names, shapes and dtypes.
+    """Return which parts of the source fill which shard, after comparing names, shapes and dtypes.
 
     Args:
         shards: of the model, materialised. Buffers that are in no state dict are not looked for.
@@ -269,7 +264,7 @@ def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
                 f"{escape(shard.fqn)}: {shard.dtype} in the model, {entry.dtype.name} in the source"
             )
         else:
-            found.append(_want(shard, entry))
+            found += _want(shard, entry)
     LayoutError.raise_for(problems, f"{escape(weights.path)} does not fit the model")
     return found
 
@@ -281,11 +276,19 @@ def converts(source: DType, target: torch.dtype) -> bool:
     )
 
 
-def _want(shard: LocalShard, entry: TensorEntry) -> Wanted:
-    region = intersect(shard.region, full_region(entry.shape))
-    if region is None:  # the shard is empty, or has new rows only
-        region = Region(shard.region.offsets, (0,) * len(entry.shape))
-    return Wanted(shard, entry, region, shard.tensor[window(relative_to(region, shard.region.offsets))])
+def _want(shard: LocalShard, entry: TensorEntry) -> Iterator[Wanted]:
+    """Yield each part of a shard that the stored tensor has, or an empty one."""
+    found = [each for part in shard.parts if (each := shard.cut(part, full_region(entry.shape))) is not None]
+    for region, target in found:
+        yield Wanted(shard, entry, region, target)
+    if not found:  # the shard is empty, or has new rows only
+        nothing = (0,) * len(entry.shape)
+        yield Wanted(
+            shard,
+            entry,
+            Region(shard.parts[0].region.offsets, nothing),
+            shard.tensor[window(Region(nothing, nothing))],
+        )
 
 
 def plan_reads(

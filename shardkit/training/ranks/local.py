@@ -8,6 +8,7 @@ import mmap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -16,11 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from shardkit._torch import FSDPShard, fsdp_shards, non_persistent_buffers, shard_of
-from shardkit.core.regions import Region, full_region, split_dim
+from shardkit._torch import FSDPShard, fsdp_shards, non_persistent_buffers
+from shardkit.core.placements import Part, cuts, held
+from shardkit.core.regions import Region, full_region, intersect, relative_to
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.names import clean_name
+from shardkit.layout.placed import placements_of
 from shardkit.training.ranks.agree import current_device
 
 _MIN_NBYTES = 4 << 20  # two pages of 2 MiB: smaller memory hardly holds one
@@ -133,10 +136,10 @@ class LocalShard:
     """"parameter" or "buffer"."""
     persistent: bool
     """It is in the model's state dict."""
-    region: Region
-    """What this rank holds of the whole."""
+    parts: tuple[Part, ...]
+    """What this rank holds of the whole: one region, or several of a packed dim, and where each lies in `tensor`."""
     replicas: Replicas
-    """Who else holds it."""
+    """Who else holds them."""
     whole: torch.Tensor
     """What the module has: a DTensor or a plain tensor."""
 
@@ -157,8 +160,27 @@ class LocalShard:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The memory of `region`, without FSDP's padding; on meta before it is allocated."""
+        """The memory of `parts`, without FSDP's padding; on meta before it is allocated."""
         return local_tensor(self.whole)
+
+    @property
+    def num_elements(self) -> int:
+        """What this rank holds."""
+        return sum(part.region.num_elements for part in self.parts)
+
+    def cut(self, part: Part, box: Region) -> tuple[Region, torch.Tensor] | None:
+        """Return what a part and a box of the whole tensor have in common, and its memory; None for nothing."""
+        region = intersect(part.region, box)
+        if region is None:
+            return None
+        inner = relative_to(region, part.region.offsets)
+        offsets = tuple(map(add, part.corner, inner.offsets))
+        return region, self.tensor[window(Region(offsets, region.sizes))]
+
+
+def window(box: Region) -> tuple[slice, ...]:
+    """Return the slices that cut a box out of a tensor."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
 
 
 def local_tensor(whole: torch.Tensor) -> torch.Tensor:
@@ -198,7 +220,7 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
     problems: list[str] = []
     for names, whole, expected in distinct(model):
         try:
-            region, replicas = _place(whole)
+            parts, replicas = _place(whole)
         except LayoutError as error:
             problems.append(f"{escape(names[0])}: {error.message}")
             continue
@@ -207,7 +229,7 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
                 names=names,
                 kind=expected.kind,
                 persistent=expected.persistent,
-                region=region,
+                parts=tuple(parts),
                 replicas=replicas,
                 whole=whole,
             )
@@ -242,70 +264,30 @@ def refuse_fsdp1(model: nn.Module) -> None:
         )
 
 
-def _place(whole: torch.Tensor) -> tuple[Region, Replicas]:
-    """Return the region that this rank holds of a tensor, and who else holds it; compare it with memory."""
+def _place(whole: torch.Tensor) -> tuple[list[Part], Replicas]:
+    """Return what this rank holds of a tensor, and who else holds it; compare it with memory."""
     if not isinstance(whole, DTensor):
-        return full_region(tuple(whole.shape)), Replicas(mesh=None)
+        return [Part(full_region(tuple(whole.shape)), (0,) * whole.ndim)], Replicas(mesh=None)
     mesh, shape = whole.device_mesh, tuple(whole.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not part of the mesh
-        return Region((0,) * len(shape), (0,) * len(shape)), Replicas(mesh=mesh)
-    axes: list[int] = []
-    cuts: list[tuple[int, int, int]] = []
-    for axis, placement in enumerate(whole.placements):
-        cut = shard_of(placement)
-        if cut is not None:
-            cuts.append((axis, *cut))
-        elif placement.is_replicate():
-            axes.append(axis)
-        else:
-            raise LayoutError(f"mesh axis {axis} has the placement {placement}, which no weight can have")
-    region = _cut(shape, _in_order(cuts, mesh), coordinate, mesh)
-    held = tuple(local_tensor(whole).shape)
-    if held != region.sizes:
+        nothing = (0,) * len(shape)
+        return [Part(Region(nothing, nothing), nothing)], Replicas(mesh=mesh)
+    placements = placements_of(whole)
+    parts = held(shape, cuts(placements, tuple(mesh.shape)), coordinate)
+    sizes = tuple(map(max, zip(*(map(add, p.corner, p.region.sizes) for p in parts), strict=True)))
+    in_memory = tuple(local_tensor(whole).shape)
+    if in_memory != sizes:
         raise LayoutError(
-            f"this rank holds {list(held)} of {list(shape)}, but its placements {list(map(str, whole.placements))} "
-            f"on a mesh of {list(mesh.shape)} give it {list(region.sizes)}"
+            f"this rank holds {list(in_memory)} of {list(shape)}, but its placements {list(map(str, whole.placements))} "
+            f"on a mesh of {list(mesh.shape)} give it {list(sizes)}"
         )
+    axes = [axis for axis, placement in enumerate(placements) if placement.shard_dim is None]
     index = 0
     for axis in axes:
         index = index * mesh.size(axis) + coordinate[axis]
     count = prod(mesh.size(axis) for axis in axes)
-    return region, Replicas(mesh=mesh, axes=tuple(axes), index=index, count=count)
-
-
-def _in_order(cuts: list[tuple[int, int, int]], mesh: DeviceMesh) -> list[tuple[int, int]]:
-    """Return (axis, dim) in the order in which the axes cut.
-
-    That is the order of the mesh, except for a placement with a split factor: the axes to its right whose
-    parts make up that factor cut first. `[_StridedShard(0, split_factor=tp), Shard(0)]` on (dp, tp) is
-    tp, then dp.
-    """
-    ordered: list[tuple[int, int]] = []
-    for axis, dim, factor in reversed(cuts):
-        parts, at = 1, 0
-        for place, (other, other_dim) in enumerate(ordered):
-            if parts == factor:
-                break
-            if other_dim == dim:
-                parts, at = parts * mesh.size(other), place + 1
-        if parts != factor:
-            raise LayoutError(f"mesh axis {axis} cuts dim {dim} after {factor} parts that no other axes make")
-        ordered.insert(at, (axis, dim))
-    return ordered
-
-
-def _cut(
-    shape: tuple[int, ...],
-    cuts: list[tuple[int, int]],
-    coordinate: list[int] | tuple[int, ...],
-    mesh: DeviceMesh,
-) -> Region:
-    offsets, sizes = [0] * len(shape), list(shape)
-    for axis, dim in cuts:
-        offset, sizes[dim] = split_dim(sizes[dim], mesh.size(axis), coordinate[axis])
-        offsets[dim] = offsets[dim] + offset if sizes[dim] else shape[dim]
-    return Region(tuple(offsets), tuple(sizes))
+    return parts, Replicas(mesh=mesh, axes=tuple(axes), index=index, count=count)
 
 
 def materialise(model: nn.Module, device: torch.device | None = None) -> None:

@@ -166,7 +166,7 @@ def test_a_region_is_what_the_rank_has(wrap: Callable[[nn.Module], None]) -> Non
     for each in shards:
         if each.kind == "parameter":
             assert each.shape == tuple(whole[each.fqn].shape), each.fqn
-            assert torch.equal(each.tensor, part(whole[each.fqn], each.region)), each.fqn
+            assert torch.equal(each.tensor, part(whole[each.fqn], each.parts[0].region)), each.fqn
     tied = next(each for each in shards if each.fqn == "embed.weight")
     assert tied.names == ("embed.weight", "head.weight")
     buffers = {each.fqn: each for each in shards if each.kind == "buffer"}
@@ -195,7 +195,7 @@ def test_a_model_on_meta_is_given_memory_and_trains_as_one_with_values(
     assert model.blocks[0].gain.marked == "kept"
     for each in local_shards(model):
         if each.kind == "parameter":
-            each.tensor.copy_(part(whole[each.fqn], each.region))
+            each.tensor.copy_(part(whole[each.fqn], each.parts[0].region))
     tokens = torch.arange(8).reshape(2, 4)
     for _ in range(2 if wrap is not replicated else 0):  # its inputs would have to be DTensors
         losses = []
