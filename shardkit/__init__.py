@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.operations.verify import verify as verify
     from shardkit.operations.verify.result import VerifyProblem as VerifyProblem
     from shardkit.operations.verify.result import VerifyResult as VerifyResult
+    from shardkit.training.checkpointable import checkpointable as checkpointable
     from shardkit.training.diagnostics.diagnose import Diagnosis as Diagnosis
     from shardkit.training.diagnostics.diagnose import diagnose as diagnose
     from shardkit.training.diagnostics.lightning import FSDPDiagnosticsCallback as FSDPDiagnosticsCallback
@@ -89,6 +90,7 @@ _HOMES = {
     "shardkit.operations.resolve": ("ResolvedCheckpoint", "resolve_checkpoint"),
     "shardkit.operations.verify": ("verify",),
     "shardkit.operations.verify.result": ("VerifyProblem", "VerifyResult"),
+    "shardkit.training.checkpointable": ("checkpointable",),
     "shardkit.training.diagnostics.diagnose": ("Diagnosis", "diagnose"),
     "shardkit.training.diagnostics.lightning": ("FSDPDiagnosticsCallback",),
     "shardkit.training.diagnostics.memory": ("PhaseMemory",),

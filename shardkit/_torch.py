@@ -13,7 +13,13 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -383,3 +389,61 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self.seen(str(func), args, kwargs or {}, result)
         return result
+
+
+class Stored(torch.Tensor):
+    """A rank's memory that holds several regions of a tensor, or another than its DTensor says, for `dcp`.
+
+    It is a view of that memory. `dcp.save` asks it what to write, `dcp.load` what to read, and both for the memory of a
+    region; everything else sees a plain tensor, but for `size()`, which is that of the whole tensor.
+
+    Source: torch 2.6 to 2.15, torch/distributed/tensor/_shards_wrapper.py and checkpoint/planner_helpers.py: the protocol
+    that DTensor implements too.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _whole: torch.Size
+    _places: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[slice, ...]]]
+
+    @staticmethod
+    def of(
+        memory: torch.Tensor,
+        shape: tuple[int, ...],
+        parts: list[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]],
+    ) -> Stored:
+        """Make one.
+
+        Args:
+            memory: of this rank.
+            shape: of the whole tensor.
+            parts: offsets in the whole tensor, sizes, and where in `memory`.
+        """
+        found = memory.detach().as_subclass(Stored)
+        found._whole = torch.Size(shape)
+        found._places = {offsets: (sizes, place) for offsets, sizes, place in parts}
+        return found
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._whole if dim is None else self._whole[dim]
+
+    def __create_write_items__(self, fqn: str, whole: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.as_subclass(torch.Tensor))
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._whole),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+            for offsets, (sizes, _) in self._places.items()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.as_subclass(torch.Tensor)[self._places[tuple(index.offset)][1]]

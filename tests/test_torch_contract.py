@@ -259,3 +259,25 @@ def test_a_dispatch_mode_sees_operations_by_name() -> None:
         torch.stack([tensor, tensor]).chunk(2, dim=1)[0].transpose(0, 1).reshape(4, 6).contiguous()
     assert {"aten.stack.default", "aten.split.Tensor", "aten.transpose.int"} <= set(mode.found)
     assert mode.found[-1] in ("aten.view.default", "aten._unsafe_view.default")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_saves_and_loads_memory_of_several_regions(tmp_path) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from shardkit._torch import Stored
+
+    whole = torch.arange(8.0).reshape(4, 2)
+    memory = whole[[0, 2, 3, 1]].clone()
+    rows = [((0, 0), (1, 2), slice(0, 1)), ((2, 0), (2, 2), slice(1, 3)), ((1, 0), (1, 2), slice(3, 4))]
+    parts = [(offsets, sizes, (place, slice(0, 2))) for offsets, sizes, place in rows]
+    stored = Stored.of(memory, (4, 2), parts)
+    assert (stored.size(), stored.size(0), stored.data_ptr()) == ((4, 2), 4, memory.data_ptr())
+    dcp.save({"w": stored}, checkpoint_id=tmp_path)
+    found = {"w": torch.zeros(4, 2)}
+    dcp.load(found, checkpoint_id=tmp_path)
+    assert torch.equal(found["w"], whole)
+    memory.zero_()
+    dcp.load({"w": stored}, checkpoint_id=tmp_path)
+    assert torch.equal(memory, whole[[0, 2, 3, 1]])

@@ -41,6 +41,7 @@ from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.keys.names import clean_name
 from shardkit.operations.destination import check_destination
+from shardkit.training.checkpointable import checkpointable
 from shardkit.training.diagnostics.diagnose import diagnose
 from shardkit.training.fill.source import HubForm, recall
 from shardkit.training.optimizer import stepped_by
@@ -107,7 +108,7 @@ def save(
         with contextlib.ExitStack() as stack:
             with agreed(_PHASE, group):
                 state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
-            _write(state, writer, group)
+            _write(checkpointable(state), writer, group)
         told = gather_json(recall(model), group, phase=_PHASE)
         form = next((HubForm(*each) for each in told if each is not None), HubForm(None, {}))
         with agreed(_PHASE, group):

@@ -220,7 +220,7 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
     problems: list[str] = []
     for names, whole, expected in distinct(model):
         try:
-            parts, replicas = _place(whole)
+            parts, replicas = parts_of(whole)
         except LayoutError as error:
             problems.append(f"{escape(names[0])}: {error.message}")
             continue
@@ -264,8 +264,12 @@ def refuse_fsdp1(model: nn.Module) -> None:
         )
 
 
-def _place(whole: torch.Tensor) -> tuple[list[Part], Replicas]:
-    """Return what this rank holds of a tensor, and who else holds it; compare it with memory."""
+def parts_of(whole: torch.Tensor) -> tuple[list[Part], Replicas]:
+    """Return what this rank holds of a tensor, and who else holds it; compare it with memory.
+
+    Raises:
+        LayoutError: its placements are not understood, or are not what its memory holds.
+    """
     if not isinstance(whole, DTensor):
         return [Part(full_region(tuple(whole.shape)), (0,) * whole.ndim)], Replicas(mesh=None)
     mesh, shape = whole.device_mesh, tuple(whole.shape)
