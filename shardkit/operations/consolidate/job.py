@@ -38,14 +38,14 @@ from shardkit.keys.check import (
     holds_fused_experts,
     refuse_factors,
 )
-from shardkit.keys.expressions import Expression, Stored, leaves, made_name, under_names
-from shardkit.keys.inverse import invert
+from shardkit.keys.expressions import Expression, Stored, made_name, under_names
 from shardkit.keys.names import in_order
 from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
 from shardkit.keys.rules import Binding, RuleSet, bind_names, choose_shipped
 from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.layout.traced import Answer, ModelNames, ask_hub_form, ask_names, may_differ_in_memory
+from shardkit.operations.apart import take_apart
 from shardkit.operations.casts import check_choice, choose_dtypes
 from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate.adapter import Chosen, choose_tensors
@@ -351,37 +351,27 @@ def _take_apart(chosen: Chosen, live: Mapping[str, str], derived: Mapping[str, E
         live: name in the catalog -> name in memory.
         derived: what names in memory were made of.
     """
-    tensors = chosen.catalog.tensors
     sources = {live.get(source, name): source for source, name in chosen.names.items()}
-    held = {
-        fqn: made
-        for fqn, made in derived.items()
-        if fqn in sources and tensors[sources[fqn]].shape == made.shape
-    }
-    back = invert(held)
-    whole = {fqn for fqn, made in held.items() if all(leaf.name in back.made for leaf in leaves(made))}
-    apart = {
-        name: under_names(made, sources)
-        for name, made in back.made.items()
-        if all(leaf.name in whole for leaf in leaves(made))
-    }
-    if not apart:
+    apart = take_apart(chosen.catalog, sources, derived)
+    if not apart.made:
         return chosen
-    made_names = {name: made_name(name, tensors) for name in apart}
-    gone = {sources[fqn] for fqn in whole}
+    gone = {sources[fqn] for fqn in apart.gone}
     names = {source: name for source, name in chosen.names.items() if source not in gone}
-    twice = sorted(set(names.values()) & apart.keys())
+    twice = sorted(set(names.values()) & apart.made.keys())
     SourceError.raise_for(
         [escape(name) for name in twice],
         f"{count(len(twice), 'tensor')} would be there twice: under {'its' if len(twice) == 1 else 'their'} own "
         "name, and as a part of another",
         hint="leave one of the two out with --exclude",
     )
-    note = f"{count(len(whole), 'tensor')} taken apart into {count(len(apart), 'tensor')}, as on the Hub: {listed(sorted(whole))}"
+    note = (
+        f"{count(len(apart.gone), 'tensor')} taken apart into {count(len(apart.made), 'tensor')}, as on the Hub: "
+        f"{listed(sorted(apart.gone))}"
+    )
     return replace(
         chosen,
-        catalog=bind(chosen.catalog, {made_names[name]: made for name, made in apart.items()}),
-        names={**names, **{made_names[name]: name for name in apart}},
+        catalog=apart.catalog,
+        names={**names, **{source: name for name, source in apart.made.items()}},
         notes=(*chosen.notes, note),
     )
 

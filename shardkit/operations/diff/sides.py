@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.regions import blocks, full_region
 from shardkit.core.text import count
-from shardkit.errors import SourceError, UsageError
+from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import link_notes
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.hub.base import SAVED_ROOT, hub_key_rules, saved_key_rules
+from shardkit.formats.hub.base import SAVED_ROOT, hub_key_rules, saved_derived, saved_key_rules
+from shardkit.keys.expressions import Expression
 from shardkit.keys.names import natural
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import select_model
+from shardkit.layout.traced import ask_names
+from shardkit.operations.apart import take_apart
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
 from shardkit.transfer.plan import flat_source
@@ -127,7 +131,7 @@ def open_sides(
     kept = tuple(_filter(each, include, exclude) for each in names)
     if not any(kept) and any(names):
         raise UsageError("--include and --exclude leave no tensor to compare")
-    sides = tuple(
+    a, b = (
         Side(
             given=path,
             resolved=resolved.resolved,
@@ -137,7 +141,39 @@ def open_sides(
         )
         for path, resolved, checkpoint, each in zip(given, taken, opened, kept, strict=True)
     )
-    return sides[0], sides[1], [*notes, *said]
+    if not all_tensors:
+        a, b = _in_one_form(a, b), _in_one_form(b, a)
+    return a, b, [*notes, *said]
+
+
+def _in_one_form(side: Side, other: Side) -> Side:
+    """Take tensors apart that one side holds as a model does in memory, and the other one as the Hub has them."""
+    lone, lacking = side.names.keys() - other.names.keys(), other.names.keys() - side.names.keys()
+    if not lone or not lacking:
+        return side
+    for names, derived in _forms(side, other):
+        renamed = {names.get(name, name): stored for name, stored in side.names.items()}
+        apart = take_apart(side.catalog, side.names, derived)
+        found = {name: stored for name, stored in renamed.items() if name not in apart.gone} | dict(
+            apart.made
+        )
+        if len(found.keys() & other.names.keys()) > len(side.names.keys() & other.names.keys()):
+            return replace(side, names=found, catalog=apart.catalog)
+    return side
+
+
+def _forms(side: Side, other: Side) -> Iterator[tuple[Mapping[str, str], Mapping[str, Expression]]]:
+    """Yield what may tell how a side's tensors are made: its manifest; the class of the other side's config.
+
+    Each is (name in memory -> name on the Hub, name in memory -> what it is made of).
+    """
+    yield {}, saved_derived(side.checkpoint)
+    hub = other.checkpoint.hub
+    if hub is not None and (hub.config or {}).get("architectures"):
+        shapes = {name: entry.shape for name, entry in hub.catalog.tensors.items()}
+        with contextlib.suppress(ShardkitError):  # no transformers, or no such class
+            asked = ask_names(hub.directory, shapes)
+            yield asked.names, asked.converted
 
 
 def pairs(a: Side, b: Side) -> list[Pair]:

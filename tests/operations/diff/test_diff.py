@@ -569,3 +569,21 @@ def test_peak_memory(stats: bool, tmp_path: Path) -> None:
 
 def test_config_is_not_weights(model: Path, tmp_path: Path) -> None:
     assert diff(model, hub(tmp_path / "b", weights(), {**CONFIG, "use_cache": False})).is_equal
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_fused_experts_are_compared_with_the_single_ones_of_the_hub(tmp_path: Path) -> None:
+    import transformers
+
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+    sizes = {"intermediate_size": 32, "moe_intermediate_size": 8, "num_experts": 4, "num_hidden_layers": 2}
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, **sizes, head_dim=8))
+    model.save_pretrained(tmp_path / "hub")
+    preshard(tmp_path / "hub", tmp_path / "sharded", world_size=2)
+    for found in (diff(tmp_path / "hub", tmp_path / "sharded"), diff(tmp_path / "sharded", tmp_path / "hub")):
+        assert found.is_equal
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.gate_up_proj[2, 9, 3] += 1
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "trained")  # nothing but the class tells
+    changed = diff(tmp_path / "hub", tmp_path / "trained")
+    assert [each.name for each in changed.differences] == ["model.layers.1.mlp.experts.2.up_proj.weight"]

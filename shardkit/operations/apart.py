@@ -1,0 +1,51 @@
+"""Tensors of a model in memory as those of the Hub's files: what it holds fused is taken apart, and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shardkit.core.catalog import Catalog
+from shardkit.keys.expressions import Expression, leaves, made_name, under_names
+from shardkit.keys.inverse import invert
+from shardkit.transfer.bound import bind
+
+
+class Apart(NamedTuple):
+    """What became of some tensors."""
+
+    catalog: Catalog
+    """The given one, with the Hub's tensors that are made of others."""
+    made: Mapping[str, str]
+    """Name on the Hub -> name in the catalog, of those that are made."""
+    gone: frozenset[str]
+    """Names in memory of what they are made of."""
+
+
+def take_apart(catalog: Catalog, sources: Mapping[str, str], derived: Mapping[str, Expression]) -> Apart:
+    """Make the Hub's tensors of those that a model in memory holds in another form.
+
+    A tensor of another shape than it was made with, or of which a part is missing, is left as it is.
+
+    Args:
+        catalog: of raw extents.
+        sources: name in memory -> name in the catalog.
+        derived: what names in memory were made of on the Hub.
+    """
+    held = {
+        fqn: made
+        for fqn, made in derived.items()
+        if fqn in sources and catalog.tensors[sources[fqn]].shape == made.shape
+    }
+    back = invert(held)
+    whole = {fqn for fqn, made in held.items() if all(leaf.name in back.made for leaf in leaves(made))}
+    apart = {
+        name: under_names(made, sources)
+        for name, made in back.made.items()
+        if all(leaf.name in whole for leaf in leaves(made))
+    }
+    if not apart:
+        return Apart(catalog, {}, frozenset())
+    made_names = {name: made_name(name, catalog.tensors) for name in apart}
+    bound = bind(catalog, {made_names[name]: made for name, made in apart.items()})
+    return Apart(bound, made_names, frozenset(whole))
