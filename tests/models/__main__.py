@@ -1,4 +1,8 @@
-"""The whole zoo: `make zoo`, or `python -m tests.models [NAME...]`; `--docs` writes docs/models.md instead."""
+"""All models: `make models`, or `python -m tests.models [NAME...]`; `--docs` writes docs/models.md instead.
+
+`--results FILE` notes there what each model came to, and skips the models that stand there already: an interrupted run
+goes on where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from tests.models.zoo import ZOO
 from tests.worlds.processes import ROOT, run_script
 
 _TIMEOUT_S = 3600.0
+_BATCH = 16  # models; what an interruption costs
 
 
 def run(names: list[str], out: Path, *, timeout_s: float = _TIMEOUT_S) -> dict[str, dict[str, str]]:
@@ -29,9 +34,18 @@ def main() -> None:
 
         (ROOT / "docs/models.md").write_text(document())
         return
+    place = None
+    if arguments[:1] == ["--results"]:
+        place, arguments = Path(arguments[1]), arguments[2:]
     names = arguments or list(ZOO)
-    with tempfile.TemporaryDirectory() as out:
-        results = run(names, Path(out))
+    results: dict[str, dict[str, str]] = json.loads(place.read_text()) if place and place.exists() else {}
+    left = [name for name in names if name not in results]
+    for start in range(0, len(left), _BATCH if place else len(left) or 1):
+        batch = left[start : start + _BATCH] if place else left
+        with tempfile.TemporaryDirectory() as out:
+            results |= run(batch, Path(out))
+        if place:
+            place.write_text(json.dumps(results, indent=1))
     wrong = 0
     for name, said in results.items():
         found, known = named(said, name), expected(name)
@@ -43,6 +57,8 @@ def main() -> None:
     print(
         f"{len(names)} models: {passed} pass everything, {len(names) - passed} as the table says; {wrong} surprises"
     )
+    if place and not wrong:
+        place.unlink()  # the next run begins anew
     sys.exit(wrong > 0)
 
 

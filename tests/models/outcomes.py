@@ -10,7 +10,7 @@ from tests.models.zoo import BROADCAST, ZOO
 
 STEPS = {
     "reference": "transformers' own forward in bf16, in one process",
-    "preshard": "`shardkit preshard` for 2 ranks",
+    "preshard": "`shardkit preshard` for 4 ranks",
     "direct": "three phases from the Hub directory, each rank reads; every tensor's name, dtype and bits",
     "broadcast": "the same, one rank reads",
     "presharded": "three phases from the pre-sharded directory",

@@ -9,7 +9,7 @@ COLUMNS = {
     "preshard": ("preshard",),
     "three phases": ("direct", "broadcast", "presharded"),
     "stock `dcp.load`": ("stock",),
-    "save, consolidate": ("save", "consolidate", "dcp_save", "dcp_consolidate"),
+    "save, consolidate": ("save", "consolidate", "dcp_save", "dcp_consolidate", "bare"),
     "logits": ("reference", "logits"),
 }
 """Column -> the steps that it sums up."""
@@ -17,16 +17,16 @@ COLUMNS = {
 _HEAD = """\
 # Models
 
-{count} tiny models of {types} architectures of transformers {version} go through everything that shardkit does, on 2 ranks in bf16. Their weights are random, and no two tensors are alike.
+{count} tiny models of {types} architectures of transformers {version} go through everything that shardkit does, in bf16. Their weights are random, and no two tensors are alike.
 
-- **preshard**: `shardkit preshard` for 2 ranks.
+- **preshard**: `shardkit preshard` for 4 ranks; the phases, torch and the forward are those of 2 ranks.
 - **three phases**: `prepare`, `wrap`, `finalize`, from the Hub directory (each rank reads, or for a third of the models one rank sends) and from the pre-sharded one. Every parameter and every buffer has the name, the dtype and
   the bits that `from_pretrained` gives it.
 - **stock `dcp.load`**: torch alone loads the pre-sharded directory, with the same bits.
-- **save, consolidate**: `shardkit.save`, and stock `dcp.save` of the same model; `shardkit consolidate --base` of both gives the original's safetensors, each tensor with its name, dtype and bytes.
+- **save, consolidate**: `shardkit.save`, and stock `dcp.save` of the same model; `shardkit consolidate --base` of both gives the original's safetensors, each tensor with its name, dtype and bytes, and so does consolidate without a base, beside `config.json` alone.
 - **logits**: what the wrapped model answers equals, bit for bit, what the model of `from_pretrained` answers in one process.
 
-`make zoo` holds all of it against this table, and `make test` holds {tested} of the models: one that begins to pass fails there as one that ceases to.
+`make models` holds all of it against this table, and `make test` holds {tested} of the models: one that begins to pass fails there as one that ceases to.
 After a `+` stands what tells a model from others of its type: `+fused` and `+live` are the same models in files that have the names of the model in memory, as `save_pretrained(..., save_original_format=False)` writes them.
 A number stands for a reason, which is [written below](#what-does-not-pass); a dash for what was not reached. What is refused is refused before anything is written.
 """

@@ -52,7 +52,7 @@ IN_MAKE_TEST = frozenset(
         *("dinov2", "resnet", "wav2vec2", "whisper"),
     )
 )
-"""Of each way that names, ties, fp32 and buffers go, one. All others are close relatives: `make zoo` runs them."""
+"""Of each way that names, ties, fp32 and buffers go, one. All others are close relatives: `make models` runs them."""
 
 BROADCAST = frozenset(tuple(ZOO)[::3])
 """Of which one rank reads for both: that way knows nothing of names, and a third of the models is enough."""

@@ -44,6 +44,8 @@ from tests.worlds.processes import fork, forked_trace, wait
 torch.set_num_threads(1)
 
 SIZE = 2
+SHARDS = 4
+"""Of the pre-sharded directory: more than there are ranks that load it."""
 
 Step = Callable[[], object]
 
@@ -129,7 +131,7 @@ def prepare_model(name: str, out: Path) -> None:
 
 
 def preshard(home: Path) -> None:
-    done = shardkit.preshard(str(home / "hub"), str(home / "sharded"), world_size=SIZE)
+    done = shardkit.preshard(str(home / "hub"), str(home / "sharded"), world_size=SHARDS)
     if done.layout != "traced":
         raise Wrong(f"the layout is {done.layout}")
 
