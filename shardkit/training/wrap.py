@@ -36,6 +36,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import MeshError, PolicyError, UsageError
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import ClassDtypes, class_dtypes
+from shardkit.layout.parallel import Meshes, apply_plans, has_plan, is_parallel, with_units
 from shardkit.layout.units import (
     PlannedUnit,
     check_ties,
@@ -130,14 +131,20 @@ def wrap(
     reshard_after_forward: bool | int | None = None,
     cpu_offload: bool = False,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Shard a model in place with `fully_shard`: each unit, inner ones first, and the root last.
+
+    Before that, a tensor-parallel axis and an `expert_mesh` parallelise it by the plans of its class, as
+    transformers does for a `DistributedConfig`.
 
     Args:
         model: parameters on meta, as `prepare` leaves them, or with weights; DTensors of
             `parallelize_module` are fine.
-        mesh: with one axis, it shards; with two, the first replicates (HSDP). A tensor-parallel axis (`tp`)
-            is left out.
+        mesh: with one axis, it shards; with two, the first replicates (HSDP). Over a tensor-parallel axis (`tp`)
+            the `tp_plan` of the model's class is applied first; the axis is left out if the model has none, or is
+            parallelised already. With `tp` alone there is nothing for `fully_shard` to do: everything is computed
+            in the dtype of the parameters.
         policy: "auto" (the blocks that the model names itself, or else those of its lists of blocks; blocks
             that would untie a tied parameter are left to the root), "none" (one unit), a class, a class name,
             an import path ("pkg.mod.Class"), a module path ("model.layers", "model.layers.*"), a set of
@@ -153,23 +160,36 @@ def wrap(
             backward also needs first, is never freed.
         cpu_offload: parameters, gradients and optimizer state live on the CPU.
         shard_placement_fn: which dim of a parameter to shard; None is dim 0.
+        expert_mesh: another mesh over the same ranks, ("efsdp", "ep") or ("dp_replicate", "efsdp", "ep"): experts
+            are spread over `ep` by the `ep_plan` of the model's class, and sharded over `efsdp`.
 
     Returns:
         The same model.
 
     Raises:
-        PolicyError: a policy matches nothing; lists what exists.
+        PolicyError: a policy matches nothing (lists what exists), or the class has no plan for an axis.
         LayoutError: names of one parameter would lie in different units.
-        MeshError: no axis to shard over, or more than two axes.
+        MeshError: no axis to shard over, more than two axes, or an `expert_mesh` over other ranks.
         UsageError: the model is wrapped already, or a value is none of the above.
     """
     _check_plain(model)
-    data_mesh = _data_mesh(mesh)
+    meshes = _meshes(model, mesh, expert_mesh)
+    if meshes.data is None and cpu_offload:
+        raise UsageError(
+            "cpu_offload needs an axis to shard over, and the mesh has tp alone",
+            hint="offloading is fully_shard's: give the mesh an axis dp_shard",
+        )
     paths = choose_units(model, policy)
+    dispatched = apply_plans(model, meshes)
     modules = dict(model.named_modules())
+    data_mesh = meshes.data
+    if data_mesh is None:  # `tp` alone
+        recomputed = _checkpointed_paths(model, paths, activation_checkpointing)
+        _apply_checkpointing(model, {}, [modules[path] for path in recomputed])
+        return model
     precision = _precision(mixed_precision)
     wide = _class_dtypes(model, precision) if mixed_precision == "bf16" else None
-    plan = plan_units(model, paths, wide)
+    plan = plan_units(model, with_units(model, paths, dispatched), wide)
     settings = {each.path: _unit_precision(each, modules[each.path], precision, wide) for each in plan.units}
     recomputed = _checkpointed_paths(model, paths, activation_checkpointing)
 
@@ -188,12 +208,14 @@ def wrap(
             reshard = unit.around != last and not unit.around.startswith(f"{last}.")
         fully_shard(
             module,
-            mesh=data_mesh,
+            mesh=meshes.of_unit(unit.around in dispatched),
             mp_policy=settings[unit.path],
             offload_policy=offload,
             shard_placement_fn=shard_placement_fn,
             reshard_after_forward=reshard,
         )
+        if unit.around in dispatched and isinstance(module, FSDPModule):
+            _divide_by(module, data_mesh.size(), meshes)
 
     shard_units(plan, {**modules, **units}, shard)
     for name in plan.outside:
@@ -205,6 +227,53 @@ def wrap(
             if around in modules:
                 modules[around].register_forward_pre_hook(hook)
     return model
+
+
+def _meshes(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | None) -> Meshes:
+    """Return what each part of a model is sharded over."""
+    names = mesh.mesh_dim_names or ()
+    tensor = next((name for name in names if name in _TENSOR_AXES), None)
+    if experts is not None:
+        _check_experts(mesh, experts)
+        if is_parallel(model):
+            raise UsageError(
+                "the model is parallelised already, and expert_mesh would do it again",
+                hint="leave expert_mesh out",
+            )
+    if is_parallel(model) or not (has_plan(model) or experts):
+        tensor = None
+    if tensor is not None and mesh.ndim == 1:
+        return Meshes.of(mesh, (), tensor, experts)
+    data = _data_mesh(mesh)
+    if not names:
+        return Meshes(data=data)
+    return Meshes.of(mesh, data.mesh_dim_names or (), tensor, experts)
+
+
+def _check_experts(mesh: DeviceMesh, experts: DeviceMesh) -> None:
+    names = experts.mesh_dim_names or ()
+    if experts.ndim not in (2, 3) or names[-1:] != ("ep",) or mesh.mesh_dim_names is None:
+        raise MeshError(
+            f"expert_mesh has the axes {', '.join(names) or 'without names'}, and the last one has to be ep",
+            hint='init_device_mesh(..., mesh_dim_names=("efsdp", "ep")), beside a mesh whose axes have names',
+        )
+    if sorted(experts.mesh.flatten().tolist()) != sorted(mesh.mesh.flatten().tolist()):
+        raise MeshError(
+            f"expert_mesh has {experts.size()} ranks, and not those of the mesh, which has {mesh.size()}",
+            hint="efsdp x ep is dp_shard x tp",
+        )
+
+
+def _divide_by(module: FSDPModule, num_batches: int, meshes: Meshes) -> None:
+    """Let the gradients of experts be means over all batches, of which each of their ranks has seen some.
+
+    Source: transformers 5.23, distributed/fsdp.py, apply_fully_sharded_data_parallelism; the sum is forced because gloo
+    has no reduction that divides.
+    """
+    module.set_gradient_divide_factor(float(num_batches))
+    assert meshes.expert_data is not None
+    if meshes.expert_data.size(-1) > 1:
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _check_plain(model: nn.Module) -> None:
