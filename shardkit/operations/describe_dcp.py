@@ -61,6 +61,8 @@ class DcpOutput:
     """Rules that turn the model's names into the Hub's."""
     derived: Mapping[str, Expression] = field(default_factory=dict)
     """What names of the model are made of that the Hub's files have in another form."""
+    file_names: Mapping[str, str] = field(default_factory=dict)
+    """Names of stored tensors in the files that the weights came from, where these are not the source itself."""
     optimizer_cast: str | None = None
     """`cast` for an optimizer's state; None if the checkpoint can hold neither an optimizer nor byte entries."""
     objects: tuple[str, ...] = ()
@@ -106,7 +108,7 @@ class DcpOutput:
                     unit=tensor.unit,
                     buffer=tensor.is_buffer,
                     source=manifest.SourceTensor(
-                        name=fqn if fqn in self.derived else self.entries[fqn].fqn,
+                        name=fqn if fqn in self.derived else self.file_names.get(fqn, self.entries[fqn].fqn),
                         dtype=self.entries[fqn].dtype.name,
                     ),
                     crc32=crcs.get(fqn),

@@ -217,22 +217,36 @@ def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def check_saved(case: Case, out: Path) -> None:
-    """What is saved on one mesh loads on it and on others, with the optimizer; stock torch reads it."""
-    path = out / f"saved-{case.label}"
-    model, optimizer = trained(case, out)
-    shardkit.save(model, path, optimizer=optimizer)
-    resharded = out / f"resharded-{case.label}"
+def targets(case: Case) -> list[Case]:
+    """Every other mesh of a model, on which it has its own plans, and one without them."""
+    known = [other for other in FOUR.values() if other.name == case.name and other.parsed.ep != 4]
+    return [other for other in (*known, Case(case.name, "dp_shard=4")) if other.mesh != case.mesh]
+
+
+def reshard(case: Case, sources: list[str], out: Path, suffix: str = "") -> dict[Case, Path]:
+    """Write the sources, in turn, for the other meshes."""
+    written = {other: out / f"{case.label}-to-{other.label}{suffix}" for other in targets(case)}
     problem = None
     if dist.get_rank() == 0:  # the others wait, whatever happens
         try:
-            assert shardkit.diff(str(path), str(out / case.name)).is_equal
-            shardkit.reshard(str(path), str(resharded), mesh=case.mesh)
+            for (other, path), source in zip(written.items(), itertools.cycle(sources)):
+                shardkit.reshard(source, str(path), mesh=other.mesh)
         except Exception as error:
             problem = repr(error)
-    assert on_all(problem)[0] is None
-    others = [other for other in FOUR.values() if other.name == case.name and other.parsed.ep != 4]
-    for other, source in zip(others, itertools.cycle((path, resharded))):
+    problem = on_all(problem)[0]
+    assert problem is None, problem
+    return written
+
+
+def check_saved(case: Case, out: Path) -> None:
+    """What is saved on one mesh, by us or stock torch, is resharded for the others, and loads there and on its own."""
+    ours, theirs = out / f"saved-{case.label}", out / f"stock-{case.label}"
+    model, optimizer = trained(case, out)
+    shardkit.save(model, ours, optimizer=optimizer)
+    dcp.save(shardkit.checkpointable(states(model, optimizer)), checkpoint_id=theirs)
+    assert all(on_all(shardkit.diff(str(ours), str(out / case.name)).is_equal))
+    written = reshard(case, [str(ours), str(theirs)], out)
+    for other, source in ((case, ours), (case, theirs), *written.items()):
         state = states(*trained(other, out))
         truth = blank(tensors(state))
         dcp.load(shardkit.checkpointable(state), checkpoint_id=source)
@@ -332,6 +346,15 @@ def test_load_into_fills_every_region_on_eight_ranks(case: Case, out: Path) -> N
 @four.test_each({label: case for label, case in FOUR.items() if case.name != "tied"})
 def test_what_is_saved_loads_on_every_mesh_with_its_optimizer(case: Case, out: Path) -> None:
     check_saved(case, out)
+
+
+@four.test_each(FOUR)
+def test_presharded_weights_are_resharded_for_every_mesh(case: Case, out: Path) -> None:
+    for other, path in reshard(case, [str(out / case.label)], out, "-weights").items():
+        model = loaded_by_transformers(other, out)
+        truth = blank(model.state_dict())
+        shardkit.load_into(model, path)
+        assert wrong(model.state_dict(), truth) == set(), other
 
 
 @four.test

@@ -172,6 +172,17 @@ def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
     return source_key_rules(found) or ()
 
 
+def recorded_file_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the names that a pre-sharded checkpoint's tensors had in the files it was made of.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    found = _manifest_of(checkpoint)
+    tensors = found.tensors if isinstance(found, manifest.Presharded) else {}
+    return {fqn: tensor.source.name for fqn, tensor in tensors.items()}
+
+
 def source_key_rules(found: manifest.Presharded) -> tuple[KeyRule, ...] | None:
     """Return the rules from the model's names to the source's; None if preshard kept the names."""
     return find_rules({fqn: tensor.source.name for fqn, tensor in found.tensors.items()}) or None

@@ -30,7 +30,7 @@ from shardkit.formats.contract import Checkpoint, DcpFolder, Place
 from shardkit.formats.contract.optimizer import OptimizerState
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
-from shardkit.formats.hub.base import saved_derived, saved_key_rules
+from shardkit.formats.hub.base import recorded_file_names, saved_derived, saved_key_rules
 from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
 from shardkit.keys.expressions import Expression
@@ -78,6 +78,8 @@ class Part:
     """Rules that turn the model's names into the Hub's, if `shardkit.save` recorded them; they are carried over."""
     derived: Mapping[str, Expression] = field(default_factory=dict)
     """What names in memory are made of that the Hub's files have in another form; carried over too."""
+    file_names: Mapping[str, str] = field(default_factory=dict)
+    """Names in the files that `preshard` read, as it recorded them; carried over too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,11 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
     parts = tuple(
         _open_part(folder, _open_folder(os.path.join(path, folder), models)) for folder in found.folders
     )
-    parts = tuple(part if part.folder else replace(part, key_rules=rules, derived=derived) for part in parts)
+    names = recorded_file_names(checkpoint)
+    parts = tuple(
+        part if part.folder else replace(part, key_rules=rules, derived=derived, file_names=names)
+        for part in parts
+    )
     damaged = [problem for part in parts for problem in part.damaged]
     if damaged and check_source:
         raise SourceError(
@@ -403,6 +409,7 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
         paths=part.paths,
         key_rules=part.key_rules,
         derived=part.derived,
+        file_names=part.file_names,
         optimizer_cast=optimizer_cast,
         objects=part.objects,
         optimizer=optimizer,
