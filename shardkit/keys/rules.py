@@ -25,8 +25,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from math import prod
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from shardkit.core.regions import Region, Shape
@@ -734,11 +734,8 @@ def shipped() -> tuple[RuleSet, ...]:
 
 @cache
 def _shipped() -> tuple[RuleSet, ...]:
-    folder = resources.files("shardkit.keys") / "shipped"
-    files = sorted(
-        (each for each in folder.iterdir() if each.name.endswith(".toml")), key=lambda each: each.name
-    )
-    return tuple(parse_rules(each.read_bytes(), each.name.removesuffix(".toml")) for each in files)
+    files = sorted(Path(__file__).with_name("shipped").glob("*.toml"))
+    return tuple(parse_rules(each.read_bytes(), each.stem) for each in files)
 
 
 def find_shipped(name: str) -> RuleSet | None:

@@ -36,6 +36,7 @@ import torch.distributed.checkpoint as dcp
 import zstandard
 
 import shardkit.cli
+from shardkit.keys.rules import shipped
 from tests.security import dcp_cases, hub_cases, large_cases, link_cases, trainer_cases
 from tests.security.case import ACCEPTED, Case
 from tests.security.payloads import bare
@@ -57,12 +58,13 @@ _WEIGHTS = {"w": torch.arange(24.0).reshape(6, 4)}
 
 
 def import_all() -> None:
-    """Import every module that a command may need, so that what is imported later is the file's doing."""
+    """Import and read all that a command may need of its own, so that what comes later is the file's doing."""
     for module in pkgutil.walk_packages(shardkit.__path__, "shardkit."):
         if module.name not in _NOT_IMPORTED:
             import_module(module.name)
     for name in ("ascii", "cp437", "unicode_escape"):  # for messages, and names in zips
         import_module(f"encodings.{name}")
+    shipped()
 
 
 def write_samples(base: Path) -> None:

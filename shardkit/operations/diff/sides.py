@@ -21,7 +21,7 @@ from shardkit.keys.expressions import Expression
 from shardkit.keys.names import natural
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import select_model
-from shardkit.layout.traced import ask_names
+from shardkit.layout.traced import ask_names, may_differ_in_memory
 from shardkit.operations.apart import take_apart
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
@@ -169,7 +169,7 @@ def _forms(side: Side, other: Side) -> Iterator[tuple[Mapping[str, str], Mapping
     """
     yield {}, saved_derived(side.checkpoint)
     hub = other.checkpoint.hub
-    if hub is not None and (hub.config or {}).get("architectures"):
+    if hub is not None and may_differ_in_memory(hub.config or {}):
         shapes = {name: entry.shape for name, entry in hub.catalog.tensors.items()}
         with contextlib.suppress(ShardkitError):  # no transformers, or no such class
             asked = ask_names(hub.directory, shapes)
