@@ -271,6 +271,11 @@ class Conversions(NamedTuple):
             [each for each in transforms if isinstance(each, WeightConverter)],
         )
 
+    @property
+    def keep_names(self) -> bool:
+        """True if a tensor may be converted and keep its name, so that names alone do not show that it has to be."""
+        return any(set(each.source_patterns) & set(each.target_patterns) for each in self.converters)
+
     def rename(self, name: str) -> tuple[str, str | None]:
         """Return a stored tensor's name in the model, and the pattern of its converter, if it has one."""
         from transformers.core_model_loading import rename_source_key

@@ -93,9 +93,10 @@ def match_names(
     root = _transformers_root(model)
     prefixes = _prefixes(cleaned.values(), targets, root)
     found = _match(cleaned, targets, prefixes, _Renamed)
-    if found.unused and root is not None and (conversions := Conversions.of(root[1])) is not None:
+    conversions = Conversions.of(root[1]) if root is not None else None
+    if root is not None and conversions is not None and (found.unused or conversions.keep_names):
         other = _match(cleaned, targets, prefixes, lambda name: _Renamed(*conversions.rename(name)))
-        if len(other.unused) < len(found.unused):
+        if len(other.unused) < len(found.unused) or (not found.unused and not other.unused and other.fused):
             found = _converted(other, cleaned, targets, root, conversions, shapes)
     if root is None:
         return _without_ignored(found, lambda name: cleaned[name] in computed_names)

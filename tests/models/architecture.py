@@ -60,7 +60,8 @@ class Architecture:
     """Of the smallest model that has every part."""
     inputs: Inputs = text
     names: str = "hub"
-    """Of the tensors in its file: "hub", those that the Hub's files have, or "live", those of the model in memory."""
+    """Of the tensors in its file: "hub", those that `save_pretrained` gives it, "live", those of the model in memory, or "repo", those
+    of a real repo."""
 
     @property
     def model_type(self) -> str:

@@ -74,7 +74,7 @@ def expected(name: str) -> dict[str, str]:
     for step in STEPS:
         if step == "broadcast" and name not in BROADCAST:
             continue
-        if step == "bare" and ZOO[name].names == "live":
+        if step == "bare" and ZOO[name].names != "hub":
             continue
         if all(found.get(needed) == "" for needed in NEEDS.get(step, ())):
             found[step] = failing.get(step, "")

@@ -18,6 +18,7 @@ from tests.models.architecture import Architecture
 from tests.models.experts import EXPERTS
 from tests.models.multimodal import VISION_LANGUAGE
 from tests.models.recurrent import RECURRENT
+from tests.models.repos import REPOS, write
 from tests.models.senses import SENSES
 from tests.models.text import DECODERS, ENCODER_DECODERS, ENCODERS
 
@@ -36,7 +37,8 @@ _CONVERTED = (
 )
 """Whose tensors are others in the Hub's file than in memory."""
 _LIVE = (replace(each, name=f"{each.name}+live", names="live") for each in _ALL if each.name in _CONVERTED)
-ZOO: dict[str, Architecture] = {each.name: each for each in (*_ALL, *_LIVE)}
+_REPOS = [architecture for architecture, repo in REPOS.values() if repo.quantisation is None]
+ZOO: dict[str, Architecture] = {each.name: each for each in (*_ALL, *_LIVE, *_REPOS)}
 """Name -> architecture."""
 
 IN_MAKE_TEST = frozenset(
@@ -50,6 +52,7 @@ IN_MAKE_TEST = frozenset(
         *("t5", "marian", "m2m_100"),
         *("qwen2_vl", "llava+tied", "paligemma", "mllama", "clip"),
         *("dinov2", "resnet", "wav2vec2", "whisper"),
+        *(each.name for each in _REPOS),
     )
 )
 """Of each way that names, ties, fp32 and buffers go, one. All others are close relatives: `make models` runs them."""
@@ -63,6 +66,10 @@ _DISTINCT_BYTES = 16
 
 def make_hub(architecture: Architecture, directory: Path) -> None:
     """Save a model of bf16 as a Hub directory; what its class keeps in fp32 is fp32, with values that bf16 cannot hold."""
+    if architecture.name in REPOS:
+        write(REPOS[architecture.name][1], architecture, directory)
+        check_distinct(directory)
+        return
     model_class = getattr(transformers, architecture.model_class)
     config = transformers.AutoConfig.for_model(architecture.model_type, **architecture.config)
     model = model_class._from_config(config, dtype=torch.bfloat16)
@@ -81,11 +88,11 @@ def make_hub(architecture: Architecture, directory: Path) -> None:
 
 
 def from_pretrained(architecture: Architecture, directory: Path) -> Any:
-    """Return the model that transformers itself loads in bf16."""
+    """Return the model that transformers itself loads, in the dtype of its config."""
     model_class = getattr(transformers, architecture.model_class)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return model_class.from_pretrained(directory, dtype=torch.bfloat16).eval()
+        return model_class.from_pretrained(directory, dtype="auto").eval()
 
 
 def fill(model: torch.nn.Module) -> None:

@@ -38,6 +38,7 @@ import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.layout import traced
 from tests.models.architecture import Architecture
+from tests.models.repos import REPOS
 from tests.models.zoo import BROADCAST, ZOO, from_pretrained, make_hub
 from tests.worlds.processes import fork, forked_trace, wait
 
@@ -46,6 +47,8 @@ torch.set_num_threads(1)
 SIZE = 2
 SHARDS = 4
 """Of the pre-sharded directory: more than there are ranks that load it."""
+
+INDEX = "model.safetensors.index.json"
 
 Step = Callable[[], object]
 
@@ -81,7 +84,12 @@ def reference(architecture: Architecture, hub: Path, out: Path) -> None:
     model = from_pretrained(architecture, hub)
     tensors = {name: tensor.clone() for name, tensor in live_tensors(model).items()}
     torch.save(tensors, out / "tensors.pt")
-    torch.save(answer(model, architecture, dtype=torch.bfloat16), out / "answer.pt")
+    torch.save(answer(model, architecture, dtype=dtype_of(hub)), out / "answer.pt")
+
+
+def dtype_of(hub: Path) -> torch.dtype:
+    dtype: torch.dtype = transformers.AutoConfig.from_pretrained(hub).dtype
+    return dtype
 
 
 def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -157,11 +165,13 @@ def live_model(architecture: Architecture, mesh: DeviceMesh, home: Path, log: Lo
     """All that happens to a model in a training job."""
     prepared = json.loads((home / "prepared.json").read_text())
     hub, sharded = str(home / "hub"), str(home / "sharded")
+    precision = "bf16" if dtype_of(home / "hub") == torch.bfloat16 else None
     models: list[nn.Module] = []
 
     def start(source: str, strategy: str) -> None:
         context = shardkit.prepare(hub, source)
-        model = shardkit.finalize(shardkit.wrap(context.model, mesh), context, strategy=strategy).eval()
+        model = shardkit.wrap(context.model, mesh, mixed_precision=precision)
+        model = shardkit.finalize(model, context, strategy=strategy).eval()
         models.append(model)
         compare_tensors(live_tensors(model), home)
 
@@ -229,7 +239,7 @@ def stock_load(architecture: Architecture, mesh: DeviceMesh, home: Path) -> None
     model_class = getattr(transformers, architecture.model_class)
     config = transformers.AutoConfig.from_pretrained(home / "hub")
     with torch.device("meta"):
-        model = model_class._from_config(config, dtype=torch.bfloat16)
+        model = model_class._from_config(config, dtype=config.dtype)
     numbers = {parameter for parameter in model.parameters() if not parameter.ndim}  # torch refuses them
     fully_shard(model, mesh=mesh, ignored_params=numbers)
     model.to_empty(device="cpu")
@@ -282,6 +292,27 @@ def consolidate(home: Path, saved: str) -> None:
     config = [json.loads((home / each / "config.json").read_text()) for each in ("hub", f"{saved}-hf")]
     if config[0] != config[1]:
         raise Wrong("config.json differs")
+    if home.name in REPOS:
+        compare_files(home / "hub", home / f"{saved}-hf")
+
+
+def compare_files(hub: Path, found: Path) -> None:
+    """Compare weight files byte for byte, and what their index says."""
+    names, others = (sorted(path.name for path in each.glob("*.safetensors")) for each in (hub, found))
+    if names != others:
+        raise Wrong(f"the files are {others}, not {names}")
+    lines = [
+        f"{name}: other bytes" for name in names if (hub / name).read_bytes() != (found / name).read_bytes()
+    ]
+    if len(names) > 1:
+        index, other = (json.loads((each / INDEX).read_text()) for each in (hub, found))
+        if (
+            index["weight_map"] != other["weight_map"]
+            or index["metadata"].items() - other["metadata"].items()
+        ):
+            lines.append(f"{INDEX} differs")
+    if lines:
+        raise Wrong("\n".join(lines))
 
 
 def compare(home: Path, saved: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, subset
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
@@ -408,7 +408,12 @@ def _name_as_saved(
     if form.made is None:
         return chosen, None, ()
     if all(isinstance(made, Stored) and made.name == name for name, made in form.made.items()):
-        return chosen, form.answer, ()
+        computed = [name for name in sources if name not in form.made]
+        if not computed:
+            return chosen, form.answer, ()
+        note = f"not written, the model computes them: {listed(computed)}"
+        kept = {source: name for source, name in chosen.names.items() if name in form.made}
+        return replace(chosen, names=kept, notes=(*chosen.notes, note)), form.answer, ()
     warning = (
         f"nothing tells the names that the model has on the Hub: those that {form.answer.model_class}.save_pretrained "
         f"gives were taken; --base MODEL makes sure, because a model of another prefix is possible"
@@ -482,7 +487,23 @@ def _fit(
         notes = [f"not written, the model computes them: {listed(unsaved)}"] if unsaved else []
         chosen = replace(chosen, names=kept, notes=(*chosen.notes, *notes))
         ties, shapes, groups = decide(chosen, asked)
-    return chosen, ties, _check_fit(shapes, base, groups, options, asked), renamed
+    fit = _check_fit(shapes, base, groups, options, asked)
+    return _carry(chosen, base, fit.carried), ties, fit, renamed
+
+
+def _carry(chosen: Chosen, base: Base | None, names: Sequence[str]) -> Chosen:
+    """Add tensors of the base, as they are."""
+    if not names:
+        return chosen
+    assert base is not None and base.catalog is not None
+    theirs = base.catalog
+    catalog = subset(chosen.catalog, chosen.names)
+    numbers = range(len(catalog.files), len(catalog.files) + len(theirs.files))
+    catalog.files += theirs.files
+    sources = {made_name(name, chosen.catalog.tensors): name for name in names}
+    for source, name in sources.items():
+        catalog.copy_tensor(theirs, name, source, numbers)
+    return replace(chosen, catalog=catalog, names={**chosen.names, **sources})
 
 
 def _images(
@@ -587,6 +608,8 @@ class Fit:
     """Warnings about weights that the base has and the output lacks."""
     is_whole: bool = False
     """The base's weights are known, and the output has all of them."""
+    carried: tuple[str, ...] = ()
+    """Names of the base that the trained model has no place for; the output has the base's own bytes."""
 
 
 def _base_shapes(base: Base | None) -> dict[str, Shape] | None:
@@ -642,8 +665,10 @@ def _check_fit(
         return Fit()
     found, said = compare_with_base(shapes, theirs, ties=ties), list[str]()
     label = escape(base.label)
-    if found.computed:
-        said.append(f"not compared with {label}, every model computes them: {listed(found.computed)}")
+    carried = [name for name in found.computed if name in theirs]
+    computed = [name for name in found.computed if name not in theirs]
+    if computed:
+        said.append(f"not compared with {label}, every model computes them: {listed(computed)}")
     if asked is not None:
         # A block that the class has no place for is no head of another objective: it may belong to another model.
         spare = [
@@ -652,10 +677,7 @@ def _check_fit(
             if name in asked.ignored or (name in asked.unused and not _IN_BLOCK.search(name))
         ]
         made = [name for name in found.unexpected if name in asked.made]
-        if spare:
-            said.append(
-                f"not written, the class that config.json names has no place for them: {listed(spare)}"
-            )
+        carried += spare
         if made:
             said.append(f"not in {label}, the model computes them where they are missing: {listed(made)}")
         found = replace(
@@ -663,13 +685,24 @@ def _check_fit(
             missing=tuple(name for name in found.missing if name not in spare),
             unexpected=tuple(name for name in found.unexpected if name not in made),
         )
+    if carried:
+        is_here = base.catalog is not None and not options.naming.chooses_part
+        said.append(
+            f"{f'taken from {label} as they are' if is_here else 'not written'}, the class that config.json names has "
+            f"no place for them: {listed(carried)}"
+        )
+        carried = carried if is_here else []
     if found.is_equal:
-        return Fit(notes=(f"names and shapes are the same as in {label}", *said), is_whole=True)
+        notes = (f"names and shapes are the same as in {label}", *said)
+        return Fit(notes=notes, is_whole=True, carried=tuple(carried))
     is_whole = not (found.missing or found.wrong_shapes)
     if not base.is_given:
         missing, *others = _differences(found, f"the weights in {label}")
         lost = tuple([missing] if found.missing else [])
-        return Fit(warnings=tuple(others if lost else [missing, *others]), missing=lost, is_whole=is_whole)
+        warnings = tuple(others if lost else [missing, *others])
+        return Fit(
+            notes=tuple(said), warnings=warnings, missing=lost, is_whole=is_whole, carried=tuple(carried)
+        )
     problems = [
         *([] if options.allow_missing else _misfits("missing", found.missing, shapes)),
         *([] if options.allow_unexpected else _misfits("unexpected", found.unexpected, theirs)),
@@ -683,16 +716,16 @@ def _check_fit(
         f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
         hint=_FUSED if holds_fused_experts(found.unexpected) else _OTHER_NAMES,
     )
-    return Fit(notes=(*_differences(found, label), *said), is_whole=is_whole)
+    return Fit(notes=(*_differences(found, label), *said), is_whole=is_whole, carried=tuple(carried))
 
 
 def _may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]) -> bool:
-    """True if the class may explain a misfit: by what it leaves out or computes, by ties, heads or names."""
+    """True if the class may explain a misfit: by what it leaves out or computes, by ties, heads, names or its own form."""
     theirs = _base_shapes(base)
     if base is None or theirs is None or not base.is_given:
         return False
     found = compare_with_base(shapes, theirs, ties=ties)
-    return bool(found.missing or found.unexpected) and not found.wrong_shapes
+    return not found.is_equal
 
 
 def _name_by_class(
