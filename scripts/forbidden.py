@@ -40,7 +40,6 @@ ALLOWED = {
     "cli/__init__.py": {"importlib": "commands load when they are run; the names are ours"},
     "formats/dcp/records.py": {"importlib": "one of two zstd modules, both named here"},
     "formats/registry.py": {"importlib": "formats load when their turn comes; the names are ours"},
-    "keys/rules.py": {"importlib": "reads the rule sets that lie in the package"},
     "layout/traced.py": {
         "importlib": "whether transformers is installed",
         "subprocess": "models are built and traced in a child process",

@@ -495,7 +495,8 @@ def _carry(chosen: Chosen, base: Base | None, names: Sequence[str]) -> Chosen:
     """Add tensors of the base, as they are."""
     if not names:
         return chosen
-    assert base is not None and base.catalog is not None
+    assert base is not None
+    assert base.catalog is not None
     theirs = base.catalog
     catalog = subset(chosen.catalog, chosen.names)
     numbers = range(len(catalog.files), len(catalog.files) + len(theirs.files))
@@ -687,10 +688,8 @@ def _check_fit(
         )
     if carried:
         is_here = base.catalog is not None and not options.naming.chooses_part
-        said.append(
-            f"{f'taken from {label} as they are' if is_here else 'not written'}, the class that config.json names has "
-            f"no place for them: {listed(carried)}"
-        )
+        what = f"taken from {label} as they are" if is_here else "not written"
+        said.append(f"{what}, the model computes them or has no place for them: {listed(carried)}")
         carried = carried if is_here else []
     if found.is_equal:
         notes = (f"names and shapes are the same as in {label}", *said)
