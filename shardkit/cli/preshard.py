@@ -34,6 +34,13 @@ Examples:
     metavar="POLICY",
     help="What fully_shard wraps: auto, none, class names, dotted paths, or module:function.",
 )
+@click.option(
+    "--parallel-rule",
+    "parallel_rules",
+    multiple=True,
+    metavar="GLOB=STYLE",
+    help="How tensors or modules are cut over tp or ep, if not as the model plans it; repeatable.",
+)
 @opt.keys("none", "the model's class tells")
 @click.option(
     "--names",

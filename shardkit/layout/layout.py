@@ -145,7 +145,8 @@ def declare(
     if axes:
         raise PolicyError(
             f"--mesh {mesh}: how weights are cut over {axes[0]} needs the model, and {reason or 'there is no model'}",
-            hint="pre-shard for dp_replicate and dp_shard alone; stock dcp.load reads that into any mesh",
+            hint="say it with --parallel-rule 'GLOB=colwise', or pre-shard for dp_replicate and dp_shard alone: stock "
+            "dcp.load reads that into any mesh",
         )
     ties = stored_ties({fqn: entry.shape for fqn, entry in tensors.items()}, config)
     aliases = {name for group in ties for name in group[1:]}

@@ -106,7 +106,8 @@ def apply_plans(model: nn.Module, meshes: Meshes) -> list[str]:
         raise PolicyError(
             f"{type(model).__name__} has no {' and no '.join(f'{name}_plan' for name in missing)}, which says how its "
             f"weights are cut over the mesh axis {missing[0]}",
-            hint="parallelise it by a function of your own (--wrap module:function, or parallelize_module before wrap)",
+            hint="parallelise it by a function of your own (--wrap module:function, or parallelize_module before wrap), "
+            "or by --parallel-rule 'GLOB=colwise'",
         )
     ties = _ties(model)
     for places in ties:  # transformers finds a parameter by each of its names

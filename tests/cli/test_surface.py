@@ -112,6 +112,7 @@ SURFACE = {
         "--variant",
         "--world-size",
         "--wrap",
+        "--parallel-rule",
         "-n",
         "OUTPUT",
         "SOURCE",

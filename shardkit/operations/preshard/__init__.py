@@ -10,7 +10,7 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -30,6 +30,7 @@ from shardkit.keys.expressions import Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.layout.choose import make_layout
 from shardkit.layout.layout import Layout, declare
+from shardkit.layout.parallel_rules import ParallelRule, data_axes, parallelise, parse_parallel_rules
 from shardkit.operations.casts import check_cast, quantised_notes, rounded_wide
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, Descriptions
 from shardkit.operations.destination import check_space
@@ -78,6 +79,7 @@ def preshard(
     world_size: int | None = None,
     mesh: str | None = None,
     wrap: str = "auto",
+    parallel_rules: Sequence[str] = (),
     keys: str | os.PathLike[str] = "none",
     names: str = "live",
     dtype: str = "keep",
@@ -107,6 +109,8 @@ def preshard(
         world_size: number of ranks; `mesh` may tell it instead.
         mesh: "dp_replicate=2,dp_shard=16", "dp_shard=4,tp=2" or "dp_shard=4,ep=2"; by default one `dp_shard` axis of `world_size`.
         wrap: "auto", "none", class names, dotted paths, or "module:function".
+        parallel_rules: "GLOB=STYLE" says how tensors, or all of a module, are cut over `tp` or `ep`, instead of the
+            plans of the model's class. The last that matches wins.
         keys: rules that turn the Hub's names and tensors into a trainer's own: the path of a TOML file, or the name of
             a set that shardkit has; "none" leaves that to the model's class.
         names: "live" stores what the live model of transformers has, under its names; "hub" what the files have.
@@ -140,7 +144,7 @@ def preshard(
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
     source = os.fspath(source)
-    parsed = parse_mesh(mesh, world_size)
+    parsed, parallel = parse_mesh(mesh, world_size), parse_parallel_rules(parallel_rules)
     writer = Writer(
         "preshard",
         Moving(
@@ -165,6 +169,7 @@ def preshard(
         model,
         parsed,
         wrap=wrap,
+        parallel=parallel,
         keys=os.fspath(keys),
         names=names,
         dtype=dtype,
@@ -186,7 +191,7 @@ def preshard(
 
 def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
     """Return a name made of model and mesh: "Qwen3-8B-dp_shard32", "Qwen3-8B-dp_replicate2-dp_shard16"."""
-    name = "-".join([model.label, *(f"{axis.name}{axis.size}" for axis in mesh.axes)])
+    name = "-".join([model.label, *str(mesh).replace("=", "").split(",")])
     if source is None or is_snapshot(source):  # the place beside a snapshot belongs to the Hub's cache
         return name
     home = storage.realpath(source)
@@ -281,6 +286,7 @@ def build_job(
     mesh: Mesh,
     *,
     wrap: str,
+    parallel: Sequence[ParallelRule] = (),
     keys: str = NONE,
     names: str = "live",
     dtype: str,
@@ -293,6 +299,7 @@ def build_job(
         model: an opened Hub model.
         mesh: the device mesh of the job that will load it.
         wrap: wrap policy, as `--wrap` takes it.
+        parallel: rules for tensor and expert parallelism, instead of the plans of the model's class.
         keys: key rules, as `--keys` takes them.
         names: "live" or "hub".
         dtype: "keep", "bf16", "fp16" or "fp32".
@@ -305,12 +312,17 @@ def build_job(
     """
     check_cast("--dtype", dtype)
     check_cast("--names", names, ("live", "hub"))
+    laid_on = data_axes(mesh) if parallel else mesh
     if keys != NONE:
-        layout = _lay_out_by_rules(model, mesh, wrap, load_rules(keys))
+        layout = _lay_out_by_rules(model, laid_on, wrap, load_rules(keys))
     elif names == "hub":
-        layout = declare(model.catalog.tensors, mesh, wrap, model.config, reason="--names hub")
+        layout = declare(model.catalog.tensors, laid_on, wrap, model.config, reason="--names hub")
     else:
-        layout = make_layout(model, mesh, wrap, dtype=CASTS.get(dtype), trust_remote_code=trust_remote_code)
+        layout = make_layout(
+            model, laid_on, wrap, dtype=CASTS.get(dtype), trust_remote_code=trust_remote_code
+        )
+    if parallel:
+        layout = parallelise(layout, mesh, parallel)
     if layout.made:
         model = replace(model, catalog=bind(model.catalog, layout.made))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)

@@ -1,0 +1,173 @@
+"""How tensor and expert parallelism cut tensors, declared by patterns of names where no model's own plan tells.
+
+    model.layers.*.self_attn.q_proj=colwise      GLOB=STYLE; the glob is of tensors, or of the modules that hold them
+
+The styles have the names that they have in transformers and torch, and cut what these cut. A layout is made for the
+data axes of a mesh alone, as `fully_shard` would see it; the rules then say what had been cut before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from shardkit.core.mesh import Axis, Mesh
+from shardkit.core.placements import REPLICATE, Placement
+from shardkit.core.text import count, escape, suggestion
+from shardkit.errors import PolicyError, UsageError
+from shardkit.layout.layout import Layout, TensorLayout
+
+_EXPERTS, _REPLICATE = "experts", "replicate"
+_TENSOR = {
+    "colwise": (-2, 1),
+    "rowwise": (-1, 1),
+    "packed_colwise": (-2, 2),
+    "packed_rowwise": (-1, 2),
+    "embedding_rowwise": (-2, 1),
+    "embedding_colwise": (-1, 1),
+}
+"""Style -> the dim that it cuts, and the number of blocks in it. A tensor of one dim is cut, or whole if `rowwise`."""
+STYLES = (*_TENSOR, _EXPERTS, _REPLICATE)
+
+
+class ParallelRule(NamedTuple):
+    """Which tensors are cut how."""
+
+    glob: str
+    """Of names of tensors, or of modules that hold them; `*` stands for dots too."""
+    style: str
+    """One of `STYLES`."""
+
+
+def parse_parallel_rules(texts: Iterable[str]) -> tuple[ParallelRule, ...]:
+    """Return the rules that `--parallel-rule` describes.
+
+    Args:
+        texts: "GLOB=STYLE" each.
+
+    Raises:
+        UsageError: some cannot be read, all of which are listed.
+    """
+    rules, wrong = list[ParallelRule](), list[str]()
+    for text in texts:
+        glob, _, style = text.rpartition("=")
+        if glob and style in STYLES:
+            rules.append(ParallelRule(glob, style))
+        elif glob:
+            wrong.append(f"{escape(text)}: there is no style {escape(style)!r}{suggestion(style, STYLES)}")
+        else:
+            wrong.append(f"{escape(text)}: not GLOB=STYLE")
+    UsageError.raise_for(wrong, f"--parallel-rule: the styles are {', '.join(STYLES)}")
+    return tuple(rules)
+
+
+def data_axes(mesh: Mesh) -> Mesh:
+    """Return the mesh without tensor and expert parallelism; of one rank if nothing is left."""
+    axes = tuple(axis for axis in mesh.axes if axis.role != "tensor")
+    return Mesh(axes or (Axis("dp_shard", 1, "shard"),))
+
+
+def parallelise(layout: Layout, mesh: Mesh, rules: Sequence[ParallelRule]) -> Layout:
+    """Return a layout with its tensors cut by rules; of several that match a tensor, the last counts.
+
+    Args:
+        layout: on `data_axes(mesh)`. Buffers in it stay whole on each rank.
+        mesh: the mesh of training.
+        rules: at least one.
+
+    Raises:
+        PolicyError: a rule matches nothing, an axis has no rule, a function has cut the model, or names of one
+            parameter would be cut in different ways.
+    """
+    if any(tensor.mesh is not None for tensor in layout.tensors.values()) or ":" in layout.policy:
+        raise PolicyError(
+            f"--wrap {escape(layout.policy)}: the function parallelises the model itself, and --parallel-rule would do "
+            "it again",
+            hint="leave one of the two out",
+        )
+    names = {name: (name, *_others(layout, name)) for name in layout.tensors}
+    _check_globs(rules, [each for group in names.values() for each in group])
+    styles = {name: _style(group, rules) for name, group in names.items()}
+    _check_axes(mesh, {rule.style for rule in rules})
+    tensors = {name: _cut(tensor, mesh, styles[name]) for name, tensor in layout.tensors.items()}
+    num_cut = sum(style not in (None, _REPLICATE) for style in styles.values())
+    note = f"{count(num_cut, 'tensor')} of {len(tensors)} cut over tp or ep by --parallel-rule"
+    return replace(layout, origin="declared", mesh=mesh, tensors=tensors, notes=(*layout.notes, note))
+
+
+def _others(layout: Layout, name: str) -> tuple[str, ...]:
+    return next((group[1:] for group in layout.ties if group[0] == name), ())
+
+
+def _matches(name: str, glob: str) -> bool:
+    return fnmatchcase(name, glob) or fnmatchcase(name.rpartition(".")[0], glob)
+
+
+def _check_globs(rules: Sequence[ParallelRule], names: Sequence[str]) -> None:
+    idle = [rule for rule in rules if not any(_matches(name, rule.glob) for name in names)]
+    PolicyError.raise_for(
+        [f"{escape(rule.glob)}={rule.style}{suggestion(rule.glob, names)}" for rule in idle],
+        f"{count(len(idle), 'rule matches', 'rules match')} no tensor and no module",
+    )
+
+
+def _check_axes(mesh: Mesh, styles: set[str]) -> None:
+    sizes = {axis.name: axis.size for axis in mesh.axes if axis.role == "tensor"}
+    bare = [name for name, size in sizes.items() if size > 1 and styles.isdisjoint(_TENSOR)]
+    if mesh.ep > 1 and _EXPERTS not in styles:
+        bare.append("ep")
+    if bare:
+        raise PolicyError(
+            f"--mesh {mesh}: no --parallel-rule cuts anything over {' or '.join(bare)}",
+            hint=f"{', '.join(_TENSOR)} cut over tp, {_EXPERTS} over ep",
+        )
+
+
+def _style(names: Iterable[str], rules: Sequence[ParallelRule]) -> str | None:
+    """Return what the rules say of a parameter by its names; None if they say nothing."""
+    found = dict[str, str]()
+    for name in names:
+        for rule in rules:
+            if _matches(name, rule.glob):
+                found[name] = rule.style
+    if len({_TENSOR.get(style, (style,)) for style in found.values()}) > 1:
+        raise PolicyError(
+            "--parallel-rule: names of one parameter would be cut in different ways",
+            problems=[f"{escape(name)}: {style}" for name, style in found.items()],
+            hint="give them one style",
+        )
+    return next(iter(found.values()), None)
+
+
+def _cut(tensor: TensorLayout, mesh: Mesh, style: str | None) -> TensorLayout:
+    """Return where a tensor lies on the whole mesh, given where it lies on the data axes."""
+    if tensor.is_buffer or not tensor.shape:
+        style = None
+    if style == _EXPERTS and mesh.experts is not None:
+        *replicas, _, _ = mesh.experts.axes
+        placements = (*(REPLICATE for _ in replicas), Placement(0, mesh.ep), Placement(0))
+        return replace(tensor, placements=placements, mesh=mesh.experts)
+    on_tensor = _on_tensor_axis(len(tensor.shape), style)
+    size = next((axis.size for axis in mesh.axes if axis.role == "tensor"), 1)
+    before, found = iter(tensor.placements), list[Placement]()
+    for axis in mesh.axes:
+        placement = on_tensor if axis.role == "tensor" else next(before)
+        if (
+            axis.role == "shard"
+            and placement.shard_dim is not None
+            and placement.shard_dim == on_tensor.shard_dim
+        ):
+            placement = Placement(placement.shard_dim, size)
+        found.append(placement)
+    return replace(tensor, placements=tuple(found))
+
+
+def _on_tensor_axis(num_dims: int, style: str | None) -> Placement:
+    from_end, num_blocks = _TENSOR.get(style or "", (0, 0))
+    if not num_blocks:
+        return REPLICATE
+    if num_dims == 1:  # a bias, which transformers does not take for packed
+        return REPLICATE if from_end == -1 else Placement(0)
+    return Placement(num_dims + from_end, num_blocks)
