@@ -49,6 +49,18 @@ Examples:
     show_default=True,
     help="Names and shapes of the live model, or those of the files.",
 )
+@click.option(
+    "--profile",
+    default="plain",
+    show_default=True,
+    metavar="TRAINER",
+    help="The trainer that is to start from it: plain, torchtitan, accelerate.",
+)
+@click.option(
+    "--attribute",
+    metavar="NAME",
+    help="For Lightning: the attribute of the LightningModule that holds the model; default model.",
+)
 @opt.dtype("--dtype", help="Convert floating tensors.")
 @opt.revision
 @click.option("--variant", metavar="NAME", help="Use model.NAME.safetensors and the like.")
@@ -102,6 +114,8 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     would = "to " if result.dry_run else ""
     yield "source", f"{escape(result.source)} ({result.source_format})"
     yield "mesh", f"{escape(result.mesh)}; world size {result.world_size}"
+    if result.profile != "plain":
+        yield "profile", f"{result.profile}, in the form that this trainer loads"
     yield "layout", _layout(result)
     if result.download_bytes:
         yield "to fetch", f"{format_size(result.download_bytes)} from the Hub; so far only headers were read"
@@ -127,6 +141,11 @@ def _layout(result: PreshardResult) -> str:
 
 
 def _how_to_load(result: PreshardResult) -> list[str]:
+    from shardkit.operations.preshard.profiles import PROFILES
+
+    usage = PROFILES[result.profile].usage
+    if usage:
+        return ["start from it:", *(f"  {line.format(output=result.output)}" for line in usage)]
     return [
         "load it on every rank, into a model on meta (without to_empty()) that is wrapped for this mesh:",
         "  import shardkit",

@@ -257,6 +257,8 @@ class Presharded:
     meshes: tuple[MeshView, ...] | None = None
     """Further meshes over the same ranks; None if there are none."""
     layout: LayoutOrigin
+    root: str | None = None
+    """What stands before the model's own names for the sake of a trainer: "model."; None if nothing does."""
     units: tuple[Unit, ...]
     """The root first, then in module order."""
     ties: tuple[tuple[str, ...], ...]
@@ -264,7 +266,7 @@ class Presharded:
     key_rules: tuple[tuple[str, str], ...]
     """Empty; in a resharded checkpoint those of `shardkit.save`."""
     derived: tuple[Derived, ...]
-    """Tensors that are made of others of the source; their `source` is their own name."""
+    """Tensors that are made of others of the source, by their names without `root`; their `source` is their own name."""
     dtype: str
     """As asked for: "keep", "bf16", "fp16" or "fp32"."""
     optimizer_dtype: str | None = None
@@ -278,7 +280,7 @@ class Presharded:
     """By name, in file order."""
     files: tuple[ShardFile, ...]
     others: tuple[File, ...] | None = None
-    """Files that reshard copied into the directory; None if there are none."""
+    """Files of a trainer that lie beside the shards; None if there are none."""
     metadata: File | None = None
     """`.metadata`; None until it is written."""
     crc32: Crc32 | None = None
@@ -345,10 +347,10 @@ class FileList:
     kind: ClassVar[str] = "files"
     tool: Tool
     layout: str | None = None
-    """The format of the checkpoint: "hub", "dcp", "lightning", ... None from reshard."""
+    """The format of the checkpoint: "hub", "dcp", "lightning", ... None from reshard and preshard."""
     writer: str | None = None
     folders: tuple[FileName, ...] | None = None
-    """Folders with manifests of their own; of reshard alone."""
+    """Folders with manifests of their own; of reshard and preshard alone."""
     files: tuple[ListedFile, ...]
     unlisted: tuple[str, ...]
     """Symbolic links, pipes, sockets and devices."""
@@ -400,6 +402,7 @@ def format_of(manifest: Manifest) -> int:
         and manifest.mesh.ep is None
         and manifest.meshes is None
         and not manifest.derived
+        and manifest.root is None
     )
     return 1 if is_old else FORMAT
 

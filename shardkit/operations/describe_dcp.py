@@ -1,15 +1,19 @@
 """Describing a checkpoint beside its shard files: chunk lists, `.metadata`, the manifest.
 
+Trainers put DCP directories into folders, with files of their own beside them; each folder has its own description.
+
 Nothing in `.metadata` has to wait for the bytes, and a file's chunk list needs the digests of that file alone. So both
 are written while other files are still on their way to the disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
 
 from shardkit.core.catalog import TensorEntry
@@ -63,6 +67,8 @@ class DcpOutput:
     """What names of the model are made of that the Hub's files have in another form."""
     file_names: Mapping[str, str] = field(default_factory=dict)
     """Names of stored tensors in the files that the weights came from, where these are not the source itself."""
+    root: str = ""
+    """What stands before the model's own names for the sake of a trainer: "model."."""
     optimizer_cast: str | None = None
     """`cast` for an optimizer's state; None if the checkpoint can hold neither an optimizer nor byte entries."""
     objects: tuple[str, ...] = ()
@@ -88,11 +94,13 @@ class DcpOutput:
             ),
             meshes=tuple(map(_view, views)) or None,
             layout=manifest.LayoutOrigin(origin=layout.origin, policy=layout.policy),
+            root=self.root or None,
             units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in layout.units),
             ties=tuple((name, *others) for name, others in self.aliases.items()),
             key_rules=tuple((rule.old, rule.new) for rule in self.key_rules),
             derived=tuple(
-                manifest.Derived(name=fqn, made_of=to_json(made)) for fqn, made in self.derived.items()
+                manifest.Derived(name=fqn.removeprefix(self.root), made_of=to_json(made))
+                for fqn, made in self.derived.items()
             ),
             dtype=self.cast,
             optimizer_dtype=self.optimizer_cast,
@@ -108,7 +116,9 @@ class DcpOutput:
                     unit=tensor.unit,
                     buffer=tensor.is_buffer,
                     source=manifest.SourceTensor(
-                        name=fqn if fqn in self.derived else self.file_names.get(fqn, self.entries[fqn].fqn),
+                        name=fqn.removeprefix(self.root)
+                        if fqn in self.derived
+                        else self.file_names.get(fqn, self.entries[fqn].fqn),
                         dtype=self.entries[fqn].dtype.name,
                     ),
                     crc32=crcs.get(fqn),
@@ -261,3 +271,74 @@ class Descriptions:
 
     def _write_synced(self, name: str, data: bytes) -> None:
         storage.write_file(os.path.join(self._directory, name), data)
+
+
+WriteBeside = Callable[[str], list[manifest.ListedFile]]
+"""Writes the files beside the folders into a directory, and returns what the manifest says of them."""
+
+
+class FolderDescriptions:
+    """Describes every folder, and has the files beside them written. A context manager, as `Descriptions` is.
+
+    Args:
+        folders: what is written to each folder; "" is the directory itself.
+        write_beside: writes the other files, when the shard files are finished.
+        directory: where the output goes.
+        sha256: take the sha256 of every file.
+    """
+
+    def __init__(
+        self,
+        folders: Mapping[str, DcpOutput],
+        write_beside: WriteBeside,
+        directory: str,
+        *,
+        sha256: bool = False,
+    ) -> None:
+        self._write_beside, self._directory, self._sha256 = write_beside, directory, sha256
+        self._stack = contextlib.ExitStack()
+        self._of: dict[str, Descriptions] = {}
+        for folder, output in folders.items():
+            place = os.path.join(directory, folder)
+            storage.make_directories(place)
+            self._of[folder] = self._stack.enter_context(Descriptions(output, place, sha256=sha256))
+
+    def __enter__(self) -> FolderDescriptions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def add_file(self, digest: FileDigest) -> None:
+        """Write the chunk list of a finished file; may be called from any thread."""
+        folder, name = os.path.split(digest.name)
+        self._of[folder].add_file(replace(digest, name=name))
+
+    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
+        """Write the files beside the folders, then let each folder become a checkpoint."""
+        beside = self._write_beside(self._directory)
+        for folder, descriptions in self._of.items():
+            own = {
+                os.path.basename(name): replace(digest, name=os.path.basename(name))
+                for name, digest in digests.items()
+                if os.path.dirname(name) == folder
+            }
+            descriptions.finish(own, scattered, others=() if folder else beside)
+        if "" not in self._of:
+            self._write_manifest(beside)
+
+    def _write_manifest(self, beside: list[manifest.ListedFile]) -> None:
+        """Write the manifest of the whole: the files beside the folders, and the folders' manifests."""
+        own = [
+            manifest.describe_bytes(
+                os.path.join(folder, manifest.NAME), each.manifest, digest=True, sha256=self._sha256
+            )
+            for folder, each in self._of.items()
+        ]
+        content = manifest.FileList(
+            tool=manifest.TOOL,
+            folders=tuple(self._of),
+            files=tuple(sorted((*beside, *own), key=attrgetter("name"))),
+            unlisted=(),
+        )
+        storage.write_file(os.path.join(self._directory, manifest.NAME), manifest.dump(content))

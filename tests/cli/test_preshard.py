@@ -26,6 +26,7 @@ RESULT = PreshardResult(
     dry_run=False,
     world_size=4,
     mesh="dp_shard=4",
+    profile="plain",
     layout="traced",
     num_units=3,
     num_tensors=20,
@@ -109,7 +110,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "shardkit.operations.preshard.preshard",
         lambda *args, **options: seen.update(options, args=args) or RESULT,
     )
-    flags = "--mesh dp_shard=4 --parallel-rule *.q=colwise --keys k.toml --names hub --dtype bf16 --revision r --variant v --overwrite -n --no-resume --digest none"
+    flags = "--mesh dp_shard=4 --parallel-rule *.q=colwise --keys k.toml --names hub --profile lightning --attribute net --dtype bf16 --revision r --variant v --overwrite -n --no-resume --digest none"
     run(*ARGS, "out", *flags.split(), "--jobs", "3", "--max-memory", "1GB", "--trust-remote-code", "--json")
     assert type(seen.pop("progress")).__name__ == "NoProgress"
     assert callable(seen.pop("on_warning"))
@@ -121,6 +122,8 @@ def test_options_reach_the_library(run, monkeypatch):
         "parallel_rules": ("*.q=colwise",),
         "keys": "k.toml",
         "names": "hub",
+        "profile": "lightning",
+        "attribute": "net",
         "dtype": "bf16",
         "revision": "r",
         "variant": "v",
@@ -236,3 +239,9 @@ def test_signal_then_resume(start, tmp_path, tmp_path_factory, signum, code):
     )
     assert json.loads(done.stdout)["resumed_files"] >= 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["big model", "out"]
+
+
+def test_a_profile_says_how_its_trainer_starts() -> None:
+    lines = preshard_command.render(replace(RESULT, profile="accelerate"))
+    assert any("load_fsdp_model" in line for line in lines)
+    assert any(f"resume_from_checkpoint={RESULT.output!r}" in line for line in lines)

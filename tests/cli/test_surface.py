@@ -89,6 +89,7 @@ SURFACE = {
         "PATH",
     ],
     "preshard": [
+        "--attribute",
         "--check-source",
         "--digest",
         "--dry-run",
@@ -103,6 +104,7 @@ SURFACE = {
         "--no-progress",
         "--no-resume",
         "--overwrite",
+        "--profile",
         "--resume",
         "--resume-from",
         "--revision",

@@ -183,9 +183,22 @@ def recorded_file_names(checkpoint: Checkpoint) -> dict[str, str]:
     return {fqn: tensor.source.name for fqn, tensor in tensors.items()}
 
 
+def recorded_root(checkpoint: Checkpoint) -> str:
+    """Return what stands before the model's own names in a checkpoint that has a trainer's form, as preshard wrote it.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    found = _manifest_of(checkpoint)
+    return (found.root or "") if isinstance(found, manifest.Presharded) else ""
+
+
 def source_key_rules(found: manifest.Presharded) -> tuple[KeyRule, ...] | None:
     """Return the rules from the model's names to the source's; None if preshard kept the names."""
-    return find_rules({fqn: tensor.source.name for fqn, tensor in found.tensors.items()}) or None
+    root = found.root or ""
+    return (
+        find_rules({fqn.removeprefix(root): each.source.name for fqn, each in found.tensors.items()}) or None
+    )
 
 
 def holds_hub_names(checkpoint: Checkpoint) -> bool:
@@ -233,7 +246,13 @@ def read_key_rules(found: manifest.Manifest | None) -> tuple[KeyRule, ...] | Non
 
 def _manifest_of(checkpoint: Checkpoint) -> manifest.Manifest | None:
     directory = checkpoint.catalog.directory
-    return manifest.read(directory) if directory and checkpoint.writer == "shardkit" else None
+    if not directory:
+        return None
+    if checkpoint.writer == "shardkit":
+        return manifest.read(directory)
+    found = manifest.read(directory) if manifest.NAME in storage.listdir(directory) else None
+    # In the form of a trainer, preshard's manifest counts too.
+    return found if isinstance(found, manifest.Presharded) and found.root is not None else None
 
 
 def _open(label: str, directory: str, *, is_given: bool) -> Base:

@@ -25,16 +25,24 @@ from shardkit.files import storage
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.formats.contract import HubModel
-from shardkit.formats.dcp.images import DcpImages, Phase
+from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.keys.expressions import Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.layout.choose import make_layout
 from shardkit.layout.layout import Layout, declare
 from shardkit.layout.parallel_rules import ParallelRule, data_axes, parallelise, parse_parallel_rules
 from shardkit.operations.casts import check_cast, quantised_notes, rounded_wide
-from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, Descriptions
+from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, FolderDescriptions
 from shardkit.operations.destination import check_space
 from shardkit.operations.keys import NONE, load_rules
+from shardkit.operations.preshard.profiles import (
+    PROFILES,
+    Profile,
+    below,
+    choose_keys,
+    find_profile,
+    write_companions,
+)
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing, hash_plan
 from shardkit.transfer.bound import bind
 from shardkit.transfer.plan import TransferPlan, build_plan
@@ -54,6 +62,8 @@ class PreshardResult(WriteResult):
     world_size: int
     mesh: str
     """Axis names and sizes, e.g. "dp_replicate=2,dp_shard=16". Rank c of `dp_shard` reads file c."""
+    profile: str
+    """The trainer whose form the directory has; "plain" if it is none in particular."""
     layout: str
     """"traced" from the real model, or "declared" from names and shapes."""
     num_units: int
@@ -82,6 +92,8 @@ def preshard(
     parallel_rules: Sequence[str] = (),
     keys: str | os.PathLike[str] = "none",
     names: str = "live",
+    profile: str = "plain",
+    attribute: str | None = None,
     dtype: str = "keep",
     revision: str | None = None,
     variant: str | None = None,
@@ -114,6 +126,8 @@ def preshard(
         keys: rules that turn the Hub's names and tensors into a trainer's own: the path of a TOML file, or the name of
             a set that shardkit has; "none" leaves that to the model's class.
         names: "live" stores what the live model of transformers has, under its names; "hub" what the files have.
+        profile: the trainer that is to start from it: "plain" (stock `dcp.load`), "torchtitan" or "accelerate".
+        attribute: with a profile of Lightning, the attribute of the LightningModule that holds the model; "" if none does.
         dtype: "keep", "bf16", "fp16" or "fp32"; only floating tensors are converted.
         revision: branch, tag or commit of a repo.
         variant: "fp16" for `model.fp16.safetensors` and the like.
@@ -145,6 +159,8 @@ def preshard(
     """
     source = os.fspath(source)
     parsed, parallel = parse_mesh(mesh, world_size), parse_parallel_rules(parallel_rules)
+    chosen = find_profile(profile)
+    chosen.head(attribute)
     writer = Writer(
         "preshard",
         Moving(
@@ -172,6 +188,8 @@ def preshard(
         parallel=parallel,
         keys=os.fspath(keys),
         names=names,
+        profile=chosen,
+        attribute=attribute,
         dtype=dtype,
         digest=digest,
         trust_remote_code=trust_remote_code,
@@ -181,7 +199,12 @@ def preshard(
     shares = shared > 0 and can_share_extents(model.catalog, os.path.dirname(path))
     writer.write(
         job,
-        partial(Descriptions, job, sha256=sha256),
+        partial(
+            FolderDescriptions,
+            {chosen.folder: job.dcp},
+            partial(write_companions, chosen, digest, sha256=sha256),
+            sha256=sha256,
+        ),
         needed_bytes=_needed_bytes(job, path, shared if shares else 0),
         share_extents=shares,
     )
@@ -208,7 +231,7 @@ def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
     Raises:
         ResourceError: the source is downloaded to another disk, which lacks the room.
     """
-    needed = job.plan.written_bytes - shared_bytes + len(job.output.catalog.chunks) * DESCRIPTION_BYTES
+    needed = job.plan.written_bytes - shared_bytes + len(job.dcp.output.catalog.chunks) * DESCRIPTION_BYTES
     download, cache = job.model.download_bytes, nearest_existing(job.model.directory)
     if download and storage.stat(cache).st_dev != storage.stat(os.path.dirname(path)).st_dev:
         check_space(os.path.join(cache, job.model.label), download)
@@ -222,7 +245,7 @@ def _shareable_bytes(job: PreshardJob) -> int:
     It is a cautious estimate: the ragged ends of each hole count as two blocks, which hold the record around it too.
     """
     total, catalog = 0, job.model.catalog
-    for holes in job.plan.images.tensors():
+    for holes in job.dcp.output.tensors():
         entry = catalog.tensors[holes.source]
         if holes.dtype is not entry.dtype or holes.source not in job.plan.streamed or entry.num_chunks != 1:
             continue
@@ -230,19 +253,20 @@ def _shareable_bytes(job: PreshardJob) -> int:
         if max(sizes) >= _MIN_SHARED_BYTES:
             small = sum(size for size in sizes if size < _MIN_SHARED_BYTES)  # the one short shard at the end
             total += max(
-                holes.nbytes - small - job.output.catalog.tensors[holes.fqn].num_chunks * 2 * BLOCK, 0
+                holes.nbytes - small - job.dcp.output.catalog.tensors[holes.fqn].num_chunks * 2 * BLOCK, 0
             )
     return total
 
 
 def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_extents: bool) -> PreshardResult:
-    layout, sizes = job.layout, [image.size for image in job.output]
+    layout, sizes = job.dcp.layout, [image.size for image in job.output]
     return PreshardResult(
         **facts,
         source=source,
         source_format=job.model.catalog.format,
         world_size=layout.mesh.size,
         mesh=str(layout.mesh),
+        profile=job.profile.name,
         layout=layout.origin,
         num_units=len(layout.units),
         num_tensors=len(layout.tensors),
@@ -250,7 +274,7 @@ def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_exte
         num_tensors_with_empty_shards=_count_empty(job),
         shares_extents=shares_extents,
         download_bytes=job.model.download_bytes,
-        ties=tuple((name, *others) for name, others in job.aliases.items()),
+        ties=tuple((name, *others) for name, others in job.dcp.aliases.items()),
         omitted=layout.omitted,
         skipped=job.model.beside,
         notes=job.notes,
@@ -258,7 +282,7 @@ def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_exte
 
 
 def _count_empty(job: PreshardJob) -> int:
-    layout = job.layout
+    layout = job.dcp.layout
     return sum(
         tensor.is_sharded
         and not any(part.region.num_elements for part in layout.held(fqn, layout.mesh.size - 1))
@@ -267,10 +291,15 @@ def _count_empty(job: PreshardJob) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreshardJob(DcpOutput):
+class PreshardJob:
     """A decided preshard."""
 
     model: HubModel
+    profile: Profile
+    dcp: DcpOutput
+    """What lies in the profile's folder."""
+    output: DcpImages | JoinedImages
+    """Its images, named as in the whole directory."""
     plan: TransferPlan
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -278,7 +307,14 @@ class PreshardJob(DcpOutput):
     @property
     def plan_hash(self) -> str:
         """Stand for inputs, options and version; see `operations.write.Job`."""
-        return hash_plan(self, identity=self.identity, description=self.describe())
+        dcp = self.dcp
+        return hash_plan(
+            self, identity=dcp.identity, description=dcp.describe(), companions=_hex(self.profile.companions)
+        )
+
+
+def _hex(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: data.hex() for name, data in files.items()}
 
 
 def build_job(
@@ -289,6 +325,8 @@ def build_job(
     parallel: Sequence[ParallelRule] = (),
     keys: str = NONE,
     names: str = "live",
+    profile: Profile = PROFILES["plain"],
+    attribute: str | None = None,
     dtype: str,
     digest: str,
     trust_remote_code: bool,
@@ -302,6 +340,8 @@ def build_job(
         parallel: rules for tensor and expert parallelism, instead of the plans of the model's class.
         keys: key rules, as `--keys` takes them.
         names: "live" or "hub".
+        profile: the trainer whose form the directory gets.
+        attribute: where the trainer's module holds the model; None for the profile's own.
         dtype: "keep", "bf16", "fp16" or "fp32".
         digest: "crc32" or "none".
         trust_remote_code: the model's own code may run, in the process that traces the layout.
@@ -313,6 +353,8 @@ def build_job(
     check_cast("--dtype", dtype)
     check_cast("--names", names, ("live", "hub"))
     laid_on = data_axes(mesh) if parallel else mesh
+    if keys == NONE and profile.key_sets:
+        keys = choose_keys(profile, model.config)
     if keys != NONE:
         layout = _lay_out_by_rules(model, laid_on, wrap, load_rules(keys))
     elif names == "hub":
@@ -323,24 +365,34 @@ def build_job(
         )
     if parallel:
         layout = parallelise(layout, mesh, parallel)
+    root = profile.head(attribute)
+    layout = below(layout, root)
     if layout.made:
         model = replace(model, catalog=bind(model.catalog, layout.made))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
     dtypes, notes = _choose_dtypes(model, layout, sources, dtype)
     entries = {fqn: model.catalog.tensors[source] for fqn, source in sources.items()}
-    output = DcpImages(layout, dtypes, sources, _phase(model, dtypes, sources))
-    return PreshardJob(
-        model=model,
+    images = DcpImages(layout, dtypes, sources, _phase(model, dtypes, sources))
+    dcp = DcpOutput(
+        output=images,
         layout=layout,
         entries=entries,
         dtypes=dtypes,
         sources=sources,
         aliases=aliases,
         derived={fqn: layout.made[source] for fqn, source in sources.items() if source in layout.made},
+        root=root,
+        paths=profile.paths(fqn for name in layout.tensors for fqn in (name, *aliases.get(name, ()))),
         identity=model.identity,
         cast=dtype,
         digest=digest,
+    )
+    output = JoinedImages({profile.folder: images}) if profile.folder else images
+    return PreshardJob(
+        model=model,
+        profile=profile,
+        dcp=dcp,
         output=output,
         plan=build_plan(output, model.catalog),
         notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),

@@ -5,12 +5,9 @@ Internal: import from `shardkit`.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from shardkit.core.mesh import parse_mesh
@@ -19,8 +16,8 @@ from shardkit.core.threads import Progress
 from shardkit.files import manifest, storage
 from shardkit.files.links import may_follow_links
 from shardkit.formats.recorded import SourceManifests
-from shardkit.operations.companions import BesideFile, copy_file
-from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, Descriptions
+from shardkit.operations.companions import copy_file
+from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.reshard.job import ReshardJob, build_job, take_apart
 from shardkit.operations.resolve import ResolvedCheckpoint, take
 from shardkit.operations.write import (
@@ -30,93 +27,33 @@ from shardkit.operations.write import (
     WriteResult,
     Writing,
 )
-from shardkit.transfer.execute import FileDigest
 
 
-class ReshardDescriptions:
-    """Describes every folder, and copies the files beside them. A context manager, as `Descriptions` is.
+def copy_files(
+    source: str, job: ReshardJob, manifests: SourceManifests, directory: str, *, sha256: bool
+) -> list[manifest.ListedFile]:
+    """Copy the files and the empty directories that lie beside the folders.
 
     Args:
-        source: the checkpoint that files are copied from.
+        source: the checkpoint that they are copied from.
         job: what is being written.
         manifests: of the source; copies are compared with them.
         directory: where the output goes.
         sha256: take the sha256 of every file.
+
+    Returns:
+        What the manifest says of them.
     """
-
-    def __init__(
-        self,
-        source: str,
-        job: ReshardJob,
-        manifests: SourceManifests,
-        directory: str,
-        *,
-        sha256: bool = False,
-    ) -> None:
-        self._source, self._job, self._directory, self._sha256 = source, job, directory, sha256
-        self._manifests = manifests
-        self._has_digests = any(part.digest != "none" for part in job.folders.values())
-        self._stack = contextlib.ExitStack()
-        self._of: dict[str, Descriptions] = {}
-        for folder, part in job.folders.items():
-            place = os.path.join(directory, folder)
-            storage.make_directories(place)
-            self._of[folder] = self._stack.enter_context(Descriptions(part, place, sha256=sha256))
-
-    def __enter__(self) -> ReshardDescriptions:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def add_file(self, digest: FileDigest) -> None:
-        """Write the chunk list of a finished file; may be called from any thread."""
-        folder, name = os.path.split(digest.name)
-        self._of[folder].add_file(replace(digest, name=name))
-
-    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
-        """Copy the files beside the folders, then let each folder become a checkpoint."""
-        for name in self._job.parts.empty:
-            storage.make_directories(os.path.join(self._directory, name))
-        copied = [self._copy(file) for file in self._job.parts.files]
-        self._manifests.check_copies(
-            (entry.name, os.path.join(self._source, entry.name), entry.crc32) for entry in copied
-        )
-        if not self._has_digests:
-            copied = [replace(entry, crc32=None) for entry in copied]
-        for folder, descriptions in self._of.items():
-            own = {
-                os.path.basename(name): replace(digest, name=os.path.basename(name))
-                for name, digest in digests.items()
-                if os.path.dirname(name) == folder
-            }
-            descriptions.finish(own, scattered, others=() if folder else copied)
-        if "" not in self._of:
-            self._write_manifest(copied)
-
-    def _copy(self, file: BesideFile) -> manifest.ListedFile:
-        """Copy a file; return what the manifest says of it."""
-        is_listed = self._manifests.crc_of(os.path.join(self._source, file.name)) is not None
-        crc, sha256 = copy_file(
-            self._source, file, self._directory, digest=self._has_digests or is_listed, sha256=self._sha256
-        )
-        return manifest.ListedFile(name=file.name, size=file.stamp.size, crc32=crc, sha256=sha256)
-
-    def _write_manifest(self, copied: list[manifest.ListedFile]) -> None:
-        """Write the manifest of the whole: the files beside the folders, and the folders' manifests."""
-        own = [
-            manifest.describe_bytes(
-                os.path.join(folder, manifest.NAME), each.manifest, digest=True, sha256=self._sha256
-            )
-            for folder, each in self._of.items()
-        ]
-        content = manifest.FileList(
-            tool=manifest.TOOL,
-            folders=tuple(self._of),
-            files=tuple(sorted((*copied, *own), key=attrgetter("name"))),
-            unlisted=(),
-        )
-        storage.write_file(os.path.join(self._directory, manifest.NAME), manifest.dump(content))
+    has_digests = any(part.digest != "none" for part in job.folders.values())
+    for name in job.parts.empty:
+        storage.make_directories(os.path.join(directory, name))
+    copied = list[manifest.ListedFile]()
+    for file in job.parts.files:
+        is_listed = manifests.crc_of(os.path.join(source, file.name)) is not None
+        crc, taken = copy_file(source, file, directory, digest=has_digests or is_listed, sha256=sha256)
+        copied.append(manifest.ListedFile(name=file.name, size=file.stamp.size, crc32=crc, sha256=taken))
+    manifests.check_copies((entry.name, os.path.join(source, entry.name), entry.crc32) for entry in copied)
+    return copied if has_digests else [replace(entry, crc32=None) for entry in copied]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +162,12 @@ def reshard(
     copied = sum(file.stamp.size for file in parts.files)
     writer.write(
         job,
-        partial(ReshardDescriptions, resolved.path, job, manifests, sha256=sha256),
+        partial(
+            FolderDescriptions,
+            job.folders,
+            partial(copy_files, resolved.path, job, manifests, sha256=sha256),
+            sha256=sha256,
+        ),
         needed_bytes=job.plan.written_bytes + chunks * DESCRIPTION_BYTES + copied,
     )
     return _result(job, source, resolved, writer.facts((*resolved.warnings, *parts.warnings)))

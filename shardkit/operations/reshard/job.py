@@ -30,7 +30,7 @@ from shardkit.formats.contract import Checkpoint, DcpFolder, Place
 from shardkit.formats.contract.optimizer import OptimizerState
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
-from shardkit.formats.hub.base import recorded_file_names, saved_derived, saved_key_rules
+from shardkit.formats.hub.base import recorded_file_names, recorded_root, saved_derived, saved_key_rules
 from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
 from shardkit.keys.expressions import Expression
@@ -80,6 +80,8 @@ class Part:
     """What names in memory are made of that the Hub's files have in another form; carried over too."""
     file_names: Mapping[str, str] = field(default_factory=dict)
     """Names in the files that `preshard` read, as it recorded them; carried over too."""
+    root: str = ""
+    """What stands before the model's own names, as `preshard` recorded it; carried over too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +129,18 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
     parts = tuple(
         _open_part(folder, _open_folder(os.path.join(path, folder), models)) for folder in found.folders
     )
-    names = recorded_file_names(checkpoint)
+    root, names = recorded_root(checkpoint), recorded_file_names(checkpoint)
+    home = os.path.relpath(checkpoint.catalog.directory, path) if root else os.curdir  # a trainer's folder
     parts = tuple(
-        part if part.folder else replace(part, key_rules=rules, derived=derived, file_names=names)
+        replace(
+            part,
+            key_rules=rules,
+            derived={root + name: made for name, made in derived.items()},
+            file_names=names,
+            root=root,
+        )
+        if (part.folder or os.curdir) == home
+        else part
         for part in parts
     )
     damaged = [problem for part in parts for problem in part.damaged]
@@ -410,6 +421,7 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
         key_rules=part.key_rules,
         derived=part.derived,
         file_names=part.file_names,
+        root=part.root,
         optimizer_cast=optimizer_cast,
         objects=part.objects,
         optimizer=optimizer,

@@ -14,10 +14,10 @@ from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from torch.distributed.fsdp import MixedPrecision, fully_shard
 from torch.utils.data import DataLoader
 
-from tests.distributed.trainers.resuming import SAVED, STEPS, Job, Step, run, start_model
+from tests.distributed.trainers.resuming import SAVED, STEPS, Job, Step, let_fsdp_use_cpu, run, start_model
 from tests.distributed.training import global_loss, local_loss
 
 
@@ -122,16 +122,6 @@ def train_fabric(strategy: Any, job: Job) -> list[Step]:
         if job.resume is None and state["step"] == SAVED:
             fabric.save(job.checkpoint, state)
     return steps
-
-
-def let_fsdp_use_cpu() -> None:
-    """Name the CPU to every FSDP: Lightning names no device there, and FSDP then looks for an accelerator."""
-    original = FullyShardedDataParallel.__init__
-
-    def on_cpu(self: FullyShardedDataParallel, *args: Any, **options: Any) -> None:
-        original(self, *args, **{**options, "device_id": torch.device("cpu")})
-
-    FullyShardedDataParallel.__init__ = on_cpu
 
 
 FSDP = {

@@ -14,10 +14,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import shardkit
 from tests.distributed.training import Model
@@ -74,6 +75,16 @@ def run(trainers: Mapping[str, Trainer]) -> None:
             resharded.parent.mkdir()
             shardkit.reshard(first.checkpoint, str(resharded), world_size=size)
             _world(Job(folder, size, resharded), trainer)
+
+
+def let_fsdp_use_cpu() -> None:
+    """Name the CPU to every FSDP: trainers name no device there, and FSDP then looks for an accelerator."""
+    original = FullyShardedDataParallel.__init__
+
+    def on_cpu(self: FullyShardedDataParallel, *args: Any, **options: Any) -> None:
+        original(self, *args, **{**options, "device_id": torch.device("cpu")})
+
+    FullyShardedDataParallel.__init__ = on_cpu
 
 
 def _world(job: Job, trainer: Trainer) -> None:

@@ -1,0 +1,168 @@
+"""Profiles: the directory that a trainer's own loading code expects, as data.
+
+    folder/            where the shard files lie
+        names          root, attribute and the model's own name, joined by dots
+    companions         files that the trainer reads beside them
+
+Sources: accelerate 1.15, utils/fsdp_utils.py (load_fsdp_model); transformers 5.23, trainer.py (train);
+torchtitan 0.2 and 0.3, components/checkpoint.py. docs/trainers.md says what was proved with which version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardkit.core.text import escape, suggestion
+from shardkit.errors import UsageError
+from shardkit.files import manifest, storage
+from shardkit.keys.rules import shipped
+from shardkit.layout.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What one trainer expects."""
+
+    name: str
+    folder: str = ""
+    """Where the shard files and `.metadata` lie; "" is the directory itself."""
+    root: tuple[str, ...] = ()
+    """Keys of the state dict that the trainer loads, above the model's own."""
+    attribute: str | None = None
+    """Where a module of the trainer holds the model, unless a person says otherwise; None if nothing is around it."""
+    key_sets: str = ""
+    """How the names of its shipped key rules begin; "" if it trains models of transformers."""
+    companions: Mapping[str, bytes] = field(default_factory=dict)
+    """Files that it reads beside the shards, by name."""
+    usage: tuple[str, ...] = ()
+    """Lines that start it; `{output}` is the directory."""
+
+    def head(self, attribute: str | None) -> str:
+        """Return what stands before the model's own names.
+
+        Args:
+            attribute: where the trainer's module holds the model, as a person says; "" if the module is the model.
+
+        Raises:
+            UsageError: nothing is around the model here.
+        """
+        if attribute is not None and self.attribute is None:
+            raise UsageError(
+                f"--attribute: with --profile {self.name} nothing is around the model",
+                hint="leave it out; it is for Lightning, whose modules hold the model in an attribute",
+            )
+        parts = (*self.root, self.attribute if attribute is None else attribute)
+        return "".join(f"{part}." for part in parts if part)
+
+    def paths(self, names: Iterable[str]) -> dict[str, tuple[str | int, ...]] | None:
+        """Return the path of each name of a checkpoint in the nested state dict; None if that is flat."""
+        length = sum(len(key) + 1 for key in self.root)
+        return {name: (*self.root, name[length:]) for name in names} if length else None
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+# Without this file the Trainer does not start. It says that nothing was trained yet, and has the Trainer's defaults:
+# on resuming, the Trainer takes intervals from here, and the batch size with auto_find_batch_size.
+_TRAINER_STATE = {
+    **{"epoch": 0.0, "global_step": 0, "train_batch_size": 8},
+    **{"logging_steps": 500, "eval_steps": 500, "save_steps": 500},
+}
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile(name="plain"),
+        Profile(
+            name="torchtitan",
+            key_sets="torchtitan-",
+            usage=("torchtitan: --checkpoint.enable --checkpoint.initial_load_path {output}",),
+        ),
+        Profile(
+            name="accelerate",
+            folder="pytorch_model_fsdp_0",
+            root=("model",),
+            companions={"trainer_state.json": _json(_TRAINER_STATE)},
+            usage=(
+                "accelerate: accelerate.utils.load_fsdp_model(",
+                "    accelerator.state.fsdp_plugin, accelerator, model, {output!r})",
+                "transformers: trainer.train(resume_from_checkpoint={output!r})",
+            ),
+        ),
+    )
+}
+
+
+def find_profile(name: str) -> Profile:
+    """Return a profile by its name.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if name not in PROFILES:
+        raise UsageError(
+            f"--profile {escape(name)!r} is not one of {', '.join(PROFILES)}{suggestion(name, PROFILES)}"
+        )
+    return PROFILES[name]
+
+
+def choose_keys(profile: Profile, config: Mapping[str, Any] | None) -> str:
+    """Return the name of the shipped key rules that turn a model's names into the trainer's own.
+
+    Args:
+        profile: one with key sets.
+        config: config.json of the model; None if there is none.
+
+    Raises:
+        UsageError: there are none for such a model, or only for an older version of the trainer.
+    """
+    model_type = (config or {}).get("model_type")
+    known = [rules for rules in shipped() if rules.name.startswith(profile.key_sets)]
+    fitting = [rules for rules in known if model_type in rules.model_types]
+    current = [rules.name for rules in fitting if not rules.name.rpartition("-")[2][:1].isdigit()]
+    if len(current) == 1:
+        return current[0]
+    what = "a model without a model_type in config.json" if model_type is None else f"{model_type} models"
+    raise UsageError(
+        f"--profile {profile.name}: no key rules for {escape(what)} are chosen by themselves",
+        problems=[f"{rules.name}: {rules.title}" for rules in fitting or known],
+        hint="name one of these with --keys, or give a TOML file (docs/keys.md)",
+    )
+
+
+def below(layout: Layout, root: str) -> Layout:
+    """Return a layout with `root` before every name."""
+    if not root:
+        return layout
+    return replace(
+        layout,
+        tensors={root + fqn: replace(tensor, fqn=root + fqn) for fqn, tensor in layout.tensors.items()},
+        ties=tuple(tuple(root + fqn for fqn in group) for group in layout.ties),
+        sources={root + fqn: source for fqn, source in layout.sources.items()},
+        keep_fp32=None if layout.keep_fp32 is None else frozenset(root + fqn for fqn in layout.keep_fp32),
+    )
+
+
+def write_companions(
+    profile: Profile, digest: str, directory: str, *, sha256: bool
+) -> list[manifest.ListedFile]:
+    """Write the files that the trainer reads beside the shards; return what the manifest says of them.
+
+    Args:
+        profile: says which.
+        digest: "crc32" or "none".
+        directory: where the output goes.
+        sha256: take the sha256 of each.
+    """
+    for name, data in profile.companions.items():
+        storage.write_file(os.path.join(directory, name), data)
+    return [
+        manifest.describe_bytes(name, data, digest=digest != "none", sha256=sha256)
+        for name, data in profile.companions.items()
+    ]

@@ -1,0 +1,135 @@
+"""Directories in the form of a trainer: what shardkit itself reads in them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import shardkit
+from shardkit.errors import UsageError
+from tests.bits import raw
+from tests.models.zoo import ZOO, from_pretrained, make_hub
+
+MakeHub = Callable[..., Path]
+FOLDER = {"accelerate": "pytorch_model_fsdp_0"}
+CAUSAL = {"architectures": ["TinyForCausalLM"]}  # no model_type: declared, without a child process
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:torch.distributed is disabled"
+    ),  # torch saves in one process, as asked
+]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hub") / "hub"
+    make_hub(ZOO["qwen3_moe"], directory)
+    return directory
+
+
+@pytest.mark.parametrize("profile", FOLDER)
+def test_fused_experts_come_back_byte_for_byte(
+    profile: str, hub: Path, tmp_path: Path, fast_trace: object
+) -> None:
+    out = tmp_path / "out"
+    shardkit.preshard(hub, out, world_size=2, profile=profile)
+    assert shardkit.verify(out, full=True).problems == ()
+    assert shardkit.diff(out, hub).is_equal
+    shardkit.reshard(out, tmp_path / "other", world_size=3)
+    for source in (out, out / FOLDER[profile], tmp_path / "other"):
+        back = tmp_path / f"back-{source.name}"
+        shardkit.consolidate(source, back)
+        expected, found = (load_file(each / "model.safetensors") for each in (hub, back))
+        assert {name: raw(each) for name, each in found.items()} == {
+            name: raw(each) for name, each in expected.items()
+        }
+
+
+@pytest.mark.parametrize("profile", FOLDER)
+def test_a_model_is_loaded_from_it_and_saved_under_the_names_of_the_hub(
+    profile: str, hub: Path, tmp_path: Path, fast_trace: object
+) -> None:
+    out = tmp_path / "out"
+    shardkit.preshard(hub, out, world_size=2, profile=profile)
+    expected = from_pretrained(ZOO["qwen3_moe"], hub).state_dict()
+    for source in (out, out / FOLDER[profile]):
+        model = from_pretrained(ZOO["qwen3_moe"], hub)
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        shardkit.load_into(model, source)
+        assert {name: raw(each) for name, each in model.state_dict().items()} == {
+            name: raw(each) for name, each in expected.items()
+        }
+        saved = tmp_path / f"saved-{source.name}"
+        shardkit.save(model, saved)
+        shardkit.consolidate(saved, tmp_path / f"back-{source.name}")
+        assert shardkit.diff(tmp_path / f"back-{source.name}", hub).is_equal
+
+
+def test_what_torch_converts_to_one_file_is_nested(make_hub: MakeHub, tmp_path: Path) -> None:
+    tensors = {"layers.0.weight": torch.randn(5, 3), "layers.1.weight": torch.randn(5, 3)}
+    model = make_hub(tensors, config=CAUSAL)
+    shardkit.preshard(model, tmp_path / "out", world_size=2, profile="accelerate")
+    dcp_to_torch_save(tmp_path / "out" / "pytorch_model_fsdp_0", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert found.keys() == {"model"}
+    assert found["model"].keys() == tensors.keys()
+
+
+def test_bytes_of_tensors_are_those_of_the_plain_form(make_hub: MakeHub, tmp_path: Path) -> None:
+    model = make_hub({"layers.0.weight": torch.randn(5, 3)}, config=CAUSAL)
+    shardkit.preshard(model, tmp_path / "plain", world_size=2)
+    shardkit.preshard(model, tmp_path / "accelerate", world_size=2, profile="accelerate")
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        same = tmp_path / "accelerate" / "pytorch_model_fsdp_0" / name
+        assert (tmp_path / "plain" / name).read_bytes() == same.read_bytes()
+
+
+def test_it_replaces_itself_alone(make_hub: MakeHub, tmp_path: Path) -> None:
+    model = make_hub({"layers.0.weight": torch.randn(5, 3)}, config=CAUSAL)
+    write = {"world_size": 2, "profile": "accelerate"}
+    first = shardkit.preshard(model, tmp_path / "out", **write)  # type: ignore[arg-type]
+    assert (first.profile, first.num_files) == ("accelerate", 2)
+    with pytest.raises(UsageError, match="exists"):
+        shardkit.preshard(model, tmp_path / "out", **write)  # type: ignore[arg-type]
+    shardkit.preshard(model, tmp_path / "out", overwrite=True, **write)  # type: ignore[arg-type]
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == 0
+
+
+def test_torchtitan_has_its_own_names(hub: Path, tmp_path: Path) -> None:
+    shardkit.preshard(hub, tmp_path / "out", world_size=2, profile="torchtitan")
+    names = json.loads((tmp_path / "out" / "shardkit.json").read_text())["tensors"]
+    assert "layers.0.attention.qkv_linear.wq.weight" in names
+    shardkit.preshard(hub, tmp_path / "old", world_size=2, profile="torchtitan", keys="torchtitan-qwen3-0.2")
+    names = json.loads((tmp_path / "old" / "shardkit.json").read_text())["tensors"]
+    assert "layers.0.attention.wq.weight" in names
+
+
+def test_what_a_profile_cannot_have_is_refused(make_hub: MakeHub, tmp_path: Path) -> None:
+    tensors = {"layers.0.weight": torch.randn(5, 3)}
+    plain = make_hub(tensors, config=CAUSAL, name="plain")
+    old = make_hub(tensors, config={"model_type": "llama4"}, name="old")
+
+    def refused(model: Path, **options: str) -> UsageError:
+        with pytest.raises(UsageError) as caught:
+            shardkit.preshard(model, tmp_path / "out", world_size=2, **options)  # type: ignore[arg-type]
+        assert not (tmp_path / "out").exists()
+        return caught.value
+
+    assert "closest name: accelerate" in refused(plain, profile="acelerate").message
+    assert "nothing is around the model" in refused(plain, attribute="net").message
+    unknown = refused(plain, profile="torchtitan")
+    assert "without a model_type" in unknown.message
+    assert len(unknown.problems) > 5
+    assert [each.split(":")[0] for each in refused(old, profile="torchtitan").problems] == [
+        "torchtitan-llama4-0.2"
+    ]
