@@ -41,6 +41,13 @@ Examples:
     metavar="GLOB=STYLE",
     help="How tensors or modules are cut over tp or ep, if not as the model plans it; repeatable.",
 )
+@click.option(
+    "--stages",
+    default="auto",
+    show_default=True,
+    metavar="POLICY",
+    help="Which stage of pp holds what: auto (blocks split evenly), or module:function.",
+)
 @opt.keys("none", "the model's class tells")
 @click.option(
     "--names",
@@ -146,6 +153,12 @@ def _how_to_load(result: PreshardResult) -> list[str]:
     usage = PROFILES[result.profile].usage
     if usage:
         return ["start from it:", *(f"  {line.format(output=result.output)}" for line in usage)]
+    if result.mesh.startswith("pp="):
+        return [
+            "load it on every rank, into the state dict of its stage, which is sharded for this mesh:",
+            "  import torch.distributed.checkpoint as dcp",
+            f"  dcp.load(state, checkpoint_id={result.output!r})",
+        ]
     return [
         "load it on every rank, into a model on meta (without to_empty()) that is wrapped for this mesh:",
         "  import shardkit",

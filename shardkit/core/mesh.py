@@ -4,8 +4,11 @@ A mesh is a view of the ranks. The main mesh of a layout is described by axis na
 `init_device_mesh` takes them. Further meshes look at the same ranks in another way: with expert parallelism, dense
 weights lie on (dp_shard, tp) and experts on (efsdp, ep). Ranks that no axis of a mesh tells apart hold copies.
 
+With pipeline parallelism each stage is a run of ranks with a mesh of its own, all of them alike; a tensor lies on the
+mesh of one stage.
+
 Each distinct region of a tensor is stored once, in the file of the lowest rank that holds it. Replicate axes are
-outermost, so files belong to the ranks of the first replica.
+outermost in a stage, so files belong to the ranks of its first replica.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ Role = Literal["replicate", "shard", "tensor"]
 
 # Names from torchtitan's and transformers' meshes.
 ROLES: dict[str, Role] = {"dp_replicate": "replicate", "dp_shard": "shard", "tp": "tensor", "ep": "tensor"}
-LATER_AXES = ("pp", "cp")  # known, so that they can be refused by name
+_STAGES = "pp"
+LATER_AXES = ("cp",)  # known, so that they can be refused by name
 
 _MAX_RANKS = 1 << 17  # every rank is a file, and a typing error should not cost hours of planning
 
@@ -56,16 +60,27 @@ class Mesh:
     """For each axis, how far apart its ranks are; empty if the axes number the ranks of the world row-major."""
     ep: int = 1
     """Of a main mesh: the number of ranks that hold distinct experts. Those of `experts` are its ranks too."""
+    pp: int = 1
+    """Of a main mesh: the number of pipeline stages. The axes are those of a stage."""
+    ranks: range | None = None
+    """The ranks that it is about, where they are those of one stage; None if they are all."""
 
     @property
     def size(self) -> int:
         """Number of positions; of a main mesh, the world size."""
-        return prod(axis.size for axis in self.axes)
+        return self.pp * prod(axis.size for axis in self.axes)
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks in a replica. Each has a file, and files of other ranks there are none."""
+        """Number of ranks in a replica of a stage. Each has a file, and files of other ranks there are none."""
         return prod(axis.size for axis in self.axes if axis.role != "replicate")
+
+    @property
+    def file_ranks(self) -> list[int]:
+        """The ranks that have files."""
+        return [
+            first + at for first in range(0, self.size, self.size // self.pp) for at in range(self.num_shards)
+        ]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,12 +109,19 @@ class Mesh:
         return Mesh((*replicas, rest, Axis("ep", self.ep, "tensor")))
 
     def __str__(self) -> str:
-        sizes = [f"{axis.name}={axis.size}" for axis in self.axes]
-        return ",".join(sizes if self.ep == 1 else [*sizes, f"ep={self.ep}"])
+        stages = [] if self.pp == 1 else [f"pp={self.pp}"]
+        experts = [] if self.ep == 1 else [f"ep={self.ep}"]
+        return ",".join([*stages, *(f"{axis.name}={axis.size}" for axis in self.axes), *experts])
+
+    def on_stage(self, stage: int, view: Mesh | None = None) -> Mesh:
+        """Return the mesh of a pipeline stage, or another view of the ranks of a stage."""
+        size = self.size // self.pp
+        return replace(view or self, pp=1, ranks=range(stage * size, (stage + 1) * size))
 
     def coord(self, rank: int) -> tuple[int, ...]:
         """Return a rank's position on each axis."""
         found = []
+        rank -= self._first
         for digits in self.digits:
             at = 0
             for size, stride in digits:
@@ -108,13 +130,15 @@ class Mesh:
         return tuple(found)
 
     def held(self, shape: Shape, placements: Placements, rank: int) -> list[Part]:
-        """Return the parts of a tensor that a rank holds: one, or several if a dim is packed.
+        """Return the parts of a tensor that a rank holds: one, or several if a dim is packed; none on other stages.
 
         Args:
             shape: global shape in elements.
             placements: one for each axis, in mesh order.
             rank: of the world.
         """
+        if self.ranks is not None and rank not in self.ranks:
+            return []
         return held(shape, cuts(placements, self.shape), self.coord(rank))
 
     def is_read_by_stock(self, shape: Shape, placements: Placements) -> bool:
@@ -126,12 +150,12 @@ class Mesh:
     def owners(self, shape: Shape, placements: Placements) -> Iterator[tuple[int, Region]]:
         """Yield (lowest rank that holds it, region) for every distinct region, in row-major order of the regions.
 
-        A tensor that no axis cuts comes once, at rank 0. Trailing empty regions share their offsets, so
+        A tensor that no axis cuts comes once, at the first rank. Trailing empty regions share their offsets, so
         they are one region and also come once, as `dcp.save` writes them.
         """
         ordered = cuts(placements, self.shape)
         if not ordered:
-            yield 0, Region((0,) * len(shape), shape)
+            yield self._first, Region((0,) * len(shape), shape)
         elif len(ordered) == 1 and ordered[0].num_blocks == 1:  # every FSDP and HSDP mesh
             yield from self._owners_along(shape, ordered[0].dim, ordered[0].axis)
         else:
@@ -152,11 +176,15 @@ class Mesh:
             sizes = whole if start + step <= size else (*before, size - start, *after)
             yield rank, Region((*zeros_before, start, *zeros_after), sizes)
 
+    @property
+    def _first(self) -> int:
+        return 0 if self.ranks is None else self.ranks.start
+
     def _lowest_ranks(self, axis: int) -> list[int]:
         """Return the lowest rank at each position of an axis."""
         digits = self.digits[axis]
         return [
-            sum(at * stride for at, (_, stride) in zip(place, digits, strict=True))
+            self._first + sum(at * stride for at, (_, stride) in zip(place, digits, strict=True))
             for place in product(*(range(size) for size, _ in digits))
         ]
 
@@ -181,7 +209,7 @@ def _owners(mesh: Mesh, shape: Shape, placements: Placements) -> tuple[tuple[int
     for place in product(*(range(len(ranks)) for ranks in lowest.values())):
         for axis, at in zip(lowest, place, strict=True):
             coord[axis] = at
-        rank = sum(ranks[coord[axis]] for axis, ranks in lowest.items())
+        rank = mesh._first + sum(ranks[coord[axis]] - mesh._first for axis, ranks in lowest.items())
         for region, _ in held(shape, ordered, coord):
             known = found.get(region.offsets)
             # A region without elements may begin where one with elements does.
@@ -194,9 +222,10 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
     """Return the mesh that `--mesh` and `--world-size` describe together.
 
     Args:
-        text: such as "dp_replicate=2,dp_shard=16", "dp_shard=4,tp=2", or "dp_shard=4,ep=2", where `ep` is no axis
-            beside the others but says how the same ranks share experts. Unknown names state their role, as in
-            "replica:replicate=2,fsdp:shard=8". None for one axis `dp_shard` of `world_size`.
+        text: such as "dp_replicate=2,dp_shard=16", "dp_shard=4,tp=2", "pp=2,dp_shard=4", or
+            "dp_shard=4,ep=2", where `ep` is no axis beside the others but says how the same ranks share experts.
+            Unknown names state their role, as in "replica:replicate=2,fsdp:shard=8". None for one axis `dp_shard` of
+            `world_size`.
         world_size: number of ranks; None takes the mesh's.
 
     Raises:
@@ -211,9 +240,10 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
         _check_size(world_size)
         return Mesh((Axis("dp_shard", world_size, "shard"),))
     axes = [_parse_axis(part.strip()) for part in text.split(",")]
-    mesh = Mesh(tuple(axis for axis in axes if axis.name != "ep"))
+    mesh = Mesh(tuple(axis for axis in axes if axis.name not in ("ep", _STAGES)))
     _check_axes(mesh, [axis.name for axis in axes])
     mesh = _with_experts(mesh, next((axis.size for axis in axes if axis.name == "ep"), 1))
+    mesh = replace(mesh, pp=next((axis.size for axis in axes if axis.name == _STAGES), 1))
     _check_size(mesh.size)
     if world_size is not None and world_size != mesh.size:
         raise MeshError(
@@ -254,13 +284,15 @@ def _parse_axis(part: str) -> Axis:
     if name in LATER_AXES:
         raise MeshError(
             f"mesh axis {name!r} is not supported yet",
-            hint="pre-shard for the axes dp_replicate, dp_shard, tp and ep alone",
+            hint="pre-shard for the axes pp, dp_replicate, dp_shard, tp and ep alone",
         )
     if name == "efsdp":
         raise MeshError(
             "mesh axis 'efsdp' follows from the others", hint="leave it out: it is dp_shard x tp / ep"
         )
-    known = ROLES.get(name)
+    known: Role | None = "replicate" if name == _STAGES else ROLES.get(name)  # stages cut no tensor
+    if name == _STAGES and role:
+        raise MeshError(f"mesh axis {name!r} has no role", hint=f"write {name}={size}")
     if known and role and role != known:
         raise MeshError(f"mesh axis {name!r} has the role {known}, not {role}")
     if not (known or role):
@@ -276,6 +308,11 @@ def _parse_axis(part: str) -> Axis:
 def _check_axes(mesh: Mesh, names: list[str]) -> None:
     if len(set(names)) != len(names):
         raise MeshError(f"a mesh axis is named twice: {', '.join(names)}")
+    if _STAGES in names[1:]:
+        raise MeshError(
+            f"mesh axis {_STAGES!r} comes first: the ranks of a stage are neighbours",
+            hint=f"write it first, as in {_STAGES}=2,dp_shard=4",
+        )
     roles = [axis.role for axis in mesh.axes]
     if "shard" not in roles and ("replicate" in roles or not roles):
         raise MeshError(f"mesh {mesh} shards nothing", hint="add a dp_shard axis")

@@ -143,6 +143,8 @@ class Mesh:
     """Outermost first."""
     ep: int | None = None
     """Number of ranks that hold distinct experts; None without expert parallelism."""
+    pp: int | None = None
+    """Number of pipeline stages, each with these axes; None without pipeline parallelism."""
     world_size: int
     num_shards: int
 
@@ -209,6 +211,8 @@ class ShardedTensor:
     """One for each axis of its mesh."""
     mesh: int | None = None
     """Index into `meshes`; None if it lies on the first mesh, `mesh`."""
+    stage: int | None = None
+    """The pipeline stage that holds it."""
     unit: int
     """Index into `units`."""
     buffer: bool
@@ -400,6 +404,7 @@ def format_of(manifest: Manifest) -> int:
         is_plain
         and is_boxed
         and manifest.mesh.ep is None
+        and manifest.mesh.pp is None
         and manifest.meshes is None
         and not manifest.derived
         and manifest.root is None

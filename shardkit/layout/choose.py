@@ -42,7 +42,13 @@ class Model(Protocol):
 
 
 def make_layout(
-    model: Model, mesh: Mesh, wrap: str, *, dtype: DType | None = None, trust_remote_code: bool = False
+    model: Model,
+    mesh: Mesh,
+    wrap: str,
+    *,
+    stages: str = "auto",
+    dtype: DType | None = None,
+    trust_remote_code: bool = False,
 ) -> Layout:
     """Return the layout of a model's tensors: traced if the model can be built, else declared.
 
@@ -50,6 +56,7 @@ def make_layout(
         model: the source.
         mesh: the device mesh that training will use.
         wrap: see `wrap_policy`.
+        stages: which pipeline stage holds what; see `layout.stages`.
         dtype: dtype that floating tensors will have; None keeps the stored ones.
         trust_remote_code: whether the model's own code may run, in the tracing child.
 
@@ -70,6 +77,7 @@ def make_layout(
                 model.directory,
                 mesh,
                 wrap,
+                stages=stages,
                 dtype=dtype,
                 names={name: entry.shape for name, entry in model.catalog.tensors.items()},
                 trust_remote_code=trust_remote_code,

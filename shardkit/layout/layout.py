@@ -52,6 +52,8 @@ class TensorLayout:
     is_buffer: bool = False
     mesh: Mesh | None = None
     """Another view of the ranks than the layout's, such as that of experts; None if it is the layout's."""
+    stage: int | None = None
+    """The pipeline stage that holds it; None without pipeline parallelism."""
 
     @property
     def is_sharded(self) -> bool:
@@ -92,12 +94,12 @@ class Layout:
     def owners(self, fqn: str) -> Iterator[tuple[int, Region]]:
         """Yield (lowest rank that holds it, region) of every stored chunk of a tensor."""
         tensor = self.tensors[fqn]
-        return (tensor.mesh or self.mesh).owners(tensor.shape, tensor.placements)
+        return self.mesh_of(fqn).owners(tensor.shape, tensor.placements)
 
     def held(self, fqn: str, rank: int) -> list[Part]:
         """Return the parts of a tensor that a rank holds: one, or several if a dim is packed."""
         tensor = self.tensors[fqn]
-        return (tensor.mesh or self.mesh).held(tensor.shape, tensor.placements, rank)
+        return self.mesh_of(fqn).held(tensor.shape, tensor.placements, rank)
 
     def not_for_stock(self) -> list[str]:
         """Return the tensors that stock `dcp.load` does not fill right, as it takes ranks' memory for other regions."""
@@ -106,6 +108,12 @@ class Layout:
             for name, tensor in self.tensors.items()
             if not (tensor.mesh or self.mesh).is_read_by_stock(tensor.shape, tensor.placements)
         ]
+
+    def mesh_of(self, fqn: str) -> Mesh:
+        """Return the mesh that a tensor lies on: the layout's or another view of the ranks, of one stage if it has some."""
+        tensor = self.tensors[fqn]
+        mesh = tensor.mesh or self.mesh
+        return mesh if tensor.stage is None else self.mesh.on_stage(tensor.stage, mesh)
 
 
 UNCHECKED = "names were not checked against a model"
@@ -141,6 +149,11 @@ def declare(
     Raises:
         PolicyError: the policy or the mesh needs the model, or the policy matches no module path.
     """
+    if mesh.pp > 1:
+        raise PolicyError(
+            f"--mesh {mesh}: which stage holds what needs the model, and {reason or 'there is no model'}",
+            hint="pre-shard without pp; stock dcp.load reads that into any stage",
+        )
     axes = [axis.name for axis in mesh.axes if axis.role == "tensor"] + ["ep"] * (mesh.ep > 1)
     if axes:
         raise PolicyError(

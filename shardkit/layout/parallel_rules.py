@@ -66,7 +66,7 @@ def parse_parallel_rules(texts: Iterable[str]) -> tuple[ParallelRule, ...]:
 def data_axes(mesh: Mesh) -> Mesh:
     """Return the mesh without tensor and expert parallelism; of one rank if nothing is left."""
     axes = tuple(axis for axis in mesh.axes if axis.role != "tensor")
-    return Mesh(axes or (Axis("dp_shard", 1, "shard"),))
+    return Mesh(axes or (Axis("dp_shard", 1, "shard"),), pp=mesh.pp)
 
 
 def parallelise(layout: Layout, mesh: Mesh, rules: Sequence[ParallelRule]) -> Layout:

@@ -1,7 +1,8 @@
 """The child process of a trace: build the model, wrap it, read the placements, answer with JSON.
 
-    request (stdin)    {"directory", "axes": [[name, size, role]], "ep", "wrap", "dtype", "trust_remote_code",
-                       "names", "answer"}
+    request (stdin)    {"directory", "axes": [[name, size, role]], "ep", "pp", "stages", "wrap", "dtype",
+                       "trust_remote_code", "names", "answer"}
+                       The axes are those of one pipeline stage.
                        Without axes nothing is wrapped, and the answer is about names alone. With "asks":
                        "lacking" it is about what `from_pretrained` would not find under these names,
                        with "hub form" about what `save_pretrained` would make of them.
@@ -46,6 +47,7 @@ from shardkit.layout.layout import innermost_unit
 from shardkit.layout.naming import answer_hub_form, answer_lacking, match_names
 from shardkit.layout.parallel import Meshes, apply_plans, is_parallel, with_units
 from shardkit.layout.placed import Placed, placed_on
+from shardkit.layout.stages import find_stages
 from shardkit.layout.traced import STATUSES
 from shardkit.layout.units import (
     PlannedUnit,
@@ -57,7 +59,7 @@ from shardkit.layout.units import (
     shard_units,
     tie_error,
 )
-from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy
+from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy, parse_stages
 
 # Far above what the largest models need, which is 12 s and 400 MiB.
 _MAX_CPU_S, _MAX_DATA_BYTES = 300, 16 << 30
@@ -128,6 +130,10 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     before = _State.of(model)
     matched = {} if request["names"] is None else _match(model, request["names"], before)
     classes = {id(module): type(module).__name__ for module in model.modules()}
+    num_stages, stages = request.get("pp", 1), dict[str, list[int]]()
+    if num_stages > 1:
+        _import_from_here()
+        stages = find_stages(model, list(before.tensors), num_stages, parse_stages(request["stages"]))
     init_fake_world(mesh.size)
     device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names)
     view, experts = mesh.experts, None
@@ -137,7 +143,7 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     tensor = next((axis.name for axis in mesh.axes if axis.role == "tensor"), None)
     wrap_model(model, device_mesh, policy, Meshes.of(device_mesh, data, tensor, experts), wide)
     found = _read_model(model, mesh, before, classes)
-    return {"model_class": classes[id(model)], "keep_fp32": keep_fp32, **found, **matched}
+    return {"model_class": classes[id(model)], "keep_fp32": keep_fp32, "stages": stages, **found, **matched}
 
 
 def _in_fp32(model: nn.Module, wide: ClassDtypes) -> list[str]:

@@ -37,7 +37,7 @@ from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError, SourceError
 from shardkit.keys.expressions import Expression, from_json
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, Unit
-from shardkit.layout.wrap_policy import parse_policy
+from shardkit.layout.wrap_policy import parse_policy, parse_stages
 
 DEFAULT_TIMEOUT_S = 600.0
 _LAST_LINES = 12
@@ -98,6 +98,7 @@ def trace_model(
     mesh: Mesh,
     wrap: str,
     *,
+    stages: str = "auto",
     dtype: DType | None = None,
     names: Mapping[str, Shape] | None = None,
     trust_remote_code: bool = False,
@@ -109,6 +110,7 @@ def trace_model(
         directory: holds config.json, and the model's own code if there is any.
         mesh: of any size. One process stands for all ranks.
         wrap: see `wrap_policy`.
+        stages: which pipeline stage holds what: "auto", or "module:function".
         dtype: dtype that floating tensors will have; None keeps the stored ones.
         names: shapes of the source's tensors by name, to look up in the model as `from_pretrained` does;
             None asks nothing.
@@ -127,7 +129,15 @@ def trace_model(
     """
     parse_policy(wrap)  # a mistake in the text shows before seconds of importing
     axes = [[axis.name, axis.size, axis.role] for axis in mesh.axes]
-    about = {"axes": axes, "ep": mesh.ep, "wrap": wrap, "dtype": None if dtype is None else dtype.name}
+    parse_stages(stages)
+    about = {
+        "axes": axes,
+        "ep": mesh.ep,
+        "pp": mesh.pp,
+        "stages": stages,
+        "wrap": wrap,
+        "dtype": None if dtype is None else dtype.name,
+    }
     request = _request(directory, names, trust_remote_code) | about
     return read_answer(_run_child(request, timeout_s), mesh, wrap)
 
@@ -304,6 +314,7 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
         )
         for axes in answer["meshes"]
     ]
+    stages: dict[str, list[int]] = answer["stages"]
     tensors = [
         TensorLayout(
             fqn=fqn,
@@ -312,6 +323,7 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
             unit=unit,
             is_buffer=is_buffer,
             mesh=None if view is None else views[view],
+            stage=stages[fqn][0] if stages else None,
         )
         for fqn, shape, placements, unit, is_buffer, view in answer["tensors"]
     ]

@@ -51,6 +51,8 @@ OPTION = Wording(
     "write auto, none, class names (A,B), import paths (pkg.mod.Class), module paths or module:function",
 )
 
+STAGES = Wording("--stages", "--stages {}", "write auto or module:function")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapPolicy:
@@ -94,6 +96,18 @@ def parse_policy(text: str, wording: Wording = OPTION) -> WrapPolicy:
             f"{wording.name} {escape(stripped)!r}: {reserved[0]!r} stands alone", hint=wording.usage
         )
     return WrapPolicy(kind="names", text=stripped, names=names)
+
+
+def parse_stages(text: str) -> WrapPolicy:
+    """Return what `--stages` describes: "auto", or a function.
+
+    Raises:
+        PolicyError: the text is neither.
+    """
+    policy = parse_policy(text, STAGES)
+    if policy.kind not in ("auto", "function"):
+        raise PolicyError(f"--stages {escape(text)!r} is neither auto nor a function", hint=STAGES.usage)
+    return policy
 
 
 def no_split_names(value: object) -> tuple[str, ...]:

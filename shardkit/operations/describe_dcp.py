@@ -89,8 +89,9 @@ class DcpOutput:
             mesh=manifest.Mesh(
                 axes=tuple(manifest.Axis(name=a.name, size=a.size, role=a.role) for a in mesh.axes),
                 ep=None if mesh.ep == 1 else mesh.ep,
+                pp=None if mesh.pp == 1 else mesh.pp,
                 world_size=mesh.size,
-                num_shards=mesh.num_shards,
+                num_shards=len(mesh.file_ranks),
             ),
             meshes=tuple(map(_view, views)) or None,
             layout=manifest.LayoutOrigin(origin=layout.origin, policy=layout.policy),
@@ -113,6 +114,7 @@ class DcpOutput:
                     shape=tensor.shape,
                     placements=tuple(map(str, tensor.placements)),
                     mesh=None if tensor.mesh is None else views[tensor.mesh],
+                    stage=tensor.stage,
                     unit=tensor.unit,
                     buffer=tensor.is_buffer,
                     source=manifest.SourceTensor(

@@ -115,6 +115,7 @@ SURFACE = {
         "--world-size",
         "--wrap",
         "--parallel-rule",
+        "--stages",
         "-n",
         "OUTPUT",
         "SOURCE",

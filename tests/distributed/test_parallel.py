@@ -6,10 +6,8 @@ The truth is `from_pretrained(distributed_config=...)` in the same real processe
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -17,78 +15,29 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardkit
-from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.core.regions import Region
-from shardkit.layout import traced
-from shardkit.training.fill.presharded import open_presharded
-from tests.worlds.processes import forked_trace
+from tests.distributed.parallel import (
+    CLASSES,
+    Case,
+    blank,
+    check_load_into,
+    check_regions,
+    check_stock,
+    loaded_by_transformers,
+    local,
+    made_mesh,
+    mine,
+    packed,
+    preshard_all,
+    wrong,
+)
 from tests.worlds.ranks import Ranks, on_all
-
-_SIZES = {
-    "hidden_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 51,
-    "dtype": "float32",
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**_SIZES, "model_type": "llama", "intermediate_size": 26, "tie_word_embeddings": False},
-    "tied": {**_SIZES, "model_type": "llama", "intermediate_size": 26, "tie_word_embeddings": True},
-    "moe": {
-        **_SIZES,
-        "model_type": "qwen3_moe",
-        "intermediate_size": 26,
-        "moe_intermediate_size": 32,  # torch: grouped_mm wants 16 bytes
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "tie_word_embeddings": False,
-    },
-}
-# Ranks without rows, and rows that torch 2.13 gives another offset than they have: transformers cannot load it on these
-# meshes, and stock torch does not load it right.
-CONFIGS["uneven"] = {**CONFIGS["llama"], "head_dim": 6, "intermediate_size": 9, "vocab_size": 9}
-CLASSES: dict[str, Any] = {
-    "uneven": transformers.LlamaForCausalLM,
-    "llama": transformers.LlamaForCausalLM,
-    "tied": transformers.LlamaForCausalLM,
-    "moe": transformers.Qwen3MoeForCausalLM,
-}
-
-
-class Case(NamedTuple):
-    """A model on a mesh."""
-
-    name: str
-    mesh: str
-
-    @property
-    def label(self) -> str:
-        return f"{self.name}-{self.mesh.replace(',', '-').replace('=', '')}"
-
-    @property
-    def parsed(self) -> Mesh:
-        return parse_mesh(self.mesh, None)
-
-    @property
-    def config(self) -> Any:
-        """What transformers is asked for."""
-        sizes = {axis.name: axis.size for axis in self.parsed.axes}
-        return transformers.distributed.DistributedConfig(
-            tp_size=sizes.get("tp", 1),
-            fsdp_size=sizes.get("dp_shard", 1),
-            dp_replicate_size=sizes.get("dp_replicate", 1),
-            ep_size=self.parsed.ep,
-        )
 
 
 def cases(*meshes: str, experts: tuple[str, ...] = ()) -> dict[str, Case]:
-    found = [Case(name, mesh) for mesh in meshes for name in CONFIGS if name != "uneven"]
+    found = [Case(name, mesh) for mesh in meshes for name in ("llama", "tied", "moe")]
     return {case.label: case for case in (*found, *(Case("moe", mesh) for mesh in experts))}
 
 
@@ -105,95 +54,12 @@ EIGHT = cases(
 )
 
 
-def preshard_all(out: Path) -> None:
-    torch.manual_seed(0)
-    for name, model_class in CLASSES.items():
-        config = {key: value for key, value in CONFIGS[name].items() if key != "model_type"}
-        model = model_class(model_class.config_class(**config))
-        model.save_pretrained(out / name, save_original_format=False)  # experts as the model holds them
-    for case in (*FOUR.values(), *EIGHT.values(), *UNEVEN):
-        with mock.patch.object(traced, "_spawn", forked_trace):
-            result = shardkit.preshard(str(out / case.name), str(out / case.label), mesh=case.mesh)
-        (out / f"{case.label}.json").write_text(json.dumps(result.to_json()))
+def every_case(out: Path) -> None:
+    preshard_all((*FOUR.values(), *EIGHT.values(), *UNEVEN), out)
 
 
-four = Ranks(__name__, 4, first=preshard_all)
+four = Ranks(__name__, 4, first=every_case)
 eight = Ranks(__name__, 8)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def loaded_by_transformers(case: Case, out: Path) -> Any:
-    return CLASSES[case.name].from_pretrained(out / case.name, distributed_config=case.config)
-
-
-def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what each rank holds, and overwrite it with what no source has."""
-    truth = {name: local(tensor).clone() for name, tensor in state.items()}
-    with torch.no_grad():
-        for tensor in state.values():
-            local(tensor).fill_(77)
-    return truth
-
-
-def wrong(state: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> set[str]:
-    """Return what differs on any rank: then all of them fail, and none waits for another."""
-    assert state.keys() == truth.keys()
-    here = {name for name, tensor in state.items() if not torch.equal(local(tensor), truth[name])}
-    return set[str]().union(*on_all(here))
-
-
-def packed(case: Case) -> set[str]:
-    """Gate and up projections of experts lie in one tensor; tp cuts each of them, ep neither."""
-    if case.name != "moe" or case.parsed.ep > 1:
-        return set()
-    return {f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in range(2)}
-
-
-def check_stock(case: Case, out: Path) -> None:
-    model = loaded_by_transformers(case, out)
-    state = model.state_dict()
-    truth = blank(state)
-    dcp.load(state, checkpoint_id=out / case.label)
-    # Stock torch fills packed tensors wrong and says nothing.
-    assert wrong(state, truth) == packed(case)
-    (line, *_) = [*json.loads((out / f"{case.label}.json").read_text())["warnings"], ""]
-    assert all(name in line for name in packed(case))
-    assert ("stock dcp.load" in line) == bool(packed(case))
-
-
-def mine(case: Case, out: Path, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what the manifest says that this rank has in its memory of whole tensors."""
-    found = open_presharded(str(out / case.label))
-    assert found is not None
-    held = {}
-    for name, placements in found.placements.items():
-        parts = found.meshes.get(name, found.mesh).held(tuple(whole[name].shape), placements, dist.get_rank())
-        ends = [map(sum, zip(corner, region.sizes, strict=True)) for region, corner in parts]
-        held[name] = torch.full(tuple(map(max, zip(*ends, strict=True))), torch.nan)
-        for region, corner in parts:
-            held[name][window(Region(corner, region.sizes))] = whole[name][window(region)]
-    return held
-
-
-def check_regions(case: Case, out: Path) -> None:
-    """The manifest's arithmetic says which elements lie in the memory of a real rank, and in which order."""
-    whole = CLASSES[case.name].from_pretrained(out / case.name).state_dict()
-    state = loaded_by_transformers(case, out).state_dict()
-    for name, held in mine(case, out, whole).items():
-        assert torch.equal(local(state[name]), held), name
-
-
-def check_load_into(case: Case, out: Path) -> None:
-    """Ours is right for packed tensors too, from either form of the weights, read by each rank or sent by one."""
-    model = loaded_by_transformers(case, out)
-    for source in (case.label, case.name):
-        for strategy in ("direct", "broadcast"):
-            truth = blank(model.state_dict())
-            shardkit.load_into(model, out / source, strategy=strategy)
-            assert wrong(model.state_dict(), truth) == set(), (source, strategy)
 
 
 def trained(case: Case, out: Path) -> tuple[Any, torch.optim.Optimizer]:
@@ -255,8 +121,8 @@ def check_saved(case: Case, out: Path) -> None:
 
 def device_meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh | None]:
     mesh, experts = case.parsed, case.parsed.experts
-    view = experts and init_device_mesh("cpu", experts.shape, mesh_dim_names=experts.names)
-    return init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names), view
+    view = experts and made_mesh("cpu", experts.shape, mesh_dim_names=experts.names)
+    return made_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names), view
 
 
 def check_three_phases(case: Case, out: Path) -> None:
@@ -307,10 +173,6 @@ def check_uneven(case: Case, out: Path) -> None:
     truth = blank(model.state_dict())
     dcp.load(shardkit.checkpointable({"model": model.state_dict()}), checkpoint_id=path)
     assert wrong(model.state_dict(), truth) == set()
-
-
-def window(box: Region) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
 
 
 @four.test_each(FOUR)
@@ -383,8 +245,8 @@ def test_wrap_refuses_meshes_that_do_not_fit(out: Path) -> None:
     config = CLASSES["moe"].config_class.from_pretrained(out / "moe")
     with torch.device("meta"):
         model = CLASSES["moe"](config)
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    both = made_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    experts = made_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     with pytest.raises(shardkit.MeshError, match="the last one has to be ep"):
         shardkit.wrap(model, both, expert_mesh=both)
     with pytest.raises(shardkit.MeshError, match="has 4 ranks, and not those of the mesh, which has 2"):
@@ -392,7 +254,7 @@ def test_wrap_refuses_meshes_that_do_not_fit(out: Path) -> None:
     with pytest.raises(shardkit.UsageError, match="the mesh has tp alone"):
         shardkit.wrap(
             model,
-            init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)),
+            made_mesh("cpu", (4,), mesh_dim_names=("tp",)),
             cpu_offload=True,
             expert_mesh=experts,
         )

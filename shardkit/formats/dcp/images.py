@@ -120,14 +120,16 @@ class DcpImages:
         """Of each row, the first element of its region in the whole tensor."""
         self.objects = frozenset(objects)
         self._holes: dict[str, TensorHoles] = {}
-        num_files = layout.mesh.num_shards
+        file_ranks = layout.mesh.file_ranks
+        self._file_of = None if layout.mesh.pp == 1 else {rank: at for at, rank in enumerate(file_ranks)}
+        num_files = len(file_ranks)
         rows = [array("i") for _ in range(num_files)]
         ends = [0] * num_files
         self.data_nbytes = [0] * num_files
         """Bytes of data in each image, without the records around it."""
         for fqn in sorted(layout.tensors, key=lambda fqn: (fqn in self.objects, natural(fqn))):
             self._place(layout, fqn, dtypes[fqn], sources[fqn], phase(fqn), rows, ends)
-        names = [f"__{rank}_0.distcp" for rank in range(num_files)]
+        names = [f"__{rank}_0.distcp" for rank in file_ranks]
         self.catalog.files = [SourceFile(name=n, path="", size=e) for n, e in zip(names, ends, strict=True)]
         self.images = [DcpImage(n, e, r, self) for n, e, r in zip(names, ends, rows, strict=True)]
 
@@ -145,6 +147,8 @@ class DcpImages:
         shape = layout.tensors[fqn].shape
         owners = list(layout.owners(fqn))
         ranks, regions = [rank for rank, _ in owners], [region for _, region in owners]
+        if self._file_of is not None:  # a replica of a stage lies between the files of two stages
+            ranks = [self._file_of[rank] for rank in ranks]
         firsts = flat_offsets([region.offsets for region in regions], shape)
         first_row, num_data_bytes, data_nbytes = len(self.kind_of), 0, self.data_nbytes
         known: dict[Shape, int] = {}

@@ -280,6 +280,7 @@ def _inspect_presharded(
         world_size=said.mesh.world_size,
         mesh=",".join(
             (
+                *([] if said.mesh.pp is None else [f"pp={said.mesh.pp}"]),
                 *(f"{axis.name}={axis.size}" for axis in said.mesh.axes),
                 *([] if said.mesh.ep is None else [f"ep={said.mesh.ep}"]),
             )

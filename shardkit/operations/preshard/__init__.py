@@ -29,7 +29,7 @@ from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.keys.expressions import Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.layout.choose import make_layout
-from shardkit.layout.layout import Layout, declare
+from shardkit.layout.layout import Layout, TensorLayout, declare
 from shardkit.layout.parallel_rules import ParallelRule, data_axes, parallelise, parse_parallel_rules
 from shardkit.operations.casts import check_cast, quantised_notes, rounded_wide
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, FolderDescriptions
@@ -90,6 +90,7 @@ def preshard(
     mesh: str | None = None,
     wrap: str = "auto",
     parallel_rules: Sequence[str] = (),
+    stages: str = "auto",
     keys: str | os.PathLike[str] = "none",
     names: str = "live",
     profile: str = "plain",
@@ -123,6 +124,7 @@ def preshard(
         wrap: "auto", "none", class names, dotted paths, or "module:function".
         parallel_rules: "GLOB=STYLE" says how tensors, or all of a module, are cut over `tp` or `ep`, instead of the
             plans of the model's class. The last that matches wins.
+        stages: which stage of `pp` holds what: "auto", or "module:function".
         keys: rules that turn the Hub's names and tensors into a trainer's own: the path of a TOML file, or the name of
             a set that shardkit has; "none" leaves that to the model's class.
         names: "live" stores what the live model of transformers has, under its names; "hub" what the files have.
@@ -186,6 +188,7 @@ def preshard(
         parsed,
         wrap=wrap,
         parallel=parallel,
+        stages=stages,
         keys=os.fspath(keys),
         names=names,
         profile=chosen,
@@ -285,9 +288,14 @@ def _count_empty(job: PreshardJob) -> int:
     layout = job.dcp.layout
     return sum(
         tensor.is_sharded
-        and not any(part.region.num_elements for part in layout.held(fqn, layout.mesh.size - 1))
+        and not any(part.region.num_elements for part in layout.held(fqn, _last_rank(layout, tensor)))
         for fqn, tensor in layout.tensors.items()
     )
+
+
+def _last_rank(layout: Layout, tensor: TensorLayout) -> int:
+    mesh = layout.mesh if tensor.stage is None else layout.mesh.on_stage(tensor.stage)
+    return (mesh.ranks or range(mesh.size))[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +331,7 @@ def build_job(
     *,
     wrap: str,
     parallel: Sequence[ParallelRule] = (),
+    stages: str = "auto",
     keys: str = NONE,
     names: str = "live",
     profile: Profile = PROFILES["plain"],
@@ -338,6 +347,7 @@ def build_job(
         mesh: the device mesh of the job that will load it.
         wrap: wrap policy, as `--wrap` takes it.
         parallel: rules for tensor and expert parallelism, instead of the plans of the model's class.
+        stages: of pipeline parallelism, as `--stages` takes it.
         keys: key rules, as `--keys` takes them.
         names: "live" or "hub".
         profile: the trainer whose form the directory gets.
@@ -361,7 +371,12 @@ def build_job(
         layout = declare(model.catalog.tensors, laid_on, wrap, model.config, reason="--names hub")
     else:
         layout = make_layout(
-            model, laid_on, wrap, dtype=CASTS.get(dtype), trust_remote_code=trust_remote_code
+            model,
+            laid_on,
+            wrap,
+            stages=stages,
+            dtype=CASTS.get(dtype),
+            trust_remote_code=trust_remote_code,
         )
     if parallel:
         layout = parallelise(layout, mesh, parallel)

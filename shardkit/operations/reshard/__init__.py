@@ -13,6 +13,7 @@ from typing import Any
 from shardkit.core.mesh import parse_mesh
 from shardkit.core.text import MIB, escape
 from shardkit.core.threads import Progress
+from shardkit.errors import MeshError
 from shardkit.files import manifest, storage
 from shardkit.files.links import may_follow_links
 from shardkit.formats.recorded import SourceManifests
@@ -137,6 +138,11 @@ def reshard(
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
     source, parsed = os.fspath(checkpoint), parse_mesh(mesh, world_size)
+    if parsed.pp > 1:
+        raise MeshError(
+            f"--mesh {parsed}: which stage holds what needs the model",
+            hint="leave pp out; stock dcp.load reads what is written into any stage",
+        )
     writer = Writer(
         "reshard",
         Moving(

@@ -76,10 +76,11 @@ class Presharded:
 
     def _files_of(self, wanted: Mapping[str, Sequence[Region]]) -> list[int]:
         """Return the files in which regions lie; layers are alike, so that few are looked for twice."""
-        if self.mesh.num_shards > 2 * len(self.lists):  # a number in a small file could keep us for hours
+        num_shards = self.mesh.pp * self.mesh.num_shards
+        if num_shards > 2 * len(self.lists):  # a number in a small file could keep us for hours
             raise IntegrityError(
                 f"{escape(self.catalog.directory)}: {manifest.NAME} lists {count(len(self.lists), 'file')} for "
-                f"{count(self.mesh.num_shards, 'shard')}",
+                f"{count(num_shards, 'shard')}",
                 hint="copy the directory again, or preshard again",
             )
         by_name = {file.name: number for number, file in enumerate(self.catalog.files)}
@@ -210,7 +211,10 @@ def _opened(directory: str, said: manifest.Presharded) -> Presharded:
     if len({file.name for file in catalog.files}) != len(catalog.files):
         raise ValueError("files: a file is listed twice")
     axes = [f"{axis.name}:{axis.role}={axis.size}" for axis in said.mesh.axes]
-    mesh = parse_mesh(",".join(axes if said.mesh.ep is None else [*axes, f"ep={said.mesh.ep}"]), None)
+    stages = [] if said.mesh.pp is None else [f"pp={said.mesh.pp}"]
+    mesh = parse_mesh(
+        ",".join([*stages, *axes, *([] if said.mesh.ep is None else [f"ep={said.mesh.ep}"])]), None
+    )
     views = [_view(view, mesh) for view in said.meshes or ()]
     placements, meshes = dict[str, Placements](), dict[str, Mesh]()
     for fqn, tensor in said.tensors.items():
@@ -222,6 +226,10 @@ def _opened(directory: str, said: manifest.Presharded) -> Presharded:
                 raise ValueError(f"{escape(fqn)}: it lies on mesh {tensor.mesh} of {len(views)}")
             meshes[fqn] = views[tensor.mesh]
         placements[fqn] = _placements(tensor, meshes.get(fqn, mesh), fqn)
+        if tensor.stage is not None:
+            if not 0 <= tensor.stage < mesh.pp:
+                raise ValueError(f"{escape(fqn)}: it lies on stage {tensor.stage} of {mesh.pp}")
+            meshes[fqn] = mesh.on_stage(tensor.stage, meshes.get(fqn))
     ties = _ties(said.ties, placements)
     for other, name in ties.items():
         catalog.tensors[other] = replace(catalog.tensors[name], fqn=other)

@@ -1,0 +1,124 @@
+"""Pipeline parallelism: which stage holds which parts of a model.
+
+    auto            blocks are split evenly, the last stage takes the rest; what stands before them in the model goes to
+                    the first stage, what comes after to the last: transformers' own rule, and the usual one
+    pkg.mod:fn      fn(model, num_stages) returns the module paths of each stage, as torchtitan's helper does
+
+Only code that has a model imports this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import PolicyError
+from shardkit.layout.layout import find_containers
+from shardkit.layout.units import describe, import_name
+from shardkit.layout.wrap_policy import STAGES, WrapPolicy
+
+
+def find_stages(
+    model: nn.Module, names: Sequence[str], num_stages: int, policy: WrapPolicy
+) -> dict[str, list[int]]:
+    """Return the stages that hold each tensor of a model.
+
+    Args:
+        model: not wrapped yet.
+        names: of its state dict, in the model's order.
+        num_stages: at least 2.
+        policy: the parsed `--stages`.
+
+    Returns:
+        Stages by name, ascending: several for a tensor that several stages have a copy of.
+
+    Raises:
+        PolicyError: the model does not say what its blocks are, the function fails, or a tensor is on no stage.
+    """
+    parts = _even(model, names, num_stages) if policy.function is None else _call(model, num_stages, policy)
+    found = {
+        name: [stage for stage, paths in enumerate(parts) if any(_lies_in(name, path) for path in paths)]
+        for name in names
+    }
+    lost = [name for name, stages in found.items() if not stages]
+    idle = [
+        f"stage {stage}: {escape(path)}"
+        for stage, paths in enumerate(parts)
+        for path in paths
+        if not any(_lies_in(name, path) for name in names) and not _is_module(model, path)
+    ]
+    PolicyError.raise_for(
+        [*(f"{each}: no such module" for each in idle), *(f"{escape(name)}: on no stage" for name in lost)],
+        f"--stages {policy.text}: the parts of {count(num_stages, 'stage')} do not make up the model",
+        hint="each stage has the paths of its modules, such as model.layers.0",
+    )
+    return found
+
+
+def _lies_in(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
+
+
+def _is_module(model: nn.Module, path: str) -> bool:
+    """True for modules without tensors too, such as a rotary embedding."""
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _even(model: nn.Module, names: Sequence[str], num_stages: int) -> list[list[str]]:
+    blocks, num_blocks = _blocks(model, names)
+    if num_blocks < num_stages:
+        raise PolicyError(
+            f"{type(model).__name__} has {count(num_blocks, 'block')} in {escape(blocks)}, fewer than the "
+            f"{num_stages} stages"
+        )
+    each = num_blocks // num_stages
+    parts = [
+        [f"{blocks}.{at}" for at in range(stage * each, (stage + 1) * each)] for stage in range(num_stages)
+    ]
+    parts[-1] += [f"{blocks}.{at}" for at in range(num_stages * each, num_blocks)]
+    inside = [at for at, name in enumerate(names) if _lies_in(name, blocks)]
+    parts[0] += names[: inside[0]]
+    parts[-1] += [name for name in names[inside[0] :] if not _lies_in(name, blocks)]
+    return parts
+
+
+def _blocks(model: nn.Module, names: Sequence[str]) -> tuple[str, int]:
+    """Return the path of a model's blocks, and how many there are."""
+    planned = {
+        path: len(module)
+        for path, module in model.named_modules()
+        if path in (getattr(model, "pp_plan", None) or {}) and isinstance(module, nn.ModuleList)
+    }
+    found = planned or find_containers(names)
+    if len(found) != 1:
+        raise PolicyError(
+            f"{type(model).__name__} does not say which blocks are split over pp: it has "
+            f"{listed(list(found)) if found else 'no numbered modules'}",
+            hint="say it with a function of your own: --stages module:function",
+        )
+    return next(iter(found.items()))
+
+
+def _call(model: nn.Module, num_stages: int, policy: WrapPolicy) -> list[list[str]]:
+    assert policy.function is not None
+    function = import_name(*policy.function, STAGES)
+    try:
+        parts = function(model, num_stages)
+        found = [[str(path) for path in paths] for paths in parts]
+    except (Exception, SystemExit) as error:
+        raise PolicyError(
+            f"--stages {policy.text}: the function failed: {describe(error)}",
+            hint="it is called with the model on the meta device and the number of stages, and returns a list of module "
+            "paths for each stage",
+        ) from error
+    if len(found) != num_stages:
+        raise PolicyError(
+            f"--stages {policy.text}: the function returned {len(found)} lists, not {num_stages}"
+        )
+    return found

@@ -1,0 +1,80 @@
+"""Pipeline parallelism: each stage finds the tensors of its own layers, sharded over its own ranks.
+
+transformers 5.23 splits a model into stages, but combines that with nothing else: for tp it fails, fsdp it refuses.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+
+import shardkit
+from tests.distributed.parallel import (
+    CLASSES,
+    Case,
+    blank,
+    check_regions,
+    check_stock,
+    made_mesh,
+    mine,
+    preshard_all,
+    wrong,
+)
+from tests.worlds.ranks import Ranks
+
+THEIRS = [Case(name, "pp=4,dp_shard=1") for name in ("deep", "deep-tied")]
+OURS = [
+    Case("deep", mesh)
+    for mesh in ("pp=2,dp_replicate=2,dp_shard=2", "pp=4,dp_shard=2", "pp=2,dp_shard=2,tp=2")
+]
+
+
+def every_case(out: Path) -> None:
+    preshard_all((*THEIRS, *OURS), out)
+
+
+four = Ranks(__name__, 4, first=every_case)
+eight = Ranks(__name__, 8)
+
+
+@four.test_each({case.label: case for case in THEIRS})
+def test_stock_load_fills_what_transformers_would_have(case: Case, out: Path) -> None:
+    check_stock(case, out)
+
+
+@four.test_each({case.label: case for case in THEIRS})
+def test_regions_are_those_of_each_stage(case: Case, out: Path) -> None:
+    check_regions(case, out)
+
+
+@eight.test_each({case.label: case for case in OURS})
+def test_stock_load_fills_stages_of_ones_own(case: Case, out: Path) -> None:
+    """Each stage is a model with its own layers alone, sharded over the ranks of the stage."""
+    mesh = made_mesh("cpu", (case.parsed.pp, *case.parsed.shape), mesh_dim_names=("pp", *case.parsed.names))
+    stage, num_stages = mesh.get_local_rank("pp"), case.parsed.pp
+    model = CLASSES["deep"].from_pretrained(out / "deep")
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for at in range(5):
+        if min(at // (5 // num_stages), num_stages - 1) != stage:
+            del model.model.layers._modules[str(at)]
+    if stage > 0:
+        del model.model.embed_tokens
+    if stage < num_stages - 1:
+        del model.model.norm, model.lm_head
+    data = mesh[case.parsed.names]
+    if "tp" in case.parsed.names:
+        shardkit.wrap(model, data, mixed_precision=None)
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=data)
+        fully_shard(model, mesh=data)
+    state = model.state_dict()
+    truth = blank(state)
+    dcp.load(state, checkpoint_id=out / case.label)
+    assert wrong(state, truth) == set()
+    assert mine(case, out, whole).keys() == state.keys()
+    stored = dcp.FileSystemReader(out / case.label).read_metadata().storage_data
+    files = {place.relative_path for index, place in stored.items() if index.fqn in state}
+    assert files <= {f"__{rank}_0.distcp" for rank in mesh.mesh[stage].flatten().tolist()}
