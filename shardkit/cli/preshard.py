@@ -61,7 +61,7 @@ Examples:
     default="plain",
     show_default=True,
     metavar="TRAINER",
-    help="The trainer that is to start from it: plain, torchtitan, accelerate.",
+    help="The trainer that is to start from it: plain, torchtitan, accelerate, lightning, lightning-mp, transformers.",
 )
 @click.option(
     "--attribute",

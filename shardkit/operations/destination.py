@@ -51,7 +51,7 @@ def _has_manifest(path: str) -> bool:
         content = manifest.load(manifest.read_bytes(path), manifest.NAME)
     except ShardkitError:
         return True
-    return content.get("kind") != manifest.FileList.kind
+    return content.get("kind") != manifest.FileList.kind or content.get("writer") == "shardkit"
 
 
 def _is_resharded(path: str) -> bool:

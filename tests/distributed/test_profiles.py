@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.worlds.ranks import Ranks
 
 CONFIG = {**LLAMA, "head_dim": 4, "num_hidden_layers": 3}
 WORLD = 2
-PROFILES = ("accelerate",)
+PROFILES = ("accelerate", "lightning", "lightning-mp", "transformers")
 
 
 def needs(package: str) -> Callable[[Any], Any]:
@@ -35,6 +36,9 @@ def preshard_all(out: Path) -> None:
     build(CONFIG).save_pretrained(out / "hub")
     for profile in PROFILES:
         shardkit.preshard(out / "hub", out / profile, world_size=WORLD, profile=profile)
+    for profile in ("lightning", "lightning-mp"):  # whose module is the model itself
+        fabric = out / f"fabric-{profile}"
+        shardkit.preshard(out / "hub", fabric, world_size=WORLD, profile=profile, attribute="")
 
 
 two = Ranks(__name__, WORLD, first=preshard_all)
@@ -48,11 +52,13 @@ def start_model() -> Any:
     return build(CONFIG)
 
 
-def check(model: nn.Module, out: Path, prefix: str = "") -> None:
+def check(model: nn.Module, out: Path) -> None:
     """Compare every tensor of the model, bit for bit, with the Hub's."""
     expected = load_file(out / "hub" / "model.safetensors")
     found = {
-        name.removeprefix(prefix): tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        name.replace("_fsdp_wrapped_module.", ""): tensor.full_tensor()
+        if isinstance(tensor, DTensor)
+        else tensor.clone()  # FSDP1 frees what it has gathered
         for name, tensor in model.state_dict().items()
     }
     assert found.keys() == expected.keys()
@@ -155,6 +161,141 @@ def test_a_trainer_of_transformers_starts_from_it(out: Path) -> None:
     assert watch.seen == [0, 1]
 
 
+def lightning_strategy(kind: str, *, fabric: bool = False) -> Any:
+    from tests.distributed.trainers import lightning_cases as cases
+
+    if kind == "lightning":
+        cases.let_fsdp_use_cpu()
+        policy = {type(build(CONFIG).model.layers[0])}
+        make = cases.FabricOnCpu if fabric else cases.OnCpu
+        return make(state_dict_type="sharded", auto_wrap_policy=policy)
+    return (
+        cases.FabricModelParallelStrategy(shard, WORLD, 1)
+        if fabric
+        else cases.ModelParallelStrategy(WORLD, 1)
+    )
+
+
+def shard(model: Any, mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+def make_trainer(kind: str, out: Path) -> Any:
+    import lightning
+
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=WORLD,
+        strategy=lightning_strategy(kind),
+        max_steps=1,
+        limit_val_batches=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+    )
+
+
+def make_module(out: Path, path: Path) -> Any:
+    """Return a LightningModule that compares its model with the Hub's whenever work begins."""
+    import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = start_model()
+            self.seen: list[str] = []
+
+        def configure_model(self) -> None:
+            is_sharded = any(isinstance(each, DTensor) for each in self.model.parameters())
+            if isinstance(self.trainer.strategy, ModelParallelStrategy) and not is_sharded:
+                shard(self.model, self.device_mesh)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+        def look(self, what: str, inside: nn.Module) -> None:
+            with gathered(inside):
+                check(self.model, out)
+            self.seen.append(what)
+
+        def on_fit_start(self) -> None:
+            """Load as docs/trainers.md says: without the optimizers, of which the checkpoint has no state."""
+            strategy = self.trainer.strategy
+            optimizers, strategy.optimizers = strategy.optimizers, []
+            strategy.load_checkpoint(path)
+            strategy.optimizers = optimizers
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            if not self.seen:
+                self.look("validation", self)  # the root's own are whole during its forward
+
+        def on_train_start(self) -> None:
+            self.look("training", self.trainer.strategy.model)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> Any:
+            return self.model(input_ids=batch, labels=batch).loss
+
+    return Module()
+
+
+@contextlib.contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Hold whole parameters where FSDP1 has flattened them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with contextlib.ExitStack() as stack:
+        for each in module.modules():
+            if isinstance(each, FullyShardedDataParallel):
+                stack.enter_context(FullyShardedDataParallel.summon_full_params(each, recurse=False))
+        yield
+
+
+@needs("lightning")
+@two.test_each_apart(["lightning", "lightning-mp"])
+def test_lightning_validates(kind: str, out: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    module, batches = make_module(out, out / kind), DataLoader(torch.arange(36).reshape(4, 9))
+    trainer = make_trainer(kind, out / f"{kind}-validated")
+    trainer.validate(module, batches, ckpt_path=str(out / kind), verbose=False)
+    assert module.seen == ["validation"]
+
+
+@needs("lightning")
+@two.test_each_apart(["lightning", "lightning-mp"])
+def test_lightning_trains(kind: str, out: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    module, batches = make_module(out, out / kind), DataLoader(torch.arange(36).reshape(4, 9))
+    trainer = make_trainer(kind, out / f"{kind}-trained")
+    trainer.fit(module, batches)
+    assert module.seen == ["training"]
+    assert trainer.global_step == 1
+
+
+@needs("lightning")
+@two.test_each_apart(["lightning", "lightning-mp"])
+def test_fabric_loads_it(kind: str, out: Path) -> None:
+    import lightning
+
+    fabric = lightning.Fabric(
+        accelerator="cpu", devices=WORLD, strategy=lightning_strategy(kind, fabric=True)
+    )
+    fabric.launch()
+    model = fabric.setup_module(start_model())
+    key = "model" if kind == "lightning" else "state_dict"
+    fabric.load(out / f"fabric-{kind}", {key: model})
+    with gathered(model):
+        check(model.module, out)
+
+
 TITAN: dict[str, Any] = {
     **LLAMA,
     **{"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 16},
@@ -225,3 +366,19 @@ def test_torchtitan_starts_from_it_and_its_checkpoint_comes_back(out: Path) -> N
         found, expected = (load_file(out / at / "model.safetensors") for at in ("titan-back", "titan-hub"))
         assert found.keys() == expected.keys()
         assert all(raw(found[name]) == raw(tensor) for name, tensor in expected.items())
+
+
+def start_from_pretrained(path: Path, **sizes: int) -> Any:
+    """Load a model as transformers does it for a distributed config, on CPU."""
+    from transformers.distributed import DistributedConfig
+
+    start_model()
+    config = DistributedConfig(**sizes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype="auto")
+    assert any(isinstance(tensor, DTensor) for tensor in model.parameters())
+    return model
+
+
+@two.test_apart
+def test_transformers_loads_it_for_fsdp(out: Path) -> None:
+    check(start_from_pretrained(out / "transformers", fsdp_size=WORLD), out)

@@ -82,6 +82,10 @@ class Ranks:
         """Make a test for each of some cases, which the body takes first: named, or functions, classes or texts."""
         return self._test_each(_by_name(cases), lambda body, case: _Test(partial(body, case)))
 
+    def test_each_apart(self, cases: Mapping[str, Any] | Iterable[Any]) -> Callable[[Body], Body]:
+        """Make a test of each case in a group of its own."""
+        return self._test_each(_by_name(cases), lambda body, case: _Test(partial(body, case), is_apart=True))
+
     def test_each_killing(self, cases: Mapping[str, Any] | Iterable[Any]) -> Callable[[Body], Body]:
         """Make a test of each case in a group of its own, in which its `victim` is killed."""
         return self._test_each(

@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shardkit.core.catalog import FileStamp
@@ -381,7 +382,7 @@ class SafetensorsImages:
         Raises:
             SourceError: dtypes or names that safetensors cannot hold, or a header that is too large.
         """
-        _check_writable(tensors)
+        check_writable(tensors)
         self.stem = stem
         if files is not None:
             known = {tensor.fqn: tensor for tensor in tensors}
@@ -462,9 +463,9 @@ def _split(tensors: Sequence[OutputTensor], limit: int | None) -> list[list[Outp
 
 def _make_image(name: str, tensors: Sequence[OutputTensor]) -> SafetensorsImage:
     ordered = tuple(tensors)
-    if not _are_aligned(ordered):
+    if not are_aligned(ordered):
         ordered = tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))  # stable
-    header = _header(name, ordered)
+    header = make_header(name, ordered)
     holes, start = list[Hole](), len(header)
     for tensor in ordered:
         for region in _regions(tensor):
@@ -475,7 +476,7 @@ def _make_image(name: str, tensors: Sequence[OutputTensor]) -> SafetensorsImage:
     return SafetensorsImage(name, start, header, ordered, tuple(holes))
 
 
-def _are_aligned(tensors: Sequence[OutputTensor]) -> bool:
+def are_aligned(tensors: Sequence[OutputTensor]) -> bool:
     """True if each tensor starts at a multiple of its element size when they lie in this order."""
     start = 0
     for tensor in tensors:
@@ -492,8 +493,22 @@ def _regions(tensor: OutputTensor) -> list[Region]:
     return list(blocks(tensor.shape, _PIECE_BYTES // tensor.dtype.itemsize))
 
 
-def _header(name: str, tensors: Sequence[OutputTensor]) -> bytes:
-    content: dict[str, object] = {_METADATA: {"format": "pt"}}
+def make_header(
+    name: str,
+    tensors: Sequence[OutputTensor],
+    metadata: Mapping[str, str] = MappingProxyType({"format": "pt"}),
+) -> bytes:
+    """Return everything before the data of a file.
+
+    Args:
+        name: of the file, for messages.
+        tensors: in the order of their bytes.
+        metadata: of the header.
+
+    Raises:
+        SourceError: the header is too large.
+    """
+    content: dict[str, object] = {_METADATA: dict(metadata)}
     start = 0
     for tensor in tensors:
         content[tensor.fqn] = {
@@ -520,7 +535,12 @@ def _header_shape(tensor: OutputTensor) -> Shape:
     return tensor.shape
 
 
-def _check_writable(tensors: Sequence[OutputTensor]) -> None:
+def check_writable(tensors: Sequence[OutputTensor]) -> None:
+    """Refuse what safetensors cannot hold.
+
+    Raises:
+        SourceError: dtypes or names; lists the tensors.
+    """
     unknown = [
         f"{escape(tensor.fqn)}: {tensor.dtype.name}" for tensor in tensors if tensor.dtype.safetensors is None
     ]

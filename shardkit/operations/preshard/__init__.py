@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from shardkit import formats
+from shardkit.core.catalog import FileStamp
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.text import MIB, count, escape, listed
@@ -25,6 +26,7 @@ from shardkit.files import storage
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.formats.contract import HubModel
+from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.keys.expressions import Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names
@@ -33,6 +35,7 @@ from shardkit.layout.layout import Layout, TensorLayout, declare
 from shardkit.layout.parallel_rules import ParallelRule, data_axes, parallelise, parse_parallel_rules
 from shardkit.operations.casts import check_cast, quantised_notes, rounded_wide
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, FolderDescriptions
+from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space
 from shardkit.operations.keys import NONE, load_rules
 from shardkit.operations.preshard.profiles import (
@@ -40,12 +43,14 @@ from shardkit.operations.preshard.profiles import (
     Profile,
     below,
     choose_keys,
+    find_assets,
     find_profile,
     write_companions,
 )
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing, hash_plan
 from shardkit.transfer.bound import bind
 from shardkit.transfer.plan import TransferPlan, build_plan
+from shardkit.transfer.rank_files import RankImages
 from shardkit.transfer.sources import same_bytes
 
 _MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
@@ -128,7 +133,8 @@ def preshard(
         keys: rules that turn the Hub's names and tensors into a trainer's own: the path of a TOML file, or the name of
             a set that shardkit has; "none" leaves that to the model's class.
         names: "live" stores what the live model of transformers has, under its names; "hub" what the files have.
-        profile: the trainer that is to start from it: "plain" (stock `dcp.load`), "torchtitan" or "accelerate".
+        profile: the trainer that is to start from it: "plain" (stock `dcp.load`), "torchtitan", "accelerate",
+            "lightning" (FSDPStrategy), "lightning-mp" (ModelParallelStrategy) or "transformers".
         attribute: with a profile of Lightning, the attribute of the LightningModule that holds the model; "" if none does.
         dtype: "keep", "bf16", "fp16" or "fp32"; only floating tensors are converted.
         revision: branch, tag or commit of a repo.
@@ -202,17 +208,20 @@ def preshard(
     shares = shared > 0 and can_share_extents(model.catalog, os.path.dirname(path))
     writer.write(
         job,
-        partial(
-            FolderDescriptions,
-            {chosen.folder: job.dcp},
-            partial(write_companions, chosen, digest, sha256=sha256),
-            sha256=sha256,
-        ),
+        partial(_describe, job, sha256=sha256),
         needed_bytes=_needed_bytes(job, path, shared if shares else 0),
         share_extents=shares,
     )
     is_mostly_shared = shares and shared > job.plan.written_bytes // 2
     return _result(job, source, writer.facts(job.warnings), shares_extents=is_mostly_shared)
+
+
+def _describe(job: PreshardJob, directory: str, *, sha256: bool) -> FolderDescriptions | FileDescriptions:
+    """Return what writes the files beside the shards into a directory."""
+    write_beside = partial(write_companions, job.profile, job.assets, job.part.digest, sha256=sha256)
+    if isinstance(job.part, FilesOutput):
+        return FileDescriptions(job.part, write_beside, directory, sha256=sha256)
+    return FolderDescriptions({job.profile.folder: job.part}, write_beside, directory, sha256=sha256)
 
 
 def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
@@ -234,7 +243,7 @@ def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
     Raises:
         ResourceError: the source is downloaded to another disk, which lacks the room.
     """
-    needed = job.plan.written_bytes - shared_bytes + len(job.dcp.output.catalog.chunks) * DESCRIPTION_BYTES
+    needed = job.plan.written_bytes - shared_bytes + job.num_chunks * DESCRIPTION_BYTES
     download, cache = job.model.download_bytes, nearest_existing(job.model.directory)
     if download and storage.stat(cache).st_dev != storage.stat(os.path.dirname(path)).st_dev:
         check_space(os.path.join(cache, job.model.label), download)
@@ -248,7 +257,9 @@ def _shareable_bytes(job: PreshardJob) -> int:
     It is a cautious estimate: the ragged ends of each hole count as two blocks, which hold the record around it too.
     """
     total, catalog = 0, job.model.catalog
-    for holes in job.dcp.output.tensors():
+    if isinstance(job.part, FilesOutput):  # whose data lie where the headers end, not at the places of blocks
+        return 0
+    for holes in job.part.output.tensors():
         entry = catalog.tensors[holes.source]
         if holes.dtype is not entry.dtype or holes.source not in job.plan.streamed or entry.num_chunks != 1:
             continue
@@ -256,13 +267,13 @@ def _shareable_bytes(job: PreshardJob) -> int:
         if max(sizes) >= _MIN_SHARED_BYTES:
             small = sum(size for size in sizes if size < _MIN_SHARED_BYTES)  # the one short shard at the end
             total += max(
-                holes.nbytes - small - job.dcp.output.catalog.tensors[holes.fqn].num_chunks * 2 * BLOCK, 0
+                holes.nbytes - small - job.part.output.catalog.tensors[holes.fqn].num_chunks * 2 * BLOCK, 0
             )
     return total
 
 
 def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_extents: bool) -> PreshardResult:
-    layout, sizes = job.dcp.layout, [image.size for image in job.output]
+    layout, sizes = job.layout, [image.size for image in job.output]
     return PreshardResult(
         **facts,
         source=source,
@@ -277,7 +288,7 @@ def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_exte
         num_tensors_with_empty_shards=_count_empty(job),
         shares_extents=shares_extents,
         download_bytes=job.model.download_bytes,
-        ties=tuple((name, *others) for name, others in job.dcp.aliases.items()),
+        ties=tuple((name, *others) for name, others in job.aliases.items()),
         omitted=layout.omitted,
         skipped=job.model.beside,
         notes=job.notes,
@@ -285,7 +296,7 @@ def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_exte
 
 
 def _count_empty(job: PreshardJob) -> int:
-    layout = job.dcp.layout
+    layout = job.layout
     return sum(
         tensor.is_sharded
         and not any(part.region.num_elements for part in layout.held(fqn, _last_rank(layout, tensor)))
@@ -304,20 +315,34 @@ class PreshardJob:
 
     model: HubModel
     profile: Profile
-    dcp: DcpOutput
+    layout: Layout
+    aliases: Mapping[str, tuple[str, ...]]
+    """For a stored tensor, its other names."""
+    part: DcpOutput | FilesOutput
     """What lies in the profile's folder."""
-    output: DcpImages | JoinedImages
+    assets: Mapping[str, str]
+    """Files of the model that are copied: name in the output -> path."""
+    output: DcpImages | JoinedImages | RankImages
     """Its images, named as in the whole directory."""
     plan: TransferPlan
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
     @property
+    def num_chunks(self) -> int:
+        """Regions of tensors in all files."""
+        return sum(map(len, self.output))
+
+    @property
     def plan_hash(self) -> str:
         """Stand for inputs, options and version; see `operations.write.Job`."""
-        dcp = self.dcp
         return hash_plan(
-            self, identity=dcp.identity, description=dcp.describe(), companions=_hex(self.profile.companions)
+            self,
+            identity=self.part.identity,
+            description=self.part.describe(),
+            profile=self.profile.name,
+            companions=_hex(self.profile.companions),
+            assets=[(name, FileStamp.of(storage.stat(path))) for name, path in self.assets.items()],
         )
 
 
@@ -382,32 +407,51 @@ def build_job(
         layout = parallelise(layout, mesh, parallel)
     root = profile.head(attribute)
     layout = below(layout, root)
+    if profile.form == "safetensors":
+        layout = unstrided(layout)
     if layout.made:
         model = replace(model, catalog=bind(model.catalog, layout.made))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
     dtypes, notes = _choose_dtypes(model, layout, sources, dtype)
     entries = {fqn: model.catalog.tensors[source] for fqn, source in sources.items()}
-    images = DcpImages(layout, dtypes, sources, _phase(model, dtypes, sources))
-    dcp = DcpOutput(
-        output=images,
-        layout=layout,
-        entries=entries,
-        dtypes=dtypes,
-        sources=sources,
-        aliases=aliases,
-        derived={fqn: layout.made[source] for fqn, source in sources.items() if source in layout.made},
-        root=root,
-        paths=profile.paths(fqn for name in layout.tensors for fqn in (name, *aliases.get(name, ()))),
-        identity=model.identity,
-        cast=dtype,
-        digest=digest,
-    )
-    output = JoinedImages({profile.folder: images}) if profile.folder else images
+    part: DcpOutput | FilesOutput
+    output: DcpImages | JoinedImages | RankImages
+    if profile.form == "safetensors":
+        output = shard_images(layout, dtypes, sources, aliases)
+        part = FilesOutput(
+            output=output,
+            format="dcp-hf",
+            dtypes=dtypes,
+            identity=model.identity,
+            cast=dtype,
+            digest=digest,
+        )
+    else:
+        output = images = DcpImages(layout, dtypes, sources, _phase(model, dtypes, sources))
+        part = DcpOutput(
+            output=images,
+            layout=layout,
+            entries=entries,
+            dtypes=dtypes,
+            sources=sources,
+            aliases=aliases,
+            derived={fqn: layout.made[source] for fqn, source in sources.items() if source in layout.made},
+            root=root,
+            paths=profile.paths(fqn for name in layout.tensors for fqn in (name, *aliases.get(name, ()))),
+            identity=model.identity,
+            cast=dtype,
+            digest=digest,
+        )
+        if profile.folder:
+            output = JoinedImages({profile.folder: images})
     return PreshardJob(
         model=model,
         profile=profile,
-        dcp=dcp,
+        layout=layout,
+        aliases=aliases,
+        part=part,
+        assets=find_assets(profile, model),
         output=output,
         plan=build_plan(output, model.catalog),
         notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),

@@ -5,7 +5,8 @@
     companions         files that the trainer reads beside them
 
 Sources: accelerate 1.15, utils/fsdp_utils.py (load_fsdp_model); transformers 5.23, trainer.py (train);
-torchtitan 0.2 and 0.3, components/checkpoint.py. docs/trainers.md says what was proved with which version.
+torchtitan 0.2 and 0.3, components/checkpoint.py; lightning 2.6, strategies/fsdp.py and model_parallel.py
+(load_checkpoint). docs/trainers.md says what was proved with which version.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
+from shardkit.core.catalog import FileStamp
 from shardkit.core.text import escape, suggestion
-from shardkit.errors import UsageError
+from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
+from shardkit.formats.contract import HubModel
+from shardkit.formats.hub.assets import list_assets
+from shardkit.formats.torchsave.writer import Plain, plain_record
 from shardkit.keys.rules import shipped
 from shardkit.layout.layout import Layout
+from shardkit.operations.companions import BesideFile, copy_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +36,8 @@ class Profile:
     name: str
     folder: str = ""
     """Where the shard files and `.metadata` lie; "" is the directory itself."""
+    form: Literal["dcp", "safetensors"] = "dcp"
+    """How tensors are stored: as DCP's own `.distcp` files, or as its safetensors shards."""
     root: tuple[str, ...] = ()
     """Keys of the state dict that the trainer loads, above the model's own."""
     attribute: str | None = None
@@ -38,6 +46,8 @@ class Profile:
     """How the names of its shipped key rules begin; "" if it trains models of transformers."""
     companions: Mapping[str, bytes] = field(default_factory=dict)
     """Files that it reads beside the shards, by name."""
+    assets: str | None = None
+    """The folder that config, tokenizer and the like of the model are copied to; None if they are not."""
     usage: tuple[str, ...] = ()
     """Lines that start it; `{output}` is the directory."""
 
@@ -75,6 +85,16 @@ _TRAINER_STATE = {
     **{"logging_steps": 500, "eval_steps": 500, "save_steps": 500},
 }
 
+# What a Trainer looks for on loading, without loops, callbacks and optimizers: nothing was trained yet.
+_LIGHTNING_META: Plain = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.6"}
+_LIGHTNING_USAGE = (
+    "Lightning: trainer.validate(module, ckpt_path={output!r}), or, to train, in on_fit_start:",
+    "    strategy = self.trainer.strategy",
+    "    optimizers, strategy.optimizers = strategy.optimizers, []  # the checkpoint has no state of theirs",
+    "    strategy.load_checkpoint({output!r})",
+    "    strategy.optimizers = optimizers",
+)
+
 PROFILES = {
     profile.name: profile
     for profile in (
@@ -93,6 +113,29 @@ PROFILES = {
                 "accelerate: accelerate.utils.load_fsdp_model(",
                 "    accelerator.state.fsdp_plugin, accelerator, model, {output!r})",
                 "transformers: trainer.train(resume_from_checkpoint={output!r})",
+            ),
+        ),
+        Profile(
+            name="lightning",
+            root=("model",),
+            attribute="model",
+            companions={"meta.pt": plain_record(_LIGHTNING_META)},
+            usage=_LIGHTNING_USAGE,
+        ),
+        Profile(
+            name="lightning-mp",
+            root=("state_dict",),
+            attribute="model",
+            companions={"meta.pt": plain_record(_LIGHTNING_META)},
+            usage=_LIGHTNING_USAGE,
+        ),
+        Profile(
+            name="transformers",
+            form="safetensors",
+            assets="",
+            usage=(
+                "transformers: AutoModelForCausalLM.from_pretrained(",
+                "    {output!r}, distributed_config=DistributedConfig(...))",
             ),
         ),
     )
@@ -149,20 +192,44 @@ def below(layout: Layout, root: str) -> Layout:
     )
 
 
+def find_assets(profile: Profile, model: HubModel) -> dict[str, str]:
+    """Return the files of the model that a profile has copied: name in the output -> path.
+
+    Raises:
+        SourceError: there is no config.json.
+        ResourceError: the directory cannot be listed.
+    """
+    if profile.assets is None:
+        return {}
+    found, _ = list_assets(model.directory)
+    if "config.json" not in found:
+        raise SourceError(
+            f"--profile {profile.name}: there is no config.json beside the weights, and the trainer needs it",
+            hint="give the directory of a whole model",
+        )
+    return {os.path.join(profile.assets, name): path for name, path in found.items()}
+
+
 def write_companions(
-    profile: Profile, digest: str, directory: str, *, sha256: bool
+    profile: Profile, assets: Mapping[str, str], digest: str, directory: str, *, sha256: bool
 ) -> list[manifest.ListedFile]:
     """Write the files that the trainer reads beside the shards; return what the manifest says of them.
 
     Args:
         profile: says which.
+        assets: files that are copied: name in the output -> path.
         digest: "crc32" or "none".
         directory: where the output goes.
         sha256: take the sha256 of each.
     """
     for name, data in profile.companions.items():
         storage.write_file(os.path.join(directory, name), data)
-    return [
+    written = [
         manifest.describe_bytes(name, data, digest=digest != "none", sha256=sha256)
         for name, data in profile.companions.items()
     ]
+    for name, path in assets.items():
+        file = BesideFile(name, FileStamp.of(storage.stat(path)), is_executable=False)
+        crc, taken = copy_file(path, file, directory, path=path, digest=digest != "none", sha256=sha256)
+        written.append(manifest.ListedFile(name=name, size=file.stamp.size, crc32=crc, sha256=taken))
+    return written

@@ -461,13 +461,9 @@ def test_the_hub_cache_gets_no_output_by_default(
 
 
 def test_a_dry_run_minds_the_room_for_the_download(tmp_path: Path) -> None:
-    output: Any = SimpleNamespace(catalog=SimpleNamespace(chunks=[]))
-
     def job(cache: Path, download_bytes: int) -> Any:
         model = SimpleNamespace(directory=str(cache), download_bytes=download_bytes, label="Own-1B")
-        return SimpleNamespace(
-            model=model, dcp=SimpleNamespace(output=output), plan=SimpleNamespace(written_bytes=1)
-        )
+        return SimpleNamespace(model=model, num_chunks=0, plan=SimpleNamespace(written_bytes=1))
 
     def check_room(cache: Path, download_bytes: int) -> None:
         out = str(tmp_path / "out")

@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
-from shardkit.errors import UsageError
+from shardkit.core.threads import NoProgress
+from shardkit.errors import Interrupted, SourceError, UsageError
 from tests.bits import raw
 from tests.models.zoo import ZOO, from_pretrained, make_hub
 
 MakeHub = Callable[..., Path]
-FOLDER = {"accelerate": "pytorch_model_fsdp_0"}
+FOLDER = {"accelerate": "pytorch_model_fsdp_0", "lightning": "", "lightning-mp": "", "transformers": ""}
 CAUSAL = {"architectures": ["TinyForCausalLM"]}  # no model_type: declared, without a child process
 
 pytestmark = [
@@ -43,8 +44,13 @@ def test_fused_experts_come_back_byte_for_byte(
     shardkit.preshard(hub, out, world_size=2, profile=profile)
     assert shardkit.verify(out, full=True).problems == ()
     assert shardkit.diff(out, hub).is_equal
-    shardkit.reshard(out, tmp_path / "other", world_size=3)
-    for source in (out, out / FOLDER[profile], tmp_path / "other"):
+    sources = [out, out / FOLDER[profile]]
+    if (
+        profile != "transformers"
+    ):  # whose config is no part of a resharded checkpoint, and tells the Hub's names
+        sources.append(tmp_path / "other")
+        shardkit.reshard(out, sources[-1], world_size=3)
+    for source in dict.fromkeys(sources):
         back = tmp_path / f"back-{source.name}"
         shardkit.consolidate(source, back)
         expected, found = (load_file(each / "model.safetensors") for each in (hub, back))
@@ -60,7 +66,7 @@ def test_a_model_is_loaded_from_it_and_saved_under_the_names_of_the_hub(
     out = tmp_path / "out"
     shardkit.preshard(hub, out, world_size=2, profile=profile)
     expected = from_pretrained(ZOO["qwen3_moe"], hub).state_dict()
-    for source in (out, out / FOLDER[profile]):
+    for source in dict.fromkeys((out, out / FOLDER[profile])):
         model = from_pretrained(ZOO["qwen3_moe"], hub)
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
@@ -93,16 +99,60 @@ def test_bytes_of_tensors_are_those_of_the_plain_form(make_hub: MakeHub, tmp_pat
         assert (tmp_path / "plain" / name).read_bytes() == same.read_bytes()
 
 
-def test_it_replaces_itself_alone(make_hub: MakeHub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("attribute", "before"), [(None, "model.model."), ("net", "model.net."), ("", "model.")]
+)
+def test_the_attribute_of_a_lightning_module_is_a_part_of_the_names(
+    attribute: str | None, before: str, make_hub: MakeHub, tmp_path: Path
+) -> None:
     model = make_hub({"layers.0.weight": torch.randn(5, 3)}, config=CAUSAL)
-    write = {"world_size": 2, "profile": "accelerate"}
+    shardkit.preshard(model, tmp_path / "out", world_size=2, profile="lightning", attribute=attribute)
+    assert list(json.loads((tmp_path / "out" / "shardkit.json").read_text())["tensors"]) == [
+        f"{before}layers.0.weight"
+    ]
+    meta = torch.load(tmp_path / "out" / "meta.pt", weights_only=True)
+    assert meta == {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.6"}
+    assert shardkit.diff(tmp_path / "out", model).is_equal
+
+
+@pytest.mark.parametrize("profile", ["accelerate", "transformers"])
+def test_it_replaces_itself_alone(profile: str, make_hub: MakeHub, tmp_path: Path) -> None:
+    model = make_hub({"layers.0.weight": torch.randn(5, 3)}, config=CAUSAL)
+    write = {"world_size": 2, "profile": profile}
     first = shardkit.preshard(model, tmp_path / "out", **write)  # type: ignore[arg-type]
-    assert (first.profile, first.num_files) == ("accelerate", 2)
+    assert (first.profile, first.num_files) == (profile, 2)
     with pytest.raises(UsageError, match="exists"):
         shardkit.preshard(model, tmp_path / "out", **write)  # type: ignore[arg-type]
     shardkit.preshard(model, tmp_path / "out", overwrite=True, **write)  # type: ignore[arg-type]
-    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
-    assert state["global_step"] == 0
+    assert shardkit.verify(tmp_path / "out", full=True).problems == ()
+
+
+@pytest.mark.parametrize("profile", ["accelerate", "transformers"])
+def test_an_interrupted_run_goes_on(profile: str, make_hub: MakeHub, tmp_path: Path) -> None:
+    model = make_hub({f"layers.{n}.weight": torch.randn(5, 3) for n in range(30)}, config=CAUSAL)
+
+    class Impatient(NoProgress):
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def advance(self, num_bytes: int) -> None:
+            self.seen += 1
+            if self.seen == 40:
+                raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        shardkit.preshard(
+            model, tmp_path / "out", world_size=3, profile=profile, jobs=1, progress=Impatient()
+        )
+    assert not (tmp_path / "out").exists()
+    result = shardkit.preshard(model, tmp_path / "out", world_size=3, profile=profile)
+    assert result.resumed_files > 0
+    shardkit.preshard(model, tmp_path / "whole", world_size=3, profile=profile)
+    files, whole = (
+        {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        for out in (tmp_path / "out", tmp_path / "whole")
+    )
+    assert files == whole
 
 
 def test_torchtitan_has_its_own_names(hub: Path, tmp_path: Path) -> None:
@@ -125,6 +175,9 @@ def test_what_a_profile_cannot_have_is_refused(make_hub: MakeHub, tmp_path: Path
         assert not (tmp_path / "out").exists()
         return caught.value
 
+    bare = make_hub(tensors, name="bare")
+    with pytest.raises(SourceError, match="there is no config"):
+        shardkit.preshard(bare, tmp_path / "out", world_size=2, profile="transformers", wrap="none")
     assert "closest name: accelerate" in refused(plain, profile="acelerate").message
     assert "nothing is around the model" in refused(plain, attribute="net").message
     unknown = refused(plain, profile="torchtitan")

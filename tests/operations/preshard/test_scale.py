@@ -23,10 +23,10 @@ from shardkit.operations.preshard import build_job
 job = build_job(formats.open(sys.argv[1]).hub, parse_mesh(None, 1024), wrap="auto", dtype="keep", digest="none",
     trust_remote_code=False)
 with open(sys.argv[2], "wb") as file:
-    write_metadata(file, job.dcp.output.catalog, job.dcp.aliases)
+    write_metadata(file, job.output.catalog, job.aliases)
 with open("/proc/self/status") as status:
     peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
-print(json.dumps({"chunks": len(job.dcp.output.catalog.chunks), "peak_bytes": peak, "torch": "torch" in sys.modules}))
+print(json.dumps({"chunks": len(job.output.catalog.chunks), "peak_bytes": peak, "torch": "torch" in sys.modules}))
 """
 FEW_FILES = """
 import resource, sys

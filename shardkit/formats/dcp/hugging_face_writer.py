@@ -1,0 +1,84 @@
+"""The safetensors shards of a layout, as torch's HuggingFaceStorageWriter names them and its reader takes them.
+
+A header has one entry for each tensor, so a file holds one region of a tensor at most, and a tied name has bytes of its
+own: safetensors knows no aliases. Regions without elements are left out, as nothing would read them.
+
+Source: torch 2.13, torch/distributed/checkpoint/hf_storage.py and filesystem.py; transformers 5.23,
+distributed/checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from shardkit.core.dtypes import DType
+from shardkit.core.placements import Placement
+from shardkit.core.regions import Region
+from shardkit.formats.hub.safetensors import OutputTensor, are_aligned, check_writable, make_header
+from shardkit.keys.names import natural
+from shardkit.layout.layout import Layout
+from shardkit.transfer.rank_files import Content, Placed, RankImages
+
+_NAME = "shard-{:05d}-model-00001-of-00001.safetensors"
+_VERSION = "1.0"  # torch 2.13: filesystem.py, DCP_VERSION
+
+
+def unstrided(layout: Layout) -> Layout:
+    """Return a layout in which each rank holds one region of a tensor, the one that the loader of transformers asks for."""
+    return replace(
+        layout,
+        tensors={
+            fqn: replace(tensor, placements=tuple(Placement(each.shard_dim) for each in tensor.placements))
+            for fqn, tensor in layout.tensors.items()
+        },
+    )
+
+
+def shard_images(
+    layout: Layout,
+    dtypes: Mapping[str, DType],
+    sources: Mapping[str, str],
+    aliases: Mapping[str, Sequence[str]],
+) -> RankImages:
+    """Return the files of a layout in which every rank holds one region of a tensor at most.
+
+    Args:
+        layout: where each tensor's regions belong.
+        dtypes: what each tensor is to be stored as.
+        sources: each tensor's name in the source.
+        aliases: for a tensor, its other names.
+
+    Raises:
+        SourceError: dtypes or names that safetensors cannot hold, or a header that is too large.
+    """
+    files: list[list[Placed]] = [[] for _ in range(layout.mesh.num_shards)]
+    names = [(name, fqn) for fqn in layout.tensors for name in (fqn, *aliases.get(fqn, ()))]
+    for name, fqn in sorted(names, key=lambda pair: natural(pair[0])):
+        owners = list(layout.owners(fqn))
+        kept = [pair for pair in owners if pair[1].num_elements] or owners[:1]
+        for rank, region in kept:
+            shape = layout.tensors[fqn].shape
+            files[rank].append(Placed(name, sources[fqn], dtypes[fqn], shape, region))
+    fqn, shape = next(((f, t.shape) for f, t in layout.tensors.items() if t.shape), ("", ()))
+    for placed in files:
+        if (
+            not placed and fqn
+        ):  # a rank that stores nothing has a file all the same: the gap would look like a loss
+            empty = Region((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
+            placed.append(Placed(fqn, sources[fqn], dtypes[fqn], shape, empty))
+    return RankImages([_content(rank, placed) for rank, placed in enumerate(files) if placed])
+
+
+def _content(rank: int, placed: Sequence[Placed]) -> Content:
+    name = _NAME.format(rank + 1)
+    stored = [OutputTensor(each.fqn, each.source, each.dtype, each.region.sizes) for each in placed]
+    check_writable(stored)
+    order = list(range(len(placed)))
+    if not are_aligned(stored):
+        order.sort(key=lambda at: -stored[at].dtype.itemsize)  # stable
+    offsets = {each.fqn: {"saved_offsets": list(each.region.offsets)} for each in placed}
+    metadata = {"DCP_VERSION": _VERSION, "DCP_SHARDING_INFO": json.dumps(offsets), "format": "pt"}
+    header = make_header(name, [stored[at] for at in order], metadata)
+    return Content(name, [placed[at] for at in order], [header, *(b"" for _ in order[1:])])

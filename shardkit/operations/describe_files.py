@@ -1,0 +1,125 @@
+"""Describing files of ranks that need no index: only the manifest lies beside them, and is written last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from types import MappingProxyType
+
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region, is_contiguous
+from shardkit.files import manifest, storage
+from shardkit.files.digest import combine, sha256_of
+from shardkit.operations.describe_dcp import WriteBeside
+from shardkit.transfer.execute import FileDigest
+from shardkit.transfer.rank_files import RankImages
+
+WRITER = "shardkit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesOutput:
+    """Files of ranks to be written, and what is recorded about them."""
+
+    output: RankImages
+    format: str
+    """As shardkit calls it: "dcp-hf", "verl"."""
+    dtypes: Mapping[str, DType]
+    """What each stored tensor becomes."""
+    identity: manifest.Source
+    """The weights that are read: repo, commit and files."""
+    cast: str
+    """As asked for: "keep", "bf16", "fp16" or "fp32"."""
+    digest: str
+    """"crc32" or "none"."""
+
+    def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.FileList:
+        """Return the manifest, as far as it is known before a byte moves; `crcs` are those of tensors."""
+        return manifest.FileList(
+            tool=manifest.TOOL,
+            layout=self.format,
+            writer=WRITER,
+            files=(),
+            unlisted=(),
+            tensors={
+                each.fqn: manifest.ListedTensor(
+                    dtype=each.dtype.name, shape=each.shape, crc32=crcs.get(each.fqn)
+                )
+                for each in self.output.stored()
+            },
+        )
+
+
+class FileDescriptions:
+    """Has the files beside those of the ranks written, and then the manifest. A context manager.
+
+    Args:
+        job: what is being written.
+        write_beside: writes the other files, when those of the ranks are finished.
+        directory: where the output goes.
+        sha256: take the sha256 of every file too.
+    """
+
+    def __init__(
+        self, job: FilesOutput, write_beside: WriteBeside, directory: str, *, sha256: bool = False
+    ) -> None:
+        self._job, self._write_beside, self._directory = job, write_beside, directory
+        self._sha256 = sha256
+
+    def __enter__(self) -> FileDescriptions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def add_file(self, digest: FileDigest) -> None:
+        """Do nothing: a finished file needs no description of its own."""
+
+    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
+        """Write the other files, then the manifest.
+
+        Args:
+            digests: of every file, those of an interrupted run included.
+            scattered: CRC-32 of every scattered tensor, by its source name.
+        """
+        beside = self._write_beside(self._directory)
+        has_digests = self._job.digest != "none"
+        content = replace(
+            self._job.describe(self._tensor_crcs(digests, scattered) if has_digests else {}),
+            files=tuple(sorted((*beside, *map(self._listed, digests.values())), key=attrgetter("name"))),
+        )
+        storage.write_file(os.path.join(self._directory, manifest.NAME), manifest.dump(content))
+
+    def _listed(self, digest: FileDigest) -> manifest.ListedFile:
+        image = next(image for image in self._job.output if image.name == digest.name)
+        holes = zip(image.holes, digest.data_crcs, strict=True) if digest.data_crcs else ()
+        return manifest.ListedFile(
+            name=digest.name,
+            size=digest.size,
+            crc32=digest.crc32,
+            sha256=sha256_of(os.path.join(self._directory, digest.name), digest.name)
+            if self._sha256
+            else None,
+            extents=tuple((hole.start, hole.nbytes, crc) for hole, crc in holes if hole.nbytes) or None,
+        )
+
+    def _tensor_crcs(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> dict[str, int]:
+        """Return the CRC-32 of every tensor's logical bytes, as `describe_dcp.Descriptions` does."""
+        output, found = self._job.output, dict[str, int]()
+        crcs = [iter(digests[image.name].data_crcs) for image in output]
+        parts: dict[str, list[tuple[Region, int, int]]] = {}
+        for image, of_file in zip(output, crcs, strict=True):
+            for placed in image.placed:
+                parts.setdefault(placed.fqn, []).append((placed.region, next(of_file), placed.nbytes))
+        for each in output.stored():
+            rows = sorted({row for row in parts[each.fqn] if row[2]})
+            are_neighbours = all(
+                is_contiguous(Region((0,) * len(row[0].sizes), row[0].sizes), each.shape) for row in rows
+            )
+            crc = combine([(crc, nbytes) for _, crc, nbytes in rows]) if are_neighbours else None
+            crc = scattered.get(each.source) if crc is None else crc
+            if crc is not None:
+                found[each.fqn] = crc
+        return found

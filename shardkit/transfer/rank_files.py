@@ -1,0 +1,138 @@
+"""Files of ranks to be written: holes for regions of tensors, and literal bytes before, between and behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region, Shape, flat_offset
+from shardkit.files.digest import crc32
+from shardkit.transfer.images import Hole, Piece, TensorHoles
+
+
+class Placed(NamedTuple):
+    """A region of a tensor in a file."""
+
+    fqn: str
+    """The stored name."""
+    source: str
+    """The name in the source catalog."""
+    dtype: DType
+    """What it is stored as."""
+    shape: Shape
+    """Of the whole tensor, in elements."""
+    region: Region
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.region.num_elements * self.dtype.itemsize
+
+
+class Content(NamedTuple):
+    """What one file holds."""
+
+    name: str
+    placed: Sequence[Placed]
+    """One or more, in the order of their bytes."""
+    before: Sequence[bytes]
+    """The literal bytes before each of them."""
+    after: bytes = b""
+    """The literal bytes behind the last."""
+
+
+class _Frame(NamedTuple):
+    """The bytes around a hole; they do not depend on what fills it."""
+
+    prefix: bytes
+    prefix_crc: int
+    after: bytes
+
+    def suffix(self, data_crc: int, /) -> bytes:
+        """Return the bytes behind the hole."""
+        return self.after
+
+
+@dataclass(frozen=True, slots=True)
+class RankImage:
+    """One file."""
+
+    name: str
+    size: int
+    frames: tuple[_Frame, ...]
+    holes: tuple[Hole, ...]
+    placed: tuple[Placed, ...]
+
+    def __len__(self) -> int:
+        return len(self.holes)
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Yield the first byte and the end of every piece."""
+        for frame, hole in zip(self.frames, self.holes, strict=True):
+            yield hole.start - len(frame.prefix), hole.start + hole.nbytes + len(frame.after)
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the pieces `start .. stop`."""
+        for frame, hole, placed in zip(
+            self.frames[start:stop], self.holes[start:stop], self.placed[start:stop], strict=True
+        ):
+            first = flat_offset(hole.region.offsets, placed.shape)
+            yield Piece(hole.start - len(frame.prefix), frame, hole.fqn, first, hole.nbytes, hole.dtype)
+
+    def hole(self, index: int) -> Hole:
+        """Return the hole of a piece."""
+        return self.holes[index]
+
+
+class RankImages:
+    """The files of all ranks."""
+
+    def __init__(self, contents: Sequence[Content]) -> None:
+        """Place every region."""
+        self.images = [_make_image(content) for content in contents]
+        self.data_nbytes = [sum(hole.nbytes for hole in image.holes) for image in self.images]
+        self._holes: dict[str, list[tuple[int, Hole]]] = {}
+        self._placed: dict[str, Placed] = {}
+        for number, image in enumerate(self.images):
+            for placed, hole in zip(image.placed, image.holes, strict=True):
+                self._holes.setdefault(placed.fqn, []).append((number, hole))
+                self._placed.setdefault(placed.fqn, placed)
+
+    def __iter__(self) -> Iterator[RankImage]:
+        return iter(self.images)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> RankImage:
+        return self.images[index]
+
+    def stored(self) -> Iterator[Placed]:
+        """Yield each stored tensor once, as its first region."""
+        yield from self._placed.values()
+
+    def tensors(self) -> Iterator[TensorHoles]:
+        """Yield what is known of each tensor's holes together."""
+        for fqn, placed in self._placed.items():
+            holes = [hole for _, hole in self._holes[fqn]]
+            sizes = tuple(dict.fromkeys(hole.region.sizes for hole in holes))
+            nbytes = sum(hole.nbytes for hole in holes)
+            yield TensorHoles(fqn, placed.source, sizes, placed.dtype, nbytes)
+
+    def holes(self, fqn: str) -> Iterator[tuple[int, Hole]]:
+        """Yield (image index, hole) of every region of a tensor, by file."""
+        yield from self._holes[fqn]
+
+
+def _make_image(content: Content) -> RankImage:
+    frames, holes, at = list[_Frame](), list[Hole](), 0
+    last = len(content.placed) - 1
+    for number, (placed, before) in enumerate(zip(content.placed, content.before, strict=True)):
+        after = content.after if number == last else b""
+        at += len(before)
+        frames.append(_Frame(before, crc32(before), after))
+        holes.append(Hole(placed.source, placed.region, placed.dtype, at, placed.nbytes))
+        at += placed.nbytes + len(after)
+    return RankImage(content.name, at, tuple(frames), tuple(holes), tuple(content.placed))
