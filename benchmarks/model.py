@@ -1,6 +1,8 @@
 """Write a Qwen3-like Hub model of random bf16 weights, with nothing but numpy.
 
-python benchmarks/model.py OUTPUT --gigabytes 3 [--hidden 8192]
+python benchmarks/model.py OUTPUT --gigabytes 3 [--hidden 8192] [--experts 64]
+
+With --experts it is like Qwen3-MoE: every layer has so many experts, each stored by itself, of 768 rows.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from pathlib import Path
 
 import numpy
 
-VOCAB, HEAD = 32000, 128
+VOCAB, HEAD, EXPERT = 32000, 128, 768
 FILE_BYTES = 500_000_000
 
 
-def layer(index: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def layer(index: int, hidden: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     heads, kv, inner = hidden // HEAD, hidden // HEAD // 2, hidden * 3
     for name, shape in {
         "self_attn.q_proj": (heads * HEAD, hidden),
@@ -27,19 +29,32 @@ def layer(index: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         "self_attn.o_proj": (hidden, heads * HEAD),
         "self_attn.q_norm": (HEAD,),
         "self_attn.k_norm": (HEAD,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+        **(_experts(experts, hidden) if experts else _dense(inner, hidden)),
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
     }.items():
         yield f"model.layers.{index}.{name}.weight", shape
 
 
-def tensors(num_layers: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _dense(inner: int, hidden: int, before: str = "mlp") -> dict[str, tuple[int, ...]]:
+    return {
+        f"{before}.gate_proj": (inner, hidden),
+        f"{before}.up_proj": (inner, hidden),
+        f"{before}.down_proj": (hidden, inner),
+    }
+
+
+def _experts(number: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {"mlp.gate": (number, hidden)}
+    for expert in range(number):
+        found |= _dense(EXPERT, hidden, f"mlp.experts.{expert}")
+    return found
+
+
+def tensors(num_layers: int, hidden: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.embed_tokens.weight", (VOCAB, hidden)
     for index in range(num_layers):
-        yield from layer(index, hidden)
+        yield from layer(index, hidden, experts)
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (VOCAB, hidden)
 
@@ -69,14 +84,16 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=3.0)
     parser.add_argument("--fp32", action="store_true")
     parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--experts", type=int, default=0)
     args = parser.parse_args()
     hidden: int = args.hidden
+    experts: int = args.experts
     dtype, itemsize = ("F32", 4) if args.fp32 else ("BF16", 2)
-    per_layer = sum(prod(shape) for _, shape in layer(0, hidden)) * itemsize
+    per_layer = sum(prod(shape) for _, shape in layer(0, hidden, experts)) * itemsize
     num_layers = max(1, round((args.gigabytes * 1e9 - 2 * VOCAB * hidden * itemsize) / per_layer))
     args.output.mkdir(parents=True)
     files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
-    for name, shape in tensors(num_layers, hidden):
+    for name, shape in tensors(num_layers, hidden, experts):
         if files[-1] and sum(prod(s) for _, s in [*files[-1], (name, shape)]) * itemsize > FILE_BYTES:
             files.append([])
         files[-1].append((name, shape))
@@ -85,7 +102,7 @@ def main() -> None:
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         write_file(args.output / name, shapes, dtype, itemsize)
         weight_map |= {tensor: name for tensor, _ in shapes}
-    total = sum(prod(shape) for _, shape in tensors(num_layers, hidden)) * itemsize
+    total = sum(prod(shape) for _, shape in tensors(num_layers, hidden, experts)) * itemsize
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (args.output / "model.safetensors.index.json").write_text(json.dumps(index))
     config = {
@@ -101,6 +118,17 @@ def main() -> None:
         "tie_word_embeddings": False,
         "dtype": "float32" if args.fp32 else "bfloat16",
     }
+    if experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": experts,
+        }
+        config |= {
+            "num_experts_per_tok": min(8, experts),
+            "moe_intermediate_size": EXPERT,
+            "mlp_only_layers": [],
+        }
     (args.output / "config.json").write_text(json.dumps(config))
     print(f"{total / 1e9:.2f} GB, {len(weight_map)} tensors, {len(files)} files")
 

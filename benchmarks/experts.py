@@ -1,0 +1,80 @@
+"""preshard and consolidate of a model whose experts transformers fuses, beside `cp -r` of the same bytes.
+
+    python benchmarks/experts.py DIRECTORY [--gigabytes 10] [--experts 64] [--runs 5]
+
+DIRECTORY gets a generated Qwen3-MoE with single experts, its pre-sharded form, where they are fused, and in turn
+every output: three times the model's size. Whole processes are timed, from their start to the end of a `sync`,
+with the child that asks transformers how the experts are fused. Each has a cp of its own just before it, in every
+second round just after, and medians are printed. Peak memory is the kernel's high-water mark of the process, or
+of its child if that is larger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from common import HERE, Found, Variant, alternate, copies, median, run, seconds_and_ratio
+
+
+def whole(arguments: list[str], output: Path) -> Found:
+    """Run a command of shardkit, and measure all of it."""
+    command = [sys.executable, "-m", "shardkit", *arguments[:2], str(output), *arguments[2:], "--no-progress"]
+    os.sync()
+    begun = time.monotonic()
+    child = os.posix_spawn(
+        command[0],
+        command,
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)],
+    )
+    _, status, used = os.wait4(child, 0)
+    os.sync()
+    elapsed_s = time.monotonic() - begun
+    if status:
+        sys.exit(f"{' '.join(command)}: {status}")
+    return {
+        "elapsed_s": elapsed_s,
+        "peak_bytes": used.ru_maxrss * 1024,
+        "cpu_s": used.ru_utime + used.ru_stime,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=10.0)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+    work = args.directory / "shardkit-benchmark"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    model, sharded = work / "model", work / "sharded"
+    sizes = ["--gigabytes", str(args.gigabytes), "--experts", str(args.experts)]
+    print(run([sys.executable, str(HERE / "model.py"), str(model), *sizes]).strip())
+    print(f"file system: {run(['stat', '-f', '-c', '%T', str(work)]).strip()}, cores: {os.cpu_count()}")
+    preshard = ["preshard", str(model), "--world-size", "8"]
+    whole(preshard, sharded)
+    variants: dict[str, Variant] = {
+        "preshard": partial(whole, preshard),
+        "consolidate": partial(whole, ["consolidate", str(sharded), "--base", str(model)]),
+    }
+    rows = alternate(model, work / "output", variants, args.runs)
+    print(f"{'':12} {'seconds':>8} {'to cp':>6} {'(min-max)':>12} {'cpu s':>6} {'peak MiB':>9}")
+    print(f"{'cp -r':12} {copies(rows)}")
+    for name, row in rows.items():
+        peak = median(row, "peak_bytes") / 2**20
+        print(f"{name:12} {seconds_and_ratio(row)} {median(row, 'cpu_s'):6.1f} {peak:9.0f}")
+    shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()
