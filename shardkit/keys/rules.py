@@ -20,13 +20,13 @@ expressions, and proves them: what goes there comes back, or it is said what doe
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from shardkit.core.regions import Region, Shape
@@ -734,8 +734,11 @@ def shipped() -> tuple[RuleSet, ...]:
 
 @cache
 def _shipped() -> tuple[RuleSet, ...]:
-    files = sorted(Path(__file__).with_name("shipped").glob("*.toml"))
-    return tuple(parse_rules(each.read_bytes(), each.stem) for each in files)
+    folder, found = os.path.join(os.path.dirname(__file__), "shipped"), list[RuleSet]()
+    for name in sorted(os.listdir(folder)):
+        with open(os.path.join(folder, name), "rb") as file:
+            found.append(parse_rules(file.read(), name.removesuffix(".toml")))
+    return tuple(found)
 
 
 def find_shipped(name: str) -> RuleSet | None:

@@ -46,6 +46,7 @@ CALLS = {
 """Names in `os` and `os.path` of what asks or changes a file system."""
 # What is not about checkpoints: the traced layout's scratch files, /proc, standard output.
 ELSEWHERE = {
+    "keys/rules.py": {"open", "os.listdir"},  # the sets that lie in the package
     "layout/trace_child.py": {"open"},
     "layout/traced.py": {"open"},
     "cli/errors.py": {"os.open", "os.path.realpath", "shutil.which"},
