@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -379,6 +380,71 @@ def start_from_pretrained(path: Path, **sizes: int) -> Any:
     return model
 
 
+def read_files(work: Callable[[], Any]) -> tuple[Any, set[str]]:
+    """Return what `work` returns, and the names of the files that torch's reader of safetensors shards read for it."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    original, names = HuggingFaceStorageReader.read_data, set[str]()
+
+    def read_data(self: Any, plan: Any, planner: Any) -> Any:
+        names.update(Path(self.storage_data[item.storage_index].relative_path).name for item in plan.items)
+        return original(self, plan, planner)
+
+    with mock.patch.object(HuggingFaceStorageReader, "read_data", read_data):
+        return work(), names
+
+
 @two.test_apart
 def test_transformers_loads_it_for_fsdp(out: Path) -> None:
-    check(start_from_pretrained(out / "transformers", fsdp_size=WORLD), out)
+    """And each rank reads its own file alone."""
+    model, names = read_files(lambda: start_from_pretrained(out / "transformers", fsdp_size=WORLD))
+    check(model, out)
+    assert names == {f"shard-{dist.get_rank() + 1:05d}-model-00001-of-00001.safetensors"}
+
+
+MOE: dict[str, Any] = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "float32"},
+    **{"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "vocab_size": 64},
+    **{"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": False},
+}
+TIED = {**CONFIG, "vocab_size": 102, "tie_word_embeddings": True}
+PARALLEL = {
+    "dp_shard=2,tp=2": {"fsdp_size": 2, "tp_size": 2},
+    "dp_shard=4,ep=2": {"fsdp_size": 4, "ep_size": 2},
+    "dp_replicate=2,dp_shard=2": {"dp_replicate_size": 2, "fsdp_size": 2},
+}
+
+
+def preshard_parallel(out: Path) -> None:
+    torch.manual_seed(0)
+    for name, config in (("moe", MOE), ("tied", TIED)):
+        build(config).save_pretrained(out / f"{name}-hub")
+    for mesh in PARALLEL:
+        shardkit.preshard(out / "moe-hub", out / f"moe-{mesh}", mesh=mesh, profile="transformers")
+    shardkit.preshard(out / "tied-hub", out / "tied", world_size=4, profile="transformers")
+
+
+four = Ranks(__name__, 4, first=preshard_parallel)
+
+
+def held(model: nn.Module) -> dict[str, bytes]:
+    return {
+        name: raw(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        for name, tensor in model.state_dict().items()
+    }
+
+
+@four.test_each_apart(list(PARALLEL))
+def test_transformers_loads_it_in_parallel(mesh: str, out: Path) -> None:
+    """As it loads and converts the Hub's own files: every rank holds the same bytes."""
+    sizes = PARALLEL[mesh]
+    expected = held(start_from_pretrained(out / "moe-hub", **sizes))
+    assert held(start_from_pretrained(out / f"moe-{mesh}", **sizes)) == expected
+
+
+@four.test_apart
+def test_transformers_loads_tied_weights(out: Path) -> None:
+    model = start_from_pretrained(out / "tied", fsdp_size=4)
+    assert held(model) == held(start_from_pretrained(out / "tied-hub", fsdp_size=4))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
