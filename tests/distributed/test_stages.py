@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
@@ -17,6 +18,7 @@ from tests.distributed.parallel import (
     blank,
     check_regions,
     check_stock,
+    loaded_by_transformers,
     made_mesh,
     mine,
     preshard_all,
@@ -47,6 +49,15 @@ def test_stock_load_fills_what_transformers_would_have(case: Case, out: Path) ->
 @four.test_each({case.label: case for case in THEIRS})
 def test_regions_are_those_of_each_stage(case: Case, out: Path) -> None:
     check_regions(case, out)
+
+
+@four.test
+def test_load_into_says_how_a_stage_is_loaded(out: Path) -> None:
+    (case, _) = THEIRS
+    model = loaded_by_transformers(case, out)
+    for source in (case.label, case.name):
+        with pytest.raises(shardkit.LayoutError, match="a stage of a pipeline loads its own with stock"):
+            shardkit.load_into(model, out / source)
 
 
 @eight.test_each({case.label: case for case in OURS})

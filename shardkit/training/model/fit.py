@@ -312,6 +312,11 @@ def _hint(
     *,
     initialises: bool,
 ) -> str:
+    if not lacking and not wrong and any(_IN_BLOCK.search(name) for name in unexpected):
+        return (
+            "the model has fewer blocks than the source; a stage of a pipeline loads its own with stock dcp.load, from "
+            "what preshard --mesh pp=... wrote"
+        )
     if (lacking or unexpected) and not initialises:
         return "prepare(..., missing=...) and finalize take a source with other heads or without adapters"
     if lacking and missing == "error":
