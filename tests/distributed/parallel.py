@@ -25,7 +25,7 @@ from tests.worlds.processes import forked_trace
 from tests.worlds.ranks import on_all
 
 _SIZES = {
-    "hidden_size": 20,
+    "hidden_size": 24,  # torch: grouped_mm wants 16 bytes
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -40,7 +40,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_SIZES,
         "model_type": "qwen3_moe",
         "intermediate_size": 26,
-        "moe_intermediate_size": 32,  # torch: grouped_mm wants 16 bytes
+        "moe_intermediate_size": 32,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,

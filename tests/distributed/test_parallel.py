@@ -235,6 +235,18 @@ def test_three_phases_train_on_four_ranks(case: Case, out: Path) -> None:
     check_three_phases(case, out)
 
 
+@four.test_each({label: case for label, case in FOUR.items() if case.name != "tied"})
+def test_bf16_and_checkpointing_learn_the_same_but_for_rounding(case: Case, out: Path) -> None:
+    mesh, experts = device_meshes(case)
+    context = shardkit.prepare(str(out / case.name), str(out / case.label))
+    model = shardkit.wrap(context.model, mesh, activation_checkpointing=True, expert_mesh=experts)
+    batch = torch.arange(6).reshape(1, 6)
+    *losses, _ = train(CLASSES[case.name].from_pretrained(out / case.name), batch)
+    *ours, _ = train(shardkit.finalize(model, context), batch)
+    assert max(on_all(max(abs(a - b) / b for a, b in zip(ours, losses, strict=True)))) < 2e-2
+    assert losses[-1] < 0.9 * losses[0]
+
+
 @eight.test_each({label: case for label, case in EIGHT.items() if case.name == "moe"})
 def test_three_phases_train_on_eight_ranks(case: Case, out: Path) -> None:
     check_three_phases(case, out)
