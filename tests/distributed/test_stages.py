@@ -8,7 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import shardkit
@@ -24,7 +27,7 @@ from tests.distributed.parallel import (
     preshard_all,
     wrong,
 )
-from tests.worlds.ranks import Ranks
+from tests.worlds.ranks import Ranks, on_all
 
 THEIRS = [Case(name, "pp=4,dp_shard=1") for name in ("deep", "deep-tied")]
 OURS = [
@@ -49,6 +52,41 @@ def test_stock_load_fills_what_transformers_would_have(case: Case, out: Path) ->
 @four.test_each({case.label: case for case in THEIRS})
 def test_regions_are_those_of_each_stage(case: Case, out: Path) -> None:
     check_regions(case, out)
+
+
+@four.test
+def test_what_stages_save_is_one_checkpoint(out: Path) -> None:
+    """The momentum of a first step is the gradient, which here is the parameter."""
+    (case, _) = THEIRS
+    model = loaded_by_transformers(case, out)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    shardkit.save(model, out / "saved", optimizer=optimizer)
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=out / "stock",
+    )
+    whole = CLASSES[case.name].from_pretrained(out / case.name).state_dict()
+    for source in ("saved", "stock"):
+        problem = None
+        if dist.get_rank() == 0:  # the others wait, whatever happens
+            try:
+                shardkit.reshard(out / source, out / f"{source}-two", world_size=2)
+            except Exception as error:
+                problem = repr(error)
+        problem = on_all(problem)[0]
+        assert problem is None, problem
+        found = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in whole.items()}
+        momenta = {
+            f"optimizer.state.{name}.momentum_buffer": torch.zeros_like(tensor)
+            for name, tensor in whole.items()
+        }
+        state = {**found, **momenta}
+        dcp.load(state, checkpoint_id=out / f"{source}-two")
+        for loaded in (found, momenta):
+            assert all(map(torch.equal, loaded.values(), whole.values())), source
 
 
 @four.test
