@@ -23,6 +23,8 @@ from shardkit.core.regions import Region, Shape
 if TYPE_CHECKING:
     import os
 
+    import numpy
+
 # `Region(offsets, sizes)` from a pair, without a call of a Python function for each of 600,000 chunks.
 _new_region: Callable[[tuple[Shape, Shape]], Region] = partial(tuple.__new__, Region)
 
@@ -86,6 +88,24 @@ class SourceReader(Protocol):
         """Fill a buffer from byte `start` of a file, for a tensor; return the CRC-32 where it was taken."""
 
 
+class Computation(Protocol):
+    """Elements that lie in no file and are computed from other files of a catalog, piece by piece."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of all elements together; they are counted row-major."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+
+    def fill(self, reader: SourceReader, start: int, buffer: memoryview, fqn: str, /) -> None:
+        """Fill a buffer with the bytes from byte `start` on; the tensor's name is for messages."""
+
+    def box(self, reader: SourceReader, region: Region, fqn: str, /) -> numpy.ndarray:
+        """Return a box of the elements, as unsigned integers of their size (void above 8 bytes)."""
+
+
 OnRead = Callable[[str, int, memoryview], None]
 """Told what was read for decoding: the path of the file, the first byte, and the bytes as they lie there."""
 
@@ -109,9 +129,9 @@ class SourceFile:
     tensor."""
     decoded_from: tuple[int, int] | None = None
     """(first byte, end) of the range of the file at `path` that decoding reads, if it is one range."""
-    compute: Callable[[SourceReader, int, memoryview, str], None] | None = None
-    """Fills a buffer with the bytes from some byte on, which are computed from other files of the catalog: given who
-    reads those, the byte, the buffer, and a tensor's name for messages. Such a file has `decode` too, for all of it."""
+    compute: Computation | None = None
+    """Gives the bytes piece by piece, where they are computed from other files of the catalog. Such a file has `decode`
+    too, for all of it."""
     checksums: Checksums | None = None
     """Checksums to compare the bytes at `path` with; None if nothing is recorded."""
     is_proved: bool = False

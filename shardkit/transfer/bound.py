@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING
 
-from shardkit.core.catalog import Catalog, OnRead, SourceFile, SourceReader, TensorEntry
+from shardkit.core.catalog import Catalog, Computation, OnRead, SourceFile, SourceReader, TensorEntry
 from shardkit.core.regions import (
     Region,
     Shape,
+    blocks,
     flat_offset,
     flat_range_boxes,
     intersect,
@@ -46,8 +48,9 @@ if TYPE_CHECKING:
     import numpy
 
 _MAX_RUNS = 64  # of a box that becomes chunks of its own; more are computed
-_SHORT_NBYTES = 2048  # of a run: below this, what lies between runs is read too
-_MAX_SPARSE = 16  # times the wanted bytes that may be read so
+# What lies between runs of fewer bytes is read too, if they begin no further apart than a stride: a call costs as much.
+_SHORT_NBYTES, _MAX_STRIDE = 2048, 32 << 10
+_SPAN_NBYTES = 4 << 20  # read so at a time
 _TILE = 128  # elements
 
 
@@ -114,23 +117,29 @@ def _chunks(
             return
     view = View(catalog, piece.of if not piece.is_box else Cut(piece.of, piece.part), itemsize)
     first = next(leaves(piece.of), None)
-    home = catalog.files[0] if first is None else _home(catalog, first.name)
-    nbytes = piece.region.num_elements * itemsize
-    bound.files.append(
-        SourceFile(
-            name=home.name,
-            path=home.path,
-            size=nbytes,
-            decode=partial(_decode, catalog, view, nbytes, target),
-            compute=view.fill,
-        )
+    bound.files.append(computed_file(catalog, view, first.name if first is not None else None, target))
+    yield len(bound.files) - 1, 0, bound.files[-1].size, piece.region
+
+
+def computed_file(catalog: Catalog, elements: Computation, stored: str | None, target: str) -> SourceFile:
+    """Return a file of elements that are computed from a catalog's.
+
+    Args:
+        catalog: of raw extents.
+        elements: from it.
+        stored: a tensor that they are made of: messages name its file. None if there is none.
+        target: what they are, for messages.
+    """
+    entry = None if stored is None else catalog.tensors[stored]
+    home = catalog.files[catalog.chunks.file[entry.first_chunk] if entry and entry.num_chunks else 0]
+    nbytes = prod(elements.shape) * elements.itemsize
+    return SourceFile(
+        name=home.name,
+        path=home.path,
+        size=nbytes,
+        decode=partial(_decode, catalog, elements, nbytes, target),
+        compute=elements,
     )
-    yield len(bound.files) - 1, 0, nbytes, piece.region
-
-
-def _home(catalog: Catalog, name: str) -> SourceFile:
-    entry = catalog.tensors[name]
-    return catalog.files[catalog.chunks.file[entry.first_chunk]] if entry.num_chunks else catalog.files[0]
 
 
 def _stored_chunks(
@@ -193,43 +202,45 @@ def _shifted(region: Region, origin: Shape) -> Region:
     return Region(tuple(a + b for a, b in zip(region.offsets, origin, strict=True)), region.sizes)
 
 
-def _decode(catalog: Catalog, view: View, nbytes: int, fqn: str, on_read: OnRead) -> memoryview:
-    """Return all bytes of a view."""
+def _decode(catalog: Catalog, elements: Computation, nbytes: int, fqn: str, on_read: OnRead) -> memoryview:
+    """Return the bytes of all elements."""
     whole = memoryview(bytearray(nbytes))
     with SourceFiles(catalog.files, on_read=on_read) as files, files.reader() as reader:
-        view.fill(reader, 0, whole, fqn)
+        elements.fill(reader, 0, whole, fqn)
     return whole
+
+
+def fill_range(elements: Computation, reader: SourceReader, start: int, buffer: memoryview, fqn: str) -> None:
+    """Do what `Computation.fill` says, box by box; `start` and the buffer's length are multiples of the item size."""
+    itemsize, done = elements.itemsize, 0
+    for box in flat_range_boxes(elements.shape, start // itemsize, (start + len(buffer)) // itemsize):
+        nbytes = box.num_elements * itemsize
+        target = _as_elements(buffer[done : done + nbytes], box.sizes, itemsize)
+        _copy(elements.box(reader, box, fqn), target)
+        done += nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The bytes of an expression, row-major and contiguous, computed range by range."""
+    """The elements of an expression; a `Computation`."""
 
     catalog: Catalog
     """Of raw extents; its files have the numbers that the reader knows them by."""
     made: Expression
     itemsize: int
 
+    @property
+    def shape(self) -> Shape:
+        """Of the expression."""
+        return self.made.shape
+
     def fill(self, reader: SourceReader, start: int, buffer: memoryview, fqn: str) -> None:
-        """Fill a buffer with the bytes from `start` on; both are multiples of the item size.
+        """Fill a buffer with the bytes from `start` on; both are multiples of the item size."""
+        fill_range(self, reader, start, buffer, fqn)
 
-        Args:
-            reader: reads the catalog's files.
-            start: first byte.
-            buffer: writable.
-            fqn: the tensor that they are read for, for messages.
-        """
-        first, stop, done = start // self.itemsize, (start + len(buffer)) // self.itemsize, 0
-        for box in flat_range_boxes(self.made.shape, first, stop):
-            nbytes = box.num_elements * self.itemsize
-            self._into(reader, self.made, box, buffer[done : done + nbytes], fqn)
-            done += nbytes
-
-    def _into(
-        self, reader: SourceReader, made: Expression, region: Region, memory: memoryview, fqn: str
-    ) -> None:
-        target = _as_elements(memory, region.sizes, self.itemsize)
-        _copy(self._read(reader, made, region, fqn), target)
+    def box(self, reader: SourceReader, region: Region, fqn: str) -> numpy.ndarray:
+        """Return a box of the elements."""
+        return self._read(reader, self.made, region, fqn)
 
     def _read(self, reader: SourceReader, made: Expression, region: Region, fqn: str) -> numpy.ndarray:
         """Return a box of an expression as an array of elements of the item size."""
@@ -289,6 +300,11 @@ def read_box(
             continue
         file, start, inner = table.file[row], table.start[row], relative_to(part, held.offsets)
         window = _window(relative_to(part, region.offsets))
+        elements = catalog.files[file].compute
+        if elements is not None and elements.shape == held.sizes:  # one box costs less than its runs
+            found[window] = elements.box(reader, inner, shown)
+            left -= part.num_elements
+            continue
         if part == region:
             _read_part(reader, file, start, inner, held.sizes, found, shown)
             return found
@@ -313,7 +329,6 @@ def _read_part(
     fqn: str,
 ) -> None:
     """Fill a contiguous array with a box of a chunk of some sizes that lies from byte `start` on."""
-    import numpy
 
     if not part.num_elements:
         return
@@ -321,13 +336,9 @@ def _read_part(
     first = flat_offset(part.offsets, sizes)
     span = flat_offset(tuple(stop - 1 for stop in part.stops), sizes) + 1 - first
     run = next(runs(part, sizes)).length
-    if run < span and run * itemsize < _SHORT_NBYTES and span <= _MAX_SPARSE * part.num_elements:
-        raw = numpy.empty(span, target.dtype)
-        reader.read_into(file, _bytes(raw), start + first * itemsize, fqn)
-        strides = [itemsize] * len(sizes)
-        for dim in range(len(sizes) - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * sizes[dim + 1]
-        target[...] = numpy.lib.stride_tricks.as_strided(raw, part.sizes, strides, writeable=False)
+    num_runs = part.num_elements // run
+    if num_runs > 1 and run * itemsize < _SHORT_NBYTES and span * itemsize <= num_runs * _MAX_STRIDE:
+        _read_spans(reader, file, start, part, sizes, target, fqn, span * itemsize)
         return
     memory = _bytes(target)
     for each in runs(part, sizes):
@@ -352,6 +363,33 @@ def _copy(source: numpy.ndarray, target: numpy.ndarray) -> None:
         for column in range(0, source.shape[last], _TILE):
             window[last] = slice(column, column + _TILE)
             target[tuple(window)] = source[tuple(window)]
+
+
+def _read_spans(
+    reader: SourceReader,
+    file: int,
+    start: int,
+    part: Region,
+    sizes: Shape,
+    target: numpy.ndarray,
+    fqn: str,
+    span_nbytes: int,
+) -> None:
+    """Fill an array with a box of a chunk; what lies between its runs is read too, a stretch at a time."""
+    import numpy
+
+    itemsize = target.dtype.itemsize
+    strides = [itemsize] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * sizes[dim + 1]
+    limit = max(part.num_elements * _SPAN_NBYTES // max(span_nbytes, _SPAN_NBYTES), 1)
+    for block in blocks(part.sizes, limit):
+        box = _shifted(block, part.offsets)
+        first = flat_offset(box.offsets, sizes)
+        last = flat_offset(tuple(stop - 1 for stop in box.stops), sizes)
+        raw = numpy.empty(last + 1 - first, target.dtype)
+        reader.read_into(file, _bytes(raw), start + first * itemsize, fqn)
+        target[_window(block)] = numpy.lib.stride_tricks.as_strided(raw, box.sizes, strides, writeable=False)
 
 
 def _bytes(values: numpy.ndarray) -> memoryview:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from shardkit.core.catalog import Catalog, FileStamp, OnRead, SourceFile, SourceReader, TensorEntry
+from shardkit.core.catalog import Catalog, Computation, FileStamp, OnRead, SourceFile, TensorEntry
 from shardkit.core.regions import Region, Shape, blocks, full_region, intersect, relative_to, runs
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
@@ -164,7 +164,7 @@ class SourceFiles:
             raise _changed([source.name])
         return fd
 
-    def compute(self, file: int) -> Callable[[SourceReader, int, memoryview, str], None] | None:
+    def compute(self, file: int) -> Computation | None:
         """Return what computes the bytes of a file piece by piece, if anything does."""
         return self._files[file].compute
 
@@ -352,7 +352,7 @@ class Reader:
             if self._sources.is_decoded(file):
                 compute = self._sources.compute(file)
                 if compute is not None:
-                    compute(self, start, buffer, fqn)
+                    compute.fill(self, start, buffer, fqn)
                     return None
                 content, runs = self._sources.decoded(file, fqn)
                 buffer[:] = content[start : start + size]

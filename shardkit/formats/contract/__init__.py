@@ -135,6 +135,8 @@ class Checkpoint:
     """Directories with the model's config, tokenizer and the like, best first."""
     skipped: tuple[tuple[str, str], ...] = ()
     """(file or entry, why it was not read)."""
+    dequantized: str | None = None
+    """How weights are quantised in the files, such as "fp8", where the catalog has plain ones in their place."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
 

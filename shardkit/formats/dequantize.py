@@ -1,0 +1,116 @@
+"""A checkpoint with plain weights in the place of quantised ones, or the refusal of one that is quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from shardkit.core.catalog import Catalog
+from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.text import count, escape
+from shardkit.formats.contract import Checkpoint
+from shardkit.formats.hub.directory import read_config
+from shardkit.keys.quantised import (
+    Quantised,
+    find_scaled,
+    method_of,
+    plain_config,
+    plain_shape,
+    refuse_quantised,
+    why_quantised,
+)
+from shardkit.transfer.dequantize import dequantize as dequantize_catalog
+from shardkit.transfer.dequantize import plain_paths
+
+PLAIN = BY_NAME["bfloat16"]
+"""The dtype of weights that were quantised, unless another is asked for."""
+
+
+def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return the config.json of a checkpoint's model, if there is one."""
+    if checkpoint.hub is not None:
+        return checkpoint.hub.config
+    return next((config for each in checkpoint.assets if (config := read_config(each)) is not None), None)
+
+
+def take_plain(checkpoint: Checkpoint, *, dequantize: bool, dtype: DType | None = None) -> Checkpoint:
+    """Return a checkpoint of plain weights.
+
+    A config beside the checkpoint of a training may be that of its base: then only names show that weights are
+    quantised.
+
+    Args:
+        checkpoint: opened.
+        dequantize: put plain tensors in the place of quantised ones. Otherwise these are refused.
+        dtype: of the plain tensors; None is PLAIN.
+
+    Raises:
+        LayoutError: it is quantised, or in a way that is not known here; or scales do not fit what they scale.
+    """
+    config, tensors = config_of(checkpoint), checkpoint.catalog.tensors
+    why = why_quantised(tensors, config if checkpoint.hub is not None else None)
+    if why is None:
+        return checkpoint
+    if not dequantize:
+        raise refuse_quantised(why, checkpoint.path)
+    quantised = find_scaled(tensors, config, checkpoint.path)
+    return _plain(checkpoint, quantised, dtype or PLAIN, method_of(config))
+
+
+def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: str | None) -> Checkpoint:
+    catalog, hub = checkpoint.catalog, checkpoint.hub
+    number = len(quantised.scaled)
+    notes = [f"dequantised to {dtype.name}: {count(number, 'tensor')}; the scales are gone"] if number else []
+    if hub is not None and method is not None:
+        notes.append(f"quantization_config ({escape(method)}) is no longer in the config")
+    if catalog.encoding == "raw":
+        plain = dequantize_catalog(catalog, quantised, dtype)
+    else:
+        plain = _described(catalog, quantised, dtype)
+    plain.notes = (*plain.notes, *notes) if hub is not None else plain.notes
+    config = None if hub is None or hub.config is None else plain_config(hub.config)
+    return replace(
+        checkpoint,
+        catalog=plain,
+        hub=None if hub is None else replace(hub, catalog=plain, config=config),
+        dcp=None,
+        select=partial(_select, checkpoint, quantised, dtype),
+        check=None if checkpoint.check is None else partial(_check, checkpoint, quantised),
+        notes=checkpoint.notes if hub is not None else (*checkpoint.notes, *notes),
+        dequantized=method or next(iter(quantised.methods), None),
+    )
+
+
+def _described(catalog: Catalog, quantised: Quantised, dtype: DType) -> Catalog:
+    """Return a catalog of the plain tensors whose records were not opened yet: those that are made have no chunks."""
+    plain = replace(catalog, tensors={}, chunks=type(catalog.chunks)(), paths=plain_paths(catalog, quantised))
+    by_numbers = {each.numbers: name for name, each in quantised.scaled.items()}
+    for stored in catalog.tensors:
+        if stored in by_numbers:
+            name = by_numbers[stored]
+            plain.add_tensor(name, dtype, plain_shape(quantised.scaled[name]), iter(()))
+        elif stored not in quantised.consumed:
+            plain.copy_tensor(catalog, stored, stored)
+    return plain
+
+
+def _stored(quantised: Quantised, names: Collection[str]) -> list[str]:
+    """Return what has to be read for some tensors."""
+    found = dict[str, None]()
+    for name in names:
+        scaled = quantised.scaled.get(name)
+        found.update(dict.fromkeys((name,) if scaled is None else (scaled.numbers, scaled.scales)))
+    return list(found)
+
+
+def _select(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, names: Collection[str]) -> Catalog:
+    wanted = {name: quantised.scaled[name] for name in names if name in quantised.scaled}
+    stored = checkpoint.select(_stored(quantised, names))
+    return dequantize_catalog(stored, replace(quantised, scaled=wanted), dtype)
+
+
+def _check(checkpoint: Checkpoint, quantised: Quantised, names: Collection[str]) -> Iterator[str]:
+    assert checkpoint.check is not None
+    return checkpoint.check(_stored(quantised, names))

@@ -1,0 +1,276 @@
+"""Tensors that are stored as narrow numbers with scales beside them: which they are, and what their values are.
+
+    fp8      X.weight in fp8, and X.weight_scale_inv (or X.weight_scale) with one scale for each block, or one in all:
+             value = number * scale. The last blocks of a dim may be shorter.
+    MXFP4    X_blocks, two 4-bit numbers in each byte, and X_scales, an exponent for each 32 numbers: gpt_oss. The model
+             has the last two dims in the other order.
+
+Other methods (GPTQ, AWQ, bitsandbytes, ...) are only recognised. Pure: names, dtypes and shapes.
+
+Source: transformers 5.23, integrations/finegrained_fp8.py (Fp8Dequantize) and integrations/mxfp4.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Shape
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import LayoutError
+
+FP8, MXFP4 = "fp8", "mxfp4"
+_KNOWN = (FP8, MXFP4)
+_CONFIG = "quantization_config"
+_CONFIGS = (_CONFIG, "compression_config")  # the second: compressed-tensors before it was one of transformers
+_NUMBERS = frozenset("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split())
+_SCALE_DTYPES = frozenset("float32 bfloat16 float16 float8_e8m0fnu uint8".split())
+# Of a weight: what is added to its name, or stands for its last part.
+_ADDED = ("_scale_inv", "_scale")
+_LAST = ("scale", "qscale_weight")
+_OF_ACTIVATIONS = ("input_scale", "activation_scale")
+_PACKED = ".qweight .qzeros .weight_packed .absmax .quant_map .SCB".split()
+_PAIR = 2  # numbers in a byte
+_BLOCK_NBYTES = 16
+_NUM_DIMS = 3
+
+
+class Held(Protocol):
+    """What is known of a stored tensor."""
+
+    @property
+    def dtype(self) -> DType:
+        """As stored."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the whole tensor, in elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """A tensor whose values are stored numbers times stored scales."""
+
+    numbers: str
+    """Stored name."""
+    scales: str
+    """Stored name."""
+    shape: Shape
+    """Of the numbers, unpacked."""
+    block: Shape
+    """Numbers that share a scale, along each dim."""
+    is_packed: bool
+    """Two numbers are in a byte, and the last two dims of what is stored are one of `shape`."""
+    dims: tuple[int, ...]
+    """Order of the numbers' dims in the tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantised:
+    """Which tensors of a source are stored as numbers with scales."""
+
+    scaled: Mapping[str, Scaled]
+    """By the name that the tensor has once it is plain."""
+    of_activations: tuple[str, ...]
+    """Scales of what goes into a layer, which a plain model does without."""
+
+    @property
+    def methods(self) -> frozenset[str]:
+        """How they are quantised."""
+        return frozenset(MXFP4 if each.is_packed else FP8 for each in self.scaled.values())
+
+    @property
+    def consumed(self) -> frozenset[str]:
+        """Stored names that are gone once the tensors are plain."""
+        names = {name for each in self.scaled.values() for name in (each.numbers, each.scales)}
+        return frozenset((*names, *self.of_activations))
+
+
+def plain_shape(scaled: Scaled) -> Shape:
+    """Return the shape of a tensor once it is plain."""
+    return tuple(scaled.shape[dim] for dim in scaled.dims)
+
+
+def method_of(config: Mapping[str, Any] | None) -> str | None:
+    """Return how a config says that its weights are quantised, such as "fp8"; None if it does not."""
+    described = _described(config)
+    if described is None:
+        return None
+    method = described.get("quant_method") if isinstance(described, Mapping) else None
+    return str(method or "of no named method")
+
+
+def _described(config: Mapping[str, Any] | None) -> Any:
+    for part in (config or {}, (config or {}).get("text_config")):
+        if isinstance(part, Mapping):
+            found = next((part[key] for key in _CONFIGS if part.get(key)), None)
+            if found is not None:
+                return found
+    return None
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config of the same model with plain weights."""
+    plain = {key: value for key, value in config.items() if key not in _CONFIGS}
+    if isinstance(plain.get("text_config"), Mapping):
+        plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in _CONFIGS}
+    return plain
+
+
+def why_quantised(tensors: Mapping[str, Held], config: Mapping[str, Any] | None = None) -> str | None:
+    """Return what shows that stored values mean nothing by themselves; None if nothing does.
+
+    Args:
+        tensors: by stored name.
+        config: config.json, if there is one.
+    """
+    method = method_of(config)
+    if method is not None:
+        return f"config.json has a {_CONFIG} ({escape(method)})"
+    found = [*_scale_names(tensors), *(name for name in tensors if name.endswith(tuple(_PACKED)))]
+    return f"{count(len(found), 'tensor')} of scales or packed values: {listed(found)}" if found else None
+
+
+def _scale_names(tensors: Mapping[str, Held]) -> Iterator[str]:
+    for name, held in tensors.items():
+        if held.dtype.name in _NUMBERS:
+            scales = _scales_of(name, tensors)
+            if scales is not None:
+                yield scales
+        elif _is_mxfp4(name, tensors):
+            yield _mxfp4_scales(name)
+
+
+def _scales_of(name: str, tensors: Mapping[str, Held]) -> str | None:
+    stem = name.rpartition(".")[0]
+    wanted = (*(name + end for end in _ADDED), *(f"{stem}.{last}" for last in _LAST))
+    return next((each for each in wanted if each in tensors), None)
+
+
+def _is_mxfp4(name: str, tensors: Mapping[str, Held]) -> bool:
+    return (
+        name.endswith("_blocks")
+        and tensors[name].dtype.name == "uint8"
+        and (scales := tensors.get(_mxfp4_scales(name))) is not None
+        and scales.dtype.name == "uint8"
+    )
+
+
+def _mxfp4_scales(name: str) -> str:
+    return name.removesuffix("_blocks") + "_scales"
+
+
+def refuse_quantised(why: str, where: str) -> LayoutError:
+    """Return the error for a source whose values mean nothing without their scales.
+
+    Args:
+        why: as `why_quantised` says.
+        where: the source, for people.
+    """
+    other = "take the model that it was quantised from"
+    is_known = f"({FP8})" in why or f"({MXFP4})" in why or _CONFIG not in why
+    hint = (
+        f"--dequantize (in Python dequantize=True) makes plain weights of fp8 and MXFP4 ones; or {other}"
+        if is_known
+        else f"{other}, or dequantise it with the tools of that method and save it first"
+    )
+    return LayoutError(
+        f"quantised: {escape(where)}: {why}: its values mean nothing without their scales", hint=hint
+    )
+
+
+def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, where: str) -> Quantised:
+    """Return what the values of each quantised tensor are made of.
+
+    Args:
+        tensors: by stored name.
+        config: config.json, if there is one: it tells the size of fp8's blocks.
+        where: the source, for messages.
+
+    Raises:
+        LayoutError: they are quantised in a way that is not known here, or scales are missing or do not fit what they
+            scale; lists all.
+    """
+    method = method_of(config)
+    packed = [name for name in tensors if name.endswith(tuple(_PACKED))]
+    if packed or (method is not None and method not in _KNOWN):
+        why = why_quantised(tensors, config)
+        assert why is not None
+        raise refuse_quantised(why, where)
+    described = _described(config)
+    block = _block_size(described.get("weight_block_size") if isinstance(described, Mapping) else None)
+    found, problems = dict[str, Scaled](), list[str]()
+    for name, held in tensors.items():
+        try:
+            if held.dtype.name in _NUMBERS:
+                found[name] = _fp8(name, tensors, block)
+            elif _is_mxfp4(name, tensors):
+                found[name.removesuffix("_blocks")] = _mxfp4(name, tensors)
+        except ValueError as error:
+            problems.append(f"{escape(name)}: {error}")
+    twice = [name for name in found if name in tensors and found[name].numbers != name]
+    problems += [f"{escape(name)}: it is there both plain and quantised" for name in twice]
+    LayoutError.raise_for(
+        problems,
+        f"quantised: {escape(where)}: it is not known what the values of {count(len(problems), 'tensor')} are",
+        hint="config.json tells the size of blocks (weight_block_size): it must be that of these weights",
+    )
+    stems = (name.rpartition(".")[0] for name in found)
+    beside = (f"{stem}.{last}" for stem in stems for last in _OF_ACTIVATIONS)
+    return Quantised(scaled=found, of_activations=tuple(name for name in beside if name in tensors))
+
+
+def _block_size(value: Any) -> tuple[int, int] | None:
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
+        return value[0], value[1]
+    return None
+
+
+def _fp8(name: str, tensors: Mapping[str, Held], block: tuple[int, int] | None) -> Scaled:
+    scales = _scales_of(name, tensors)
+    if scales is None:
+        raise ValueError("fp8, and there are no scales of it")
+    if tensors[scales].dtype.name not in _SCALE_DTYPES:
+        raise ValueError(f"its scales {escape(scales)} are {tensors[scales].dtype.name}")
+    shape, grid = tensors[name].shape, tensors[scales].shape
+    return Scaled(
+        numbers=name,
+        scales=scales,
+        shape=shape,
+        block=_block(shape, grid, block, scales),
+        is_packed=False,
+        dims=tuple(range(len(shape))),
+    )
+
+
+def _block(shape: Shape, grid: Shape, block: tuple[int, int] | None, scales: str) -> Shape:
+    """Return how many numbers share a scale along each dim."""
+    if all(size == 1 for size in grid):
+        return tuple(max(size, 1) for size in shape)
+    if len(grid) == len(shape) >= 2 and 0 not in grid:
+        if block is not None:
+            whole = (*(1 for _ in shape[2:]), *block)
+            if grid == tuple(-(-size // n) for size, n in zip(shape, whole, strict=True)):
+                return whole
+        if all(size % n == 0 for size, n in zip(shape, grid, strict=True)):
+            return tuple(max(size // n, 1) for size, n in zip(shape, grid, strict=True))
+    said = "the config tells no size of blocks" if block is None else f"blocks are {list(block)}"
+    raise ValueError(f"it is {list(shape)}, its scales {escape(scales)} are {list(grid)}, and {said}")
+
+
+def _mxfp4(name: str, tensors: Mapping[str, Held]) -> Scaled:
+    scales, blocks = _mxfp4_scales(name), tensors[name].shape
+    grid = tensors[scales].shape
+    if blocks[:-1] != grid or blocks[-1] != _BLOCK_NBYTES or len(grid) != _NUM_DIMS:
+        raise ValueError(f"it is {list(blocks)}, and its scales {escape(scales)} are {list(grid)}")
+    size = _BLOCK_NBYTES * _PAIR
+    return Scaled(
+        numbers=name,
+        scales=scales,
+        shape=(*grid[:-1], grid[-1] * size),
+        block=(1, 1, size),
+        is_packed=True,
+        dims=(0, 2, 1),
+    )

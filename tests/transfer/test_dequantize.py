@@ -1,0 +1,188 @@
+"""Plain values of quantised tensors, box by box: against transformers' own code, and against the formula where it has none."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shardkit.core.catalog import Catalog
+from shardkit.core.dtypes import BY_NAME
+from shardkit.errors import LayoutError
+from shardkit.formats.hub.directory import open_model
+from shardkit.keys.quantised import find_scaled, why_quantised
+from shardkit.transfer.dequantize import dequantize
+from shardkit.transfer.sources import SourceFiles
+from tests.keys.test_expressions import window
+
+FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+
+
+def plain(
+    folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] | None, dtype: str = "bfloat16"
+) -> Catalog:
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+    catalog = open_model(str(folder)).catalog
+    return dequantize(catalog, find_scaled(catalog.tensors, config, "it"), BY_NAME[dtype])
+
+
+def read(catalog: Catalog, name: str, seed: int = 0) -> torch.Tensor:
+    """Read a tensor in ranges of random lengths."""
+    entry, rng = catalog.tensors[name], random.Random(seed)
+    itemsize = entry.dtype.itemsize
+    found = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype.name))
+    with SourceFiles(catalog.files) as files, files.reader() as reader:
+        for row in entry.chunk_ids:
+            region = catalog.chunks.region(row)
+            data, done = bytearray(region.num_elements * itemsize), 0
+            while done < len(data):
+                size = min(rng.choice((1, 31, 500, 100_000)) * itemsize, len(data) - done)
+                part = memoryview(data)[done : done + size]
+                place = catalog.chunks.start[row] + done
+                reader.read_into(catalog.chunks.file[row], part, place, name)
+                done += size
+            values = torch.frombuffer(data, dtype=found.dtype).reshape(region.sizes)
+            found[window(region)] = values
+    return found
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor; its NaNs are all the same one."""
+    one = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
+    return one.contiguous().view(torch.uint8)
+
+
+def fp8(*shape: int, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randint(0, 256, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def by_formula(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Return number * scale of its block, in float32, element by element as the definition says."""
+    rows = torch.arange(weight.shape[-2]) // block[0]
+    columns = torch.arange(weight.shape[-1]) // block[1]
+    return weight.float() * scales.float()[..., rows, :][..., columns]
+
+
+def by_transformers(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    found: torch.Tensor = finegrained.Fp8Dequantize(SimpleNamespace())._dequantize_one(weight, scales, dtype)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16", "float8_e8m0fnu", "uint8"])
+@pytest.mark.parametrize("shape", [(256, 384), (128, 128), (3, 256, 128)])
+def test_fp8_blocks_are_transformers_own_values(
+    shape: tuple[int, ...], scale_dtype: str, dtype: str, tmp_path: Path
+) -> None:
+    weight, grid = fp8(*shape), (*shape[:-2], shape[-2] // 128, shape[-1] // 128)
+    if scale_dtype in ("uint8", "float8_e8m0fnu"):
+        scales = torch.randint(110, 130, grid, dtype=torch.uint8)
+        scales = scales if scale_dtype == "uint8" else scales.view(torch.float8_e8m0fnu)
+    else:
+        scales = (torch.rand(grid) * 1e-2).to(getattr(torch, scale_dtype))
+    expected = by_transformers(weight, scales, getattr(torch, dtype))
+    catalog = plain(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales}, FP8, dtype)
+    assert list(catalog.tensors) == ["a.weight"]
+    assert torch.equal(bits(read(catalog, "a.weight")), bits(expected))
+
+
+@pytest.mark.parametrize("shape", [(192, 320), (320, 192), (1, 1), (129, 127), (128, 576)])
+def test_a_ragged_last_block_has_its_own_scale(shape: tuple[int, int], tmp_path: Path) -> None:
+    """transformers takes 96 rows for a block of 192 rows, and refuses 320."""
+    weight, grid = fp8(*shape), (-(-shape[0] // 128), -(-shape[1] // 128))
+    scales = torch.rand(grid) * 1e-2
+    catalog = plain(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales}, FP8)
+    expected = by_formula(weight, scales, (128, 128)).bfloat16()
+    assert torch.equal(bits(read(catalog, "a.weight")), bits(expected))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("name", ["a.weight_scale", "a.weight_scale_inv", "a.scale"])
+def test_one_scale_for_the_whole_tensor(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    weight, scale = fp8(100, 70), torch.full(shape, 0.0123)
+    beside = {"a.input_scale": torch.tensor(2.0), "a.bias": torch.ones(100)}
+    catalog = plain(
+        tmp_path,
+        {"a.weight": weight, name: scale, **beside},
+        {"quantization_config": {"quant_method": "fp8"}},
+    )
+    assert set(catalog.tensors) == {"a.weight", "a.bias"}
+    assert torch.equal(bits(read(catalog, "a.weight")), bits((weight.float() * 0.0123).bfloat16()))
+
+
+def test_one_scale_for_each_row(tmp_path: Path) -> None:
+    weight, scale = fp8(100, 70), torch.rand(100, 1)
+    catalog = plain(tmp_path, {"a.weight": weight, "a.weight_scale": scale}, None)
+    assert torch.equal(bits(read(catalog, "a.weight")), bits((weight.float() * scale).bfloat16()))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(2, 64, 3), (1, 200, 1), (3, 5, 90)])
+def test_mxfp4_is_what_transformers_makes_of_it(
+    shape: tuple[int, int, int], dtype: str, tmp_path: Path
+) -> None:
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    torch.manual_seed(0)
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+    scales = torch.randint(0, 256, shape, dtype=torch.uint8)
+    expected = mxfp4._convert_moe_packed_tensors(blocks, scales, dtype=getattr(torch, dtype))
+    tensors = {
+        "e.gate_up_proj_bias": torch.ones(4),
+        "e.gate_up_proj_blocks": blocks,
+        "e.gate_up_proj_scales": scales,
+    }
+    catalog = plain(tmp_path, tensors, MXFP4, dtype)
+    assert set(catalog.tensors) == {"e.gate_up_proj", "e.gate_up_proj_bias"}
+    assert catalog.tensors["e.gate_up_proj"].shape == (shape[0], shape[2] * 32, shape[1])
+    assert torch.equal(bits(read(catalog, "e.gate_up_proj")), bits(expected))
+
+
+def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
+    tensors = {
+        "a.weight": fp8(256, 256),
+        "a.weight_scale_inv": torch.ones(3, 2),
+        "b.weight": fp8(4, 4),
+        "c_blocks": torch.ones(2, 3, 4, 8, dtype=torch.uint8),
+        "c_scales": torch.ones(2, 3, 4, dtype=torch.uint8),
+        "fine.weight": fp8(4, 4),
+        "fine.weight_scale": torch.ones(()),
+    }
+    with pytest.raises(LayoutError, match=r"quantised: it: .* of 3 tensors are") as caught:
+        plain(tmp_path, tensors, FP8)
+    assert caught.value.problems == (
+        "a.weight: it is [256, 256], its scales a.weight_scale_inv are [3, 2], and blocks are [128, 128]",
+        "b.weight: fp8, and there are no scales of it",
+        "c_blocks: it is [2, 3, 4, 8], and its scales c_scales are [2, 3, 4]",
+    )
+
+
+def test_a_ragged_grid_needs_the_config(tmp_path: Path) -> None:
+    tensors = {"a.weight": fp8(320, 320), "a.weight_scale_inv": torch.ones(3, 3)}
+    with pytest.raises(LayoutError) as caught:
+        plain(tmp_path, tensors, None)
+    assert "the config tells no size of blocks" in caught.value.problems[0]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "torchao", "compressed-tensors"])
+def test_other_methods_are_refused_by_name(method: str) -> None:
+    with pytest.raises(
+        LayoutError, match=rf"quantised: it: config.json has a quantization_config \({method}\)"
+    ) as caught:
+        find_scaled({}, {"quantization_config": {"quant_method": method}}, "it")
+    assert "--dequantize" not in str(caught.value.hint)
+
+
+def test_packed_values_are_known_by_their_names(tmp_path: Path) -> None:
+    tensors = {"a.qweight": torch.ones(4, 4, dtype=torch.int32), "a.scales": torch.ones(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = open_model(str(tmp_path)).catalog.tensors
+    assert why_quantised(found) == "1 tensor of scales or packed values: a.qweight"
+    assert why_quantised({"a.weight": found["a.scales"], "a.weight_scale": found["a.scales"]}) is None
