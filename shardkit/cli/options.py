@@ -43,6 +43,20 @@ def dtype(name: str, *choices: str, help: str) -> Option:
     return click.option(name, type=values, default="keep", show_default=True, help=help)
 
 
+dtype_rules = click.option(
+    "--dtype-rule",
+    "dtype_rules",
+    multiple=True,
+    metavar="GLOB=DTYPE",
+    help="Another dtype for tensors whose name in the output matches; the last that matches wins. Repeatable.",
+)
+dequantize = click.option(
+    "--dequantize",
+    is_flag=True,
+    help="Make plain bf16 weights of fp8 and MXFP4 ones; otherwise they are refused.",
+)
+
+
 def overwrite(what: str) -> Option:
     """Return `--overwrite`; `what` is what the command writes."""
     return click.option("--overwrite", is_flag=True, help=f"Replace an existing {what}.")

@@ -69,6 +69,8 @@ Examples:
     help="For Lightning: the attribute of the LightningModule that holds the model; default model.",
 )
 @opt.dtype("--dtype", help="Convert floating tensors.")
+@opt.dtype_rules
+@opt.dequantize
 @opt.revision
 @click.option("--variant", metavar="NAME", help="Use model.NAME.safetensors and the like.")
 @opt.overwrite("checkpoint, whole and in one step")

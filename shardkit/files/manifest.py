@@ -271,8 +271,12 @@ class Presharded:
     """Empty; in a resharded checkpoint those of `shardkit.save`."""
     derived: tuple[Derived, ...]
     """Tensors that are made of others of the source, by their names without `root`; their `source` is their own name."""
+    dequantized: str | None = None
+    """How weights are quantised in the source, such as "fp8", where plain ones were made of them; else None."""
     dtype: str
     """As asked for: "keep", "bf16", "fp16" or "fp32"."""
+    dtype_rules: tuple[tuple[str, str], ...] | None = None
+    """(glob, dtype) of other dtypes for some tensors, as asked for; None if there are none."""
     optimizer_dtype: str | None = None
     """The same for the optimizer's state; of reshard alone."""
     digest: str
@@ -333,8 +337,12 @@ class HubModel:
     """What was taken out of names or renamed, with the number of names."""
     ties: tuple[tuple[str, ...], ...]
     """Pairs of the name that is kept and its equal that is left out."""
+    dequantized: str | None = None
+    """As in a presharded directory."""
     dtype: str
     """As asked for: "keep", "base", "bf16", "fp16" or "fp32"."""
+    dtype_rules: tuple[tuple[str, str], ...] | None = None
+    """As in a presharded directory."""
     digest: str
     tensors: Mapping[str, HubTensor]
     files: tuple[File, ...]

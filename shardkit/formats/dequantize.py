@@ -10,7 +10,7 @@ from typing import Any
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.text import count, escape
-from shardkit.formats.contract import Checkpoint
+from shardkit.formats.contract import Checkpoint, Dequantized
 from shardkit.formats.hub.directory import read_config
 from shardkit.keys.quantised import (
     Quantised,
@@ -79,7 +79,7 @@ def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: s
         select=partial(_select, checkpoint, quantised, dtype),
         check=None if checkpoint.check is None else partial(_check, checkpoint, quantised),
         notes=checkpoint.notes if hub is not None else (*checkpoint.notes, *notes),
-        dequantized=method or next(iter(quantised.methods), None),
+        dequantized=Dequantized(method or ", ".join(sorted(quantised.methods)), frozenset(quantised.scaled)),
     )
 
 

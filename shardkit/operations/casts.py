@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, CASTS, DType, narrower, wide_among_half
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import UsageError
 from shardkit.files import manifest, storage
+from shardkit.keys.expressions import Expression, leaves
 
 if TYPE_CHECKING:
+    from shardkit.formats.contract import Dequantized
     from shardkit.formats.hub.base import Base
 
 KEEP, BASE = "keep", "base"
@@ -66,6 +69,95 @@ def check_choice(dtype: str, base: Base | None) -> None:
             "--dtype base needs a base whose weights tell their dtypes",
             hint="name it with --base, or ask for bf16, fp16 or fp32",
         )
+
+
+class DtypeRule(NamedTuple):
+    """The dtype of some tensors, whatever `--dtype` says."""
+
+    glob: str
+    """Over names in the output."""
+    dtype: str
+    """"keep", "bf16", "fp16" or "fp32"."""
+
+
+def parse_rules(rules: Iterable[str]) -> tuple[DtypeRule, ...]:
+    """Return the rules that `--dtype-rule GLOB=DTYPE` names.
+
+    Raises:
+        UsageError: lists all that are none.
+    """
+    found, problems = list[DtypeRule](), list[str]()
+    for rule in rules:
+        glob, is_rule, dtype = rule.rpartition("=")
+        if not is_rule or not glob or dtype not in (KEEP, *CASTS):
+            problems.append(escape(rule))
+        found.append(DtypeRule(glob, dtype))
+    UsageError.raise_for(
+        problems,
+        f"{count(len(problems), 'dtype rule')} not of the form GLOB=DTYPE",
+        hint=f"such as 'model.layers.*.mlp.gate.weight=fp32'; the dtype is one of {', '.join((KEEP, *CASTS))}",
+    )
+    return tuple(found)
+
+
+def apply_rules(
+    rules: Iterable[DtypeRule], held: Mapping[str, DType], chosen: Mapping[str, DType]
+) -> dict[str, DType]:
+    """Return the dtypes that were chosen, changed by rules; the last that matches a tensor wins.
+
+    Args:
+        rules: about floating tensors.
+        held: dtypes in the source, by name in the output.
+        chosen: dtypes without the rules.
+
+    Raises:
+        UsageError: a glob matches no floating tensor; lists all such.
+    """
+    changed, idle = dict(chosen), list[str]()
+    names = [name for name, dtype in held.items() if dtype.is_convertible]
+    for rule in rules:
+        matched = [name for name in names if fnmatchcase(name, rule.glob)]
+        changed |= {name: CASTS.get(rule.dtype, held[name]) for name in matched}
+        if not matched:
+            idle.append(f"{escape(rule.glob)}{suggestion(rule.glob, names)}")
+    UsageError.raise_for(
+        idle,
+        f"{count(len(idle), 'glob')} of --dtype-rule match no floating tensor of the output",
+        hint="globs are about whole names: '*.gate.weight'; --dry-run shows what would be written",
+    )
+    return changed
+
+
+def dequantized_as(dtype: str, rules: Iterable[DtypeRule]) -> DType:
+    """Return the dtype in which quantised tensors become plain, so that each is rounded once."""
+    return BY_NAME["bfloat16"] if dtype in (KEEP, BASE) and not any(True for _ in rules) else _FP32
+
+
+def held_dtypes(
+    catalog: Catalog,
+    sources: Mapping[str, str],
+    dequantized: Dequantized | None,
+    made: Mapping[str, Expression],
+) -> dict[str, DType]:
+    """Return the dtypes that tensors have if nothing else is asked for: bfloat16 where they were quantised.
+
+    Args:
+        catalog: of the source.
+        sources: name in the output -> name in the catalog.
+        dequantized: what was quantised.
+        made: what names in the catalog are made of.
+    """
+    held = {name: catalog.tensors[source].dtype for name, source in sources.items()}
+    if dequantized is None:
+        return held
+    return {
+        name: BY_NAME["bfloat16"] if _was_quantised(sources[name], dequantized.names, made) else dtype
+        for name, dtype in held.items()
+    }
+
+
+def _was_quantised(source: str, names: frozenset[str], made: Mapping[str, Expression]) -> bool:
+    return source in names or (source in made and any(leaf.name in names for leaf in leaves(made[source])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

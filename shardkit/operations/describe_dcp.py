@@ -30,6 +30,7 @@ from shardkit.formats.dcp.writer import write_metadata
 from shardkit.keys.expressions import Expression, to_json
 from shardkit.keys.renaming import KeyRule
 from shardkit.layout.layout import Layout
+from shardkit.operations.casts import DtypeRule
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
 from shardkit.transfer.stream import read_back
 
@@ -59,6 +60,10 @@ class DcpOutput:
     """As asked for: "keep", "bf16", "fp16" or "fp32"."""
     digest: str
     """"crc32" or "none"."""
+    dequantized: str | None = None
+    """How weights are quantised in the source, where plain ones were made of them."""
+    dtype_rules: tuple[DtypeRule, ...] = ()
+    """Other dtypes for some tensors, as asked for."""
     paths: Mapping[str, tuple[str | int, ...]] | None = None
     """The path of each name in a nested state; None if names are flat."""
     key_rules: tuple[KeyRule, ...] = ()
@@ -103,7 +108,9 @@ class DcpOutput:
                 manifest.Derived(name=fqn.removeprefix(self.root), made_of=to_json(made))
                 for fqn, made in self.derived.items()
             ),
+            dequantized=self.dequantized,
             dtype=self.cast,
+            dtype_rules=tuple((rule.glob, rule.dtype) for rule in self.dtype_rules) or None,
             optimizer_dtype=self.optimizer_cast,
             digest=self.digest,
             omitted=tuple(manifest.Omitted(name=name, reason=reason) for name, reason in layout.omitted),

@@ -91,6 +91,14 @@ class DcpFolder(Protocol):
         """Return a catalog of some tensors, in the order given, whose extents are raw bytes."""
 
 
+class Dequantized(NamedTuple):
+    """Plain tensors that are quantised in the files."""
+
+    method: str
+    """How, such as "fp8"."""
+    names: frozenset[str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """A checkpoint, opened: names, dtypes, shapes and places; no tensor data."""
@@ -135,8 +143,8 @@ class Checkpoint:
     """Directories with the model's config, tokenizer and the like, best first."""
     skipped: tuple[tuple[str, str], ...] = ()
     """(file or entry, why it was not read)."""
-    dequantized: str | None = None
-    """How weights are quantised in the files, such as "fp8", where the catalog has plain ones in their place."""
+    dequantized: Dequantized | None = None
+    """What is quantised in the files, where the catalog has plain tensors in their place."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
 

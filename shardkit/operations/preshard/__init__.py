@@ -25,15 +25,25 @@ from shardkit.core.threads import Progress
 from shardkit.files import storage
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
-from shardkit.formats.contract import HubModel
+from shardkit.formats.contract import Dequantized, HubModel
 from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
+from shardkit.formats.dequantize import take_plain
 from shardkit.keys.expressions import Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.layout.choose import make_layout
 from shardkit.layout.layout import Layout, TensorLayout, declare
 from shardkit.layout.parallel_rules import ParallelRule, data_axes, parallelise, parse_parallel_rules
-from shardkit.operations.casts import check_cast, quantised_notes, rounded_wide
+from shardkit.operations.casts import (
+    DtypeRule,
+    apply_rules,
+    check_cast,
+    dequantized_as,
+    held_dtypes,
+    parse_rules,
+    quantised_notes,
+    rounded_wide,
+)
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space
@@ -101,6 +111,8 @@ def preshard(
     profile: str = "plain",
     attribute: str | None = None,
     dtype: str = "keep",
+    dtype_rules: Sequence[str] = (),
+    dequantize: bool = False,
     revision: str | None = None,
     variant: str | None = None,
     overwrite: bool = False,
@@ -137,6 +149,10 @@ def preshard(
             "lightning" (FSDPStrategy), "lightning-mp" (ModelParallelStrategy) or "transformers".
         attribute: with a profile of Lightning, the attribute of the LightningModule that holds the model; "" if none does.
         dtype: "keep", "bf16", "fp16" or "fp32"; only floating tensors are converted.
+        dtype_rules: "GLOB=fp32" for other dtypes of some tensors, by their names in the output. The last that matches
+            wins; each must match.
+        dequantize: make plain weights of fp8 and MXFP4 ones, in bfloat16 unless a dtype is asked for. Quantised sources
+            are refused otherwise.
         revision: branch, tag or commit of a repo.
         variant: "fp16" for `model.fp16.safetensors` and the like.
         overwrite: replace an existing checkpoint, whole and in one step.
@@ -169,6 +185,7 @@ def preshard(
     parsed, parallel = parse_mesh(mesh, world_size), parse_parallel_rules(parallel_rules)
     chosen = find_profile(profile)
     chosen.head(attribute)
+    rules = parse_rules(dtype_rules)
     writer = Writer(
         "preshard",
         Moving(
@@ -185,7 +202,9 @@ def preshard(
     local = source if storage.exists(source) else None
     if output is not None:  # before anything is downloaded
         writer.check_destination(os.fspath(output), local)
-    model = formats.open(source, format="hub", revision=revision, variant=variant, headers_only=dry_run).hub
+    opened = formats.open(source, format="hub", revision=revision, variant=variant, headers_only=dry_run)
+    plain = take_plain(opened, dequantize=dequantize, dtype=dequantized_as(dtype, rules))
+    model = plain.hub
     assert model is not None  # what it asked for
     writer.find_manifests([model.catalog], local or model.directory)
     path = writer.check_destination(os.fspath(output or _default_output(model, local, parsed)), local)
@@ -200,6 +219,8 @@ def preshard(
         profile=chosen,
         attribute=attribute,
         dtype=dtype,
+        dtype_rules=rules,
+        dequantized=plain.dequantized,
         digest=digest,
         trust_remote_code=trust_remote_code,
     )
@@ -362,6 +383,8 @@ def build_job(
     profile: Profile = PROFILES["plain"],
     attribute: str | None = None,
     dtype: str,
+    dtype_rules: tuple[DtypeRule, ...] = (),
+    dequantized: Dequantized | None = None,
     digest: str,
     trust_remote_code: bool,
 ) -> PreshardJob:
@@ -378,6 +401,8 @@ def build_job(
         profile: the trainer whose form the directory gets.
         attribute: where the trainer's module holds the model; None for the profile's own.
         dtype: "keep", "bf16", "fp16" or "fp32".
+        dtype_rules: other dtypes for some tensors.
+        dequantized: what of the model is quantised in the files, where its catalog has plain tensors.
         digest: "crc32" or "none".
         trust_remote_code: the model's own code may run, in the process that traces the layout.
 
@@ -413,7 +438,9 @@ def build_job(
         model = replace(model, catalog=bind(model.catalog, layout.made))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
-    dtypes, notes = _choose_dtypes(model, layout, sources, dtype)
+    held = held_dtypes(model.catalog, sources, dequantized, layout.made)
+    dtypes, notes = _choose_dtypes(held, layout, dtype)
+    dtypes = apply_rules(dtype_rules, held, dtypes)
     entries = {fqn: model.catalog.tensors[source] for fqn, source in sources.items()}
     part: DcpOutput | FilesOutput
     output: DcpImages | JoinedImages | RankImages
@@ -440,7 +467,9 @@ def build_job(
             root=root,
             paths=profile.paths(fqn for name in layout.tensors for fqn in (name, *aliases.get(name, ()))),
             identity=model.identity,
+            dequantized=dequantized.method if dequantized is not None else None,
             cast=dtype,
+            dtype_rules=dtype_rules,
             digest=digest,
         )
         if profile.folder:
@@ -458,7 +487,7 @@ def build_job(
         warnings=(
             *not_for_stock(layout),
             *warnings,
-            *rounded_wide({fqn: entry.dtype for fqn, entry in entries.items()}, dtypes),
+            *rounded_wide(held, dtypes),
         ),
     )
 
@@ -555,13 +584,12 @@ def _resolve_ties(
 
 
 def _choose_dtypes(
-    model: HubModel, layout: Layout, sources: Mapping[str, str], dtype: str
+    held: Mapping[str, DType], layout: Layout, dtype: str
 ) -> tuple[dict[str, DType], list[str]]:
     """Return the dtype that each tensor is stored in, and what to tell about it."""
-    held = {fqn: model.catalog.tensors[sources[fqn]].dtype for fqn in layout.tensors}
     target = CASTS.get(dtype)
     if target is None:
-        return held, []
+        return dict(held), []
     chosen, kept, notes = dict(held), list[str](), list[str]()
     for fqn, stored in held.items():
         if stored.is_convertible:

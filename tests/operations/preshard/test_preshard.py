@@ -480,10 +480,8 @@ def test_a_dry_run_minds_the_room_for_the_download(tmp_path: Path) -> None:
 
 def chosen(held: str, dtype: str) -> tuple[str, list[str]]:
     """Return what becomes of a tensor that its model keeps in fp32, and the notes."""
-    catalog = SimpleNamespace(tensors={"wo.weight": SimpleNamespace(dtype=BY_NAME[held])})
     layout: Any = SimpleNamespace(tensors={"wo.weight": None}, keep_fp32=frozenset({"wo.weight"}))
-    model: Any = SimpleNamespace(catalog=catalog)
-    dtypes, notes = _choose_dtypes(model, layout, {"wo.weight": "wo.weight"}, dtype)
+    dtypes, notes = _choose_dtypes({"wo.weight": BY_NAME[held]}, layout, dtype)
     return dtypes["wo.weight"].name, notes
 
 

@@ -1,0 +1,225 @@
+"""preshard of quantised models, in the layouts of Hub repos: refused, or dequantised as transformers itself does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import shardkit
+from shardkit.errors import LayoutError, UsageError
+from shardkit.files import manifest
+from tests.bits import raw
+from tests.models.architecture import Architecture
+from tests.models.experts import LATENT, MOE
+from tests.models.quantised import to_fp8, to_mxfp4
+from tests.models.text import DECODER
+from tests.models.zoo import make_hub
+from tests.operations.preshard.test_preshard import loaded
+
+transformers: Any = pytest.importorskip("transformers")
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+QWEN3 = Architecture(name="qwen3", kind="text", model_class="Qwen3ForCausalLM", config={**DECODER, **WIDE})
+QWEN3_MOE = Architecture(name="qwen3_moe", kind="experts", model_class="Qwen3MoeForCausalLM", config=MOE)
+DEEPSEEK = Architecture(
+    name="deepseek_v3", kind="experts", model_class="DeepseekV3ForCausalLM", config={**MOE, **LATENT}
+)
+GPT_OSS = Architecture(
+    name="gpt_oss",
+    kind="experts",
+    model_class="GptOssForCausalLM",
+    config={**MOE, "hidden_size": 64, "intermediate_size": 32, "sliding_window": 4},
+)
+
+
+def quantise(architecture: Architecture, directory: Path) -> Path:
+    make_hub(architecture, directory)
+    if architecture is GPT_OSS:
+        to_mxfp4(directory)
+    else:
+        # Blocks of 16: transformers takes the block from the grid of scales, so all dims must divide.
+        wide = architecture is DEEPSEEK
+        to_fp8(directory, block=2 if wide else 16, scale_dtype=torch.float32 if wide else torch.bfloat16)
+    return directory
+
+
+def by_transformers(directory: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """Return the state of the model that transformers dequantises, in its own names."""
+    config = json.loads((directory / "config.json").read_text())
+    method = config["quantization_config"]["quant_method"]
+    how = {"fp8": transformers.FineGrainedFP8Config, "mxfp4": transformers.Mxfp4Config}[method](
+        dequantize=True
+    )
+    model_class = getattr(transformers, config["architectures"][0])
+    model = model_class.from_pretrained(directory, dtype=dtype, quantization_config=how)
+    state: dict[str, torch.Tensor] = model.state_dict()
+    return state
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    wrong = [n for n, x in expected.items() if found[n].dtype != x.dtype or raw(found[n]) != raw(x)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("architecture", [QWEN3, QWEN3_MOE, DEEPSEEK, GPT_OSS], ids=lambda each: each.name)
+def test_what_stock_torch_loads_is_what_transformers_dequantises(
+    architecture: Architecture, tmp_path: Path
+) -> None:
+    source = quantise(architecture, tmp_path / "hub")
+    expected = by_transformers(source)
+    with pytest.raises(LayoutError, match=r"^quantised: ") as caught:
+        shardkit.preshard(source, tmp_path / "out", world_size=4)
+    assert "--dequantize" in str(caught.value.hint)
+    done = shardkit.preshard(source, tmp_path / "out", world_size=4, dequantize=True)
+    assert done.layout == "traced"
+    assert any("quantization_config" in note for note in done.notes)
+    assert_equal(loaded(tmp_path / "out", expected), expected)
+    said = manifest.read(str(tmp_path / "out"))
+    assert isinstance(said, manifest.Presharded)
+    assert said.dequantized == ("mxfp4" if architecture is GPT_OSS else "fp8")
+
+
+def test_ragged_blocks_are_read_by_the_config_and_not_by_the_grid(tmp_path: Path) -> None:
+    """192 and 320 rows in blocks of 128: transformers takes blocks of 96 rows for the first, and refuses the second."""
+    config = {
+        **DECODER,
+        "hidden_size": 192,
+        "intermediate_size": 320,
+        "num_attention_heads": 12,
+        "head_dim": 16,
+    }
+    source = tmp_path / "hub"
+    make_hub(Architecture(name="qwen3", kind="text", model_class="Qwen3ForCausalLM", config=config), source)
+    made = to_fp8(source)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert made[name][1].shape == (2, 3)
+    shardkit.preshard(source, tmp_path / "out", world_size=3, dequantize=True)
+    found = loaded(
+        tmp_path / "out", {n: torch.empty(x.shape, dtype=torch.bfloat16) for n, (x, _) in made.items()}
+    )
+    for weight, (numbers, scales) in made.items():
+        whole = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        expected = numbers.float() * whole[: numbers.shape[0], : numbers.shape[1]]
+        assert raw(found[weight]) == raw(expected.bfloat16()), weight
+
+
+def test_one_scale_for_each_weight(tmp_path: Path) -> None:
+    make_hub(QWEN3, tmp_path / "hub")
+    made = to_fp8(tmp_path / "hub", static=True)
+    shardkit.preshard(tmp_path / "hub", tmp_path / "out", world_size=2, dequantize=True)
+    found = loaded(
+        tmp_path / "out", {n: torch.empty(x.shape, dtype=torch.bfloat16) for n, (x, _) in made.items()}
+    )
+    for weight, (numbers, scale) in made.items():
+        assert raw(found[weight]) == raw((numbers.float() * scale.float()).bfloat16()), weight
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"), [("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
+)
+def test_other_dtypes_are_rounded_once(dtype: str, wanted: torch.dtype, tmp_path: Path) -> None:
+    source = quantise(QWEN3_MOE, tmp_path / "hub")
+    whole = by_transformers(source, wanted)
+    expected = {name: x for name, x in whole.items() if name.endswith(("_proj", "_proj.weight"))}
+    assert {x.dtype for x in expected.values()} == {wanted}
+    shardkit.preshard(source, tmp_path / "out", world_size=2, dequantize=True, dtype=dtype)
+    assert_equal(loaded(tmp_path / "out", expected), expected)
+
+
+def test_rules_give_some_tensors_another_dtype(tmp_path: Path) -> None:
+    source = quantise(QWEN3_MOE, tmp_path / "hub")
+    half, full = by_transformers(source), by_transformers(source, torch.float32)
+    rules = ["*.mlp.*=fp32", "*.mlp.gate.weight=fp16", "model.norm.weight=fp32", "*.mlp.gate.weight=keep"]
+    shardkit.preshard(source, tmp_path / "out", world_size=2, dequantize=True, dtype_rules=rules)
+    is_wide = [name for name in half if ".experts." in name or name == "model.norm.weight"]
+    assert is_wide
+    expected = half | {name: full[name] for name in is_wide}
+    assert_equal(loaded(tmp_path / "out", expected), expected)
+    said = manifest.read(str(tmp_path / "out"))
+    assert isinstance(said, manifest.Presharded)
+    assert said.dtype_rules == tuple(tuple(rule.split("=")) for rule in rules)
+
+
+@pytest.mark.parametrize(
+    ("rules", "problems"),
+    [
+        (
+            ["*.nothing=fp32", "lm_head.weigth=bf16", "*=fp32"],
+            ["*.nothing", "lm_head.weigth  (closest name: lm_head.weight)"],
+        ),
+        (["lm_head.weight", "=fp32", "a=int8", "*=fp32"], ["lm_head.weight", "=fp32", "a=int8"]),
+    ],
+)
+def test_rules_that_cannot_be_meant_are_all_named(
+    rules: list[str], problems: list[str], tmp_path: Path
+) -> None:
+    make_hub(QWEN3, tmp_path / "hub")
+    with pytest.raises(UsageError) as caught:
+        shardkit.preshard(tmp_path / "hub", tmp_path / "out", world_size=2, dtype_rules=rules)
+    assert list(caught.value.problems) == problems
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "torchao", "compressed-tensors"])
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_other_methods_are_refused_in_one_way(method: str, dequantize: bool, tmp_path: Path) -> None:
+    make_hub(QWEN3, tmp_path / "hub")
+    path = tmp_path / "hub" / "config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": method}})
+    )
+    with pytest.raises(LayoutError, match=rf"^quantised: .*\({method}\)") as caught:
+        shardkit.preshard(tmp_path / "hub", tmp_path / "out", world_size=2, dequantize=dequantize)
+    assert "--dequantize" not in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()
+
+
+# The peak counts from when torch is there; a small run before leaves what any run needs.
+PEAK = """
+import sys
+from pathlib import Path
+import torch, shardkit
+def kib(field):
+    return int(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)))
+def run(name):
+    shardkit.preshard(f"{sys.argv[1]}/{name}", f"{sys.argv[1]}/{name}-out", world_size=2, wrap="none", dequantize=True,
+        jobs=2, max_memory="16MiB")
+run("small")
+Path("/proc/self/clear_refs").write_text("5")
+before = kib("VmRSS")
+run("large")
+print(kib("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_a_weight_far_larger_than_the_limit_passes_in_pieces(method: str, tmp_path: Path) -> None:
+    """256 MiB of bf16 with buffers of 16 MiB; beside them each thread holds a few MiB of products in float32."""
+    for name, size in (("small", 256), ("large", 4096)):
+        (tmp_path / name).mkdir()
+        described: dict[str, object] = {"quant_method": method, "weight_block_size": [128, 128]}
+        config = {"architectures": ["TinyForCausalLM"], "quantization_config": described}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        if method == "fp8":
+            numbers = torch.zeros(2 * size, 4 * size, dtype=torch.uint8)[:, : 16 * 1024].view(
+                torch.float8_e4m3fn
+            )
+            scales = torch.ones(-(-numbers.shape[0] // 128), -(-numbers.shape[1] // 128))
+            tensors = {"a.weight": numbers, "a.weight_scale_inv": scales}
+        else:
+            blocks = torch.zeros(4, 2 * size, size // 32, 16, dtype=torch.uint8)
+            tensors = {"a_blocks": blocks, "a_scales": torch.full(blocks.shape[:-1], 127, dtype=torch.uint8)}
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, tmp_path], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) < 64 << 10
