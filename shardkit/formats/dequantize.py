@@ -35,22 +35,25 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return next((config for each in checkpoint.assets if (config := read_config(each)) is not None), None)
 
 
-def take_plain(checkpoint: Checkpoint, *, dequantize: bool, dtype: DType | None = None) -> Checkpoint:
+def take_plain(
+    checkpoint: Checkpoint, *, dequantize: bool, dtype: DType | None = None, by_config: bool = False
+) -> Checkpoint:
     """Return a checkpoint of plain weights.
 
     A config beside the checkpoint of a training may be that of its base: then only names show that weights are
     quantised.
 
     Args:
-        checkpoint: opened.
+        checkpoint: opened; its files have all their checksums.
         dequantize: put plain tensors in the place of quantised ones. Otherwise these are refused.
         dtype: of the plain tensors; None is PLAIN.
+        by_config: take a config's word for it all the same.
 
     Raises:
         LayoutError: it is quantised, or in a way that is not known here; or scales do not fit what they scale.
     """
     config, tensors = config_of(checkpoint), checkpoint.catalog.tensors
-    why = why_quantised(tensors, config if checkpoint.hub is not None else None)
+    why = why_quantised(tensors, config if by_config or checkpoint.hub is not None else None)
     if why is None:
         return checkpoint
     if not dequantize:

@@ -12,7 +12,7 @@ Source: transformers 5.23, integrations/finegrained_fp8.py (Fp8Dequantize) and i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,7 +31,14 @@ _SCALE_DTYPES = frozenset("float32 bfloat16 float16 float8_e8m0fnu uint8".split(
 _ADDED = ("_scale_inv", "_scale")
 _LAST = ("scale", "qscale_weight")
 _OF_ACTIVATIONS = ("input_scale", "activation_scale")
-_PACKED = ".qweight .qzeros .weight_packed .absmax .quant_map .SCB".split()
+_PACKED = (".qweight", ".qzeros", ".weight_packed", ".absmax", ".quant_map", ".SCB")
+_SCALES = (
+    *_PACKED,
+    ".weight_scale_inv",
+    ".weight_scale",
+    "_proj_blocks",
+    "_proj_scales",
+)  # no plain tensor's
 _PAIR = 2  # numbers in a byte
 _BLOCK_NBYTES = 16
 _NUM_DIMS = 3
@@ -102,6 +109,11 @@ def method_of(config: Mapping[str, Any] | None) -> str | None:
     return str(method or "of no named method")
 
 
+def can_dequantize(method: str | None) -> bool:
+    """True if plain values can be made of weights that are quantised so, or in a way that only names may tell."""
+    return method is None or method in _KNOWN
+
+
 def _described(config: Mapping[str, Any] | None) -> Any:
     for part in (config or {}, (config or {}).get("text_config")):
         if isinstance(part, Mapping):
@@ -129,8 +141,20 @@ def why_quantised(tensors: Mapping[str, Held], config: Mapping[str, Any] | None 
     method = method_of(config)
     if method is not None:
         return f"config.json has a {_CONFIG} ({escape(method)})"
-    found = [*_scale_names(tensors), *(name for name in tensors if name.endswith(tuple(_PACKED)))]
+    return _why([*_scale_names(tensors), *_packed(tensors)])
+
+
+def why_scales(unused: Iterable[str]) -> str | None:
+    """Return the same for names for which a model has no place; there a name's end is reason enough."""
+    return _why([name for name in unused if name.endswith(_SCALES)])
+
+
+def _why(found: list[str]) -> str | None:
     return f"{count(len(found), 'tensor')} of scales or packed values: {listed(found)}" if found else None
+
+
+def _packed(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.endswith(_PACKED)]
 
 
 def _scale_names(tensors: Mapping[str, Held]) -> Iterator[str]:
@@ -194,8 +218,7 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
             scale; lists all.
     """
     method = method_of(config)
-    packed = [name for name in tensors if name.endswith(tuple(_PACKED))]
-    if packed or (method is not None and method not in _KNOWN):
+    if _packed(tensors) or not can_dequantize(method):
         why = why_quantised(tensors, config)
         assert why is not None
         raise refuse_quantised(why, where)

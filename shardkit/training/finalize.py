@@ -135,6 +135,7 @@ def load_into(
     source_rank: SourceRank = "global",
     device: torch.device | str | None = None,
     keys: str | os.PathLike[str] | None = None,
+    dequantize: bool = False,
     follow_links: bool = False,
     check_source: bool = True,
 ) -> nn.Module:
@@ -150,6 +151,7 @@ def load_into(
         source_rank: as for `finalize`.
         device: for parameters that are on meta; None is the device type of the mesh.
         keys: as for `prepare`.
+        dequantize: as for `prepare`.
         follow_links: read links that lead out of a checkpoint's directory as the files to which they lead.
             Weight files of a Hub model are read in any case.
         check_source: as for `finalize`.
@@ -171,7 +173,7 @@ def load_into(
         restore_buffers(model, memory_for_buffers(model, place), place)
         materialise(model, place)
         shards = local_shards(model)
-    supply = _open(model, source, keys)
+    supply = _open(model, source, keys, dequantize=dequantize)
     filled = fill(shards, supply, options, choose_sources(shards, supply, options))
     say_checked(filled.checked, check_source=check_source)
     _prove(model, shards, filled, None)
@@ -180,7 +182,11 @@ def load_into(
 
 
 def _open(
-    model: nn.Module, source: str | os.PathLike[str] | RankSource, keys: str | os.PathLike[str] | None
+    model: nn.Module,
+    source: str | os.PathLike[str] | RankSource,
+    keys: str | os.PathLike[str] | None,
+    *,
+    dequantize: bool,
 ) -> Supply:
     """Open a source for a live model and compare the two; a rank that cannot, while others can, says why."""
     expected, ties = describe(model)
@@ -190,7 +196,9 @@ def _open(
     try:
         if isinstance(source, RankSource) and not source.is_here:
             raise source.elsewhere()
-        opened = open_source(source if isinstance(source, RankSource) else os.fspath(source))
+        opened = open_source(
+            source if isinstance(source, RankSource) else os.fspath(source), dequantize=dequantize
+        )
         rules = None if keys is None else load_rules(keys)
         weights = find_weights(opened, expected, ties, model=model, rules=rules)
     except BaseException as caught:  # the others must not wait

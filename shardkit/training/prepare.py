@@ -8,8 +8,8 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -60,9 +60,7 @@ class _Asked:
     seed: int
     rules: RuleSet | None
     """Between the names of the source and those of the model."""
-    open: Callable[[str | RankSource, str | None, str | None], Source] = field(
-        default_factory=lambda: cache(open_source)
-    )
+    open: Callable[[str | RankSource, str | None, str | None], Source]
     """Opens a source of some revision and variant, each once."""
 
 
@@ -121,6 +119,7 @@ def prepare(
     revision: str | None = None,
     variant: str | None = None,
     keys: str | os.PathLike[str] | None = None,
+    dequantize: bool = False,
     trust_remote_code: bool = False,
     follow_links: bool = False,
 ) -> ModelInitializationContext:
@@ -146,6 +145,8 @@ def prepare(
         variant: "fp16" takes `model.fp16.safetensors`.
         keys: rules between the names of the source and those of the model (docs/keys.md): the path of a TOML file, or
             the name of a set that shardkit has, such as "torchtitan-llama3". Models of transformers need none.
+        dequantize: make plain weights of fp8 and MXFP4 ones, each value rounded once to the parameter's dtype;
+            quantised sources and configs are refused otherwise.
         trust_remote_code: the model's own code may run.
         follow_links: read links that lead out of a checkpoint's directory as the files to which they lead.
             Weight files of a Hub model are read in any case.
@@ -166,7 +167,13 @@ def prepare(
         given = source if source is None or isinstance(source, RankSource) else os.fspath(source)
         rules = None if keys is None else load_rules(keys)
         asked = _Asked(
-            source=given, revision=revision, variant=variant, missing=missing, seed=seed, rules=rules
+            source=given,
+            revision=revision,
+            variant=variant,
+            missing=missing,
+            seed=seed,
+            rules=rules,
+            open=cache(partial(open_source, dequantize=dequantize)),
         )
     if dtype is None and isinstance(build_model, (str, os.PathLike)):
         dtype = _stored_dtype(build_model, asked)
@@ -177,6 +184,7 @@ def prepare(
             init_buffers=init_buffers,
             revision=revision if isinstance(build_model, str) and build_model == source else None,
             trust_remote_code=trust_remote_code,
+            dequantize=dequantize,
             seed=seed,
             tokenizer=tokenizer,
             align=align_vocab,

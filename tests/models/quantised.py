@@ -9,9 +9,58 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+
+from tests.models.architecture import Architecture
+from tests.models.experts import LATENT, MOE
+from tests.models.text import DECODER
+from tests.models.zoo import make_hub
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+QWEN3 = Architecture(name="qwen3", kind="text", model_class="Qwen3ForCausalLM", config={**DECODER, **WIDE})
+QWEN3_MOE = Architecture(name="qwen3_moe", kind="experts", model_class="Qwen3MoeForCausalLM", config=MOE)
+DEEPSEEK = Architecture(
+    name="deepseek_v3", kind="experts", model_class="DeepseekV3ForCausalLM", config={**MOE, **LATENT}
+)
+GPT_OSS = Architecture(
+    name="gpt_oss",
+    kind="experts",
+    model_class="GptOssForCausalLM",
+    config={**MOE, "hidden_size": 64, "intermediate_size": 32, "sliding_window": 4},
+)
+
+
+QUANTISED = (QWEN3, QWEN3_MOE, DEEPSEEK, GPT_OSS)
+
+
+def quantise(architecture: Architecture, directory: Path) -> Path:
+    """Make the Hub directory of a tiny model whose weights are quantised as those of its kind."""
+    make_hub(architecture, directory)
+    if architecture is GPT_OSS:
+        to_mxfp4(directory)
+    else:
+        # Blocks of 16: transformers takes the block from the grid of scales, so all dims must divide.
+        wide = architecture is DEEPSEEK
+        to_fp8(directory, block=2 if wide else 16, scale_dtype=torch.float32 if wide else torch.bfloat16)
+    return directory
+
+
+def by_transformers(directory: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """Return the state of the model that transformers dequantises, in its own names."""
+    config = json.loads((directory / "config.json").read_text())
+    method = config["quantization_config"]["quant_method"]
+    how = {"fp8": transformers.FineGrainedFP8Config, "mxfp4": transformers.Mxfp4Config}[method](
+        dequantize=True
+    )
+    model_class: Any = getattr(transformers, config["architectures"][0])
+    model = model_class.from_pretrained(directory, dtype=dtype, quantization_config=how)
+    state: dict[str, torch.Tensor] = model.state_dict()
+    return state
+
 
 _LINEAR = re.compile(r"\.(?:\w+_proj|kv_a_proj_with_mqa)\.weight$")
 

@@ -18,7 +18,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
-from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.formats.contract import Checkpoint, HubModel, has_model_config
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
@@ -250,8 +250,11 @@ def _manifest_of(checkpoint: Checkpoint) -> manifest.Manifest | None:
         return None
     if checkpoint.writer == "shardkit":
         return manifest.read(directory)
-    found = manifest.read(directory) if manifest.NAME in storage.listdir(directory) else None
     # In the form of a trainer, preshard's manifest counts too.
+    try:
+        found = manifest.read(directory) if manifest.NAME in storage.listdir(directory) else None
+    except IntegrityError:  # who compares checksums warns of it
+        return None
     return found if isinstance(found, manifest.Presharded) and found.root is not None else None
 
 

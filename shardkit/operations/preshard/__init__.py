@@ -203,10 +203,11 @@ def preshard(
     if output is not None:  # before anything is downloaded
         writer.check_destination(os.fspath(output), local)
     opened = formats.open(source, format="hub", revision=revision, variant=variant, headers_only=dry_run)
+    assert opened.hub is not None  # what it asked for
+    writer.find_manifests([opened.hub.catalog], local or opened.hub.directory)
     plain = take_plain(opened, dequantize=dequantize, dtype=dequantized_as(dtype, rules))
     model = plain.hub
-    assert model is not None  # what it asked for
-    writer.find_manifests([model.catalog], local or model.directory)
+    assert model is not None
     path = writer.check_destination(os.fspath(output or _default_output(model, local, parsed)), local)
     job = build_job(
         model,

@@ -10,16 +10,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit import formats
 from shardkit.core.catalog import Catalog, TensorEntry, subset
+from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError
 from shardkit.files import manifest, storage
 from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.dcp import METADATA
+from shardkit.formats.dequantize import take_plain
 from shardkit.formats.hub.base import saved_derived, saved_key_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.recorded import add_checksums
@@ -35,6 +38,7 @@ from shardkit.keys.expressions import (
 )
 from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
+from shardkit.keys.quantised import why_quantised, why_scales
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
 from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.keys.select import select_model
@@ -45,11 +49,6 @@ from shardkit.training.fill.presharded import Presharded, open_presharded
 from shardkit.training.fill.reading import KeyRules, Weights
 from shardkit.training.ranks.local import ExpectedTensor
 
-# Stored beside packed or scaled values. transformers 5.23, quantizers/: fp8, bitsandbytes, GPTQ, AWQ, MXFP4.
-_SCALES = (
-    *(".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight", ".qzeros", ".absmax", ".quant_map"),
-    *("_proj_blocks", "_proj_scales", ".SCB"),
-)
 _ATTRIBUTE = "_shardkit_key_rules"
 _NUM_SAMPLES = 64
 _SAMPLE_NBYTES = 256
@@ -66,9 +65,37 @@ class Source:
     checkpoint: Checkpoint | None = None
     """None for a pre-sharded directory, and for the memory of a rank."""
     presharded: Presharded | None = None
+    dequantizes: bool = False
+    """Plain weights are to be made of quantised ones."""
+
+    def plain(self, dtypes: Collection[torch.dtype]) -> Source:
+        """Return this source with plain weights in the place of quantised ones, where that is wanted.
+
+        Args:
+            dtypes: of the model's floating tensors. Each value is rounded once.
+
+        Raises:
+            LayoutError: it is not known how the weights are quantised, or scales do not fit.
+        """
+        if not self.dequantizes or self.checkpoint is None:
+            return self
+        narrow = set(dtypes) <= {torch.bfloat16}
+        plain = take_plain(
+            self.checkpoint,
+            dequantize=True,
+            dtype=BY_NAME["bfloat16" if narrow else "float32"],
+            by_config=True,
+        )
+        return replace(self, checkpoint=plain, catalog=plain.catalog)
 
 
-def open_source(source: str | RankSource, revision: str | None = None, variant: str | None = None) -> Source:
+def open_source(
+    source: str | RankSource,
+    revision: str | None = None,
+    variant: str | None = None,
+    *,
+    dequantize: bool = False,
+) -> Source:
     """Open a source, whatever model it is for.
 
     Args:
@@ -76,6 +103,7 @@ def open_source(source: str | RankSource, revision: str | None = None, variant: 
             what `from_rank` returned on the rank that holds the state dict.
         revision: branch, tag or commit of a repo id.
         variant: "fp16" takes `model.fp16.safetensors`.
+        dequantize: make plain weights of quantised ones.
 
     Raises:
         SourceError, IntegrityError: nothing there, or it is damaged or incomplete.
@@ -90,7 +118,9 @@ def open_source(source: str | RankSource, revision: str | None = None, variant: 
         return Source(path=source, catalog=presharded.catalog, presharded=presharded)
     checkpoint = formats.open(source, revision=revision, variant=variant)
     path = checkpoint.path if checkpoint.hub is None else checkpoint.hub.directory
-    return Source(path=path, catalog=checkpoint.catalog, checkpoint=checkpoint)
+    if checkpoint.hub is not None:
+        add_checksums(checkpoint.hub.catalog, checkpoint.path)
+    return Source(path=path, catalog=checkpoint.catalog, checkpoint=checkpoint, dequantizes=dequantize)
 
 
 def first_dtype(source: Source) -> str | None:
@@ -161,6 +191,7 @@ def find_weights(
         LayoutError: the rules do not fit; lists every problem.
         ResourceError: it cannot be read.
     """
+    source = source.plain({tensor.dtype for tensor in names.values() if tensor.dtype.is_floating_point})
     wanted = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
     for group in ties:
         wanted.update(dict.fromkeys(group if any(name in wanted for name in group) else ()))
@@ -194,7 +225,7 @@ def find_weights(
         follows_class=found.is_transformers,
         fused=found.fused,
         failed=found.failed,
-        quantised=stored.quantised or _scales(found.unused),
+        quantised=stored.quantised or why_scales(found.unused),
         notes=(*stored.notes, *_match_notes(found)),
         key_rules=_key_rules(stored, found.names),
         hub_made=_hub_made(source, stored, found.converted),
@@ -296,7 +327,6 @@ def _of_records(source: Source, wanted: list[str]) -> _Stored:
 
 
 def _of_hub(checkpoint: Checkpoint, model: HubModel) -> _Stored:
-    add_checksums(model.catalog, checkpoint.path)
     names = {name: name for name in model.catalog.tensors}
     return _Stored(
         names=names,
@@ -305,7 +335,7 @@ def _of_hub(checkpoint: Checkpoint, model: HubModel) -> _Stored:
         # Without the repo and its commit: a copy in a directory has the same weights.
         identity=lambda _: [manifest.to_json(file) for file in model.identity.files],
         config=model.config,
-        quantised=_quantisation(model.config),
+        quantised=why_quantised({}, model.config),
         notes=model.catalog.notes,
     )
 
@@ -321,7 +351,7 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) ->
         select=partial(_selected, checkpoint),
         identity=lambda catalog: [_file_digest(checkpoint.catalog.directory), _rows(catalog)],
         config=config,
-        quantised=_quantisation(config),
+        quantised=None if checkpoint.dequantized is not None else why_quantised({}, config),
         notes=(*checkpoint.notes, *notes),
     )
 
@@ -353,19 +383,6 @@ def _select(source: Source, wanted: list[str]) -> tuple[dict[str, str], tuple[st
         *selection.warnings,
         *selection.renaming,
     )
-
-
-def _quantisation(config: Mapping[str, object] | None) -> str | None:
-    described = (config or {}).get("quantization_config")
-    if not described:
-        return None
-    method = described.get("quant_method") if isinstance(described, dict) else None
-    return f"config.json has a quantization_config ({escape(str(method or 'of no named method'))})"
-
-
-def _scales(unused: Iterable[str]) -> str | None:
-    found = [name for name in unused if name.endswith(_SCALES)]
-    return f"{count(len(found), 'tensor')} of scales or packed values: {listed(found)}" if found else None
 
 
 def _rows(catalog: Catalog) -> list[object]:

@@ -23,6 +23,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.keys.names import clean_name
+from shardkit.keys.quantised import can_dequantize, method_of, refuse_quantised, why_quantised
 from shardkit.layout.classes import (
     ClassDtypes,
     built_dtypes,
@@ -164,6 +165,7 @@ def build_model(
     init_buffers: InitBuffers | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    dequantize: bool = False,
     seed: int = 0,
 ) -> nn.Module:
     """Build a model whose parameters are on meta and whose buffers are on the CPU, computed.
@@ -178,6 +180,7 @@ def build_model(
         init_buffers: computes the buffers of a model on meta; None takes transformers' own initialisation.
         revision: branch, tag or commit of a repo id.
         trust_remote_code: the model's own code, in the directory or repo, may run.
+        dequantize: a config may say that its weights are quantised; the model has plain ones.
         seed: of buffers that are random. Building does not change the random numbers that others draw.
 
     Returns:
@@ -195,7 +198,13 @@ def build_model(
             model = what
         elif isinstance(what, (str, os.PathLike)):
             directory = find_config(os.fspath(what), revision)
-            model = _from_config(directory, wanted, init_buffers, trust_remote_code)
+            model = _from_config(
+                directory,
+                wanted,
+                init_buffers,
+                trust_remote_code=trust_remote_code,
+                dequantize=dequantize,
+            )
             wanted = wanted or _own_dtype(model)
         elif callable(what):
             model = _call(what)
@@ -306,7 +315,12 @@ def find_config(what: str, revision: str | None) -> str:
 
 
 def _from_config(
-    directory: str, dtype: torch.dtype | None, init_buffers: InitBuffers | None, trust_remote_code: bool
+    directory: str,
+    dtype: torch.dtype | None,
+    init_buffers: InitBuffers | None,
+    *,
+    trust_remote_code: bool,
+    dequantize: bool,
 ) -> nn.Module:
     """Build the model of `from_pretrained`, on meta, in the dtype in which that would compute buffers.
 
@@ -321,7 +335,7 @@ def _from_config(
             hint="pip install transformers, or give a function that builds the model",
         ) from error
     model_class, config = find_class(directory, trust_remote_code=trust_remote_code)
-    _refuse_quantised(config)
+    _without_quantisation(config, directory, dequantize=dequantize)
     options = {} if dtype is None else {"dtype": dtype}
     try:
         with contextlib.suppress(LayoutError, RuntimeError, TypeError, ValueError):
@@ -339,12 +353,17 @@ def _from_config(
         ) from error
 
 
-def _refuse_quantised(config: Any) -> None:
-    if getattr(config, "quantization_config", None):
-        raise LayoutError(
-            "the config describes a quantised model (quantization_config), whose weights are not plain tensors",
-            hint="take the model that it was quantised from",
-        )
+def _without_quantisation(config: Any, directory: str, *, dequantize: bool) -> None:
+    """Take out of a config how its weights are quantised, or refuse it: the model has plain ones."""
+    parts: tuple[Any, ...] = (config, getattr(config, "text_config", None))
+    for part in parts:
+        described = getattr(part, "quantization_config", None)
+        if not described:
+            continue
+        raw = {"quantization_config": described if isinstance(described, dict) else described.to_dict()}
+        if not dequantize or not can_dequantize(method_of(raw)):
+            raise refuse_quantised(str(why_quantised({}, raw)), directory)
+        del part.quantization_config
 
 
 def _own_dtype(model: nn.Module) -> torch.dtype | None:

@@ -14,6 +14,7 @@ from torch import nn
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError, UsageError
+from shardkit.keys.quantised import refuse_quantised
 from shardkit.layout.classes import BrokenTie
 from shardkit.training.fill.reading import Weights, converts
 from shardkit.training.ranks.local import ExpectedTensor
@@ -209,11 +210,7 @@ def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple
 
 def _refuse_quantised(weights: Weights) -> None:
     if weights.quantised is not None:
-        raise LayoutError(
-            f"{escape(weights.path)} is quantised: {weights.quantised}",
-            hint="its values mean nothing without their scales: take the model that it was quantised from, or"
-            " dequantise and save it first",
-        )
+        raise refuse_quantised(weights.quantised, weights.path)
 
 
 def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> None:

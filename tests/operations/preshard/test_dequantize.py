@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,50 +16,18 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.files import manifest
 from tests.bits import raw
 from tests.models.architecture import Architecture
-from tests.models.experts import LATENT, MOE
-from tests.models.quantised import to_fp8, to_mxfp4
+from tests.models.quantised import (
+    GPT_OSS,
+    QUANTISED,
+    QWEN3,
+    QWEN3_MOE,
+    by_transformers,
+    quantise,
+    to_fp8,
+)
 from tests.models.text import DECODER
 from tests.models.zoo import make_hub
 from tests.operations.preshard.test_preshard import loaded
-
-transformers: Any = pytest.importorskip("transformers")
-
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
-QWEN3 = Architecture(name="qwen3", kind="text", model_class="Qwen3ForCausalLM", config={**DECODER, **WIDE})
-QWEN3_MOE = Architecture(name="qwen3_moe", kind="experts", model_class="Qwen3MoeForCausalLM", config=MOE)
-DEEPSEEK = Architecture(
-    name="deepseek_v3", kind="experts", model_class="DeepseekV3ForCausalLM", config={**MOE, **LATENT}
-)
-GPT_OSS = Architecture(
-    name="gpt_oss",
-    kind="experts",
-    model_class="GptOssForCausalLM",
-    config={**MOE, "hidden_size": 64, "intermediate_size": 32, "sliding_window": 4},
-)
-
-
-def quantise(architecture: Architecture, directory: Path) -> Path:
-    make_hub(architecture, directory)
-    if architecture is GPT_OSS:
-        to_mxfp4(directory)
-    else:
-        # Blocks of 16: transformers takes the block from the grid of scales, so all dims must divide.
-        wide = architecture is DEEPSEEK
-        to_fp8(directory, block=2 if wide else 16, scale_dtype=torch.float32 if wide else torch.bfloat16)
-    return directory
-
-
-def by_transformers(directory: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """Return the state of the model that transformers dequantises, in its own names."""
-    config = json.loads((directory / "config.json").read_text())
-    method = config["quantization_config"]["quant_method"]
-    how = {"fp8": transformers.FineGrainedFP8Config, "mxfp4": transformers.Mxfp4Config}[method](
-        dequantize=True
-    )
-    model_class = getattr(transformers, config["architectures"][0])
-    model = model_class.from_pretrained(directory, dtype=dtype, quantization_config=how)
-    state: dict[str, torch.Tensor] = model.state_dict()
-    return state
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -69,7 +36,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert not wrong
 
 
-@pytest.mark.parametrize("architecture", [QWEN3, QWEN3_MOE, DEEPSEEK, GPT_OSS], ids=lambda each: each.name)
+@pytest.mark.parametrize("architecture", QUANTISED, ids=lambda each: each.name)
 def test_what_stock_torch_loads_is_what_transformers_dequantises(
     architecture: Architecture, tmp_path: Path
 ) -> None:
