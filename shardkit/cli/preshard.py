@@ -61,13 +61,14 @@ Examples:
     default="plain",
     show_default=True,
     metavar="TRAINER",
-    help="The trainer that is to start from it: plain, torchtitan, accelerate, lightning, lightning-mp, transformers.",
+    help="The trainer that is to start from it: plain, torchtitan, accelerate, lightning, lightning-mp, transformers, verl.",
 )
 @click.option(
     "--attribute",
     metavar="NAME",
     help="For Lightning: the attribute of the LightningModule that holds the model; default model.",
 )
+@click.option("--device", metavar="TYPE", help="For verl: the device type of its mesh; default cuda.")
 @opt.dtype("--dtype", help="Convert floating tensors.")
 @opt.dtype_rules
 @opt.dequantize

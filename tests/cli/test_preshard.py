@@ -125,6 +125,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "names": "hub",
         "profile": "lightning",
         "attribute": "net",
+        "device": None,
         "dtype": "bf16",
         "revision": "r",
         "variant": "v",

@@ -91,6 +91,7 @@ SURFACE = {
     "preshard": [
         "--attribute",
         "--check-source",
+        "--device",
         "--digest",
         "--dry-run",
         "--dtype",

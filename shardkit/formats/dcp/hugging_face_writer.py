@@ -53,14 +53,15 @@ def shard_images(
     Raises:
         SourceError: dtypes or names that safetensors cannot hold, or a header that is too large.
     """
-    files: list[list[Placed]] = [[] for _ in range(layout.mesh.num_shards)]
+    file_of = {rank: at for at, rank in enumerate(layout.mesh.file_ranks)}
+    files: list[list[Placed]] = [[] for _ in file_of]
     names = [(name, fqn) for fqn in layout.tensors for name in (fqn, *aliases.get(fqn, ()))]
     for name, fqn in sorted(names, key=lambda pair: natural(pair[0])):
         owners = list(layout.owners(fqn))
         kept = [pair for pair in owners if pair[1].num_elements] or owners[:1]
         for rank, region in kept:
             shape = layout.tensors[fqn].shape
-            files[rank].append(Placed(name, sources[fqn], dtypes[fqn], shape, region))
+            files[file_of[rank]].append(Placed(name, sources[fqn], dtypes[fqn], shape, region))
     fqn, shape = next(((f, t.shape) for f, t in layout.tensors.items() if t.shape), ("", ()))
     for placed in files:
         if (

@@ -29,6 +29,7 @@ from shardkit.formats.contract import Dequantized, HubModel
 from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.formats.dequantize import take_plain
+from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
 from shardkit.keys.expressions import Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.layout.choose import make_layout
@@ -110,6 +111,7 @@ def preshard(
     names: str = "live",
     profile: str = "plain",
     attribute: str | None = None,
+    device: str | None = None,
     dtype: str = "keep",
     dtype_rules: Sequence[str] = (),
     dequantize: bool = False,
@@ -146,8 +148,9 @@ def preshard(
             a set that shardkit has; "none" leaves that to the model's class.
         names: "live" stores what the live model of transformers has, under its names; "hub" what the files have.
         profile: the trainer that is to start from it: "plain" (stock `dcp.load`), "torchtitan", "accelerate",
-            "lightning" (FSDPStrategy), "lightning-mp" (ModelParallelStrategy) or "transformers".
+            "lightning" (FSDPStrategy), "lightning-mp" (ModelParallelStrategy), "transformers" or "verl".
         attribute: with a profile of Lightning, the attribute of the LightningModule that holds the model; "" if none does.
+        device: with profile "verl", the device type of its mesh, which is named in the files; "cuda" by default.
         dtype: "keep", "bf16", "fp16" or "fp32"; only floating tensors are converted.
         dtype_rules: "GLOB=fp32" for other dtypes of some tensors, by their names in the output. The last that matches
             wins; each must match.
@@ -186,6 +189,7 @@ def preshard(
     chosen = find_profile(profile)
     chosen.head(attribute)
     rules = parse_rules(dtype_rules)
+    chosen.check_device(device)
     writer = Writer(
         "preshard",
         Moving(
@@ -219,6 +223,7 @@ def preshard(
         names=names,
         profile=chosen,
         attribute=attribute,
+        device=device,
         dtype=dtype,
         dtype_rules=rules,
         dequantized=plain.dequantized,
@@ -240,7 +245,14 @@ def preshard(
 
 def _describe(job: PreshardJob, directory: str, *, sha256: bool) -> FolderDescriptions | FileDescriptions:
     """Return what writes the files beside the shards into a directory."""
-    write_beside = partial(write_companions, job.profile, job.assets, job.part.digest, sha256=sha256)
+    write_beside = partial(
+        write_companions,
+        job.profile,
+        job.assets,
+        job.layout.mesh.size,
+        job.part.digest,
+        sha256=sha256,
+    )
     if isinstance(job.part, FilesOutput):
         return FileDescriptions(job.part, write_beside, directory, sha256=sha256)
     return FolderDescriptions({job.profile.folder: job.part}, write_beside, directory, sha256=sha256)
@@ -383,6 +395,7 @@ def build_job(
     names: str = "live",
     profile: Profile = PROFILES["plain"],
     attribute: str | None = None,
+    device: str | None = None,
     dtype: str,
     dtype_rules: tuple[DtypeRule, ...] = (),
     dequantized: Dequantized | None = None,
@@ -401,6 +414,7 @@ def build_job(
         names: "live" or "hub".
         profile: the trainer whose form the directory gets.
         attribute: where the trainer's module holds the model; None for the profile's own.
+        device: device type of the mesh, for a profile whose files name it; None for CUDA.
         dtype: "keep", "bf16", "fp16" or "fp32".
         dtype_rules: other dtypes for some tensors.
         dequantized: what of the model is quantised in the files, where its catalog has plain tensors.
@@ -435,6 +449,8 @@ def build_job(
     layout = below(layout, root)
     if profile.form == "safetensors":
         layout = unstrided(layout)
+    elif profile.form == "verl":
+        layout = placed_by_verl(layout)
     if layout.made:
         model = replace(model, catalog=bind(model.catalog, layout.made))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
@@ -445,11 +461,14 @@ def build_job(
     entries = {fqn: model.catalog.tensors[source] for fqn, source in sources.items()}
     part: DcpOutput | FilesOutput
     output: DcpImages | JoinedImages | RankImages
-    if profile.form == "safetensors":
-        output = shard_images(layout, dtypes, sources, aliases)
+    if profile.form != "dcp":
+        if profile.form == "verl":
+            output = rank_images(layout, dtypes, sources, aliases, device or "cuda")
+        else:
+            output = shard_images(layout, dtypes, sources, aliases)
         part = FilesOutput(
             output=output,
-            format="dcp-hf",
+            format="verl" if profile.form == "verl" else "dcp-hf",
             dtypes=dtypes,
             identity=model.identity,
             cast=dtype,

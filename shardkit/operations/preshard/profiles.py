@@ -36,8 +36,8 @@ class Profile:
     name: str
     folder: str = ""
     """Where the shard files and `.metadata` lie; "" is the directory itself."""
-    form: Literal["dcp", "safetensors"] = "dcp"
-    """How tensors are stored: as DCP's own `.distcp` files, or as its safetensors shards."""
+    form: Literal["dcp", "safetensors", "verl"] = "dcp"
+    """How tensors are stored: as DCP's own `.distcp` files, as its safetensors shards, or as verl's files of ranks."""
     root: tuple[str, ...] = ()
     """Keys of the state dict that the trainer loads, above the model's own."""
     attribute: str | None = None
@@ -67,6 +67,17 @@ class Profile:
             )
         parts = (*self.root, self.attribute if attribute is None else attribute)
         return "".join(f"{part}." for part in parts if part)
+
+    def check_device(self, device: str | None) -> None:
+        """Refuse a device type where no file names one.
+
+        Raises:
+            UsageError: it was given, and the profile has no use for it.
+        """
+        if device is not None and self.form != "verl":
+            raise UsageError(
+                f"--device: the files of --profile {self.name} name no device", hint="leave it out"
+            )
 
     def paths(self, names: Iterable[str]) -> dict[str, tuple[str | int, ...]] | None:
         """Return the path of each name of a checkpoint in the nested state dict; None if that is flat."""
@@ -136,6 +147,15 @@ PROFILES = {
             usage=(
                 "transformers: AutoModelForCausalLM.from_pretrained(",
                 "    {output!r}, distributed_config=DistributedConfig(...))",
+            ),
+        ),
+        Profile(
+            name="verl",
+            form="verl",
+            assets="huggingface",
+            usage=(
+                "verl, with actor.strategy=fsdp2 and checkpoint.load_contents=[model]:",
+                "  FSDPCheckpointManager.load_checkpoint({output!r})",
             ),
         ),
     )
@@ -211,22 +231,32 @@ def find_assets(profile: Profile, model: HubModel) -> dict[str, str]:
 
 
 def write_companions(
-    profile: Profile, assets: Mapping[str, str], digest: str, directory: str, *, sha256: bool
+    profile: Profile,
+    assets: Mapping[str, str],
+    world_size: int,
+    digest: str,
+    directory: str,
+    *,
+    sha256: bool,
 ) -> list[manifest.ListedFile]:
     """Write the files that the trainer reads beside the shards; return what the manifest says of them.
 
     Args:
         profile: says which.
         assets: files that are copied: name in the output -> path.
+        world_size: number of ranks.
         digest: "crc32" or "none".
         directory: where the output goes.
         sha256: take the sha256 of each.
     """
-    for name, data in profile.companions.items():
+    companions = dict(profile.companions)
+    if profile.form == "verl":
+        companions["fsdp_config.json"] = _json({"FSDP_version": 2, "world_size": world_size})
+    for name, data in companions.items():
         storage.write_file(os.path.join(directory, name), data)
     written = [
         manifest.describe_bytes(name, data, digest=digest != "none", sha256=sha256)
-        for name, data in profile.companions.items()
+        for name, data in companions.items()
     ]
     for name, path in assets.items():
         file = BesideFile(name, FileStamp.of(storage.stat(path)), is_executable=False)

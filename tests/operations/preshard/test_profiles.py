@@ -18,7 +18,13 @@ from tests.bits import raw
 from tests.models.zoo import ZOO, from_pretrained, make_hub
 
 MakeHub = Callable[..., Path]
-FOLDER = {"accelerate": "pytorch_model_fsdp_0", "lightning": "", "lightning-mp": "", "transformers": ""}
+FOLDER = {
+    "accelerate": "pytorch_model_fsdp_0",
+    "lightning": "",
+    "lightning-mp": "",
+    "transformers": "",
+    "verl": "",
+}
 CAUSAL = {"architectures": ["TinyForCausalLM"]}  # no model_type: declared, without a child process
 
 pytestmark = [
@@ -45,9 +51,10 @@ def test_fused_experts_come_back_byte_for_byte(
     assert shardkit.verify(out, full=True).problems == ()
     assert shardkit.diff(out, hub).is_equal
     sources = [out, out / FOLDER[profile]]
-    if (
-        profile != "transformers"
-    ):  # whose config is no part of a resharded checkpoint, and tells the Hub's names
+    if profile not in (
+        "transformers",
+        "verl",
+    ):  # a resharded checkpoint lacks the config that tells the Hub's names
         sources.append(tmp_path / "other")
         shardkit.reshard(out, sources[-1], world_size=3)
     for source in dict.fromkeys(sources):
@@ -164,6 +171,40 @@ def test_torchtitan_has_its_own_names(hub: Path, tmp_path: Path) -> None:
     assert "layers.0.attention.wq.weight" in names
 
 
+def test_verl_has_a_dict_of_dtensors_for_each_rank(make_hub: MakeHub, tmp_path: Path) -> None:
+    tensors = {
+        "embed.weight": torch.randn(7, 4),  # whose second dim divides
+        "layers.0.weight": torch.randn(6, 3),
+        "layers.0.odd": torch.randn(5, 3),  # padded, as no dim divides
+        "layers.0.inv_freq": torch.randn(3),
+    }
+    model = make_hub(tensors, config=CAUSAL)
+    for out in ("one", "two"):
+        mesh = "dp_replicate=2,dp_shard=2"
+        shardkit.preshard(model, tmp_path / out, mesh=mesh, profile="verl", digest="none")
+    files = [f"model_world_size_4_rank_{rank}.pt" for rank in range(4)]
+    assert sorted(path.name for path in (tmp_path / "one").glob("*.pt")) == files
+    assert all(
+        (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in files
+    )
+    config = json.loads((tmp_path / "one" / "fsdp_config.json").read_text())
+    assert config == {"FSDP_version": 2, "world_size": 4}
+    assert (tmp_path / "one" / "huggingface" / "config.json").exists()
+    for rank, name in enumerate(files):
+        state = torch.load(tmp_path / "one" / name, weights_only=False)
+        at, part = divmod(rank, 2)
+        mesh = state["embed.weight"].device_mesh
+        assert (mesh.device_type, mesh.mesh_dim_names) == ("cuda", ("ddp", "fsdp"))
+        assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
+        assert list(mesh.get_coordinate()) == [at, part]
+        assert [placement.is_replicate() for placement in state["embed.weight"].placements] == [True, False]
+        held = {key: each.to_local() if hasattr(each, "to_local") else each for key, each in state.items()}
+        assert raw(held["embed.weight"]) == raw(tensors["embed.weight"].chunk(2, 1)[part].contiguous())
+        assert raw(held["layers.0.weight"]) == raw(tensors["layers.0.weight"].chunk(2)[part])
+        assert raw(held["layers.0.odd"]) == raw(tensors["layers.0.odd"].chunk(2)[part])
+        assert raw(held["layers.0.inv_freq"]) == raw(tensors["layers.0.inv_freq"])
+
+
 def test_what_a_profile_cannot_have_is_refused(make_hub: MakeHub, tmp_path: Path) -> None:
     tensors = {"layers.0.weight": torch.randn(5, 3)}
     plain = make_hub(tensors, config=CAUSAL, name="plain")
@@ -180,6 +221,15 @@ def test_what_a_profile_cannot_have_is_refused(make_hub: MakeHub, tmp_path: Path
         shardkit.preshard(bare, tmp_path / "out", world_size=2, profile="transformers", wrap="none")
     assert "closest name: accelerate" in refused(plain, profile="acelerate").message
     assert "nothing is around the model" in refused(plain, attribute="net").message
+    assert "name no device" in refused(plain, device="cuda").message
+    with pytest.raises(UsageError, match="has one shard axis"):
+        shardkit.preshard(
+            plain,
+            tmp_path / "out",
+            mesh="dp_shard=2,tp=2",
+            parallel_rules=["*.weight=colwise"],
+            profile="verl",
+        )
     unknown = refused(plain, profile="torchtitan")
     assert "without a model_type" in unknown.message
     assert len(unknown.problems) > 5
