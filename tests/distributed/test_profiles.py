@@ -448,24 +448,3 @@ def test_transformers_loads_tied_weights(out: Path) -> None:
     model = start_from_pretrained(out / "tied", fsdp_size=4)
     assert held(model) == held(start_from_pretrained(out / "tied-hub", fsdp_size=4))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-@needs("verl")
-@two.test_apart
-def test_verl_starts_from_it(out: Path) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from verl.trainer.config import CheckpointConfig
-    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-    from verl.utils.fsdp_utils import apply_fsdp2, get_shard_placement_fn
-
-    if dist.get_rank() == 0:
-        shardkit.preshard(out / "hub", out / "verl", world_size=WORLD, profile="verl", device="cpu")
-    dist.barrier()
-    model = start_model()
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=["fsdp"])
-    apply_fsdp2(model, {"mesh": mesh, "shard_placement_fn": get_shard_placement_fn(WORLD)}, {})
-    contents = CheckpointConfig(save_contents=["model"], load_contents=["model"])
-    manager = FSDPCheckpointManager(model, checkpoint_config=contents)
-    manager.load_checkpoint(str(out / "verl"))
-    check(model, out)
-    assert {tensor.placements[0].dim for tensor in model.state_dict().values()} == {0, 1}  # type: ignore[attr-defined]
