@@ -56,6 +56,7 @@ from shardkit.operations.preshard.profiles import (
     choose_keys,
     find_assets,
     find_profile,
+    with_config,
     write_companions,
 )
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing, hash_plan
@@ -494,13 +495,16 @@ def build_job(
         )
         if profile.folder:
             output = JoinedImages({profile.folder: images})
+    assets = find_assets(profile, model)
+    if dequantized is not None and assets:
+        profile, assets = with_config(profile, assets, model.config)
     return PreshardJob(
         model=model,
         profile=profile,
         layout=layout,
         aliases=aliases,
         part=part,
-        assets=find_assets(profile, model),
+        assets=assets,
         output=output,
         plan=build_plan(output, model.catalog),
         notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),

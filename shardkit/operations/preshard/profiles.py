@@ -230,6 +230,23 @@ def find_assets(profile: Profile, model: HubModel) -> dict[str, str]:
     return {os.path.join(profile.assets, name): path for name, path in found.items()}
 
 
+def with_config(
+    profile: Profile, assets: Mapping[str, str], config: Mapping[str, Any] | None
+) -> tuple[Profile, dict[str, str]]:
+    """Return a profile that writes another config.json than the model's file, and the files that are still copied.
+
+    Args:
+        profile: one that copies assets.
+        assets: from `find_assets`.
+        config: what config.json is to say.
+    """
+    name = os.path.join(profile.assets or "", "config.json")
+    companions = {**profile.companions, name: _json(config or {})}
+    return replace(profile, companions=companions), {
+        each: path for each, path in assets.items() if each != name
+    }
+
+
 def write_companions(
     profile: Profile,
     assets: Mapping[str, str],
@@ -253,6 +270,7 @@ def write_companions(
     if profile.form == "verl":
         companions["fsdp_config.json"] = _json({"FSDP_version": 2, "world_size": world_size})
     for name, data in companions.items():
+        storage.make_directories(os.path.dirname(os.path.join(directory, name)))
         storage.write_file(os.path.join(directory, name), data)
     written = [
         manifest.describe_bytes(name, data, digest=digest != "none", sha256=sha256)
