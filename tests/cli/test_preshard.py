@@ -126,6 +126,8 @@ def test_options_reach_the_library(run, monkeypatch):
         "profile": "lightning",
         "attribute": "net",
         "device": None,
+        "dtype_rules": (),
+        "dequantize": False,
         "dtype": "bf16",
         "revision": "r",
         "variant": "v",

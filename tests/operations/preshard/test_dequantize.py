@@ -190,3 +190,14 @@ def test_a_weight_far_larger_than_the_limit_passes_in_pieces(method: str, tmp_pa
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) < 64 << 10
+
+
+def test_a_profile_says_in_its_config_that_weights_are_plain(tmp_path: Path) -> None:
+    source = quantise(QWEN3, tmp_path / "hub")
+    for profile, folder in (("transformers", ""), ("verl", "huggingface")):
+        out = tmp_path / profile
+        shardkit.preshard(source, out, world_size=2, dequantize=True, profile=profile)
+        config = json.loads((out / folder / "config.json").read_text())
+        assert "quantization_config" not in config
+        assert config["model_type"] == "qwen3"
+        assert shardkit.verify(out, full=True).problems == ()
