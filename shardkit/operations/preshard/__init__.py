@@ -53,6 +53,7 @@ from shardkit.operations.preshard.profiles import (
     PROFILES,
     Profile,
     below,
+    check_stock,
     choose_keys,
     find_assets,
     find_profile,
@@ -452,6 +453,8 @@ def build_job(
         layout = unstrided(layout)
     elif profile.form == "verl":
         layout = placed_by_verl(layout)
+    elif profile.name != "plain":
+        check_stock(profile, layout)
     if layout.made:
         model = replace(model, catalog=bind(model.catalog, layout.made))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardkit.core.catalog import FileStamp
-from shardkit.core.text import escape, suggestion
+from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.formats.contract import HubModel
@@ -210,6 +210,22 @@ def below(layout: Layout, root: str) -> Layout:
         sources={root + fqn: source for fqn, source in layout.sources.items()},
         keep_fp32=None if layout.keep_fp32 is None else frozenset(root + fqn for fqn in layout.keep_fp32),
     )
+
+
+def check_stock(profile: Profile, layout: Layout) -> None:
+    """Refuse tensors that the trainer, which loads with stock `dcp.load`, would fill wrong.
+
+    Raises:
+        UsageError: there are such tensors; lists them.
+    """
+    names = layout.not_for_stock()
+    if names:
+        raise UsageError(
+            f"--profile {profile.name}: this trainer loads with stock dcp.load, which on --mesh {layout.mesh} fills "
+            f"{count(len(names), 'tensor')} wrong, and may raise no error",
+            problems=map(escape, names),
+            hint="take a mesh of dp_replicate and dp_shard, which loads into any other; or --profile transformers",
+        )
 
 
 def find_assets(profile: Profile, model: HubModel) -> dict[str, str]:

@@ -205,6 +205,12 @@ def test_verl_has_a_dict_of_dtensors_for_each_rank(make_hub: MakeHub, tmp_path: 
         assert raw(held["layers.0.inv_freq"]) == raw(tensors["layers.0.inv_freq"])
 
 
+def test_what_stock_torch_fills_wrong_is_refused(hub: Path, tmp_path: Path, fast_trace: object) -> None:
+    with pytest.raises(UsageError, match="fills 2 tensors wrong") as caught:
+        shardkit.preshard(hub, tmp_path / "out", mesh="dp_shard=2,tp=2", profile="accelerate")
+    assert all(name.endswith("mlp.experts.gate_up_proj") for name in caught.value.problems)
+
+
 def test_what_a_profile_cannot_have_is_refused(make_hub: MakeHub, tmp_path: Path) -> None:
     tensors = {"layers.0.weight": torch.randn(5, 3)}
     plain = make_hub(tensors, config=CAUSAL, name="plain")
