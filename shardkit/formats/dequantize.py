@@ -11,9 +11,11 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.text import count, escape
 from shardkit.formats.contract import Checkpoint, Dequantized
+from shardkit.formats.hub.base import Base, BaseTensor
 from shardkit.formats.hub.directory import read_config
 from shardkit.keys.quantised import (
     Quantised,
+    can_dequantize,
     find_scaled,
     method_of,
     plain_config,
@@ -62,6 +64,34 @@ def take_plain(
     return _plain(checkpoint, quantised, dtype or PLAIN, method_of(config))
 
 
+def plain_base(base: Base) -> Base:
+    """Return a base as it would be with plain weights: what a trained model is compared with.
+
+    One that is quantised in a way that is not known here stays as it is.
+
+    Raises:
+        LayoutError: its scales do not fit what they scale.
+    """
+    method, tensors = method_of(base.config), base.tensors or {}
+    if why_quantised(tensors, base.config) is None or not can_dequantize(method):
+        return base
+    quantised = find_scaled(tensors, base.config, base.label)
+    numbers = {each.numbers: name for name, each in quantised.scaled.items()}
+    plain: dict[str, BaseTensor] = {}
+    for stored, tensor in tensors.items():
+        if stored in numbers:
+            name = numbers[stored]
+            plain[name] = BaseTensor(PLAIN, plain_shape(quantised.scaled[name]))
+        elif stored not in quantised.consumed:
+            plain[stored] = tensor
+    return replace(
+        base,
+        config=None if base.config is None else plain_config(base.config),
+        tensors=None if base.tensors is None else plain,
+        catalog=None if base.catalog is None else dequantize_catalog(base.catalog, quantised, PLAIN),
+    )
+
+
 def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: str | None) -> Checkpoint:
     catalog, hub = checkpoint.catalog, checkpoint.hub
     number = len(quantised.scaled)
@@ -81,7 +111,7 @@ def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: s
         dcp=None,
         select=partial(_select, checkpoint, quantised, dtype),
         check=None if checkpoint.check is None else partial(_check, checkpoint, quantised),
-        notes=checkpoint.notes if hub is not None else (*checkpoint.notes, *notes),
+        notes=(*checkpoint.notes, *notes),
         dequantized=Dequantized(method or ", ".join(sorted(quantised.methods)), frozenset(quantised.scaled)),
     )
 

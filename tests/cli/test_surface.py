@@ -19,6 +19,7 @@ SURFACE = {
         "--branch",
         "--check",
         "--check-source",
+        "--dequantize",
         "--digest",
         "--dry-run",
         "--dtype",

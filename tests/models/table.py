@@ -27,7 +27,7 @@ _HEAD = """\
 - **logits**: what the wrapped model answers equals, bit for bit, what the model of `from_pretrained` answers in one process.
 
 `make models` holds all of it against this table, and `make test` holds {tested} of the models: one that begins to pass fails there as one that ceases to.
-After a `+` stands what tells a model from others of its type: `+fused` and `+live` are the same models in files that have the names of the model in memory, as `save_pretrained(..., save_original_format=False)` writes them. `+repo` are tiny models in directories that have the names, shapes, dtypes and order of a real repo, written down by hand: older than what `save_pretrained` writes today, with buffers of masks, heads of another class, and prefixes that are gone since. There every file of weights has the original's bytes.
+After a `+` stands what tells a model from others of its type: `+fused` and `+live` are the same models in files that have the names of the model in memory, as `save_pretrained(..., save_original_format=False)` writes them. `+repo` are tiny models in directories that have the names, shapes, dtypes and order of a real repo, written down by hand: older than what `save_pretrained` writes today, with buffers of masks, heads of another class, and prefixes that are gone since. There every file of weights has the original's bytes; of the three whose weights are quantised, plain ones are made, and the result is held against what transformers dequantises.
 A number stands for a reason, which is [written below](#what-does-not-pass); a dash for what was not reached. What is refused is refused before anything is written.
 """
 

@@ -39,7 +39,7 @@ from shardkit.errors import ShardkitError
 from shardkit.layout import traced
 from tests.models.architecture import Architecture
 from tests.models.repos import REPOS
-from tests.models.zoo import BROADCAST, ZOO, from_pretrained, make_hub
+from tests.models.zoo import BROADCAST, ZOO, from_pretrained, is_quantised, make_hub
 from tests.worlds.processes import fork, forked_trace, wait
 
 torch.set_num_threads(1)
@@ -139,7 +139,10 @@ def prepare_model(name: str, out: Path) -> None:
 
 
 def preshard(home: Path) -> None:
-    done = shardkit.preshard(str(home / "hub"), str(home / "sharded"), world_size=SHARDS)
+    quantised = is_quantised(home.name)
+    done = shardkit.preshard(
+        str(home / "hub"), str(home / "sharded"), world_size=SHARDS, dequantize=quantised
+    )
     if done.layout != "traced":
         raise Wrong(f"the layout is {done.layout}")
 
@@ -169,7 +172,7 @@ def live_model(architecture: Architecture, mesh: DeviceMesh, home: Path, log: Lo
     models: list[nn.Module] = []
 
     def start(source: str, strategy: str) -> None:
-        context = shardkit.prepare(hub, source)
+        context = shardkit.prepare(hub, source, dequantize=is_quantised(architecture.name))
         model = shardkit.wrap(context.model, mesh, mixed_precision=precision)
         model = shardkit.finalize(model, context, strategy=strategy).eval()
         models.append(model)
@@ -288,12 +291,32 @@ def consolidate_bare(home: Path) -> None:
 
 def consolidate(home: Path, saved: str) -> None:
     shardkit.consolidate(home / saved, str(home / f"{saved}-hf"), base=str(home / "hub"))
+    if is_quantised(home.name):
+        compare_plain(home, saved)
+        return
     compare(home, saved)
     config = [json.loads((home / each / "config.json").read_text()) for each in ("hub", f"{saved}-hf")]
     if config[0] != config[1]:
         raise Wrong("config.json differs")
     if home.name in REPOS:
         compare_files(home / "hub", home / f"{saved}-hf")
+
+
+def compare_plain(home: Path, saved: str) -> None:
+    """Hold a model with plain weights against the one that transformers dequantised: names of the files, and values."""
+    scales = ("_scale_inv", "_blocks", "_scales")
+    expected = {name for name in contents(home / "hub") if not name.endswith(scales)}
+    expected |= {name.removesuffix("_blocks") for name in contents(home / "hub") if name.endswith("_blocks")}
+    found = contents(home / f"{saved}-hf")
+    lines = [f"{name}: in one of the two" for name in found.keys() ^ expected]
+    config = json.loads((home / f"{saved}-hf" / "config.json").read_text())
+    lines += ["config.json has a quantization_config"] if "quantization_config" in config else []
+    plain = getattr(transformers, config["architectures"][0]).from_pretrained(home / f"{saved}-hf")
+    for name, tensor in torch.load(home / "tensors.pt").items():
+        if problem := difference(live_tensors(plain)[name], tensor):
+            lines.append(f"{name}: {problem}")
+    if lines:
+        raise Wrong("\n".join(sorted(lines)))
 
 
 def compare_files(hub: Path, found: Path) -> None:

@@ -16,10 +16,11 @@ from shardkit.core.threads import Progress
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
+from shardkit.formats.dequantize import plain_base, take_plain
 from shardkit.formats.hub.base import find_base, open_base
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
-from shardkit.operations.casts import DTypeCount, count_dtypes
+from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
 from shardkit.operations.destination import is_hub_model, write_sidecar
@@ -52,6 +53,7 @@ def consolidate(
     allow_unexpected: bool = False,
     keys: str | os.PathLike[str] = "auto",
     ask_class: bool = True,
+    dequantize: bool = False,
     merge_lora: bool = False,
     adapter_config: str | None = None,
     check: bool = False,
@@ -99,6 +101,8 @@ def consolidate(
         allow_unexpected: there may be tensors that the base does not have.
         keys: rules that turn a trainer's own names into the Hub's: "auto" takes a set that shardkit has, if one knows
             all names; "none"; the path of a TOML file; or the name of such a set.
+        dequantize: make plain weights of fp8 and MXFP4 ones, in bfloat16 unless a dtype is asked for. Quantised
+            sources are refused otherwise; a quantised base is compared with as if it were plain.
         ask_class: ask the class that the config names, in a process of its own while bytes move, whether
             `from_pretrained` would find all of its weights; only if no base's weights tell.
         merge_lora: add an adapter to the weights that it was trained on; otherwise the adapter is written.
@@ -172,6 +176,7 @@ def consolidate(
         strict=strict,
         check=check,
         ask_class=ask_class,
+        dequantize=dequantize,
     )
     recording = Recording(manifest=manifest, manifest_file=manifest_file, sha256=sha256)
     publishing = _Publishing(repo_id=push_to_hub, private=private, branch=branch)
@@ -192,6 +197,7 @@ class _Request:
     strict: bool
     check: bool
     ask_class: bool
+    dequantize: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,9 +243,11 @@ def _consolidate(
     writer.warn(resolved.warnings)
     path = writer.check_destination(request.output or default_output(resolved.path), resolved.path)
     sidecar = recording.check_file([path, resolved.path], overwrite=writer.writing.overwrite)
-    opened = taken.open()
+    plain = dequantized_as(options.dtype, ())
+    opened = take_plain(taken.open(), dequantize=request.dequantize, dtype=plain)
     given = request.base
     base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
+    base = None if base is None else plain_base(base)
     job = build_job(opened, base, options)
     writer.warn(job.warnings)
     manifests = writer.find_manifests(

@@ -30,6 +30,7 @@ from shardkit.formats.contract import Checkpoint, DcpFolder, Place
 from shardkit.formats.contract.optimizer import OptimizerState
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
+from shardkit.formats.dequantize import take_plain
 from shardkit.formats.hub.base import recorded_file_names, recorded_root, saved_derived, saved_key_rules
 from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
@@ -280,7 +281,12 @@ def _entry_notes(folder: str, objects: Mapping[str, Place | None]) -> Iterator[s
 
 
 def _other(checkpoint: Checkpoint) -> Parts:
-    """Make one DCP directory, with all its tensors, of a checkpoint that is not one."""
+    """Make one DCP directory, with all its tensors, of a checkpoint that is not one.
+
+    Raises:
+        LayoutError: it is quantised: values and scales would be cut apart.
+    """
+    take_plain(checkpoint, dequantize=False)
     catalog = checkpoint.select(tuple(checkpoint.catalog.tensors))
     skipped = list(checkpoint.skipped)
     opened = checkpoint.optimizer() if checkpoint.optimizer is not None else None

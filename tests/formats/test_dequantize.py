@@ -1,0 +1,96 @@
+"""Quantised sources in every command: refused in one way, or made plain; what only describes them goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import load_file
+
+import shardkit
+from shardkit.errors import LayoutError
+from tests.bits import raw
+from tests.formats.dcp.samples import quiet
+from tests.models.quantised import GPT_OSS, QUANTISED, QWEN3, by_transformers, quantise
+from tests.models.zoo import make_hub
+
+MOVES: dict[str, Callable[..., Any]] = {
+    "preshard": lambda source, out, **options: shardkit.preshard(source, out, world_size=2, **options),
+    "reshard": lambda source, out, **options: shardkit.reshard(source, out, world_size=2, **options),
+    "consolidate": shardkit.consolidate,
+}
+METHODS = ["fp8", "mxfp4", "gptq", "awq", "bitsandbytes"]
+
+
+def source_of(method: str, directory: Path) -> Path:
+    """Make a Hub directory that is quantised so."""
+    if method in ("fp8", "mxfp4"):
+        return quantise(QWEN3 if method == "fp8" else GPT_OSS, directory)
+    make_hub(QWEN3, directory)
+    path = directory / "config.json"
+    described = {"quant_method": method, "bits": 4}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": described}))
+    return directory
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("method", METHODS)
+def test_without_the_option_it_is_refused(method: str, move: str, tmp_path: Path) -> None:
+    source = source_of(method, tmp_path / "hub")
+    with pytest.raises(
+        LayoutError, match=r"^quantised: .*its values mean nothing without their scales"
+    ) as caught:
+        MOVES[move](source, tmp_path / "out")
+    assert method in caught.value.message
+    assert ("--dequantize" in str(caught.value.hint)) == (method in ("fp8", "mxfp4"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("move", ["preshard", "consolidate"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
+def test_what_cannot_be_made_plain_is_refused_all_the_same(method: str, move: str, tmp_path: Path) -> None:
+    source = source_of(method, tmp_path / "hub")
+    with pytest.raises(LayoutError, match=rf"^quantised: .*{method}"):
+        MOVES[move](source, tmp_path / "out", dequantize=True)
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_what_only_describes_it_goes_on(method: str, tmp_path: Path) -> None:
+    source = source_of(method, tmp_path / "hub")
+    assert shardkit.inspect(source).tensors
+    shardkit.write_manifest(source)
+    assert shardkit.verify(source).ok
+    assert shardkit.diff(source, source).is_equal
+
+
+@pytest.mark.parametrize("architecture", QUANTISED, ids=lambda each: each.name)
+def test_consolidate_makes_a_plain_hub_model(architecture: Any, tmp_path: Path) -> None:
+    source = quantise(architecture, tmp_path / "hub")
+    done = shardkit.consolidate(source, tmp_path / "out", dequantize=True)
+    assert any("quantization_config" in note for note in done.notes)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization_config" not in config
+    plain = getattr(transformers, config["architectures"][0]).from_pretrained(tmp_path / "out", dtype="auto")
+    for name, tensor in by_transformers(source).items():
+        found = plain.state_dict()[name]
+        assert found.dtype == tensor.dtype, name
+        assert raw(found) == raw(tensor), name
+
+
+def test_what_was_trained_of_a_quantised_base_has_its_names_and_a_plain_config(tmp_path: Path) -> None:
+    source = quantise(QWEN3, tmp_path / "hub")
+    trained = {name: tensor + 1 for name, tensor in by_transformers(source).items()}
+    with quiet():
+        dcp.save({"model": trained}, checkpoint_id=tmp_path / "run", no_dist=True)
+    done = shardkit.consolidate(tmp_path / "run", tmp_path / "out", base=source, dtype="base")
+    assert not done.warnings
+    stored = load_file(tmp_path / "out/model.safetensors")
+    assert stored.keys() == {name for name in load_file(source / "model.safetensors") if "scale" not in name}
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in stored.items())
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
