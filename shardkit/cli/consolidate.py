@@ -34,6 +34,7 @@ Examples:
 )
 @click.option("--base-revision", metavar="REV", help="Branch, tag or commit of a repo id.")
 @opt.dtype("--dtype", "base", help="Convert floating tensors; base: each as it is stored in the base.")
+@opt.dtype_rules
 @opt.dequantize
 @click.option(
     "--max-shard-size",

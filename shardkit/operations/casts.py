@@ -171,21 +171,30 @@ class Dtypes:
 
 
 def choose_dtypes(
-    catalog: Catalog, names: Mapping[str, str], dtype: str, base: Base | None, directory: str
+    held: Mapping[str, DType],
+    names: Mapping[str, str],
+    dtype: str,
+    rules: Iterable[DtypeRule],
+    base: Base | None,
+    directory: str,
 ) -> Dtypes:
     """Return the dtype that each tensor is stored in, and what to tell about it.
 
     Only floating tensors whose values stand for themselves are converted: no integers, no fp8 and no fp4.
 
     Args:
-        catalog: of the checkpoint.
+        held: dtypes in the checkpoint, by name in the output.
         names: stored name -> name in the output.
         dtype: one of CHOICES.
+        rules: other dtypes for some tensors.
         base: the model before it was trained, if it is known.
         directory: the checkpoint, in which a manifest may lie.
+
+    Raises:
+        UsageError: a rule matches no floating tensor; lists all such.
     """
-    held = {name: catalog.tensors[source].dtype for source, name in names.items()}
-    chosen, notes = _choose(held, names, dtype, base, directory)
+    chosen, notes = _choose(dict(held), names, dtype, base, directory)
+    chosen = apply_rules(rules, held, chosen)
     return Dtypes(chosen=chosen, notes=tuple(notes), warnings=tuple(_narrowed(held, chosen, base)))
 
 

@@ -161,7 +161,7 @@ def test_options_reach_the_library(run, monkeypatch):
         lambda *args, **options: seen.update(options, args=args) or RESULT,
     )
     flags = (
-        "--base org/m --base-revision r --dtype base --max-shard-size 1GB --single-file --weights ema --root a.b "
+        "--base org/m --base-revision r --dtype base --dtype-rule g*=fp32 --max-shard-size 1GB --single-file --weights ema --root a.b "
         "--strip-prefix p --strip-prefix q --add-prefix z --rename a=b --rename c=d --include i* --exclude e* "
         "--allow-missing --allow-unexpected --keys k.toml --ask-class off --dequantize --merge-lora --adapter-config f --check --manifest --push-to-hub me/m "
         "--private --branch dev --overwrite --strict --follow-links -n --no-resume --digest none --jobs 3 --max-memory 1GB --json"
@@ -174,6 +174,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "base": "org/m",
         "base_revision": "r",
         "dtype": "base",
+        "dtype_rules": ("g*=fp32",),
         "max_shard_size": "1GB",
         "single_file": True,
         "weights": "ema",

@@ -23,6 +23,7 @@ SURFACE = {
         "--digest",
         "--dry-run",
         "--dtype",
+        "--dtype-rule",
         "--exclude",
         "--follow-links",
         "--include",

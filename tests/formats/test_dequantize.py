@@ -14,7 +14,8 @@ import transformers
 from safetensors.torch import load_file
 
 import shardkit
-from shardkit.errors import LayoutError
+from shardkit.errors import LayoutError, UsageError
+from shardkit.files import manifest
 from tests.bits import raw
 from tests.formats.dcp.samples import quiet
 from tests.models.quantised import GPT_OSS, QUANTISED, QWEN3, by_transformers, quantise
@@ -94,3 +95,23 @@ def test_what_was_trained_of_a_quantised_base_has_its_names_and_a_plain_config(t
     assert stored.keys() == {name for name in load_file(source / "model.safetensors") if "scale" not in name}
     assert all(torch.equal(tensor, trained[name]) for name, tensor in stored.items())
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def test_rules_give_some_tensors_another_dtype(tmp_path: Path) -> None:
+    """Each product is rounded once: those in fp32 are not rounded to bf16 before."""
+    source = quantise(QWEN3, tmp_path / "hub")
+    rules = ["*.q_proj.weight=fp32", "model.norm.weight=fp16"]
+    shardkit.consolidate(source, tmp_path / "out", dequantize=True, dtype_rules=rules, manifest=True)
+    stored, wide = load_file(tmp_path / "out/model.safetensors"), by_transformers(source, torch.float32)
+    found = {name: tensor for name, tensor in stored.items() if tensor.dtype != torch.bfloat16}
+    assert len(found) == 2 + 1
+    assert found.pop("model.norm.weight").dtype == torch.float16
+    assert all(raw(tensor) == raw(wide[name]) for name, tensor in found.items())
+    said = manifest.read(str(tmp_path / "out"))
+    assert isinstance(said, manifest.HubModel)
+    assert (said.dequantized, said.dtype_rules) == (
+        "fp8",
+        (("*.q_proj.weight", "fp32"), ("model.norm.weight", "fp16")),
+    )
+    with pytest.raises(UsageError, match="1 glob of --dtype-rule match no floating tensor"):
+        shardkit.consolidate(source, tmp_path / "other", dequantize=True, dtype_rules=["lost*=fp32"])

@@ -20,7 +20,7 @@ from shardkit.formats.dequantize import plain_base, take_plain
 from shardkit.formats.hub.base import find_base, open_base
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
-from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as
+from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
 from shardkit.operations.destination import is_hub_model, write_sidecar
@@ -40,6 +40,7 @@ def consolidate(
     base: str | os.PathLike[str] | None = None,
     base_revision: str | None = None,
     dtype: str = "keep",
+    dtype_rules: Sequence[str] = (),
     max_shard_size: str | int | None = None,
     single_file: bool = False,
     weights: str = "model",
@@ -87,6 +88,8 @@ def consolidate(
         base_revision: branch, tag or commit of a repo id.
         dtype: "keep", "base" (as the base stores each tensor), "bf16", "fp16" or "fp32"; only floating tensors
             are converted.
+        dtype_rules: "GLOB=fp32" for other dtypes of some tensors, by their names in the output. The last that matches
+            wins; each must match.
         max_shard_size: most bytes of tensors in a file, as a number or as "5GB". None divides them over files as a base
             on this machine does, if it has the same tensors in the same dtypes; otherwise it is 5GB.
         single_file: one file, whatever its size.
@@ -152,6 +155,7 @@ def consolidate(
         allow_missing=allow_missing,
         allow_unexpected=allow_unexpected,
         dtype=dtype,
+        dtype_rules=parse_rules(dtype_rules),
         max_shard_bytes=_shard_limit(_SHARD_SIZE if max_shard_size is None else max_shard_size, single_file),
         follows_base=max_shard_size is None and not single_file,
         digest=digest,
@@ -243,7 +247,7 @@ def _consolidate(
     writer.warn(resolved.warnings)
     path = writer.check_destination(request.output or default_output(resolved.path), resolved.path)
     sidecar = recording.check_file([path, resolved.path], overwrite=writer.writing.overwrite)
-    plain = dequantized_as(options.dtype, ())
+    plain = dequantized_as(options.dtype, options.dtype_rules)
     opened = take_plain(taken.open(), dequantize=request.dequantize, dtype=plain)
     given = request.base
     base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)

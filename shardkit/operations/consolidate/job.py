@@ -46,7 +46,7 @@ from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.layout.traced import Answer, ModelNames, ask_hub_form, ask_names, may_differ_in_memory
 from shardkit.operations.apart import take_apart
-from shardkit.operations.casts import check_choice, choose_dtypes
+from shardkit.operations.casts import DtypeRule, check_choice, choose_dtypes, held_dtypes
 from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate.adapter import Chosen, choose_tensors
 from shardkit.operations.consolidate.assets import (
@@ -88,6 +88,8 @@ class JobOptions:
     """There may be tensors that the base does not have."""
     dtype: str = "keep"
     """"keep", "base", "bf16", "fp16" or "fp32"."""
+    dtype_rules: tuple[DtypeRule, ...] = ()
+    """Other dtypes for some tensors, by their names in the output."""
     max_shard_bytes: int | None = None
     """Most bytes of tensors in a file; None makes one file."""
     follows_base: bool = False
@@ -150,7 +152,9 @@ class ConsolidateJob:
             root=self.selection.root,
             key_rules=tuple(map(tuple, (*self.selection.stripped, *self.selection.renamed))),
             ties=tuple((kept, dropped) for dropped, kept in self.ties.dropped.items()),
+            dequantized=self.checkpoint.dequantized.method if self.checkpoint.dequantized else None,
             dtype=self.options.dtype,
+            dtype_rules=tuple((rule.glob, rule.dtype) for rule in self.options.dtype_rules) or None,
             digest=self.options.digest,
             tensors={
                 tensor.fqn: manifest.HubTensor(
@@ -190,7 +194,8 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
     chosen = replace(chosen, names=_in_order(chosen.names, _base_shapes(base)) or chosen.names)
     names = {source: name for source, name in chosen.names.items() if name not in ties.dropped}
     selection = selection.written_as(list(names.values()), _base_shapes(base))
-    dtypes = choose_dtypes(catalog, names, options.dtype, base, checkpoint.path)
+    held = held_dtypes(catalog, {name: each for each, name in names.items()}, checkpoint.dequantized, {})
+    dtypes = choose_dtypes(held, names, options.dtype, options.dtype_rules, base, checkpoint.path)
     tensors = tuple(
         OutputTensor(name, source, dtypes.chosen[name], catalog.tensors[source].shape)
         for source, name in names.items()
