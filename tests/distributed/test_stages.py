@@ -6,12 +6,14 @@ transformers 5.23 splits a model into stages, but combines that with nothing els
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import shardkit
@@ -22,6 +24,7 @@ from tests.distributed.parallel import (
     check_regions,
     check_stock,
     loaded_by_transformers,
+    local,
     made_mesh,
     mine,
     preshard_all,
@@ -34,10 +37,12 @@ OURS = [
     Case("deep", mesh)
     for mesh in ("pp=2,dp_replicate=2,dp_shard=2", "pp=4,dp_shard=2", "pp=2,dp_shard=2,tp=2")
 ]
+TIED = Case("deep-tied", "pp=2,dp_shard=4")
+"""The first stage has the embedding, the last one the head."""
 
 
 def every_case(out: Path) -> None:
-    preshard_all((*THEIRS, *OURS), out)
+    preshard_all((*THEIRS, *OURS, TIED), out)
 
 
 four = Ranks(__name__, 4, first=every_case)
@@ -90,21 +95,73 @@ def test_what_stages_save_is_one_checkpoint(out: Path) -> None:
 
 
 @four.test
-def test_load_into_says_how_a_stage_is_loaded(out: Path) -> None:
+def test_load_into_fills_a_stage(out: Path) -> None:
     (case, _) = THEIRS
     model = loaded_by_transformers(case, out)
     for source in (case.label, case.name):
-        with pytest.raises(shardkit.LayoutError, match="a stage of a pipeline loads its own with stock"):
-            shardkit.load_into(model, out / source)
+        truth = blank(model.state_dict())
+        shardkit.load_into(model, out / source)
+        assert wrong(model.state_dict(), truth) == set()
+
+
+@four.test
+def test_what_no_stage_has_is_unexpected(out: Path) -> None:
+    (case, _) = THEIRS
+    model = loaded_by_transformers(case, out)
+    last = model.model.layers._modules.pop("4", None)
+    assert any(on_all(last is not None))
+    with pytest.raises(shardkit.LayoutError, match=r"differ in \d+ places") as caught:
+        shardkit.load_into(model, out / case.name)
+    assert all("model.layers.4." in line for line in caught.value.problems)
 
 
 @eight.test_each({case.label: case for case in OURS})
 def test_stock_load_fills_stages_of_ones_own(case: Case, out: Path) -> None:
     """Each stage is a model with its own layers alone, sharded over the ranks of the stage."""
-    mesh = made_mesh("cpu", (case.parsed.pp, *case.parsed.shape), mesh_dim_names=("pp", *case.parsed.names))
-    stage, num_stages = mesh.get_local_rank("pp"), case.parsed.pp
     model = CLASSES["deep"].from_pretrained(out / "deep")
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    mesh = wrapped_stage(model, case)
+    stage = mesh.get_local_rank("pp")
+    state = model.state_dict()
+    truth = blank(state)
+    dcp.load(state, checkpoint_id=out / case.label)
+    assert wrong(state, truth) == set()
+    assert mine(case, out, whole).keys() == state.keys()
+    stored = dcp.FileSystemReader(out / case.label).read_metadata().storage_data
+    files = {place.relative_path for index, place in stored.items() if index.fqn in state}
+    assert files <= {f"__{rank}_0.distcp" for rank in mesh.mesh[stage].flatten().tolist()}
+
+
+@eight.test_each({case.label: case for case in (*OURS, TIED)})
+def test_three_phases_of_stages(case: Case, out: Path) -> None:
+    """All ranks prepare the whole model on meta, and each keeps its stage."""
+    for source in (case.label, case.name):
+        context = shardkit.prepare(str(out / case.name), str(out / source))
+        wrapped_stage(context.model, case)
+        model = shardkit.finalize(context.model, context)
+        truth = CLASSES[case.name].from_pretrained(out / case.name)
+        wrapped_stage(truth, case)
+        held = {name: local(tensor) for name, tensor in truth.state_dict().items()}
+        assert wrong(model.state_dict(), held) == set()
+
+
+@eight.test
+def test_what_is_lost_within_a_stage_is_named(out: Path) -> None:
+    case = OURS[1]
+    context = shardkit.prepare(str(out / "deep"), str(out / "deep"))
+    mesh = wrapped_stage(context.model, case)
+    if dist.get_rank() == 7:
+        del context.model.model.norm
+    with pytest.raises(shardkit.IntegrityError) as caught:
+        shardkit.finalize(context.model, context)
+    assert mesh.size() == 8
+    assert "model.norm.weight: was prepared and is not in the wrapped model" in str(caught.value)
+
+
+def wrapped_stage(model: Any, case: Case) -> DeviceMesh:
+    """Leave a model with the layers of this rank's stage, and shard them over the ranks of the stage."""
+    mesh = made_mesh("cpu", (case.parsed.pp, *case.parsed.shape), mesh_dim_names=("pp", *case.parsed.names))
+    stage, num_stages = mesh.get_local_rank("pp"), case.parsed.pp
     for at in range(5):
         if min(at // (5 // num_stages), num_stages - 1) != stage:
             del model.model.layers._modules[str(at)]
@@ -119,11 +176,4 @@ def test_stock_load_fills_stages_of_ones_own(case: Case, out: Path) -> None:
         for layer in model.model.layers:
             fully_shard(layer, mesh=data)
         fully_shard(model, mesh=data)
-    state = model.state_dict()
-    truth = blank(state)
-    dcp.load(state, checkpoint_id=out / case.label)
-    assert wrong(state, truth) == set()
-    assert mine(case, out, whole).keys() == state.keys()
-    stored = dcp.FileSystemReader(out / case.label).read_metadata().storage_data
-    files = {place.relative_path for index, place in stored.items() if index.fqn in state}
-    assert files <= {f"__{rank}_0.distcp" for rank in mesh.mesh[stage].flatten().tolist()}
+    return mesh

@@ -150,7 +150,7 @@ def _in_rows_order(wanted: Sequence[Wanted], rows: Sequence[Any]) -> list[list[W
         raise LayoutError(
             "the ranks' models have other tensors or dtypes than the source rank's",
             problems=sorted(differ),
-            hint="every rank must build and wrap the same model",
+            hint="every rank must build and wrap the same model; stages of a pipeline read for themselves: strategy='direct'",
         )
     return [by_fqn[row[0]] for row in rows]
 

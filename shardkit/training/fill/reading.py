@@ -96,6 +96,8 @@ class Weights:
     identity: str
     """Hex digest that is the same for every copy of these weights, whatever its path and times: of the
     manifest, or of sizes and headers."""
+    source_identity: str = ""
+    """The same digest of the source alone, whatever of it this model has: stages of a pipeline have different parts."""
     unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of every weight of the source that the model has no place for, by its stored name."""
     made: frozenset[str] = frozenset()

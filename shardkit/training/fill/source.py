@@ -220,6 +220,7 @@ def find_weights(
         names={**found.names, **{fqn: made_name(fqn, stored.names) for fqn in found.converted}},
         made_of=made,
         identity=_digest([stored.identity(catalog), _samples(catalog)]),
+        source_identity=_digest([stored.identity(Catalog(format="", directory=""))]),
         unused={name: shapes[name] for name in found.unused},
         made=frozenset(found.made),
         follows_class=found.is_transformers,

@@ -92,6 +92,7 @@ def check_fit(
     missing: Missing = "error",
     grown: Mapping[str, int] | None = None,
     initialises: bool = True,
+    elsewhere: Collection[str] = (),
 ) -> Fit:
     """Compare names, shapes and dtypes of a model with its source.
 
@@ -104,6 +105,7 @@ def check_fit(
             have weights that the model lacks, such as another head, but not in numbered blocks.
         grown: FQN -> rows that the model had, for tensors that `align_vocab` made longer.
         initialises: the caller has a `missing` argument, for the hint.
+        elsewhere: stored names for which the models of other ranks have a place, as stages of a pipeline do.
 
     Raises:
         LayoutError: the source is quantised, stores modules in pieces that the model holds fused, or differs;
@@ -124,7 +126,8 @@ def check_fit(
     lacking = [fqn for fqn in absent if fqn not in made]
     initialised = _choose(sides, lacking, missing)
     may_leave_out = missing != "error" or (weights.follows_class and not lacking)
-    unexpected = [name for name in weights.unused if not may_leave_out or _IN_BLOCK.search(name)]
+    unused = [name for name in weights.unused if name not in elsewhere]
+    unexpected = [name for name in unused if not may_leave_out or _IN_BLOCK.search(name)]
     problems = _problems(sides, [fqn for fqn in lacking if fqn not in initialised], unexpected)
     rows, wrong = _compare(sides, grown or {})
     if problems or wrong:
@@ -142,8 +145,8 @@ def check_fit(
         )
     if made:
         notes.append(f"not in the source, the model computes them: {listed(made)}")
-    if weights.unused:
-        notes.append(f"in the source, not in the model: {listed(weights.unused)}")
+    if unused:
+        notes.append(f"in the source, not in the model: {listed(unused)}")
     return Fit(initialised=frozenset((*initialised, *made)), grown=rows, notes=tuple(notes))
 
 
@@ -309,11 +312,6 @@ def _hint(
     *,
     initialises: bool,
 ) -> str:
-    if not lacking and not wrong and any(_IN_BLOCK.search(name) for name in unexpected):
-        return (
-            "the model has fewer blocks than the source; a stage of a pipeline loads its own with stock dcp.load, from "
-            "what preshard --mesh pp=... wrote"
-        )
     if (lacking or unexpected) and not initialises:
         return "prepare(..., missing=...) and finalize take a source with other heads or without adapters"
     if lacking and missing == "error":
