@@ -4,8 +4,9 @@
 
 DIRECTORY gets a generated Qwen3-MoE with single experts, its pre-sharded form, where they are fused, and in turn
 every output: three times the model's size. Whole processes are timed, from their start to the end of a `sync`,
-with the child that asks transformers how the experts are fused. Each has a cp of its own just before it, in every
-second round just after, and medians are printed. Peak memory is the kernel's high-water mark of the process, or
+with the child that asks transformers how the experts are fused; `--dry-run` is all that comes before bytes move,
+a constant. Each has a cp of its own source just before it, in every second round just after, and medians are
+printed. Peak memory is the kernel's high-water mark of the process, or
 of its child if that is larger.
 """
 
@@ -63,16 +64,18 @@ def main() -> None:
     print(f"file system: {run(['stat', '-f', '-c', '%T', str(work)]).strip()}, cores: {os.cpu_count()}")
     preshard = ["preshard", str(model), "--world-size", "8"]
     whole(preshard, sharded)
-    variants: dict[str, Variant] = {
-        "preshard": partial(whole, preshard),
-        "consolidate": partial(whole, ["consolidate", str(sharded), "--base", str(model)]),
-    }
-    rows = alternate(model, work / "output", variants, args.runs)
-    print(f"{'':12} {'seconds':>8} {'to cp':>6} {'(min-max)':>12} {'cpu s':>6} {'peak MiB':>9}")
-    print(f"{'cp -r':12} {copies(rows)}")
-    for name, row in rows.items():
-        peak = median(row, "peak_bytes") / 2**20
-        print(f"{name:12} {seconds_and_ratio(row)} {median(row, 'cpu_s'):6.1f} {peak:9.0f}")
+    print(f"{'':22} {'seconds':>8} {'to cp':>6} {'(min-max)':>12} {'cpu s':>6} {'peak MiB':>9}")
+    consolidate = ["consolidate", str(sharded), "--base", str(model)]
+    for source, command in ((model, preshard), (sharded, consolidate)):
+        variants: dict[str, Variant] = {
+            command[0]: partial(whole, command),
+            f"{command[0]} --dry-run": partial(whole, [*command, "--dry-run"]),
+        }
+        rows = alternate(source, work / "output", variants, args.runs)
+        print(f"{'cp -r':22} {copies(rows)}")
+        for name, row in rows.items():
+            peak = median(row, "peak_bytes") / 2**20
+            print(f"{name:22} {seconds_and_ratio(row)} {median(row, 'cpu_s'):6.1f} {peak:9.0f}")
     shutil.rmtree(work)
 
 
