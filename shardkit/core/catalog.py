@@ -132,6 +132,8 @@ class SourceFile:
     compute: Computation | None = None
     """Gives the bytes piece by piece, where they are computed from other files of the catalog. Such a file has `decode`
     too, for all of it."""
+    is_converted: bool = False
+    """`decode` makes the bytes of other files of the catalog: they count where they are read from."""
     checksums: Checksums | None = None
     """Checksums to compare the bytes at `path` with; None if nothing is recorded."""
     is_proved: bool = False

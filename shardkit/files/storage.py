@@ -227,7 +227,11 @@ def can_share_extents(catalog: Catalog, directory: str) -> bool:
     Tries it, with the first block of one file of each device and files without a name, so that nothing is
     left behind. Equal device numbers are no condition: each subvolume of Btrfs has its own, and shares.
     """
-    files = [file for file in catalog.files if file.size >= BLOCK and file.compute is None]
+    files = [
+        file
+        for file in catalog.files
+        if file.size >= BLOCK and file.compute is None and not file.is_converted
+    ]
     if not files or any(file.decode for file in files):
         return False
     try:

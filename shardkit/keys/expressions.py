@@ -10,6 +10,7 @@ stored tensor each element of a target is. It is a tree:
     Permuted  dims in another order
     Reshaped  the same elements, counted row-major, in another shape
     Zeros     padding
+    Opaque    what code of others makes of whole tensors; only at the root
 
 Only the functions `cut`, `concat`, `stack`, `permute` and `reshape` make nodes. They keep trees in a simple form:
 cuts sink to the leaves, and what changes nothing is left out. So the parts of a tree that only put boxes side by
@@ -19,7 +20,7 @@ side are found (`pieces`), and their bytes need not be touched one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -89,7 +90,23 @@ class Zeros:
     shape: Shape
 
 
-Expression = Stored | Cut | Concat | Permuted | Reshaped | Zeros
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """What a converter of transformers makes of whole tensors, by operations that are not known here.
+
+    Targets of equal `group` and `parts` are made together.
+    """
+
+    target: str
+    """Its name in the model of transformers."""
+    group: str
+    """Name in the model of the first tensor that is made together with it: what the converter is called with."""
+    parts: tuple[tuple[str, Expression], ...]
+    """(name that the converter sees, the tensor), in the converter's order; at least one."""
+    shape: Shape
+
+
+Expression = Stored | Cut | Concat | Permuted | Reshaped | Zeros | Opaque
 
 
 def cut(of: Expression, region: Region) -> Expression:
@@ -374,10 +391,17 @@ def leaves(of: Expression) -> Iterator[Stored]:
                 yield from leaves(part)
         case Cut() | Permuted() | Reshaped():
             yield from leaves(of.of)
+        case Opaque():
+            for _, part in of.parts:
+                yield from leaves(part)
 
 
 def locate(of: Expression, index: Sequence[int]) -> tuple[str, Shape] | None:
-    """Return which element of which stored tensor an element is; None for padding."""
+    """Return which element of which stored tensor an element is; None for padding.
+
+    Raises:
+        ValueError: that is not known.
+    """
     match of:
         case Stored():
             return of.name, tuple(index)
@@ -400,6 +424,8 @@ def locate(of: Expression, index: Sequence[int]) -> tuple[str, Shape] | None:
             return locate(of.of, below[::-1])
         case Zeros():
             return None
+        case Opaque():
+            raise ValueError(_NOT_KNOWN)
 
 
 def read_regions(of: Expression, region: Region) -> Iterator[tuple[str, Region]]:
@@ -421,6 +447,9 @@ def read_regions(of: Expression, region: Region) -> Iterator[tuple[str, Region]]
             yield from read_regions(of.of, below)
         case Reshaped():
             yield from read_regions(of.of, cover(of.of.shape, of.shape, region)[0])
+        case Opaque():
+            for _, part in of.parts:
+                yield from read_regions(part, full_region(part.shape))
 
 
 def made_name(target: str, stored: Container[str]) -> str:
@@ -452,6 +481,11 @@ def _rebuilt(of: Expression, make: Callable[[Stored], Expression]) -> Expression
             return reshape(_rebuilt(of.of, make), of.shape)
         case Zeros():
             return of
+        case Opaque():
+            return replace(of, parts=tuple((name, _rebuilt(part, make)) for name, part in of.parts))
+
+
+_NOT_KNOWN = "transformers' own code makes it, by operations that shardkit does not know"
 
 
 class Occurrence(NamedTuple):
@@ -486,6 +520,8 @@ def occurrences(of: Expression, target: Expression) -> Iterator[Occurrence]:
             yield from occurrences(of.of, permute(target, _inverse(of.dims)))
         case Reshaped():
             yield from occurrences(of.of, reshape(target, of.of.shape))
+        case Opaque():
+            raise ValueError(_NOT_KNOWN)
 
 
 def assemble(shape: Shape, parts: Sequence[tuple[Region, Expression]]) -> Expression | None:
@@ -544,6 +580,9 @@ def to_json(of: Expression) -> Any:
             return {"reshape": to_json(of.of), "shape": list(of.shape)}
         case Zeros():
             return {"zeros": list(of.shape)}
+        case Opaque():
+            parts = [[name, to_json(part)] for name, part in of.parts]
+            return {"opaque": of.target, "group": of.group, "of": parts, "shape": list(of.shape)}
 
 
 _KEYS = {
@@ -553,6 +592,7 @@ _KEYS = {
     "permute": ("dims",),
     "reshape": ("shape",),
     "zeros": (),
+    "opaque": ("group", "of", "shape"),
 }
 _MAX_DEPTH = 32
 
@@ -570,6 +610,8 @@ def from_json(content: Any, depth: int = 0) -> Expression:
         if not isinstance(content[kind], str):
             raise ValueError("a stored tensor without a name")
         return Stored(content[kind], _numbers(content["shape"]))
+    if kind == "opaque":
+        return _opaque_from_json(content, depth)
     if kind == "zeros":
         return Zeros(_numbers(content[kind]))
     if kind == "concat":
@@ -584,6 +626,22 @@ def from_json(content: Any, depth: int = 0) -> Expression:
         if kind == "permute"
         else reshape(below, _numbers(content["shape"]))
     )
+
+
+def _opaque_from_json(content: Any, depth: int) -> Opaque:
+    parts = content["of"]
+    if (
+        depth
+        or not isinstance(content["opaque"], str)
+        or not isinstance(content["group"], str)
+        or not isinstance(parts, list)
+        or not all(isinstance(each, list) and len(each) == 2 and isinstance(each[0], str) for each in parts)
+    ):
+        raise ValueError("not what a converter makes of stored tensors")
+    found = tuple((name, from_json(part, depth + 1)) for name, part in parts)
+    if not any(True for _, part in found for _ in leaves(part)):
+        raise ValueError("made of no stored tensor")
+    return Opaque(content["opaque"], content["group"], found, _numbers(content["shape"]))
 
 
 def _numbers(values: Any) -> Shape:

@@ -5,8 +5,8 @@ order of the keys, the config and the model. So nothing is read off that list: t
 tensors without memory that have the names and shapes of the files, and every operation that they carry out is
 noted. What they make is then known as expressions of the stored tensors, and bytes can be moved accordingly.
 
-An operation that does more than cut, put together and reorder is not known here. Then nothing is said of what it
-makes, but its name.
+An operation that does more than cut, put together and reorder is not known here. What it makes is opaque: the
+converter itself makes it, of whole real tensors (`carry_out`).
 
 This module alone knows transformers' own interfaces for it: get_model_conversion_mapping (5.0 to 5.23),
 WeightRenaming and WeightConverter.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from shardkit._torch import DispatchMode, class_before_sharding
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError
-from shardkit.keys.expressions import Expression, Stored, Zeros, concat, cut, permute, reshape, stack
+from shardkit.keys.expressions import Expression, Opaque, Stored, Zeros, concat, cut, permute, reshape, stack
 from shardkit.keys.names import natural
 from shardkit.layout.classes import meta_twins
 
@@ -294,18 +294,20 @@ class Conversions(NamedTuple):
                 each group of tensors that are converted together.
             shapes: by stored name.
         """
-        by_pattern = {pattern: each for each in self.converters for pattern in each.source_patterns}
         made, failed = dict[str, Expression](), dict[str, str]()
         for fqn, names in groups.items():
-            converter = None
+            parts = tuple(
+                (names[name], Stored(name, tuple(shapes[name])))
+                for name in sorted(names, key=lambda name: natural(names[name]))
+            )
+            seen = [name for name, _ in parts]
             with Lowering() as lowering:
-                for name in sorted(names, key=lambda name: natural(names[name])):
-                    _, pattern = self.rename(names[name])
-                    converter = converter or copy.deepcopy(by_pattern[pattern])
-                    converter.add_tensor(fqn, names[name], pattern, lowering.stored(name, shapes[name]))
                 try:
-                    assert converter is not None
-                    values = _run(converter, fqn, model)
+                    tensors = [lowering.stored(part.name, part.shape) for _, part in parts]
+                    values = self.make(model, fqn, seen, tensors)
+                    found = {target: lowering.expression(tensor) for target, tensor in values.items()}
+                    opaque = [target for target, expression in found.items() if expression is None]
+                    changed = self._of_other_dtype(model, fqn, parts) if opaque else set()
                 except (
                     Exception
                 ) as error:  # an operation may raise anything for tensors that do not fit together
@@ -313,15 +315,75 @@ class Conversions(NamedTuple):
                         f"cannot be made of what is there: {escape(str(error).partition(chr(10))[0])}"
                     )
                     continue
-            for target, value in values.items():
-                tensor = value[0] if isinstance(value, list) else value
-                found = lowering.expression(tensor)
-                if found is None:
+            made |= {target: expression for target, expression in found.items() if expression is not None}
+            for target in opaque:
+                if target in changed:
                     said = ", ".join(dict.fromkeys(lowering.unknown)) or "it is not made of stored tensors"
-                    failed[target] = f"is computed by operations that shardkit does not know: {said}"
+                    failed[target] = f"is computed in another dtype than it is stored in: {said}"
                 else:
-                    made[target] = found
+                    made[target] = Opaque(target, fqn, parts, tuple(values[target].shape))
         return Conversion(made=made, failed=failed)
+
+    def make(
+        self, model: nn.Module, group: str, names: Sequence[str], tensors: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Run the converter of a group; return what it makes, by name in the model.
+
+        Args:
+            model: of transformers.
+            group: name in the model of the first tensor that it makes.
+            names: of the tensors, as the converter sees them, in natural order.
+            tensors: of these names.
+
+        Raises:
+            Exception: anything that an operation may raise.
+        """
+        by_pattern = {pattern: each for each in self.converters for pattern in each.source_patterns}
+        converter = None
+        for name, tensor in zip(names, tensors, strict=True):
+            _, pattern = self.rename(name)
+            assert pattern is not None
+            converter = converter or copy.deepcopy(by_pattern[pattern])
+            converter.add_tensor(group, name, pattern, tensor)
+        assert converter is not None
+        values = _run(converter, group, model)
+        return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
+
+    def _of_other_dtype(self, model: nn.Module, group: str, parts: Sequence[tuple[str, Stored]]) -> set[str]:
+        """Return the targets that a converter makes in another dtype than that of the tensors it is given."""
+        changed = set[str]()
+        for dtype in (torch.float32, torch.bfloat16):
+            tensors = [torch.empty(part.shape, device="meta", dtype=dtype) for _, part in parts]
+            values = self.make(model, group, [name for name, _ in parts], tensors)
+            changed |= {target for target, value in values.items() if value.dtype is not dtype}
+        return changed
+
+
+def carry_out(model: nn.Module, made: Opaque, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Make the tensors of a group by transformers' own code, as `from_pretrained` does.
+
+    Args:
+        model: of transformers; on any device.
+        made: one of the group.
+        values: those of its parts, on the CPU.
+
+    Returns:
+        All of the group by name in the model.
+
+    Raises:
+        LayoutError: the converter fails, or this transformers has none.
+    """
+    found = Conversions.of(model)
+    try:
+        if found is None:
+            raise LayoutError("this transformers is older than 5.0")
+        with torch.no_grad():
+            return found.make(model, made.group, [name for name, _ in made.parts], values)
+    except Exception as error:  # an operation may raise anything
+        said = escape(str(error).partition(chr(10))[0])
+        raise LayoutError(
+            f"transformers cannot make {escape(made.target)} of what is stored: {said}"
+        ) from error
 
 
 def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:

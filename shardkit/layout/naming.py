@@ -90,7 +90,7 @@ def match_names(
     targets, computed_names = _Targets(wanted), set(computed)
     cleaned = {name: join(clean(shown)) for name, shown in stored.items()}
     cleaned = {name: cleaned[name] for name in sorted(cleaned, key=lambda name: natural(cleaned[name]))}
-    root = _transformers_root(model)
+    root = transformers_root(model)
     prefixes = _prefixes(cleaned.values(), targets, root)
     found = _match(cleaned, targets, prefixes, _Renamed)
     conversions = Conversions.of(root[1]) if root is not None else None
@@ -139,7 +139,7 @@ class _Targets:
         return []
 
 
-def _transformers_root(model: nn.Module | None) -> tuple[str, nn.Module] | None:
+def transformers_root(model: nn.Module | None) -> tuple[str, nn.Module] | None:
     """Return the outermost transformers model in a model, and its path there by the base's names."""
     for path, module in model.named_modules() if model is not None else ():
         if is_transformers(module):

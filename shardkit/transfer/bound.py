@@ -3,7 +3,7 @@
 `bind` gives each target its own chunks. Where an expression puts boxes of stored tensors side by side, a chunk
 points at the stored bytes, and they move like any others. What is reordered becomes a file that exists only while
 it is read: any range of it is computed from the boxes that it needs, and no more memory is taken than for a few
-times that range.
+times that range. What a converter of transformers makes by operations that are not known is made whole (`converted`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shardkit.core.regions import (
     blocks,
     flat_offset,
     flat_range_boxes,
+    full_region,
     intersect,
     is_contiguous,
     relative_to,
@@ -33,6 +34,7 @@ from shardkit.keys.expressions import (
     Concat,
     Cut,
     Expression,
+    Opaque,
     Permuted,
     Piece,
     Reshaped,
@@ -42,6 +44,7 @@ from shardkit.keys.expressions import (
     leaves,
     pieces,
 )
+from shardkit.transfer.converted import Convert, Converted, opaque_groups
 from shardkit.transfer.sources import SourceFiles
 
 if TYPE_CHECKING:
@@ -54,31 +57,52 @@ _SPAN_NBYTES = 4 << 20  # read so at a time
 _TILE = 128  # elements
 
 
-def bind(catalog: Catalog, targets: Mapping[str, Expression]) -> Catalog:
+def bind(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert | None = None) -> Catalog:
     """Return a catalog of raw extents that has targets beside the tensors of another.
 
     Args:
         catalog: of raw extents.
         targets: what each further tensor is made of, by its name, which is none of the catalog's.
+        convert: runs the converters of transformers that make opaque targets.
 
     Raises:
-        LayoutError: an expression needs a tensor that is not there or has another shape, or tensors of several
-            dtypes; lists all.
+        LayoutError: an expression needs a tensor that is not there or has another shape, tensors of several
+            dtypes, or a converter where there is none; lists all.
     """
     assert catalog.encoding == "raw"
-    _check(catalog, targets)
+    _check(catalog, targets, convert)
     bound = replace(catalog, files=list(catalog.files), tensors={}, paths=None)
     bound.chunks = type(catalog.chunks)()
     for name in catalog.tensors:
         bound.copy_tensor(catalog, name, name)
+    groups = opaque_groups(targets)
+    whole = dict[str, int]()
+    if groups:
+        assert convert is not None  # `_check`
+        converted = Converted(catalog, convert, partial(_read_whole, catalog))
+        for name, opaque in chain.from_iterable(group.items() for group in groups):
+            whole[name] = len(bound.files)
+            bound.files.append(converted.file(opaque, name))
     for name, made in targets.items():
-        _add(bound, catalog, name, made)
+        if name in whole:
+            chunk = (whole[name], 0, bound.files[whole[name]].size, full_region(made.shape))
+            bound.add_tensor(name, catalog.tensors[next(leaves(made)).name].dtype, made.shape, iter((chunk,)))
+        else:
+            _add(bound, catalog, name, made)
     return bound
 
 
-def _check(catalog: Catalog, targets: Mapping[str, Expression]) -> None:
+def _read_whole(catalog: Catalog, made: Expression, files: SourceFiles, fqn: str) -> numpy.ndarray:
+    itemsize = catalog.tensors[next(leaves(made)).name].dtype.itemsize
+    with files.reader() as reader:
+        return View(catalog, made, itemsize).box(reader, full_region(made.shape), fqn)
+
+
+def _check(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert | None) -> None:
     problems = []
     for target, made in targets.items():
+        if isinstance(made, Opaque) and convert is None:
+            problems.append(f"{escape(target)}: only the model's class in transformers makes it")
         dtypes = set[str]()
         for leaf in leaves(made):
             entry = catalog.tensors.get(leaf.name)
@@ -275,6 +299,8 @@ class View:
                         values = self._read(reader, part, relative_to(inner, place.offsets), fqn)
                         _copy(values, found[_window(relative_to(inner, region.offsets))])
                 return found
+            case Opaque():
+                raise AssertionError("an opaque tensor is whole, and a target of its own")
 
 
 def read_box(

@@ -390,7 +390,7 @@ class SourceCheck:
             has_table, is_proved = self.entries.table_of[file] >= 0, files[file].is_proved
             if not nbytes or (has_table and not looks_for_unread and not is_proved):
                 continue
-            if files[file].compute is not None:  # counted where it is computed from
+            if files[file].compute is not None or files[file].is_converted:  # counted where it is made from
                 continue
             if (file, start) in known:  # a tied name
                 continue

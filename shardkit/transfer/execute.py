@@ -208,7 +208,20 @@ class Execution:
                 for name in {images[n].name for n, _ in holes}:
                     self._scattered_runs.setdefault(name, []).append(runs)
 
-        return [partial(job, fqn) for fqn in self._plan.scattered]
+        def one_by_one(fqns: Sequence[str]) -> None:
+            for fqn in fqns:
+                job(fqn)
+
+        # What is made together follows one another, and no two groups are in memory at a time.
+        catalog, whole = self._plan.catalog, dict[str, int]()
+        for fqn in self._plan.scattered:
+            for row in catalog.tensors[fqn].chunk_ids:
+                if catalog.files[catalog.chunks.file[row]].is_converted:
+                    whole[fqn] = catalog.chunks.file[row]
+        jobs: list[Callable[[], None]] = [
+            partial(job, fqn) for fqn in self._plan.scattered if fqn not in whole
+        ]
+        return [partial(one_by_one, sorted(whole, key=whole.__getitem__)), *jobs] if whole else jobs
 
     def _task_jobs(self, sources: SourceFiles) -> list[Callable[[], None]]:
         tasks = [t for t in self._plan.tasks if self._plan.images[t.image].name not in self._skipped]

@@ -38,7 +38,7 @@ from shardkit.keys.check import (
     holds_fused_experts,
     refuse_factors,
 )
-from shardkit.keys.expressions import Expression, Stored, made_name, under_names
+from shardkit.keys.expressions import Expression, Opaque, Stored, made_name, under_names
 from shardkit.keys.names import in_order
 from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
 from shardkit.keys.rules import Binding, RuleSet, bind_names, choose_shipped
@@ -355,8 +355,24 @@ def _take_apart(chosen: Chosen, live: Mapping[str, str], derived: Mapping[str, E
     Args:
         live: name in the catalog -> name in memory.
         derived: what names in memory were made of.
+
+    Raises:
+        LayoutError: transformers' own code made some of them, which nothing here can undo; lists them all.
+        SourceError: a tensor would be there twice.
     """
     sources = {live.get(source, name): source for source, name in chosen.names.items()}
+    tensors = chosen.catalog.tensors
+    LayoutError.raise_for(
+        [
+            escape(fqn)
+            for fqn, made in derived.items()
+            if isinstance(made, Opaque) and fqn in sources and tensors[sources[fqn]].shape == made.shape
+        ],
+        "the Hub has tensors in another form, and shardkit does not know the way back: transformers' own code made "
+        "them, by operations that shardkit does not know",
+        hint="load the checkpoint into the model with shardkit.load_into, and call its save_pretrained; or leave the "
+        "tensors out with --exclude",
+    )
     apart = take_apart(chosen.catalog, sources, derived)
     if not apart.made:
         return chosen

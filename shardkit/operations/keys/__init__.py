@@ -20,7 +20,17 @@ from shardkit.files.links import may_follow_links
 from shardkit.files.strict_json import read_small
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.base import find_base, open_base
-from shardkit.keys.expressions import Concat, Cut, Expression, Permuted, Reshaped, Stored, leaves, pieces
+from shardkit.keys.expressions import (
+    Concat,
+    Cut,
+    Expression,
+    Opaque,
+    Permuted,
+    Reshaped,
+    Stored,
+    leaves,
+    pieces,
+)
 from shardkit.keys.rules import (
     Binding,
     RuleSet,
@@ -276,6 +286,9 @@ def _steps(made: Expression) -> Iterator[str]:
             case Reshaped():
                 yield f"reshape {list(made.shape)}"
                 made = made.of
+            case Opaque():
+                yield "transformers' own code"
+                return
             case _:
                 yield "zeros"
                 return

@@ -20,7 +20,7 @@ from shardkit import formats
 from shardkit.core.catalog import FileStamp
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.core.text import MIB, count, escape, listed
+from shardkit.core.text import MIB, count, escape, format_size, listed
 from shardkit.core.threads import Progress
 from shardkit.files import storage
 from shardkit.files.links import is_snapshot, may_follow_links
@@ -34,6 +34,7 @@ from shardkit.keys.expressions import Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.layout.choose import make_layout
 from shardkit.layout.layout import Layout, TensorLayout, declare
+from shardkit.layout.own_code import of_directory
 from shardkit.layout.parallel_rules import ParallelRule, data_axes, parallelise, parse_parallel_rules
 from shardkit.operations.casts import (
     DtypeRule,
@@ -62,6 +63,7 @@ from shardkit.operations.preshard.profiles import (
 )
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing, hash_plan
 from shardkit.transfer.bound import bind
+from shardkit.transfer.converted import group_nbytes, opaque_groups
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.rank_files import RankImages
 from shardkit.transfer.sources import same_bytes
@@ -455,8 +457,10 @@ def build_job(
         layout = placed_by_verl(layout)
     elif profile.name != "plain":
         check_stock(profile, layout)
+    whole = tuple(_taken_whole(model, layout))
     if layout.made:
-        model = replace(model, catalog=bind(model.catalog, layout.made))
+        convert = of_directory(model.directory, trust_remote_code=trust_remote_code)
+        model = replace(model, catalog=bind(model.catalog, layout.made, convert))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
     held = held_dtypes(model.catalog, sources, dequantized, layout.made)
@@ -513,6 +517,7 @@ def build_job(
         notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),
         warnings=(
             *not_for_stock(layout),
+            *whole,
             *warnings,
             *rounded_wide(held, dtypes),
         ),
@@ -527,6 +532,18 @@ def not_for_stock(layout: Layout) -> Iterator[str]:
             f"stock dcp.load does not fill {count(len(names), 'tensor')} right, and may raise no error: on this mesh "
             f"ranks hold other regions than torch asks for ({listed(names)}); load with shardkit.finalize or "
             "shardkit.load_into"
+        )
+
+
+def _taken_whole(model: HubModel, layout: Layout) -> Iterator[str]:
+    """Yield the warning about tensors that are not made in pieces."""
+    groups = opaque_groups(layout.made)
+    if groups:
+        names = [fqn for fqn in layout.tensors if any(layout.sources[fqn] in group for group in groups)]
+        largest = max(group_nbytes(model.catalog, group.values()) for group in groups)
+        yield (
+            f"{count(len(names), 'tensor')} made whole by transformers' own code, by operations that shardkit does not "
+            f"know: {listed(names)}; the largest group takes {format_size(largest)} of memory beyond --max-memory"
         )
 
 

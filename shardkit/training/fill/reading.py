@@ -41,6 +41,7 @@ from shardkit.training.ranks.local import LocalShard, memory_of, window
 from shardkit.transfer.bound import bind
 from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.convert import one_thread_each
+from shardkit.transfer.converted import Convert
 from shardkit.transfer.sources import Reader, SourceFiles
 
 DAMAGED = "use another copy of the checkpoint; check_source=False takes the damaged bytes as they are"
@@ -106,6 +107,8 @@ class Weights:
     """The model is one of transformers. Whatever else the source has is left out, as by `from_pretrained`."""
     made_of: Mapping[str, Expression] = field(default_factory=dict)
     """What a name of `names` is made of that is not stored itself, such as fused experts."""
+    convert: Convert | None = None
+    """Makes what of `made_of` only transformers' own code makes."""
     fused: Mapping[str, str] = field(default_factory=dict)
     """Stored name -> FQN, where it is not known how the FQN is made of stored tensors."""
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -131,9 +134,9 @@ class Weights:
             IntegrityError, SourceError: the record of where they lie is damaged or missing.
         """
         if self.open_chunks is None:
-            return (
-                replace(self, catalog=bind(self.catalog, self.made_of), made_of={}) if self.made_of else self
-            )
+            if not self.made_of:
+                return self
+            return replace(self, catalog=bind(self.catalog, self.made_of, self.convert), made_of={})
         stored: dict[str, list[Region]] = {}
         if wanted is None:
             wanted = {name: [full_region(entry.shape)] for name, entry in self.catalog.tensors.items()}

@@ -29,6 +29,7 @@ from shardkit.formats.recorded import add_checksums
 from shardkit.keys.check import refuse_factors
 from shardkit.keys.expressions import (
     Expression,
+    Opaque,
     Stored,
     leaves,
     made_name,
@@ -43,7 +44,8 @@ from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
 from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.keys.select import select_model
 from shardkit.layout.classes import is_transformers
-from shardkit.layout.naming import NameMatch, match_names
+from shardkit.layout.naming import NameMatch, match_names, transformers_root
+from shardkit.layout.own_code import OwnCode
 from shardkit.training.fill.from_rank import RankSource
 from shardkit.training.fill.presharded import Presharded, open_presharded
 from shardkit.training.fill.reading import KeyRules, Weights
@@ -211,6 +213,7 @@ def find_weights(
     )
     if bound is not None:
         found = _through(found, bound)
+    found = _once(found, source, stored)
     made = {made_name(fqn, stored.names): each for fqn, each in found.converted.items()}
     parts = (leaf.name for each in made.values() for leaf in leaves(each))
     catalog = stored.select(list(dict.fromkeys((*found.names.values(), *parts))))
@@ -219,6 +222,7 @@ def find_weights(
         catalog=catalog,
         names={**found.names, **{fqn: made_name(fqn, stored.names) for fqn in found.converted}},
         made_of=made,
+        convert=_own_code(model),
         identity=_digest([stored.identity(catalog), _samples(catalog)]),
         source_identity=_digest([stored.identity(Catalog(format="", directory=""))]),
         unused={name: shapes[name] for name in found.unused},
@@ -255,6 +259,37 @@ def _by_rules(
         if side == "model" or any(name in wanted for name in binding.made):
             return {name: under_names(made, names) for name, made in binding.made.items()}
     raise min(errors, key=lambda error: len(error.problems))
+
+
+def _once(found: NameMatch, source: Source, stored: _Stored) -> NameMatch:
+    """Return a match that converts nothing twice.
+
+    A converter may keep name and shape, and then neither shows whether it has run. The Hub's files are as before it;
+    what a manifest says to be made is as after it. Nothing tells of what a trainer has saved.
+    """
+    if source.checkpoint is not None and source.checkpoint.hub is not None:
+        return found
+    names, converted = dict(found.names), dict(found.converted)
+    fused, failed = dict(found.fused), dict(found.failed)
+    for fqn, made in found.converted.items():
+        held = [leaf.name for leaf in leaves(made)]
+        if not isinstance(made, Opaque) or stored.names.get(held[0]) not in (made.target, fqn):
+            continue
+        if stored.names[held[0]] in stored.derived:
+            names[fqn] = held[0]
+            del converted[fqn]
+        elif source.presharded is None:
+            failed[fqn] = (
+                "may be as in the Hub's files or as in the model: only transformers' own code tells the two apart"
+            )
+            fused |= dict.fromkeys(held, fqn)
+            del converted[fqn]
+    return replace(found, names=names, converted=converted, fused=fused, failed=failed)
+
+
+def _own_code(model: nn.Module | None) -> OwnCode | None:
+    root = transformers_root(model)
+    return None if root is None else OwnCode(lambda: root[1])
 
 
 def _config_of(model: nn.Module | None) -> dict[str, object] | None:

@@ -1,0 +1,60 @@
+"""Runs transformers' own converters on real tensors, where shardkit does not know what they do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shardkit.keys.expressions import Opaque
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class OwnCode:
+    """The converters of a model, which is built when they are first needed.
+
+    Args:
+        build: returns the model of transformers, on any device.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        self._build = build
+        self._lock = threading.Lock()
+        self._model: nn.Module | None = None
+
+    def __call__(self, made: Opaque, values: list[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of a group, by name in the model.
+
+        Args:
+            made: one of the group.
+            values: those of its parts, on the CPU.
+
+        Raises:
+            LayoutError: the model cannot be built, or the converter fails.
+        """
+        from shardkit.layout.conversions import carry_out
+
+        with self._lock:
+            if self._model is None:
+                self._model = self._build()
+            return carry_out(self._model, made, values)
+
+
+def of_directory(directory: str, *, trust_remote_code: bool) -> OwnCode:
+    """Return the converters for the model of a config; nothing is imported before they are needed.
+
+    Args:
+        directory: holds config.json.
+        trust_remote_code: whether code in the directory may be imported.
+    """
+    return OwnCode(partial(_build, directory, trust_remote_code))
+
+
+def _build(directory: str, trust_remote_code: bool) -> nn.Module:
+    from shardkit.layout.classes import build_model
+
+    return build_model(directory, trust_remote_code=trust_remote_code)
