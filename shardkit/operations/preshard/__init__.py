@@ -175,7 +175,8 @@ def preshard(
             `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
-        trust_remote_code: the model's own code may run while its layout is traced.
+        trust_remote_code: the model's own code may run while its layout is traced, and where it converts tensors in a way
+            that is not known here.
         follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
             Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move.
@@ -423,7 +424,8 @@ def build_job(
         dtype_rules: other dtypes for some tensors.
         dequantized: what of the model is quantised in the files, where its catalog has plain tensors.
         digest: "crc32" or "none".
-        trust_remote_code: the model's own code may run, in the process that traces the layout.
+        trust_remote_code: the model's own code may run, in the process that traces the layout, and in this one where it
+            converts tensors in a way that is not known here.
 
     Raises:
         UsageError: an option does not have such a value, or a policy matches nothing.
