@@ -1,9 +1,9 @@
 """preshard and consolidate of a model whose experts transformers fuses, beside `cp -r` of the same bytes.
 
-    python benchmarks/experts.py DIRECTORY [--gigabytes 10] [--experts 64] [--runs 5]
+    python benchmarks/experts.py DIRECTORY [--gigabytes 10] [--experts 64] [--runs 5] [--only preshard]
 
 DIRECTORY gets a generated Qwen3-MoE with single experts, its pre-sharded form, where they are fused, and in turn
-every output: three times the model's size. Whole processes are timed, from their start to the end of a `sync`,
+every output: three times the model's size, twice with `--only preshard`. Whole processes are timed, from their start to the end of a `sync`,
 with the child that asks transformers how the experts are fused; `--dry-run` is all that comes before bytes move,
 a constant. Each has a cp of its own source just before it, in every second round just after, and medians are
 printed. Peak memory is the kernel's high-water mark of the process, or
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=10.0)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only", choices=("preshard", "consolidate"))
     args = parser.parse_args()
     work = args.directory / "shardkit-benchmark"
     shutil.rmtree(work, ignore_errors=True)
@@ -63,10 +64,13 @@ def main() -> None:
     print(run([sys.executable, str(HERE / "model.py"), str(model), *sizes]).strip())
     print(f"file system: {run(['stat', '-f', '-c', '%T', str(work)]).strip()}, cores: {os.cpu_count()}")
     preshard = ["preshard", str(model), "--world-size", "8"]
-    whole(preshard, sharded)
+    if args.only != "preshard":
+        whole(preshard, sharded)
     print(f"{'':22} {'seconds':>8} {'to cp':>6} {'(min-max)':>12} {'cpu s':>6} {'peak MiB':>9}")
     consolidate = ["consolidate", str(sharded), "--base", str(model)]
     for source, command in ((model, preshard), (sharded, consolidate)):
+        if args.only not in (None, command[0]):
+            continue
         variants: dict[str, Variant] = {
             command[0]: partial(whole, command),
             f"{command[0]} --dry-run": partial(whole, [*command, "--dry-run"]),
