@@ -44,6 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats/torchsave",),
     ("transfer",),
     ("layout",),
+    ("osft",),
     ("keys", "pickles"),
     ("files",),
     ("core",),

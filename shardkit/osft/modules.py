@@ -1,0 +1,175 @@
+"""A linear layer whose weight is six factors. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardkit.core.text import escape
+from shardkit.errors import LayoutError
+from shardkit.keys.names import clean_name
+from shardkit.osft.plan import FACTORS, Candidate, Target
+
+
+class OsftParams(nn.Module):
+    """What is trained of a layer's factors."""
+
+    U_low: nn.Parameter
+    S_low: nn.Parameter
+    V_low: nn.Parameter
+
+
+class OsftLinear(nn.Module):
+    """y = x W' + b with W = U_high S_high V_high + U_low S_low V_low; the first three are frozen.
+
+    Args:
+        target: shapes.
+        bias: of the layer that it replaces, kept as it is; None if there is none.
+        device: of the factors.
+        dtype: of the factors.
+    """
+
+    osft_U_high: nn.Parameter
+    osft_S_high: nn.Parameter
+    osft_V_high: nn.Parameter
+    osft_params: OsftParams
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        target: Target,
+        bias: nn.Parameter | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.rank = target.columns, target.rows, target.rank
+        self.osft_params = OsftParams()
+        for name in FACTORS:
+            owner, attribute = self._place(name)
+            values = torch.empty(target.shapes[f"{target.path}.{name}"], device=device, dtype=dtype)
+            owner.register_parameter(attribute, nn.Parameter(values, requires_grad=owner is not self))
+        self.register_parameter("bias", bias)
+
+    def _place(self, name: str) -> tuple[nn.Module, str]:
+        holder, _, attribute = name.rpartition(".")
+        return (self.osft_params if holder else self), attribute
+
+    def factors(self) -> dict[str, nn.Parameter]:
+        """Return the factors by the names of `plan.FACTORS`."""
+        return {name: self.get_parameter(name) for name in FACTORS}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (..., N) for (..., M)."""
+        low = self.osft_params
+        kept = functional.linear(functional.linear(x, self.osft_V_high) * self.osft_S_high, self.osft_U_high)
+        trained = functional.linear(functional.linear(x, low.V_low) * low.S_low, low.U_low)
+        y = kept + trained
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        """Return the sizes, as `nn.Linear` does."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
+            f"bias={self.bias is not None}"
+        )
+
+
+def candidates(model: nn.Module) -> dict[str, Candidate]:
+    """Return every parameter of a model by FQN, and what speaks against its being a target."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(clean_name(name))
+    modules = {clean_name(path): module for path, module in model.named_modules()}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        fqn = clean_name(name)
+        others = [other for other in names[id(parameter)] if other != fqn]
+        why = f"it is tied to {escape(others[0])}" if others else ""
+        if not why and not parameter.is_floating_point():
+            why = f"it is {parameter.dtype}: quantised"
+        module = modules[fqn.rpartition(".")[0]]
+        # A subclass may compute something else with its weight.
+        found[fqn] = Candidate(tuple(parameter.shape), type(module).__name__, why)
+    return found
+
+
+def factor_modules(
+    model: nn.Module, targets: Iterable[Target], *, dtype: torch.dtype = torch.float32
+) -> dict[str, OsftLinear]:
+    """Put an `OsftLinear` in the place of each target's module; the factors are on meta.
+
+    Args:
+        model: not wrapped yet.
+        targets: from `choose_targets` for this model.
+        dtype: of the factors.
+
+    Returns:
+        The new modules by path.
+
+    Raises:
+        LayoutError: a target's module is not there, or is no Linear of that size.
+    """
+    found: dict[str, OsftLinear] = {}
+    problems = []
+    for target in targets:
+        parent, _, attribute = target.path.rpartition(".")
+        try:
+            old = model.get_submodule(target.path)
+        except AttributeError:
+            problems.append(f"{escape(target.path)}: the model has no such module")
+            continue
+        if not isinstance(old, nn.Linear) or (old.out_features, old.in_features) != (
+            target.rows,
+            target.columns,
+        ):
+            problems.append(f"{escape(target.path)}: is {escape(repr(old))}")
+            continue
+        new = OsftLinear(target, old.bias, device="meta", dtype=dtype)
+        new.train(old.training)
+        setattr(model.get_submodule(parent), attribute, new)
+        found[target.path] = new
+    LayoutError.raise_for(problems, "the model has other layers than the OSFT checkpoint")
+    return found
+
+
+def osft_modules(model: nn.Module) -> Mapping[str, OsftLinear]:
+    """Return the factored layers of a model by clean path, in its order, whatever wraps them."""
+    return {
+        clean_name(path): module for path, module in model.named_modules() if isinstance(module, OsftLinear)
+    }
+
+
+def shard_dim(name: str, shape: Iterable[int], num_shards: int) -> int:
+    """Return the dim along which `fully_shard` cuts a parameter of an OSFT model.
+
+    V_* is cut along its second dim where that divides: then its projection sums r x k numbers over the shards, and
+    nobody gathers V_high. FSDP2 takes no uneven second dim.
+
+    Args:
+        name: FQN.
+        shape: of the parameter.
+        num_shards: size of the shard axis.
+    """
+    columns = list(shape)[-1:]
+    is_v = name.endswith((".osft_V_high", ".osft_params.V_low"))
+    return 1 if is_v and columns[0] % num_shards == 0 else 0
+
+
+def placement_fn(model: nn.Module, num_shards: int) -> Any:
+    """Return `shard_placement_fn` of `fully_shard` for a model, whose parameters are told apart by identity."""
+    from torch.distributed.tensor import Shard
+
+    cut = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, OsftLinear)
+        for name, parameter in module.factors().items()
+        if shard_dim(f".{name}", parameter.shape, num_shards)
+    }
+    return lambda parameter: Shard(1) if id(parameter) in cut else None

@@ -1,0 +1,156 @@
+"""The singular value decomposition of a weight, measured; and the weight that its factors are.
+
+All of a matrix' directions are needed, and half or more of them are frozen, so no approximation will do. The tall
+orientation's Gram matrix in float64 and its eigenvectors cost a fifth of a decomposition in float64 and are as exact,
+unless the matrix is nearly singular: then, and where the measurement says so, it is that decomposition. One thread
+computes a target, so that a result does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardkit.core.text import escape
+from shardkit.errors import SourceError
+from shardkit.osft.plan import FACTORS, Svd, Target
+
+if TYPE_CHECKING:
+    import torch
+
+_LEAST_RATIO = 1e-4  # of the smallest singular value to the largest, for the Gram matrix: its square is 1e-8
+MAX_ERROR = 1e-6
+"""What is promised of factors: see `Factors.error` and `Factors.orthogonality`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """Factors of a weight, and how good they are."""
+
+    tensors: dict[str, torch.Tensor]
+    """In float32, by the names of `plan.FACTORS`."""
+    algorithm: str
+    """"gram", "svd" or "svd fp32"."""
+    error: float
+    """Frobenius norm of what folding misses, to the weight's; the norm itself if the weight is zero."""
+    orthogonality: float
+    """Largest absolute value of U'U - I and of VV' - I, over frozen and trained directions together."""
+
+
+@contextlib.contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Let torch compute in one thread: other numbers of threads give other last bits."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def factorise(weight: torch.Tensor, target: Target, svd: Svd = "exact") -> Factors:
+    """Return the factors of a weight.
+
+    Args:
+        weight: (N, M), of any floating dtype, on the CPU.
+        target: whose weight it is.
+        svd: "exact" in float64; "fp32" in float32.
+
+    Raises:
+        SourceError: the weight is not finite.
+    """
+    import torch
+
+    if not torch.isfinite(weight).all():
+        raise SourceError(
+            f"{escape(target.weight)}: has values that are not finite, and no singular values",
+            hint="the source is damaged, or training diverged: use an earlier checkpoint",
+        )
+    with one_blas_thread():
+        if svd == "fp32":
+            return _measured(weight, _by_svd(weight.float()), target, "svd fp32")
+        wide = weight.double()
+        by_gram = _by_gram(wide)
+        if by_gram is not None:
+            found = _measured(weight, by_gram, target, "gram")
+            if max(found.error, found.orthogonality) <= MAX_ERROR:
+                return found
+        return _measured(weight, _by_svd(wide), target, "svd")
+
+
+Triplets = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
+"""U (N, R), S (R) descending, rows of V' (R, M)."""
+
+
+def _by_gram(weight: torch.Tensor) -> Triplets | None:
+    """Decompose by the eigenvectors of the Gram matrix; None if the matrix is too near to a singular one."""
+    import torch
+
+    is_wide = weight.shape[0] < weight.shape[1]
+    tall = weight.T if is_wide else weight
+    values, vectors = torch.linalg.eigh(tall.T @ tall)  # ascending
+    sizes = values.flip(0).clamp(min=0).sqrt()
+    if sizes[-1] <= _LEAST_RATIO * sizes[0]:
+        return None
+    right = vectors.flip(1)
+    left = (tall @ right).div_(sizes)
+    # The length of what the weight makes of a direction is more exact than the eigenvalue's root.
+    lengths = torch.linalg.vector_norm(left, dim=0)
+    sizes, left = sizes * lengths, left.div_(lengths)
+    order = sizes.argsort(descending=True, stable=True)
+    sizes, left, right = sizes[order], left[:, order], right[:, order]
+    return (right, sizes, left.T) if is_wide else (left, sizes, right.T)
+
+
+def _by_svd(weight: torch.Tensor) -> Triplets:
+    import torch
+
+    left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+    return left, sizes, right
+
+
+def _measured(weight: torch.Tensor, found: Triplets, target: Target, algorithm: str) -> Factors:
+    """Round triplets to float32, with signs that do not depend on the algorithm, and measure them."""
+    import torch
+
+    left, sizes, right = found
+    at = left.abs().argmax(dim=0)
+    signs = left.gather(0, at[None])[0].sign()
+    signs[signs == 0] = 1
+    left, right = (left * signs).float(), (right * signs[:, None]).float()
+    sizes = sizes.float()
+    k = target.rank
+    parts = (left[:, :k], sizes[:k], right[:k], left[:, k:], sizes[k:], right[k:])
+    tensors = {name: part.contiguous() for name, part in zip(FACTORS, parts, strict=True)}
+    norm = float(torch.linalg.matrix_norm(weight.double()))
+    missed = float(torch.linalg.matrix_norm(fold(tensors) - weight.double()))
+    return Factors(
+        tensors=tensors,
+        algorithm=algorithm,
+        error=missed / norm if norm else missed,
+        orthogonality=max(_distance(left.T.double()), _distance(right.double())),
+    )
+
+
+def _distance(rows: torch.Tensor) -> float:
+    """Return how far rows are from an orthonormal set: the largest entry of their products less the identity."""
+    import torch
+
+    products = rows @ rows.T
+    return float((products - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)).abs().max())
+
+
+def fold(factors: dict[str, torch.Tensor], rows: slice = slice(None)) -> torch.Tensor:
+    """Return rows of the weight that factors are, in float64.
+
+    Args:
+        factors: by the names of `plan.FACTORS`.
+        rows: of the weight; all by default.
+    """
+    u_high, s_high, v_high, u_low, s_low, v_low = (factors[name].double() for name in FACTORS)
+    whole: torch.Tensor = (u_high[rows] * s_high) @ v_high
+    return whole.addmm_(u_low[rows] * s_low, v_low)
