@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import shardkit
 from shardkit.core.placements import Placement
 from shardkit.layout.layout import Layout, TensorLayout
-from shardkit.operations import preshard
+from shardkit.operations.preshard import job as preshard_job
 from tests.worlds.processes import run_script
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -79,7 +79,7 @@ def _trainer(path: Path) -> Path:
 @contextmanager
 def columns() -> Iterator[None]:
     """Let preshard cut every matrix along its last dim."""
-    make_layout = preshard.make_layout
+    make_layout = preshard_job.make_layout
 
     def cut(tensor: TensorLayout) -> TensorLayout:
         dim = len(tensor.shape) - 1
@@ -91,11 +91,11 @@ def columns() -> Iterator[None]:
         layout = make_layout(*args, **kwargs)
         return replace(layout, tensors={fqn: cut(tensor) for fqn, tensor in layout.tensors.items()})
 
-    preshard.make_layout = cut_all
+    preshard_job.make_layout = cut_all
     try:
         yield
     finally:
-        preshard.make_layout = make_layout
+        preshard_job.make_layout = make_layout
 
 
 def _preshard(work: Path, out: Path, config: dict[str, Any] | None = None, **options: Any) -> None:

@@ -35,7 +35,7 @@ import torch
 from shardkit.cli import main
 from shardkit.core.placements import Placement
 from shardkit.layout.layout import Layout, TensorLayout
-from shardkit.operations import preshard
+from shardkit.operations.preshard import job as preshard_job
 from tests.torture.faults import Faults
 
 COMMANDS = ("preshard", "consolidate", "reshard", "verify", "manifest")
@@ -63,8 +63,8 @@ def cut_columns(layout: Layout) -> Layout:
 def run(request: dict[str, Any], report: int) -> int:
     """Carry out a run in this process; return the exit code."""
     if request.get("columns"):
-        make_layout = preshard.make_layout
-        preshard.make_layout = lambda *args, **more: cut_columns(make_layout(*args, **more))
+        make_layout = preshard_job.make_layout
+        preshard_job.make_layout = lambda *args, **more: cut_columns(make_layout(*args, **more))
     for name, limit in request.get("limits", {}).items():
         kind = getattr(resource, name)
         resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))

@@ -2,7 +2,7 @@
 
     source -> layout -> stored tensors (ties, dtypes) -> images -> plan -> `operations.write`
 
-Everything up to the plan is decided by `build_job`. It reads headers and traces a layout; it writes nothing.
+Everything up to the plan is decided by `job`. It reads headers and traces a layout; it writes nothing.
 
 Internal: import from `shardkit`.
 """
@@ -10,63 +10,30 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
 
 from shardkit import formats
-from shardkit.core.catalog import FileStamp
-from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh, parse_mesh
-from shardkit.core.text import MIB, count, escape, format_size, listed
+from shardkit.core.text import MIB
 from shardkit.core.threads import Progress
 from shardkit.files import storage
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
-from shardkit.formats.contract import Dequantized, HubModel
-from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
-from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
+from shardkit.formats.contract import HubModel
 from shardkit.formats.dequantize import take_plain
-from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
-from shardkit.keys.expressions import Stored, made_name
-from shardkit.keys.rules import RuleSet, bind_names
-from shardkit.layout.choose import make_layout
-from shardkit.layout.layout import Layout, TensorLayout, declare
-from shardkit.layout.own_code import of_directory
-from shardkit.layout.parallel_rules import ParallelRule, data_axes, parallelise, parse_parallel_rules
-from shardkit.operations.casts import (
-    DtypeRule,
-    apply_rules,
-    check_cast,
-    dequantized_as,
-    held_dtypes,
-    parse_rules,
-    quantised_notes,
-    rounded_wide,
-)
-from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, FolderDescriptions
+from shardkit.layout.layout import Layout, TensorLayout
+from shardkit.layout.parallel_rules import parse_parallel_rules
+from shardkit.operations.casts import dequantized_as, parse_rules
+from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space
-from shardkit.operations.keys import NONE, load_rules
-from shardkit.operations.preshard.profiles import (
-    PROFILES,
-    Profile,
-    below,
-    check_stock,
-    choose_keys,
-    find_assets,
-    find_profile,
-    with_config,
-    write_companions,
-)
-from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing, hash_plan
-from shardkit.transfer.bound import bind
-from shardkit.transfer.converted import group_nbytes, opaque_groups
-from shardkit.transfer.plan import TransferPlan, build_plan
-from shardkit.transfer.rank_files import RankImages
-from shardkit.transfer.sources import same_bytes
+from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job
+from shardkit.operations.preshard.profiles import find_profile, write_companions
+from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
 
 _MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
 
@@ -190,11 +157,23 @@ def preshard(
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
     source = os.fspath(source)
-    parsed, parallel = parse_mesh(mesh, world_size), parse_parallel_rules(parallel_rules)
-    chosen = find_profile(profile)
-    chosen.head(attribute)
-    rules = parse_rules(dtype_rules)
-    chosen.check_device(device)
+    parsed = parse_mesh(mesh, world_size)
+    options = JobOptions(
+        wrap=wrap,
+        parallel=parse_parallel_rules(parallel_rules),
+        stages=stages,
+        keys=os.fspath(keys),
+        names=names,
+        profile=find_profile(profile),
+        attribute=attribute,
+        device=device,
+        dtype=dtype,
+        dtype_rules=parse_rules(dtype_rules),
+        digest=digest,
+        trust_remote_code=trust_remote_code,
+    )
+    options.profile.head(attribute)
+    options.profile.check_device(device)
     writer = Writer(
         "preshard",
         Moving(
@@ -214,30 +193,13 @@ def preshard(
     opened = formats.open(source, format="hub", revision=revision, variant=variant, headers_only=dry_run)
     assert opened.hub is not None  # what it asked for
     writer.find_manifests([opened.hub.catalog], local or opened.hub.directory)
-    plain = take_plain(opened, dequantize=dequantize, dtype=dequantized_as(dtype, rules))
-    model = plain.hub
-    assert model is not None
-    path = writer.check_destination(os.fspath(output or _default_output(model, local, parsed)), local)
-    job = build_job(
-        model,
-        parsed,
-        wrap=wrap,
-        parallel=parallel,
-        stages=stages,
-        keys=os.fspath(keys),
-        names=names,
-        profile=chosen,
-        attribute=attribute,
-        device=device,
-        dtype=dtype,
-        dtype_rules=rules,
-        dequantized=plain.dequantized,
-        digest=digest,
-        trust_remote_code=trust_remote_code,
-    )
+    plain = take_plain(opened, dequantize=dequantize, dtype=dequantized_as(dtype, options.dtype_rules))
+    assert plain.hub is not None
+    path = writer.check_destination(os.fspath(output or _default_output(plain.hub, local, parsed)), local)
+    job = build_job(plain, parsed, options)
     writer.warn(job.warnings)
     shared = _shareable_bytes(job)
-    shares = shared > 0 and can_share_extents(model.catalog, os.path.dirname(path))
+    shares = shared > 0 and can_share_extents(plain.hub.catalog, os.path.dirname(path))
     writer.write(
         job,
         partial(_describe, job, sha256=sha256),
@@ -346,320 +308,3 @@ def _count_empty(job: PreshardJob) -> int:
 def _last_rank(layout: Layout, tensor: TensorLayout) -> int:
     mesh = layout.mesh if tensor.stage is None else layout.mesh.on_stage(tensor.stage)
     return (mesh.ranks or range(mesh.size))[-1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreshardJob:
-    """A decided preshard."""
-
-    model: HubModel
-    profile: Profile
-    layout: Layout
-    aliases: Mapping[str, tuple[str, ...]]
-    """For a stored tensor, its other names."""
-    part: DcpOutput | FilesOutput
-    """What lies in the profile's folder."""
-    assets: Mapping[str, str]
-    """Files of the model that are copied: name in the output -> path."""
-    output: DcpImages | JoinedImages | RankImages
-    """Its images, named as in the whole directory."""
-    plan: TransferPlan
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-    @property
-    def num_chunks(self) -> int:
-        """Regions of tensors in all files."""
-        return sum(map(len, self.output))
-
-    @property
-    def plan_hash(self) -> str:
-        """Stand for inputs, options and version; see `operations.write.Job`."""
-        return hash_plan(
-            self,
-            identity=self.part.identity,
-            description=self.part.describe(),
-            profile=self.profile.name,
-            companions=_hex(self.profile.companions),
-            assets=[(name, FileStamp.of(storage.stat(path))) for name, path in self.assets.items()],
-        )
-
-
-def _hex(files: Mapping[str, bytes]) -> dict[str, str]:
-    return {name: data.hex() for name, data in files.items()}
-
-
-def build_job(
-    model: HubModel,
-    mesh: Mesh,
-    *,
-    wrap: str,
-    parallel: Sequence[ParallelRule] = (),
-    stages: str = "auto",
-    keys: str = NONE,
-    names: str = "live",
-    profile: Profile = PROFILES["plain"],
-    attribute: str | None = None,
-    device: str | None = None,
-    dtype: str,
-    dtype_rules: tuple[DtypeRule, ...] = (),
-    dequantized: Dequantized | None = None,
-    digest: str,
-    trust_remote_code: bool,
-) -> PreshardJob:
-    """Decide how `model` is stored for `mesh`.
-
-    Args:
-        model: an opened Hub model.
-        mesh: the device mesh of the job that will load it.
-        wrap: wrap policy, as `--wrap` takes it.
-        parallel: rules for tensor and expert parallelism, instead of the plans of the model's class.
-        stages: of pipeline parallelism, as `--stages` takes it.
-        keys: key rules, as `--keys` takes them.
-        names: "live" or "hub".
-        profile: the trainer whose form the directory gets.
-        attribute: where the trainer's module holds the model; None for the profile's own.
-        device: device type of the mesh, for a profile whose files name it; None for CUDA.
-        dtype: "keep", "bf16", "fp16" or "fp32".
-        dtype_rules: other dtypes for some tensors.
-        dequantized: what of the model is quantised in the files, where its catalog has plain tensors.
-        digest: "crc32" or "none".
-        trust_remote_code: the model's own code may run, in the process that traces the layout, and in this one where it
-            converts tensors in a way that is not known here.
-
-    Raises:
-        UsageError: an option does not have such a value, or a policy matches nothing.
-        LayoutError: model and source do not fit each other.
-    """
-    check_cast("--dtype", dtype)
-    check_cast("--names", names, ("live", "hub"))
-    laid_on = data_axes(mesh) if parallel else mesh
-    if keys == NONE and profile.key_sets:
-        keys = choose_keys(profile, model.config)
-    if keys != NONE:
-        layout = _lay_out_by_rules(model, laid_on, wrap, load_rules(keys))
-    elif names == "hub":
-        layout = declare(model.catalog.tensors, laid_on, wrap, model.config, reason="--names hub")
-    else:
-        layout = make_layout(
-            model,
-            laid_on,
-            wrap,
-            stages=stages,
-            dtype=CASTS.get(dtype),
-            trust_remote_code=trust_remote_code,
-        )
-    if parallel:
-        layout = parallelise(layout, mesh, parallel)
-    root = profile.head(attribute)
-    layout = below(layout, root)
-    if profile.form == "safetensors":
-        layout = unstrided(layout)
-    elif profile.form == "verl":
-        layout = placed_by_verl(layout)
-    elif profile.name != "plain":
-        check_stock(profile, layout)
-    whole = tuple(_taken_whole(model, layout))
-    if layout.made:
-        convert = of_directory(model.directory, trust_remote_code=trust_remote_code)
-        model = replace(model, catalog=bind(model.catalog, layout.made, convert))
-    layout, aliases, untried, warnings = _resolve_ties(model, layout)
-    sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
-    held = held_dtypes(model.catalog, sources, dequantized, layout.made)
-    dtypes, notes = _choose_dtypes(held, layout, dtype)
-    dtypes = apply_rules(dtype_rules, held, dtypes)
-    entries = {fqn: model.catalog.tensors[source] for fqn, source in sources.items()}
-    part: DcpOutput | FilesOutput
-    output: DcpImages | JoinedImages | RankImages
-    if profile.form != "dcp":
-        if profile.form == "verl":
-            output = rank_images(layout, dtypes, sources, aliases, device or "cuda")
-        else:
-            output = shard_images(layout, dtypes, sources, aliases)
-        part = FilesOutput(
-            output=output,
-            format="verl" if profile.form == "verl" else "dcp-hf",
-            dtypes=dtypes,
-            identity=model.identity,
-            cast=dtype,
-            digest=digest,
-        )
-    else:
-        output = images = DcpImages(layout, dtypes, sources, _phase(model, dtypes, sources))
-        part = DcpOutput(
-            output=images,
-            layout=layout,
-            entries=entries,
-            dtypes=dtypes,
-            sources=sources,
-            aliases=aliases,
-            derived={fqn: layout.made[source] for fqn, source in sources.items() if source in layout.made},
-            root=root,
-            paths=profile.paths(fqn for name in layout.tensors for fqn in (name, *aliases.get(name, ()))),
-            identity=model.identity,
-            dequantized=dequantized.method if dequantized is not None else None,
-            cast=dtype,
-            dtype_rules=dtype_rules,
-            digest=digest,
-        )
-        if profile.folder:
-            output = JoinedImages({profile.folder: images})
-    assets = find_assets(profile, model)
-    if dequantized is not None and assets:
-        profile, assets = with_config(profile, assets, model.config)
-    return PreshardJob(
-        model=model,
-        profile=profile,
-        layout=layout,
-        aliases=aliases,
-        part=part,
-        assets=assets,
-        output=output,
-        plan=build_plan(output, model.catalog),
-        notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),
-        warnings=(
-            *not_for_stock(layout),
-            *whole,
-            *warnings,
-            *rounded_wide(held, dtypes),
-        ),
-    )
-
-
-def not_for_stock(layout: Layout) -> Iterator[str]:
-    """Yield the warning about tensors that stock torch would fill wrong."""
-    names = layout.not_for_stock()
-    if names:
-        yield (
-            f"stock dcp.load does not fill {count(len(names), 'tensor')} right, and may raise no error: on this mesh "
-            f"ranks hold other regions than torch asks for ({listed(names)}); load with shardkit.finalize or "
-            "shardkit.load_into"
-        )
-
-
-def _taken_whole(model: HubModel, layout: Layout) -> Iterator[str]:
-    """Yield the warning about tensors that are not made in pieces."""
-    groups = opaque_groups(layout.made)
-    if groups:
-        names = [fqn for fqn in layout.tensors if any(layout.sources[fqn] in group for group in groups)]
-        largest = max(group_nbytes(model.catalog, group.values()) for group in groups)
-        yield (
-            f"{count(len(names), 'tensor')} made whole by transformers' own code, by operations that shardkit does not "
-            f"know: {listed(names)}; the largest group takes {format_size(largest)} of memory beyond --max-memory"
-        )
-
-
-def _lay_out_by_rules(model: HubModel, mesh: Mesh, wrap: str, rules: RuleSet) -> Layout:
-    """Return the layout of the tensors that key rules make of a model's files.
-
-    Raises:
-        LayoutError: the rules do not fit; lists every problem.
-    """
-    stored = model.catalog.tensors
-    binding = bind_names(
-        rules, {name: entry.shape for name, entry in stored.items()}, model.config, side="hub"
-    )
-    sources = {
-        fqn: made.name if isinstance(made, Stored) else made_name(fqn, stored)
-        for fqn, made in binding.made.items()
-    }
-    made = {sources[fqn]: each for fqn, each in binding.made.items() if not isinstance(each, Stored)}
-    bound = bind(model.catalog, made).tensors
-    layout = declare(
-        {fqn: replace(bound[source], fqn=fqn) for fqn, source in sources.items()},
-        mesh,
-        wrap,
-        model.config,
-        reason=f"they are those of the key rules of {rules.title}",
-    )
-    groups: dict[str, list[str]] = {}
-    for fqn, source in sources.items():
-        groups.setdefault(source, []).append(fqn)
-    ties = tuple(tuple(group) for group in groups.values() if len(group) > 1)
-    aliases = {name for group in ties for name in group[1:]}
-    return replace(
-        layout,
-        tensors={fqn: tensor for fqn, tensor in layout.tensors.items() if fqn not in aliases},
-        ties=(*layout.ties, *ties),
-        sources=sources,
-        made=made,
-        omitted=tuple((name, f"the key rules of {rules.title} leave it out") for name in binding.dropped),
-    )
-
-
-def _skipped(model: HubModel) -> list[str]:
-    objects = model.catalog.objects
-    return [f"left out, as they are not tensors: {escape(', '.join(objects))}"] if objects else []
-
-
-def _resolve_ties(
-    model: HubModel, layout: Layout
-) -> tuple[Layout, dict[str, tuple[str, ...]], tuple[str, ...], tuple[str, ...]]:
-    """Store each group of tied names once, but keep names apart whose bytes in the source differ.
-
-    Returns:
-        The layout with a tensor for every stored name, the aliases of each, notes and warnings.
-    """
-    tensors, aliases = dict(layout.tensors), dict[str, tuple[str, ...]]()
-    notes, warnings = list[str](), list[str]()
-    for group in layout.ties:
-        first, *others = group
-        present = [name for name in others if name in layout.sources]
-        if present and model.download_bytes:
-            notes.append(
-                f"{' and '.join(map(escape, (first, *present)))} are one parameter in the model; whether their values "
-                "in the source are equal is not checked before they are downloaded"
-            )
-            present = []
-        stored = layout.sources
-        diverged = [name for name in present if not same_bytes(model.catalog, stored[first], stored[name])]
-        for name in diverged:
-            tensors[name] = replace(tensors[first], fqn=name)
-            warnings.append(
-                f"{escape(first)} and {escape(name)} are one parameter in the model, but their values in the "
-                "source differ: both are kept, as from_pretrained does; give the training model "
-                "tie_word_embeddings=False, or the one that stock dcp.load loads last wins"
-            )
-        aliases[first] = tuple(name for name in others if name not in diverged)
-    return (
-        replace(layout, tensors=tensors),
-        {k: v for k, v in aliases.items() if v},
-        tuple(notes),
-        tuple(warnings),
-    )
-
-
-def _choose_dtypes(
-    held: Mapping[str, DType], layout: Layout, dtype: str
-) -> tuple[dict[str, DType], list[str]]:
-    """Return the dtype that each tensor is stored in, and what to tell about it."""
-    target = CASTS.get(dtype)
-    if target is None:
-        return dict(held), []
-    chosen, kept, notes = dict(held), list[str](), list[str]()
-    for fqn, stored in held.items():
-        if stored.is_convertible:
-            is_kept = target.name != "float32" and fqn in (layout.keep_fp32 or ())
-            chosen[fqn] = CASTS["fp32"] if is_kept else target
-            kept += [fqn] if is_kept else []
-    if kept:
-        notes.append(
-            f"stored in float32, as the model asks for it and from_pretrained does: {count(len(kept), 'tensor')}: "
-            f"{listed(kept)}"
-        )
-    notes += quantised_notes(held)
-    if target.name != "float32" and layout.keep_fp32 is None:
-        notes.append("without the model nothing tells which tensors it keeps in fp32: all were converted")
-    return chosen, notes
-
-
-def _phase(model: HubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Phase:
-    """Return a function that tells images where a tensor's bytes lie in the source, so that they can match it."""
-    catalog = model.catalog
-
-    def phase(fqn: str) -> int | None:
-        entry = catalog.tensors[sources[fqn]]
-        is_copied = dtypes[fqn] is entry.dtype and entry.num_chunks == 1
-        return catalog.chunks.start[entry.first_chunk] if is_copied else None
-
-    return phase

@@ -26,7 +26,8 @@ from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.formats.dcp import chunk_list
 from shardkit.operations.destination import check_space
-from shardkit.operations.preshard import _choose_dtypes, _needed_bytes
+from shardkit.operations.preshard import _needed_bytes
+from shardkit.operations.preshard.job import _choose_dtypes
 from tests.bits import raw
 
 MakeHub = Callable[..., Path]

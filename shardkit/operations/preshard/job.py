@@ -1,0 +1,414 @@
+"""Everything that is decided before a byte moves: what preshard would read and write.
+
+    layout -> stored tensors (ties, dtypes) -> images -> plan
+
+Building a job reads headers, traces a layout, and reads the bytes of tied tensors; it writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardkit.core.catalog import FileStamp
+from shardkit.core.dtypes import CASTS, DType
+from shardkit.core.mesh import Mesh
+from shardkit.core.text import count, escape, format_size, listed
+from shardkit.files import storage
+from shardkit.formats.contract import Checkpoint, Dequantized, HubModel
+from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
+from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
+from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
+from shardkit.keys.expressions import Stored, made_name
+from shardkit.keys.rules import RuleSet, bind_names
+from shardkit.layout.choose import make_layout
+from shardkit.layout.layout import Layout, declare
+from shardkit.layout.own_code import of_directory
+from shardkit.layout.parallel_rules import ParallelRule, data_axes, parallelise
+from shardkit.operations.casts import (
+    DtypeRule,
+    apply_rules,
+    check_cast,
+    held_dtypes,
+    quantised_notes,
+    rounded_wide,
+)
+from shardkit.operations.describe_dcp import DcpOutput
+from shardkit.operations.describe_files import FilesOutput
+from shardkit.operations.keys import NONE, load_rules
+from shardkit.operations.preshard.profiles import (
+    PROFILES,
+    Profile,
+    below,
+    check_stock,
+    choose_keys,
+    find_assets,
+    with_config,
+)
+from shardkit.operations.write import hash_plan
+from shardkit.transfer.bound import bind
+from shardkit.transfer.converted import group_nbytes, opaque_groups
+from shardkit.transfer.plan import TransferPlan, build_plan
+from shardkit.transfer.rank_files import RankImages
+from shardkit.transfer.sources import same_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """What a person asks for."""
+
+    wrap: str = "auto"
+    """Wrap policy, as `--wrap` takes it."""
+    parallel: tuple[ParallelRule, ...] = ()
+    """Rules for tensor and expert parallelism, instead of the plans of the model's class."""
+    stages: str = "auto"
+    """Of pipeline parallelism, as `--stages` takes it."""
+    keys: str = NONE
+    """Key rules, as `--keys` takes them."""
+    names: str = "live"
+    """"live" or "hub"."""
+    profile: Profile = PROFILES["plain"]
+    """The trainer whose form the directory gets."""
+    attribute: str | None = None
+    """Where the trainer's module holds the model; None for the profile's own."""
+    device: str | None = None
+    """Device type of the mesh, for a profile whose files name it; None for CUDA."""
+    dtype: str = "keep"
+    """"keep", "bf16", "fp16" or "fp32"."""
+    dtype_rules: tuple[DtypeRule, ...] = ()
+    """Other dtypes for some tensors, by their names in the output."""
+    digest: str = "crc32"
+    """"crc32" or "none"."""
+    trust_remote_code: bool = False
+    """The model's own code may run, in the process that traces the layout, and in this one where it converts tensors in a
+    way that is not known here."""
+
+    @property
+    def root(self) -> str:
+        """What stands before the model's own names: "model."."""
+        return self.profile.head(self.attribute)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreshardJob:
+    """A decided preshard."""
+
+    model: HubModel
+    profile: Profile
+    layout: Layout
+    aliases: Mapping[str, tuple[str, ...]]
+    """For a stored tensor, its other names."""
+    part: DcpOutput | FilesOutput
+    """What lies in the profile's folder."""
+    assets: Mapping[str, str]
+    """Files of the model that are copied: name in the output -> path."""
+    output: DcpImages | JoinedImages | RankImages
+    """Its images, named as in the whole directory."""
+    plan: TransferPlan
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        """Regions of tensors in all files."""
+        return sum(map(len, self.output))
+
+    @property
+    def plan_hash(self) -> str:
+        """Stand for inputs, options and version; see `operations.write.Job`."""
+        return hash_plan(
+            self,
+            identity=self.part.identity,
+            description=self.part.describe(),
+            profile=self.profile.name,
+            companions=_hex(self.profile.companions),
+            assets=[(name, FileStamp.of(storage.stat(path))) for name, path in self.assets.items()],
+        )
+
+
+def _hex(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: data.hex() for name, data in files.items()}
+
+
+def build_job(checkpoint: Checkpoint, mesh: Mesh, options: JobOptions) -> PreshardJob:
+    """Decide how a Hub model is stored for `mesh`.
+
+    Args:
+        checkpoint: an opened Hub model.
+        mesh: the device mesh of the job that will load it.
+        options: what is asked for.
+
+    Raises:
+        UsageError: an option does not have such a value, or a policy matches nothing.
+        LayoutError: model and source do not fit each other.
+    """
+    assert checkpoint.hub is not None
+    model, profile = checkpoint.hub, options.profile
+    check_cast("--dtype", options.dtype)
+    check_cast("--names", options.names, ("live", "hub"))
+    layout = _placed(_choose_layout(model, mesh, options), options)
+    whole = tuple(_taken_whole(model, layout))
+    if layout.made:
+        convert = of_directory(model.directory, trust_remote_code=options.trust_remote_code)
+        model = replace(model, catalog=bind(model.catalog, layout.made, convert))
+    layout, aliases, untried, warnings = _resolve_ties(model, layout)
+    sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
+    held = held_dtypes(model.catalog, sources, checkpoint.dequantized, layout.made)
+    dtypes, notes = _choose_dtypes(held, layout, options.dtype)
+    dtypes = apply_rules(options.dtype_rules, held, dtypes)
+    content = _Content(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes)
+    part = _part(model, content, options, checkpoint.dequantized)
+    output = _in_folder(part, profile.folder)
+    assets = find_assets(profile, model)
+    if checkpoint.dequantized is not None and assets:
+        profile, assets = with_config(profile, assets, model.config)
+    return PreshardJob(
+        model=model,
+        profile=profile,
+        layout=layout,
+        aliases=aliases,
+        part=part,
+        assets=assets,
+        output=output,
+        plan=build_plan(output, model.catalog),
+        notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),
+        warnings=(*not_for_stock(layout), *whole, *warnings, *rounded_wide(held, dtypes)),
+    )
+
+
+def _choose_layout(model: HubModel, mesh: Mesh, options: JobOptions) -> Layout:
+    """Return which rank holds which regions, under the model's own names; errors as for `build_job`."""
+    laid_on = data_axes(mesh) if options.parallel else mesh
+    keys = options.keys
+    if keys == NONE and options.profile.key_sets:
+        keys = choose_keys(options.profile, model.config)
+    if keys != NONE:
+        layout = _lay_out_by_rules(model, laid_on, options.wrap, load_rules(keys))
+    elif options.names == "hub":
+        layout = declare(model.catalog.tensors, laid_on, options.wrap, model.config, reason="--names hub")
+    else:
+        layout = make_layout(
+            model,
+            laid_on,
+            options.wrap,
+            stages=options.stages,
+            dtype=CASTS.get(options.dtype),
+            trust_remote_code=options.trust_remote_code,
+        )
+    return parallelise(layout, mesh, options.parallel) if options.parallel else layout
+
+
+def _placed(layout: Layout, options: JobOptions) -> Layout:
+    """Return a layout under the trainer's names and in regions that it can load.
+
+    Raises:
+        UsageError: it cannot load them, or nothing is around the model.
+    """
+    profile = options.profile
+    layout = below(layout, options.root)
+    if profile.form == "safetensors":
+        return unstrided(layout)
+    if profile.form == "verl":
+        return placed_by_verl(layout)
+    if profile.name != "plain":
+        check_stock(profile, layout)
+    return layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    """What is stored, whatever the form."""
+
+    layout: Layout
+    aliases: Mapping[str, tuple[str, ...]]
+    """For a stored tensor, its other names."""
+    sources: Mapping[str, str]
+    """The name of each stored tensor in the catalog."""
+    dtypes: Mapping[str, DType]
+    """What each stored tensor becomes."""
+
+
+def _part(
+    model: HubModel, content: _Content, options: JobOptions, dequantized: Dequantized | None
+) -> DcpOutput | FilesOutput:
+    """Return the files of ranks, in the form that the profile stores tensors in."""
+    if options.profile.form == "dcp":
+        return _dcp_part(model, content, options, dequantized)
+    arguments = content.layout, content.dtypes, content.sources, content.aliases
+    is_verls = options.profile.form == "verl"
+    return FilesOutput(
+        output=rank_images(*arguments, options.device or "cuda") if is_verls else shard_images(*arguments),
+        format="verl" if is_verls else "dcp-hf",
+        dtypes=content.dtypes,
+        identity=model.identity,
+        cast=options.dtype,
+        digest=options.digest,
+    )
+
+
+def _dcp_part(
+    model: HubModel, content: _Content, options: JobOptions, dequantized: Dequantized | None
+) -> DcpOutput:
+    layout, aliases, sources = content.layout, content.aliases, content.sources
+    return DcpOutput(
+        output=DcpImages(layout, content.dtypes, sources, _phase(model, content.dtypes, sources)),
+        layout=layout,
+        entries={fqn: model.catalog.tensors[source] for fqn, source in sources.items()},
+        dtypes=content.dtypes,
+        sources=sources,
+        aliases=aliases,
+        derived={fqn: layout.made[source] for fqn, source in sources.items() if source in layout.made},
+        root=options.root,
+        paths=options.profile.paths(fqn for name in layout.tensors for fqn in (name, *aliases.get(name, ()))),
+        identity=model.identity,
+        dequantized=dequantized.method if dequantized is not None else None,
+        cast=options.dtype,
+        dtype_rules=options.dtype_rules,
+        digest=options.digest,
+    )
+
+
+def _in_folder(part: DcpOutput | FilesOutput, folder: str) -> DcpImages | JoinedImages | RankImages:
+    """Return the images of a part, named as in the whole directory."""
+    if isinstance(part, DcpOutput) and folder:
+        return JoinedImages({folder: part.output})
+    return part.output
+
+
+def not_for_stock(layout: Layout) -> Iterator[str]:
+    """Yield the warning about tensors that stock torch would fill wrong."""
+    names = layout.not_for_stock()
+    if names:
+        yield (
+            f"stock dcp.load does not fill {count(len(names), 'tensor')} right, and may raise no error: on this mesh "
+            f"ranks hold other regions than torch asks for ({listed(names)}); load with shardkit.finalize or "
+            "shardkit.load_into"
+        )
+
+
+def _taken_whole(model: HubModel, layout: Layout) -> Iterator[str]:
+    """Yield the warning about tensors that are not made in pieces."""
+    groups = opaque_groups(layout.made)
+    if groups:
+        names = [fqn for fqn in layout.tensors if any(layout.sources[fqn] in group for group in groups)]
+        largest = max(group_nbytes(model.catalog, group.values()) for group in groups)
+        yield (
+            f"{count(len(names), 'tensor')} made whole by transformers' own code, by operations that shardkit does not "
+            f"know: {listed(names)}; the largest group takes {format_size(largest)} of memory beyond --max-memory"
+        )
+
+
+def _lay_out_by_rules(model: HubModel, mesh: Mesh, wrap: str, rules: RuleSet) -> Layout:
+    """Return the layout of the tensors that key rules make of a model's files.
+
+    Raises:
+        LayoutError: the rules do not fit; lists every problem.
+    """
+    stored = model.catalog.tensors
+    binding = bind_names(
+        rules, {name: entry.shape for name, entry in stored.items()}, model.config, side="hub"
+    )
+    sources = {
+        fqn: made.name if isinstance(made, Stored) else made_name(fqn, stored)
+        for fqn, made in binding.made.items()
+    }
+    made = {sources[fqn]: each for fqn, each in binding.made.items() if not isinstance(each, Stored)}
+    bound = bind(model.catalog, made).tensors
+    layout = declare(
+        {fqn: replace(bound[source], fqn=fqn) for fqn, source in sources.items()},
+        mesh,
+        wrap,
+        model.config,
+        reason=f"they are those of the key rules of {rules.title}",
+    )
+    groups: dict[str, list[str]] = {}
+    for fqn, source in sources.items():
+        groups.setdefault(source, []).append(fqn)
+    ties = tuple(tuple(group) for group in groups.values() if len(group) > 1)
+    aliases = {name for group in ties for name in group[1:]}
+    return replace(
+        layout,
+        tensors={fqn: tensor for fqn, tensor in layout.tensors.items() if fqn not in aliases},
+        ties=(*layout.ties, *ties),
+        sources=sources,
+        made=made,
+        omitted=tuple((name, f"the key rules of {rules.title} leave it out") for name in binding.dropped),
+    )
+
+
+def _skipped(model: HubModel) -> list[str]:
+    objects = model.catalog.objects
+    return [f"left out, as they are not tensors: {escape(', '.join(objects))}"] if objects else []
+
+
+def _resolve_ties(
+    model: HubModel, layout: Layout
+) -> tuple[Layout, dict[str, tuple[str, ...]], tuple[str, ...], tuple[str, ...]]:
+    """Store each group of tied names once, but keep names apart whose bytes in the source differ.
+
+    Returns:
+        The layout with a tensor for every stored name, the aliases of each, notes and warnings.
+    """
+    tensors, aliases = dict(layout.tensors), dict[str, tuple[str, ...]]()
+    notes, warnings = list[str](), list[str]()
+    for group in layout.ties:
+        first, *others = group
+        present = [name for name in others if name in layout.sources]
+        if present and model.download_bytes:
+            notes.append(
+                f"{' and '.join(map(escape, (first, *present)))} are one parameter in the model; whether their values "
+                "in the source are equal is not checked before they are downloaded"
+            )
+            present = []
+        stored = layout.sources
+        diverged = [name for name in present if not same_bytes(model.catalog, stored[first], stored[name])]
+        for name in diverged:
+            tensors[name] = replace(tensors[first], fqn=name)
+            warnings.append(
+                f"{escape(first)} and {escape(name)} are one parameter in the model, but their values in the "
+                "source differ: both are kept, as from_pretrained does; give the training model "
+                "tie_word_embeddings=False, or the one that stock dcp.load loads last wins"
+            )
+        aliases[first] = tuple(name for name in others if name not in diverged)
+    return (
+        replace(layout, tensors=tensors),
+        {k: v for k, v in aliases.items() if v},
+        tuple(notes),
+        tuple(warnings),
+    )
+
+
+def _choose_dtypes(
+    held: Mapping[str, DType], layout: Layout, dtype: str
+) -> tuple[dict[str, DType], list[str]]:
+    """Return the dtype that each tensor is stored in, and what to tell about it."""
+    target = CASTS.get(dtype)
+    if target is None:
+        return dict(held), []
+    chosen, kept, notes = dict(held), list[str](), list[str]()
+    for fqn, stored in held.items():
+        if stored.is_convertible:
+            is_kept = target.name != "float32" and fqn in (layout.keep_fp32 or ())
+            chosen[fqn] = CASTS["fp32"] if is_kept else target
+            kept += [fqn] if is_kept else []
+    if kept:
+        notes.append(
+            f"stored in float32, as the model asks for it and from_pretrained does: {count(len(kept), 'tensor')}: "
+            f"{listed(kept)}"
+        )
+    notes += quantised_notes(held)
+    if target.name != "float32" and layout.keep_fp32 is None:
+        notes.append("without the model nothing tells which tensors it keeps in fp32: all were converted")
+    return chosen, notes
+
+
+def _phase(model: HubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Phase:
+    """Return a function that tells images where a tensor's bytes lie in the source, so that they can match it."""
+    catalog = model.catalog
+
+    def phase(fqn: str) -> int | None:
+        entry = catalog.tensors[sources[fqn]]
+        is_copied = dtypes[fqn] is entry.dtype and entry.num_chunks == 1
+        return catalog.chunks.start[entry.first_chunk] if is_copied else None
+
+    return phase
