@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from shardkit.core.catalog import Catalog, subset
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.formats.contract import Checkpoint
@@ -31,13 +31,7 @@ from shardkit.formats.hub.base import (
     saved_key_rules,
 )
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
-from shardkit.keys.check import (
-    BaseComparison,
-    compare_with_base,
-    find_gaps,
-    holds_fused_experts,
-    refuse_factors,
-)
+from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
 from shardkit.keys.expressions import Expression, Opaque, Stored, made_name, under_names
 from shardkit.keys.names import in_order
 from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
@@ -46,7 +40,7 @@ from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.layout.traced import Answer, ModelNames, ask_hub_form, ask_names, may_differ_in_memory
 from shardkit.operations.apart import take_apart
-from shardkit.operations.casts import DtypeRule, check_choice, choose_dtypes, held_dtypes
+from shardkit.operations.casts import DtypeRule, Dtypes, check_choice, choose_dtypes, held_dtypes
 from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate.adapter import Chosen, choose_tensors
 from shardkit.operations.consolidate.assets import (
@@ -57,6 +51,7 @@ from shardkit.operations.consolidate.assets import (
     model_assets,
     trained_modules,
 )
+from shardkit.operations.consolidate.fit import Fit, base_shapes, check_fit
 from shardkit.operations.keys import AUTO, NONE, load_rules
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.operations.write import hash_plan
@@ -64,15 +59,6 @@ from shardkit.transfer.bound import bind
 from shardkit.transfer.plan import TransferPlan, build_plan
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
-_IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
-_MAX_SUGGESTIONS = 3  # each searches all names
-_OTHER_NAMES = (
-    "--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others"
-)
-_FUSED = (
-    "transformers fuses the experts into one tensor, and the base stores them one by one; with transformers installed "
-    "they are taken apart; --allow-missing and --allow-unexpected together write them as they are"
-)
 _NO_TIES = Ties(dropped={}, diverged=(), untied=False)
 
 
@@ -186,22 +172,11 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         LayoutError: names or shapes differ from those of the given base.
     """
     _check_options(checkpoint, base, options)
-    selection, chosen = _choose(checkpoint, base, options)
-    chosen, answer, by_class = _name_as_saved(chosen, selection, checkpoint, base, options)
-    chosen, ties, fit, renamed = _fit(chosen, selection.live, base, options)
-    selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
-    catalog = chosen.catalog
-    chosen = replace(chosen, names=_in_order(chosen.names, _base_shapes(base)) or chosen.names)
-    names = {source: name for source, name in chosen.names.items() if name not in ties.dropped}
-    selection = selection.written_as(list(names.values()), _base_shapes(base))
-    held = held_dtypes(catalog, {name: each for each, name in names.items()}, checkpoint.dequantized, {})
-    dtypes = choose_dtypes(held, names, options.dtype, options.dtype_rules, base, checkpoint.path)
-    tensors = tuple(
-        OutputTensor(name, source, dtypes.chosen[name], catalog.tensors[source].shape)
-        for source, name in names.items()
-    )
+    named = _name(checkpoint, base, options)
+    chosen, selection, fit = named.chosen, named.selection, named.fit
+    tensors, dtypes = _tensors(named, checkpoint, base, options)
     output = _images(tensors, base, options, chosen.kind)
-    assets, changed = _assets(chosen, base, ties, tensors)
+    assets, changed = _assets(chosen, base, named.ties, tensors)
     modules, untaken = trained_modules(
         checkpoint,
         base,
@@ -219,20 +194,17 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         options=options,
         selection=selection,
         kind=chosen.kind,
-        ties=ties,
+        ties=named.ties,
         base=base,
-        catalog=catalog,
+        catalog=chosen.catalog,
         tensors=tensors,
         output=output,
-        plan=build_plan(output, catalog),
+        plan=build_plan(output, chosen.catalog),
         assets=tuple(asset for asset in assets if asset.name not in [module.file for module in modules]),
         modules=tuple(modules),
         notes=(
             *checkpoint.notes,
-            *selection.notes,
-            *chosen.notes,
-            *(base.notes if base else ()),
-            *fit.notes,
+            *named.notes(base),
             *dtypes.notes,
             *changed,
             *(module.note for module in modules),
@@ -240,19 +212,73 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         unloadable=unloadable,
         warnings=(
             *unloadable,
-            *_base_warnings(base, chosen.kind),
-            *fit.warnings,
-            *selection.warnings,
-            *selection.renaming,
-            *selection.in_memory(list(names.values()), _base_shapes(base)),
-            *chosen.warnings,
+            *named.warnings(base),
             *dtypes.warnings,
-            *_tie_warnings(ties, base),
+            *_tie_warnings(named.ties, base),
             *untaken,
         ),
         fit=fit,
-        answer=answer,
+        answer=named.answer,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    """The tensors to write, and their names."""
+
+    chosen: Chosen
+    selection: Selection
+    ties: Ties
+    fit: Fit
+    answer: Answer | None
+    """What the class says of the names, where it was to be asked."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Name in the catalog -> name in the output, in the order of the output; ties are there once."""
+        return {source: name for source, name in self.chosen.names.items() if name not in self.ties.dropped}
+
+    def notes(self, base: Base | None) -> Iterator[str]:
+        """Yield what to tell about the choice."""
+        yield from (*self.selection.notes, *self.chosen.notes)
+        yield from (*(base.notes if base else ()), *self.fit.notes)
+
+    def warnings(self, base: Base | None) -> Iterator[str]:
+        """Yield the warnings about the choice, without those that say that the output cannot be loaded."""
+        selection = self.selection
+        yield from (*_base_warnings(base, self.chosen.kind), *self.fit.warnings)
+        yield from (*selection.warnings, *selection.renaming)
+        yield from selection.in_memory(list(self.names.values()), base_shapes(base))
+        yield from self.chosen.warnings
+
+
+def _name(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> _Named:
+    """Choose the tensors, name them, and compare them with the base's; errors as for `build_job`."""
+    selection, chosen = _choose(checkpoint, base, options)
+    chosen, answer, by_class = _name_as_saved(chosen, selection, checkpoint, base, options)
+    chosen, ties, fit, renamed = _fit(chosen, selection.live, base, options)
+    selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
+    chosen = replace(chosen, names=_in_order(chosen.names, base_shapes(base)) or chosen.names)
+    named = _Named(chosen=chosen, selection=selection, ties=ties, fit=fit, answer=answer)
+    return replace(named, selection=selection.written_as(list(named.names.values()), base_shapes(base)))
+
+
+def _tensors(
+    named: _Named, checkpoint: Checkpoint, base: Base | None, options: JobOptions
+) -> tuple[tuple[OutputTensor, ...], Dtypes]:
+    """Choose the dtypes; return what is written, in the order of the output.
+
+    Raises:
+        UsageError: the dtype or a rule cannot be carried out.
+    """
+    names, stored = named.names, named.chosen.catalog
+    held = held_dtypes(stored, {name: each for each, name in names.items()}, checkpoint.dequantized, {})
+    dtypes = choose_dtypes(held, names, options.dtype, options.dtype_rules, base, checkpoint.path)
+    tensors = tuple(
+        OutputTensor(name, source, dtypes.chosen[name], stored.tensors[source].shape)
+        for source, name in names.items()
+    )
+    return tensors, dtypes
 
 
 def _choose(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> tuple[Selection, Chosen]:
@@ -508,7 +534,15 @@ def _fit(
         notes = [f"not written, the model computes them: {listed(unsaved)}"] if unsaved else []
         chosen = replace(chosen, names=kept, notes=(*chosen.notes, *notes))
         ties, shapes, groups = decide(chosen, asked)
-    fit = _check_fit(shapes, base, groups, options, asked)
+    fit = check_fit(
+        shapes,
+        base,
+        groups,
+        asked,
+        allow_missing=options.allow_missing,
+        allow_unexpected=options.allow_unexpected,
+        is_part=options.naming.chooses_part,
+    )
     return _carry(chosen, base, fit.carried), ties, fit, renamed
 
 
@@ -585,7 +619,7 @@ def _select(checkpoint: Checkpoint, base: Base | None, naming: Naming) -> Select
         catalog.paths,
         checkpoint.roots,
         naming=naming,
-        base_shapes=_base_shapes(base),
+        base_shapes=base_shapes(base),
         key_rules=rules,
     )
 
@@ -620,27 +654,6 @@ def _base_warnings(base: Base | None, kind: str) -> list[str]:
     return []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """What to tell about how the output fits its base."""
-
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    """Warnings about weights that the base has and the output lacks."""
-    is_whole: bool = False
-    """The base's weights are known, and the output has all of them."""
-    carried: tuple[str, ...] = ()
-    """Names of the base that the trained model has no place for; the output has the base's own bytes."""
-
-
-def _base_shapes(base: Base | None) -> dict[str, Shape] | None:
-    """Return the shape of each tensor of a base; None if they are not known."""
-    if base is None or base.tensors is None:
-        return None
-    return {name: tensor.shape for name, tensor in base.tensors.items()}
-
-
 def _name_merged(names: Mapping[str, str], catalog: Catalog, base: Base | None) -> HubNames:
     """Name a model that an adapter was added to. Only now are its names free of PEFT's own.
 
@@ -649,7 +662,7 @@ def _name_merged(names: Mapping[str, str], catalog: Catalog, base: Base | None) 
         catalog: has the shapes.
         base: None, or one without known tensors, changes nothing.
     """
-    theirs = _base_shapes(base)
+    theirs = base_shapes(base)
     shapes = {source: catalog.tensors[source].shape for source in names}
     named = name_as_hub(names, shapes, None, theirs or None)
     return named._replace(names=_in_order(named.names, theirs) or named.names)
@@ -663,85 +676,9 @@ def _in_order(names: dict[str, str], base_names: Collection[str] | None) -> dict
     return {by_output[name]: name for name in in_order(by_output, base_names)}
 
 
-def _check_fit(
-    shapes: Mapping[str, Shape],
-    base: Base | None,
-    ties: Iterable[Collection[str]],
-    options: JobOptions,
-    asked: ModelNames | None,
-) -> Fit:
-    """Compare the output with the base. A base that a person gave is binding; one that was found is not.
-
-    Args:
-        shapes: by name in the output.
-        base: None, or one without known tensors, has nothing to compare with.
-        ties: groups of names that are one parameter.
-        options: whether names of the base may be missing, and others may be there.
-        asked: what the model's class says of the base's names, where it was asked.
-
-    Raises:
-        LayoutError: lists every name that is missing, unexpected or of another shape.
-    """
-    theirs = _base_shapes(base)
-    if base is None or theirs is None:
-        return Fit()
-    found, said = compare_with_base(shapes, theirs, ties=ties), list[str]()
-    label = escape(base.label)
-    carried = [name for name in found.computed if name in theirs]
-    computed = [name for name in found.computed if name not in theirs]
-    if computed:
-        said.append(f"not compared with {label}, every model computes them: {listed(computed)}")
-    if asked is not None:
-        # A block that the class has no place for is no head of another objective: it may belong to another model.
-        spare = [
-            name
-            for name in found.missing
-            if name in asked.ignored or (name in asked.unused and not _IN_BLOCK.search(name))
-        ]
-        made = [name for name in found.unexpected if name in asked.made]
-        carried += spare
-        if made:
-            said.append(f"not in {label}, the model computes them where they are missing: {listed(made)}")
-        found = replace(
-            found,
-            missing=tuple(name for name in found.missing if name not in spare),
-            unexpected=tuple(name for name in found.unexpected if name not in made),
-        )
-    if carried:
-        is_here = base.catalog is not None and not options.naming.chooses_part
-        what = f"taken from {label} as they are" if is_here else "not written"
-        said.append(f"{what}, the model computes them or has no place for them: {listed(carried)}")
-        carried = carried if is_here else []
-    if found.is_equal:
-        notes = (f"names and shapes are the same as in {label}", *said)
-        return Fit(notes=notes, is_whole=True, carried=tuple(carried))
-    is_whole = not (found.missing or found.wrong_shapes)
-    if not base.is_given:
-        missing, *others = _differences(found, f"the weights in {label}")
-        lost = tuple([missing] if found.missing else [])
-        warnings = tuple(others if lost else [missing, *others])
-        return Fit(
-            notes=tuple(said), warnings=warnings, missing=lost, is_whole=is_whole, carried=tuple(carried)
-        )
-    problems = [
-        *([] if options.allow_missing else _misfits("missing", found.missing, shapes)),
-        *([] if options.allow_unexpected else _misfits("unexpected", found.unexpected, theirs)),
-        *(
-            f"shape: {escape(name)}: {list(ours)}, in the base {list(base)}"
-            for name, base, ours in found.wrong_shapes
-        ),
-    ]
-    LayoutError.raise_for(
-        problems,
-        f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
-        hint=_FUSED if holds_fused_experts(found.unexpected) else _OTHER_NAMES,
-    )
-    return Fit(notes=(*_differences(found, label), *said), is_whole=is_whole, carried=tuple(carried))
-
-
 def _may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]) -> bool:
     """True if the class may explain a misfit: by what it leaves out or computes, by ties, heads, names or its own form."""
-    theirs = _base_shapes(base)
+    theirs = base_shapes(base)
     if base is None or theirs is None or not base.is_given:
         return False
     found = compare_with_base(shapes, theirs, ties=ties)
@@ -776,25 +713,10 @@ def _name_by_class(
 
 def _ask_class(base: Base) -> ModelNames | None:
     """Ask the class that a base's config names, in a process of its own; None if it cannot be asked."""
-    shapes = _base_shapes(base)
+    shapes = base_shapes(base)
     if shapes is None or not (base.config or {}).get("architectures"):
         return None
     try:
         return ask_names(base.directory, shapes)
     except ShardkitError:
         return None
-
-
-def _misfits(what: str, names: Iterable[str], others: Mapping[str, Shape]) -> Iterator[str]:
-    for row, name in enumerate(names):
-        yield f"{what}: {escape(name)}{suggestion(name, others) if row < _MAX_SUGGESTIONS else ''}"
-
-
-def _differences(found: BaseComparison, label: str) -> Iterator[str]:
-    if found.missing:
-        yield f"missing of {label}: {count(len(found.missing), 'tensor')}: {listed(found.missing)}"
-    if found.unexpected:
-        yield f"not in {label}: {count(len(found.unexpected), 'tensor')}: {listed(found.unexpected)}"
-    if found.wrong_shapes:
-        names = [name for name, _, _ in found.wrong_shapes]
-        yield f"of another shape than in {label}: {count(len(names), 'tensor')}: {listed(names)}"

@@ -1,0 +1,147 @@
+"""How the output fits its base: names and shapes, and what the model's class says of those that differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardkit.core.regions import Shape
+from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.errors import LayoutError
+from shardkit.formats.hub.base import Base
+from shardkit.keys.check import BaseComparison, compare_with_base, holds_fused_experts
+from shardkit.layout.traced import ModelNames
+
+_IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
+_MAX_SUGGESTIONS = 3  # each searches all names
+_OTHER_NAMES = (
+    "--rename or --root may give the base's names; --allow-missing and --allow-unexpected accept others"
+)
+_FUSED = (
+    "transformers fuses the experts into one tensor, and the base stores them one by one; with transformers installed "
+    "they are taken apart; --allow-missing and --allow-unexpected together write them as they are"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What to tell about how the output fits its base."""
+
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Warnings about weights that the base has and the output lacks."""
+    is_whole: bool = False
+    """The base's weights are known, and the output has all of them."""
+    carried: tuple[str, ...] = ()
+    """Names of the base that the trained model has no place for; the output has the base's own bytes."""
+
+
+def base_shapes(base: Base | None) -> dict[str, Shape] | None:
+    """Return the shape of each tensor of a base; None if they are not known."""
+    if base is None or base.tensors is None:
+        return None
+    return {name: tensor.shape for name, tensor in base.tensors.items()}
+
+
+def check_fit(
+    shapes: Mapping[str, Shape],
+    base: Base | None,
+    ties: Iterable[Collection[str]],
+    asked: ModelNames | None,
+    *,
+    allow_missing: bool,
+    allow_unexpected: bool,
+    is_part: bool,
+) -> Fit:
+    """Compare the output with the base. A base that a person gave is binding; one that was found is not.
+
+    Args:
+        shapes: by name in the output.
+        base: None, or one without known tensors, has nothing to compare with.
+        ties: groups of names that are one parameter.
+        asked: what the model's class says of the base's names, where it was asked.
+        allow_missing: names of the base may be missing.
+        allow_unexpected: there may be others.
+        is_part: a person asked for a part of the model.
+
+    Raises:
+        LayoutError: lists every name that is missing, unexpected or of another shape.
+    """
+    theirs = base_shapes(base)
+    if base is None or theirs is None:
+        return Fit()
+    label = escape(base.label)
+    found, carried, said = _explain(compare_with_base(shapes, theirs, ties=ties), theirs, asked, label)
+    if carried:
+        is_here = base.catalog is not None and not is_part
+        what = f"taken from {label} as they are" if is_here else "not written"
+        said.append(f"{what}, the model computes them or has no place for them: {listed(carried)}")
+        carried = carried if is_here else []
+    fit = Fit(notes=tuple(said), is_whole=not (found.missing or found.wrong_shapes), carried=tuple(carried))
+    if found.is_equal:
+        return replace(fit, notes=(f"names and shapes are the same as in {label}", *said))
+    if not base.is_given:
+        told = tuple(_differences(found, f"the weights in {label}"))
+        num_lost = 1 if found.missing else 0
+        return replace(fit, missing=told[:num_lost], warnings=told[num_lost:])
+    problems = [
+        *([] if allow_missing else _misfits("missing", found.missing, shapes)),
+        *([] if allow_unexpected else _misfits("unexpected", found.unexpected, theirs)),
+        *(
+            f"shape: {escape(name)}: {list(ours)}, in the base {list(base)}"
+            for name, base, ours in found.wrong_shapes
+        ),
+    ]
+    LayoutError.raise_for(
+        problems,
+        f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
+        hint=_FUSED if holds_fused_experts(found.unexpected) else _OTHER_NAMES,
+    )
+    return replace(fit, notes=(*_differences(found, label), *said))
+
+
+def _explain(
+    found: BaseComparison, theirs: Mapping[str, Shape], asked: ModelNames | None, label: str
+) -> tuple[BaseComparison, list[str], list[str]]:
+    """Take out of a comparison what the model computes, makes or has no place for.
+
+    Returns:
+        What is left, names of the base that may be carried over, and notes.
+    """
+    spare, made, said = list[str](), list[str](), list[str]()
+    if asked is not None:
+        # A block that the class has no place for is no head of another objective: it may belong to another model.
+        spare = [
+            name
+            for name in found.missing
+            if name in asked.ignored or (name in asked.unused and not _IN_BLOCK.search(name))
+        ]
+        made = [name for name in found.unexpected if name in asked.made]
+    computed = [name for name in found.computed if name not in theirs]
+    if computed:
+        said.append(f"not compared with {label}, every model computes them: {listed(computed)}")
+    if made:
+        said.append(f"not in {label}, the model computes them where they are missing: {listed(made)}")
+    left = replace(
+        found,
+        missing=tuple(name for name in found.missing if name not in spare),
+        unexpected=tuple(name for name in found.unexpected if name not in made),
+    )
+    return left, [*(name for name in found.computed if name in theirs), *spare], said
+
+
+def _misfits(what: str, names: Iterable[str], others: Mapping[str, Shape]) -> Iterator[str]:
+    for row, name in enumerate(names):
+        yield f"{what}: {escape(name)}{suggestion(name, others) if row < _MAX_SUGGESTIONS else ''}"
+
+
+def _differences(found: BaseComparison, label: str) -> Iterator[str]:
+    if found.missing:
+        yield f"missing of {label}: {count(len(found.missing), 'tensor')}: {listed(found.missing)}"
+    if found.unexpected:
+        yield f"not in {label}: {count(len(found.unexpected), 'tensor')}: {listed(found.unexpected)}"
+    if found.wrong_shapes:
+        names = [name for name, _, _ in found.wrong_shapes]
+        yield f"of another shape than in {label}: {count(len(names), 'tensor')}: {listed(names)}"
