@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
-from zlib import crc32
 
 import torch
 from torch import nn
@@ -20,7 +19,6 @@ from shardkit.core.regions import Region, relative_to
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.files.links import may_follow_links
-from shardkit.keys.expressions import leaves
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
 from shardkit.operations.keys import load_rules
@@ -62,6 +60,7 @@ from shardkit.training.ranks.local import (
     reshard,
     window,
 )
+from shardkit.training.ranks.stages import on_other_ranks, unused_here_alone, with_ties
 
 _log = logging.getLogger("shardkit")
 
@@ -115,7 +114,7 @@ def finalize(
         materialise(model, place)
         for each in (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
             rebind_optimizer(model, each)
-        shards = _with_ties(local_shards(model), ctx.ties)
+        shards = with_ties(local_shards(model), ctx.ties)
     filled = Filled()
     if ctx.source is not None:
         supply = supply_of(ctx)
@@ -213,7 +212,8 @@ def _open(
     able = gather_json(weights is not None, phase="opening the source")
     if not any(able):
         agree(error, phase="opening the source")
-    elsewhere, are_stages = _unused_here_alone(weights)
+    used, unused = (weights.stored_names(), weights.unused) if weights is not None else ((), ())
+    elsewhere, are_stages = unused_here_alone(frozenset(used), frozenset(unused))
     if weights is not None and are_stages:
         weights = replace(weights, identity=weights.source_identity)
     with agreed("comparing the source with the model"):
@@ -223,43 +223,6 @@ def _open(
             if world()[0] == able.index(True):  # it reads names of one parameter that are stored apart
                 check_ties(ties, weights)
     return Supply(weights=weights, unavailable=None if error is None else str(error))
-
-
-def _unused_here_alone(weights: Weights | None) -> tuple[frozenset[str], bool]:
-    """Return the stored names that this rank's model has no place for and another rank's has; every rank calls it.
-
-    A stage of a pipeline has some layers of the source, and other ranks have the others.
-
-    Returns:
-        The names, and whether the ranks' models have different parts of the source; the latter is the same on all ranks.
-    """
-    unused = weights.unused if weights is not None else {}
-    if not any(gather_json(bool(unused), phase="comparing the ranks' models")):
-        return frozenset(), False
-    used = set[str]()
-    for name in weights.names.values() if weights is not None else ():
-        made = weights.made_of.get(name) if weights is not None else None
-        used.update([name] if made is None else [leaf.name for leaf in leaves(made)])
-    order = sorted(used | unused.keys())
-    digest = crc32("\n".join(order).encode())
-    mask = "".join("1" if name in unused and name not in used else "0" for name in order)
-    every = gather_json([digest, f"{int(mask or '0', 2):x}"], phase="comparing the ranks' models")
-    masks = [f"{int(each, 16):0{len(order)}b}" for other, each in every if other == digest]
-    elsewhere = {name for at, name in enumerate(order) if any(each[at] == "0" for each in masks)}
-    return frozenset(elsewhere & unused.keys()), len({tuple(each) for each in every}) > 1
-
-
-def _with_ties(shards: Iterable[LocalShard], ties: Iterable[Sequence[str]]) -> list[LocalShard]:
-    """Return shards with all names of their ties, those too that are on another stage of a pipeline."""
-    groups = {name: group for group in ties for name in group}
-    found = list(shards)
-    held = {name for shard in found for name in shard.names}
-    return [
-        replace(shard, names=(*shard.names, *(other for other in group if other not in held)))
-        if (group := next((groups[name] for name in shard.names if name in groups), None)) is not None
-        else shard
-        for shard in found
-    ]
 
 
 def supply_of(ctx: ModelInitializationContext) -> Supply:
@@ -467,7 +430,7 @@ def _prove(
 ) -> None:
     """Prove that the filled model is as promised."""
     differing = equalise_buffers(model)
-    elsewhere = frozenset[str]() if ctx is None else _on_other_ranks(shards, ctx.expected)
+    elsewhere = frozenset[str]() if ctx is None else on_other_ranks(shards, ctx.expected)
     with agreed("proving the filled model"):
         problems = [*prove_filled(shards, filled.elements), *_on_meta(model)]
         if ctx is not None:
@@ -499,33 +462,6 @@ def _on_meta(model: nn.Module) -> Iterator[str]:
             yield f"{escape(clean_name(name))}: parameter or buffer still on meta"
     for attribute in meta_attributes(model):
         yield f"{escape(attribute.fqn)}: tensor attribute still on meta"
-
-
-def _on_other_ranks(shards: Sequence[LocalShard], expected: Mapping[str, ExpectedTensor]) -> frozenset[str]:
-    """Return what was prepared and is not in this rank's model, and that is as it should be; every rank calls it.
-
-    A stage of a pipeline has some layers, and other ranks have the others. But who shares a mesh has the same tensors.
-    """
-    held = {name: shard for shard in shards for name in shard.names}
-    has_all = expected.keys() <= held.keys()
-    if all(gather_json(has_all, phase="comparing the ranks' models")):
-        return frozenset()
-    mine = "".join("1" if fqn in held else "0" for fqn in expected)
-    every = gather_json(f"{int(mine or '0', 2):x}", phase="comparing the ranks' models")
-    masks = [f"{int(each, 16):0{len(expected)}b}" for each in every]
-    rank, elsewhere = world()[0], set[str]()
-    # Each rank tells whom it shares a tensor with, in places of `expected`: those who lack it are the wrong ones.
-    wanted = {
-        at: shard.whole.device_mesh.mesh.flatten().tolist()
-        for at, fqn in enumerate(expected)
-        if (shard := held.get(fqn)) is not None and isinstance(shard.whole, DTensor)
-    }
-    torn = {at for at, ranks in wanted.items() if any(masks[other][at] == "0" for other in ranks)}
-    wrong = {at for each in gather_json(sorted(torn), phase="comparing the ranks' models") for at in each}
-    for at, fqn in enumerate(expected):
-        if masks[rank][at] == "0" and at not in wrong and any(mask[at] == "1" for mask in masks):
-            elsewhere.add(fqn)
-    return frozenset(elsewhere)
 
 
 def _unlike_expected(

@@ -182,51 +182,65 @@ def wrap(
     paths = choose_units(model, policy)
     dispatched = apply_plans(model, meshes)
     modules = dict(model.named_modules())
-    data_mesh = meshes.data
-    if data_mesh is None:  # `tp` alone
-        recomputed = _checkpointed_paths(model, paths, activation_checkpointing)
-        _apply_checkpointing(model, {}, [modules[path] for path in recomputed])
+    recomputed = [modules[path] for path in _checkpointed_paths(model, paths, activation_checkpointing)]
+    if meshes.data is None:  # `tp` alone
+        _apply_checkpointing(model, {}, recomputed)
         return model
     precision = _precision(mixed_precision)
     wide = _class_dtypes(model, precision) if mixed_precision == "bf16" else None
     plan = plan_units(model, with_units(model, paths, dispatched), wide)
     settings = {each.path: _unit_precision(each, modules[each.path], precision, wide) for each in plan.units}
-    recomputed = _checkpointed_paths(model, paths, activation_checkpointing)
-
-    units = {path: modules[path] for path in paths}
-    units = _apply_checkpointing(model, units, [modules[path] for path in recomputed])
+    units = _apply_checkpointing(model, {path: modules[path] for path in paths}, recomputed)
     if wide is not None:
         _cast_buffers(model, wide)
-    last = _last_block(paths)
+    last, num_batches = _last_block(paths), meshes.data.size()
     # Only an accelerator has pinned memory.
-    pinned = data_mesh.device_type != "cpu"
+    pinned = meshes.data.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
 
     def shard(unit: PlannedUnit, module: nn.Module) -> None:
-        reshard = reshard_after_forward if unit.around else False
-        if reshard is None:
-            reshard = unit.around != last and not unit.around.startswith(f"{last}.")
         fully_shard(
             module,
             mesh=meshes.of_unit(unit.around in dispatched),
             mp_policy=settings[unit.path],
             offload_policy=offload,
             shard_placement_fn=shard_placement_fn,
-            reshard_after_forward=reshard,
+            reshard_after_forward=_is_resharded(unit, last, reshard_after_forward),
         )
         if unit.around in dispatched and isinstance(module, FSDPModule):
-            _divide_by(module, data_mesh.size(), meshes)
+            _divide_by(module, num_batches, meshes)
 
     shard_units(plan, {**modules, **units}, shard)
     for name in plan.outside:
-        path, _, attribute = name.rpartition(".")
-        hook = partial(_average_gradients, data_mesh, modules[path], attribute)
-        # The module that holds a parameter may never be called (a ParameterList); one around it uses
-        # the parameter.
-        for around in ("", *accumulate(path.split("."), "{}.{}".format)):
-            if around in modules:
-                modules[around].register_forward_pre_hook(hook)
+        _average_outside(meshes.data, modules, name)
     return model
+
+
+def _is_resharded(unit: PlannedUnit, last: str, asked: bool | int | None) -> bool | int:
+    """Return what `fully_shard` is told about freeing a unit after its forward.
+
+    Args:
+        unit: of the model.
+        last: path of the last block, which backward needs at once, as it does the root.
+        asked: for the units; None frees all but those.
+    """
+    if not unit.around:
+        return False
+    if asked is not None:
+        return asked
+    return unit.around != last and not unit.around.startswith(f"{last}.")
+
+
+def _average_outside(mesh: DeviceMesh, modules: Mapping[str, nn.Module], name: str) -> None:
+    """Have the gradient of a parameter outside FSDP averaged.
+
+    The module that holds a parameter may never be called (a ParameterList); one around it uses the parameter.
+    """
+    path, _, attribute = name.rpartition(".")
+    hook = partial(_average_gradients, mesh, modules[path], attribute)
+    for around in ("", *accumulate(path.split("."), "{}.{}".format)):
+        if around in modules:
+            modules[around].register_forward_pre_hook(hook)
 
 
 def _meshes(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | None) -> Meshes:

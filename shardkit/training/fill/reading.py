@@ -152,6 +152,14 @@ class Weights:
         found = replace(self, catalog=self.open_chunks(stored), open_chunks=None)
         return found.located()
 
+    def stored_names(self) -> set[str]:
+        """Return the stored names that the model is filled from."""
+        used = set[str]()
+        for name in self.names.values():
+            made = self.made_of.get(name)
+            used.update([name] if made is None else [leaf.name for leaf in leaves(made)])
+        return used
+
     def entry(self, name: str) -> TensorEntry:
         """Return a tensor of `names`' values; that of one which is not stored itself has no chunks."""
         made = self.made_of.get(name)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -94,6 +95,32 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, phase: st
     except RuntimeError as error:  # gloo and nccl raise nothing narrower
         raise lost(phase, error) from error
     return [from_bytes(part[: int(length)]) for part, length in zip(gathered, lengths, strict=True)]
+
+
+class Mask(NamedTuple):
+    """Which names of an order a rank has."""
+
+    order: int
+    """CRC-32 of the order. Masks of different orders cannot be compared by their bits."""
+    bits: str
+    """At the place of each name "1" if the rank has it, else "0"."""
+
+
+def gather_masks(names: Collection[str], order: Sequence[str], *, phase: str) -> list[Mask]:
+    """Return which names of an order each rank has; each rank must call it.
+
+    Args:
+        names: what this rank has.
+        order: all names that are asked about.
+        phase: as for `gather_json`.
+
+    Raises:
+        ResourceError: as `gather_json` does.
+    """
+    mine = "".join("1" if name in names else "0" for name in order)
+    digest = crc32("\n".join(order).encode())
+    every = gather_json([digest, f"{int(mine or '0', 2):x}"], phase=phase)
+    return [Mask(other, f"{int(bits, 16):0{len(order)}b}") for other, bits in every]
 
 
 def broadcast_json(value: Any, source: int, *, phase: str = "sending") -> Any:

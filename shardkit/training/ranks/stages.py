@@ -1,0 +1,76 @@
+"""Stages of a pipeline: what one rank's model lacks, and another rank's has, is not missing.
+
+A stage has some layers of the model, and other ranks have the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from torch.distributed.tensor import DTensor
+
+from shardkit.training.ranks.agree import gather_json, gather_masks, world
+from shardkit.training.ranks.local import ExpectedTensor, LocalShard
+
+_PHASE = "comparing the ranks' models"
+
+
+def with_ties(shards: Iterable[LocalShard], ties: Iterable[Sequence[str]]) -> list[LocalShard]:
+    """Return shards with all names of their ties, those too that are on another stage."""
+    groups = {name: group for group in ties for name in group}
+    found = list(shards)
+    held = {name for shard in found for name in shard.names}
+    return [
+        replace(shard, names=(*shard.names, *(other for other in group if other not in held)))
+        if (group := next((groups[name] for name in shard.names if name in groups), None)) is not None
+        else shard
+        for shard in found
+    ]
+
+
+def unused_here_alone(used: frozenset[str], unused: frozenset[str]) -> tuple[frozenset[str], bool]:
+    """Return the stored names that this rank's model has no place for and another rank's has; every rank calls it.
+
+    Args:
+        used: stored names that this rank's model is filled from.
+        unused: stored names that it has no place for.
+
+    Returns:
+        The names, and whether the ranks' models have different parts of the source; the latter is the same on all ranks.
+    """
+    if not any(gather_json(bool(unused), phase=_PHASE)):
+        return frozenset(), False
+    order = sorted(used | unused)
+    every = gather_masks(unused - used, order, phase=_PHASE)
+    masks = [each.bits for each in every if each.order == every[world()[0]].order]
+    elsewhere = {name for at, name in enumerate(order) if any(bits[at] == "0" for bits in masks)}
+    return unused & elsewhere, len(set(every)) > 1
+
+
+def on_other_ranks(shards: Sequence[LocalShard], expected: Mapping[str, ExpectedTensor]) -> frozenset[str]:
+    """Return what was prepared and is not in this rank's model, and that is as it should be; every rank calls it.
+
+    Who shares a mesh has the same tensors.
+
+    Args:
+        shards: of this rank.
+        expected: what was prepared, by name, in the same order on all ranks.
+    """
+    held = {name: shard for shard in shards for name in shard.names}
+    if all(gather_json(expected.keys() <= held.keys(), phase=_PHASE)):
+        return frozenset()
+    masks = [each.bits for each in gather_masks(held, tuple(expected), phase=_PHASE)]
+    # Each rank tells whom it shares a tensor with, in places of `expected`: those who lack it are the wrong ones.
+    wanted = {
+        at: shard.whole.device_mesh.mesh.flatten().tolist()
+        for at, fqn in enumerate(expected)
+        if (shard := held.get(fqn)) is not None and isinstance(shard.whole, DTensor)
+    }
+    torn = {at for at, ranks in wanted.items() if any(masks[other][at] == "0" for other in ranks)}
+    wrong = {at for each in gather_json(sorted(torn), phase=_PHASE) for at in each}
+    return frozenset(
+        fqn
+        for at, fqn in enumerate(expected)
+        if fqn not in held and at not in wrong and any(bits[at] == "1" for bits in masks)
+    )
