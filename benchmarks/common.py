@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import statistics
@@ -34,6 +35,25 @@ class Run(NamedTuple):
     def ratio(self) -> float:
         """Its seconds to those of the copy."""
         return self.found["elapsed_s"] / self.copy_s
+
+
+def common_options(description: str | None, *, gigabytes: float, runs: int) -> argparse.ArgumentParser:
+    """Return a parser of what every comparison takes, with its defaults."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=gigabytes)
+    parser.add_argument("--runs", type=int, default=runs)
+    return parser
+
+
+def work_in(directory: Path) -> Path:
+    """Make an empty directory in another one."""
+    work = directory / "shardkit-benchmark"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    return work
 
 
 def run(command: list[str]) -> str:

@@ -20,7 +20,6 @@ torch"`. `read` are the bytes read by the process to those of the model (mapped 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -32,7 +31,20 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from common import HERE, TORCH, Found, Run, Variant, alternate, copies, median, run, seconds_and_ratio
+from common import (
+    HERE,
+    TORCH,
+    Found,
+    Run,
+    Variant,
+    alternate,
+    common_options,
+    copies,
+    median,
+    run,
+    seconds_and_ratio,
+    work_in,
+)
 
 CHILD = """
 import time
@@ -156,20 +168,13 @@ def measure_start(runs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--gigabytes", type=float, default=3.0)
-    parser.add_argument("--runs", type=int, default=5)
+    parser = common_options(__doc__, gigabytes=3.0, runs=5)
     parser.add_argument("--hidden", default="2048", help="the model's hidden size: how large its tensors are")
     parser.add_argument("--ranks", action="append", help="default: 32, 1 and 1024")
     parser.add_argument("--peers", action="store_true", help="also other tools, where they are installed")
     parser.add_argument("--only", action="append", choices=PARTS, help="default: all parts")
     args = parser.parse_args()
-    work, parts = args.directory / "shardkit-benchmark", args.only or PARTS
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    work, parts = work_in(args.directory), args.only or PARTS
     print(f"file system: {run(['stat', '-f', '-c', '%T', str(work)]).strip()}, cores: {os.cpu_count()}")
     if "sharded" in parts or "safetensors" in parts:
         make_model(work, args.gigabytes, "--hidden", args.hidden)

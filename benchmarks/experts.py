@@ -12,7 +12,6 @@ of its child if that is larger.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -20,7 +19,18 @@ import time
 from functools import partial
 from pathlib import Path
 
-from common import HERE, Found, Variant, alternate, copies, median, run, seconds_and_ratio
+from common import (
+    HERE,
+    Found,
+    Variant,
+    alternate,
+    common_options,
+    copies,
+    median,
+    run,
+    seconds_and_ratio,
+    work_in,
+)
 
 
 def whole(arguments: list[str], output: Path) -> Found:
@@ -47,18 +57,11 @@ def whole(arguments: list[str], output: Path) -> Found:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--gigabytes", type=float, default=10.0)
+    parser = common_options(__doc__, gigabytes=10.0, runs=5)
     parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", choices=("preshard", "consolidate"))
     args = parser.parse_args()
-    work = args.directory / "shardkit-benchmark"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    work = work_in(args.directory)
     model, sharded = work / "model", work / "sharded"
     sizes = ["--gigabytes", str(args.gigabytes), "--experts", str(args.experts)]
     print(run([sys.executable, str(HERE / "model.py"), str(model), *sizes]).strip())

@@ -16,7 +16,6 @@ line says how much of a load onto it is hidden behind reading (benchmarks/overla
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -36,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import HERE, run
+from common import HERE, common_options, run, work_in
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -328,19 +327,12 @@ def slowest(ranks: list[dict[str, float]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--gigabytes", type=float, default=3.0)
-    parser.add_argument("--runs", type=int, default=3)
+    parser = common_options(__doc__, gigabytes=3.0, runs=3)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--peers", action="store_true", help="also other loaders, where they are installed")
     parser.add_argument("--only", action="append", choices=VARIANTS, help="default: all")
     args = parser.parse_args()
-    work = args.directory / "shardkit-benchmark"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    work = work_in(args.directory)
     names = [name for name in args.only or VARIANTS if args.peers or not VARIANTS[name].peer]
     if find_spec("accelerate") is None and "accelerate" in names:
         names.remove("accelerate")

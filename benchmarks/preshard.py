@@ -10,7 +10,6 @@ and imports; its ratio is to its `cp`. On a disk both sides include a `sync`. Pe
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -25,10 +24,12 @@ from common import (
     Variant,
     alternate,
     can_reflink,
+    common_options,
     copies,
     median,
     run,
     seconds_and_ratio,
+    work_in,
 )
 
 CHILD = """
@@ -56,19 +57,12 @@ def peer(source: Path, output: Path, ranks: int) -> Found:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--gigabytes", type=float, default=3.0)
-    parser.add_argument("--runs", type=int, default=5)
+    parser = common_options(__doc__, gigabytes=3.0, runs=5)
     parser.add_argument(
         "--peer", action="store_true", help="also load, fully_shard and dcp.save in 4 processes"
     )
     args = parser.parse_args()
-    work = args.directory / "shardkit-benchmark"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    work = work_in(args.directory)
     print(
         run(
             [sys.executable, str(HERE / "model.py"), str(work / "model"), "--gigabytes", str(args.gigabytes)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.catalog import Catalog, Computation, OnRead, SourceFile, SourceReader, TensorEntry
 from shardkit.core.regions import (
@@ -324,18 +324,19 @@ def read_box(
         part = intersect(region, held)
         if part is None:
             continue
-        file, start, inner = table.file[row], table.start[row], relative_to(part, held.offsets)
+        inner = relative_to(part, held.offsets)
+        place = _Place(table.file[row], table.start[row], held.sizes)
         window = _window(relative_to(part, region.offsets))
-        elements = catalog.files[file].compute
+        elements = catalog.files[place.file].compute
         if elements is not None and elements.shape == held.sizes:  # one box costs less than its runs
             found[window] = elements.box(reader, inner, shown)
             left -= part.num_elements
             continue
         if part == region:
-            _read_part(reader, file, start, inner, held.sizes, found, shown)
+            _read_part(reader, place, inner, found, shown)
             return found
         values = numpy.empty(part.sizes, _kind(itemsize))
-        _read_part(reader, file, start, inner, held.sizes, values, shown)
+        _read_part(reader, place, inner, values, shown)
         found[window] = values
         left -= part.num_elements
     if left:
@@ -345,31 +346,36 @@ def read_box(
     return found
 
 
-def _read_part(
-    reader: SourceReader,
-    file: int,
-    start: int,
-    part: Region,
-    sizes: Shape,
-    target: numpy.ndarray,
-    fqn: str,
-) -> None:
-    """Fill a contiguous array with a box of a chunk of some sizes that lies from byte `start` on."""
+class _Place(NamedTuple):
+    """Where a chunk lies, row-major."""
 
+    file: int
+    start: int
+    """Its first byte."""
+    sizes: Shape
+    """In elements."""
+
+    def span(self, part: Region) -> tuple[int, int]:
+        """Return the first element of a box of the chunk, and the number of elements from there to its last."""
+        first = flat_offset(part.offsets, self.sizes)
+        return first, flat_offset(tuple(stop - 1 for stop in part.stops), self.sizes) + 1 - first
+
+
+def _read_part(reader: SourceReader, place: _Place, part: Region, target: numpy.ndarray, fqn: str) -> None:
+    """Fill a contiguous array with a box of a chunk."""
     if not part.num_elements:
         return
     itemsize = target.dtype.itemsize
-    first = flat_offset(part.offsets, sizes)
-    span = flat_offset(tuple(stop - 1 for stop in part.stops), sizes) + 1 - first
-    run = next(runs(part, sizes)).length
+    _, span = place.span(part)
+    run = next(runs(part, place.sizes)).length
     num_runs = part.num_elements // run
     if num_runs > 1 and run * itemsize < _SHORT_NBYTES and span * itemsize <= num_runs * _MAX_STRIDE:
-        _read_spans(reader, file, start, part, sizes, target, fqn, span * itemsize)
+        _read_spans(reader, place, part, target, fqn)
         return
     memory = _bytes(target)
-    for each in runs(part, sizes):
+    for each in runs(part, place.sizes):
         into = memory[each.target * itemsize : (each.target + each.length) * itemsize]
-        reader.read_into(file, into, start + each.source * itemsize, fqn)
+        reader.read_into(place.file, into, place.start + each.source * itemsize, fqn)
 
 
 def _copy(source: numpy.ndarray, target: numpy.ndarray) -> None:
@@ -391,30 +397,21 @@ def _copy(source: numpy.ndarray, target: numpy.ndarray) -> None:
             target[tuple(window)] = source[tuple(window)]
 
 
-def _read_spans(
-    reader: SourceReader,
-    file: int,
-    start: int,
-    part: Region,
-    sizes: Shape,
-    target: numpy.ndarray,
-    fqn: str,
-    span_nbytes: int,
-) -> None:
+def _read_spans(reader: SourceReader, place: _Place, part: Region, target: numpy.ndarray, fqn: str) -> None:
     """Fill an array with a box of a chunk; what lies between its runs is read too, a stretch at a time."""
     import numpy
 
     itemsize = target.dtype.itemsize
-    strides = [itemsize] * len(sizes)
-    for dim in range(len(sizes) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * sizes[dim + 1]
+    strides = [itemsize] * len(place.sizes)
+    for dim in range(len(place.sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * place.sizes[dim + 1]
+    span_nbytes = place.span(part)[1] * itemsize
     limit = max(part.num_elements * _SPAN_NBYTES // max(span_nbytes, _SPAN_NBYTES), 1)
     for block in blocks(part.sizes, limit):
         box = _shifted(block, part.offsets)
-        first = flat_offset(box.offsets, sizes)
-        last = flat_offset(tuple(stop - 1 for stop in box.stops), sizes)
-        raw = numpy.empty(last + 1 - first, target.dtype)
-        reader.read_into(file, _bytes(raw), start + first * itemsize, fqn)
+        first, length = place.span(box)
+        raw = numpy.empty(length, target.dtype)
+        reader.read_into(place.file, _bytes(raw), place.start + first * itemsize, fqn)
         target[_window(block)] = numpy.lib.stride_tricks.as_strided(raw, box.sizes, strides, writeable=False)
 
 

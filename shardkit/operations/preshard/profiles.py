@@ -98,12 +98,18 @@ _TRAINER_STATE = {
 
 # What a Trainer looks for on loading, without loops, callbacks and optimizers: nothing was trained yet.
 _LIGHTNING_META: Plain = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.6"}
-_LIGHTNING_USAGE = (
-    "Lightning: trainer.validate(module, ckpt_path={output!r}), or, to train, in on_fit_start:",
-    "    strategy = self.trainer.strategy",
-    "    optimizers, strategy.optimizers = strategy.optimizers, []  # the checkpoint has no state of theirs",
-    "    strategy.load_checkpoint({output!r})",
-    "    strategy.optimizers = optimizers",
+_LIGHTNING = Profile(
+    name="lightning",
+    root=("model",),
+    attribute="model",
+    companions={"meta.pt": plain_record(_LIGHTNING_META)},
+    usage=(
+        "Lightning: trainer.validate(module, ckpt_path={output!r}), or, to train, in on_fit_start:",
+        "    strategy = self.trainer.strategy",
+        "    optimizers, strategy.optimizers = strategy.optimizers, []  # the checkpoint has no state of theirs",
+        "    strategy.load_checkpoint({output!r})",
+        "    strategy.optimizers = optimizers",
+    ),
 )
 
 PROFILES = {
@@ -126,20 +132,8 @@ PROFILES = {
                 "transformers: trainer.train(resume_from_checkpoint={output!r})",
             ),
         ),
-        Profile(
-            name="lightning",
-            root=("model",),
-            attribute="model",
-            companions={"meta.pt": plain_record(_LIGHTNING_META)},
-            usage=_LIGHTNING_USAGE,
-        ),
-        Profile(
-            name="lightning-mp",
-            root=("state_dict",),
-            attribute="model",
-            companions={"meta.pt": plain_record(_LIGHTNING_META)},
-            usage=_LIGHTNING_USAGE,
-        ),
+        _LIGHTNING,
+        replace(_LIGHTNING, name="lightning-mp", root=("state_dict",)),
         Profile(
             name="transformers",
             form="safetensors",
