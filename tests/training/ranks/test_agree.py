@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from shardkit.errors import IntegrityError, LayoutError, ResourceError, ShardkitError, SourceError
-from shardkit.training.ranks.agree import agree, gather_json
+from shardkit.training.ranks.agree import agree, gather_json, gather_masks
 from tests.worlds.ranks import Ranks, same_error
 
 four = Ranks(__name__, 4)
@@ -24,6 +24,16 @@ def test_values_of_all_ranks_in_order() -> None:
     rank = dist.get_rank()
     found = gather_json({"rank": rank, "text": "ä" * rank})
     assert found == [{"rank": rank, "text": "ä" * rank} for rank in range(4)]
+
+
+@four.test
+def test_masks_of_all_ranks_and_whose_order_is_another() -> None:
+    rank = dist.get_rank()
+    held: list[set[str]] = [set(), {"b"}, {"a", "c"}, {"b"}]
+    found = gather_masks(held[rank], ["b"] if rank == 3 else ["a", "b", "c"], phase="comparing")
+    if rank < 3:
+        assert [mask.bits for mask in found[:3]] == ["000", "010", "101"]
+    assert found[0].order == found[1].order == found[2].order != found[3].order
 
 
 @four.test
