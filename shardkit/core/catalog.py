@@ -315,6 +315,46 @@ class Catalog:
         self.tensors[name] = replace(entry, fqn=name, first_chunk=first)
 
 
+@dataclass(frozen=True, slots=True)
+class _OtherNumbers:
+    """A reader of files that are known by other numbers."""
+
+    reader: SourceReader
+    numbers: Sequence[int]
+    """The reader's number of each file."""
+
+    def read_into(self, file: int, buffer: memoryview, start: int, fqn: str, /) -> int | None:
+        return self.reader.read_into(self.numbers[file], buffer, start, fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """A computation among the files of another catalog than the one that it was made for; a `Computation`."""
+
+    of: Computation
+    numbers: Sequence[int]
+    """Number there of each file that it knows."""
+
+    @property
+    def shape(self) -> Shape:
+        return self.of.shape
+
+    @property
+    def itemsize(self) -> int:
+        return self.of.itemsize
+
+    def fill(self, reader: SourceReader, start: int, buffer: memoryview, fqn: str, /) -> None:
+        self.of.fill(_OtherNumbers(reader, self.numbers), start, buffer, fqn)
+
+    def box(self, reader: SourceReader, region: Region, fqn: str, /) -> numpy.ndarray:
+        return self.of.box(_OtherNumbers(reader, self.numbers), region, fqn)
+
+
+def renumber(file: SourceFile, numbers: Sequence[int]) -> SourceFile:
+    """Return a file of a catalog as one of another, which has the catalog's files under other numbers."""
+    return file if file.compute is None else replace(file, compute=_Moved(file.compute, numbers))
+
+
 def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
     """Return a catalog of some of the tensors, in the order given; `catalog` itself stays as it is.
 
@@ -343,6 +383,8 @@ def combine_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
     known: dict[object, int] = {}
     for key, catalog in catalogs.items():
         numbers = [_number(whole, known, file) for file in catalog.files]
+        for number, file in zip(numbers, catalog.files, strict=True):
+            whole.files[number] = renumber(file, numbers) if file.compute is not None else whole.files[number]
         for fqn in catalog.tensors:
             whole.copy_tensor(catalog, fqn, f"{key}.{fqn}", numbers)
             paths[f"{key}.{fqn}"] = (key, *(catalog.paths or {}).get(fqn, (fqn,)))
@@ -357,7 +399,9 @@ def join_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
     joined = Catalog(format="dcp", directory="")
     for folder, catalog in catalogs.items():
         numbers = range(len(joined.files), len(joined.files) + len(catalog.files))
-        joined.files += [replace(file, name=join_name(folder, file.name)) for file in catalog.files]
+        joined.files += [
+            replace(renumber(file, numbers), name=join_name(folder, file.name)) for file in catalog.files
+        ]
         for fqn in catalog.tensors:
             joined.copy_tensor(catalog, fqn, join_name(folder, fqn), numbers)
     return joined

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
-from shardkit.core.catalog import Catalog, subset
+from shardkit.core.catalog import Catalog, renumber, subset
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
@@ -555,7 +555,7 @@ def _carry(chosen: Chosen, base: Base | None, names: Sequence[str]) -> Chosen:
     theirs = base.catalog
     catalog = subset(chosen.catalog, chosen.names)
     numbers = range(len(catalog.files), len(catalog.files) + len(theirs.files))
-    catalog.files += theirs.files
+    catalog.files += [renumber(file, numbers) for file in theirs.files]
     sources = {made_name(name, chosen.catalog.tensors): name for name in names}
     for source, name in sources.items():
         catalog.copy_tensor(theirs, name, source, numbers)

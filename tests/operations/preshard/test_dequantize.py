@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import shardkit
 from shardkit.errors import LayoutError, UsageError
@@ -26,7 +26,7 @@ from tests.models.quantised import (
     to_fp8,
 )
 from tests.models.text import DECODER
-from tests.models.zoo import make_hub
+from tests.models.zoo import ZOO, make_hub
 from tests.operations.preshard.test_preshard import loaded
 
 
@@ -52,6 +52,26 @@ def test_what_stock_torch_loads_is_what_transformers_dequantises(
     said = manifest.read(str(tmp_path / "out"))
     assert isinstance(said, manifest.Presharded)
     assert said.dequantized == ("mxfp4" if architecture is GPT_OSS else "fp8")
+
+
+def test_what_is_taken_from_a_quantised_base_is_right(tmp_path: Path, fast_trace: object) -> None:
+    """The layer that foretells tokens was not trained: plain weights are made of the base's own bytes."""
+    source, out, back = tmp_path / "hub", tmp_path / "out", tmp_path / "back"
+    make_hub(ZOO["deepseek_v3+repo"], source)
+    stored = {name: x for path in source.glob("*.safetensors") for name, x in load_file(path).items()}
+    expected = {
+        name: (x.float() * stored[f"{name}_scale_inv"].float()).bfloat16()  # a block holds all of each
+        if f"{name}_scale_inv" in stored
+        else x
+        for name, x in stored.items()
+        if not name.endswith("_scale_inv")
+    }
+    shardkit.preshard(source, out, world_size=2, dequantize=True)
+    done = shardkit.consolidate(out, back, base=source)
+    assert any(note.startswith("taken from") for note in done.notes)
+    assert_equal(
+        {name: x for path in back.glob("*.safetensors") for name, x in load_file(path).items()}, expected
+    )
 
 
 def test_ragged_blocks_are_read_by_the_config_and_not_by_the_grid(tmp_path: Path) -> None:
