@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -135,6 +135,30 @@ class Selection:
     unloadable: tuple[str, ...] = ()
     """Why `from_pretrained` would not find weights under these names."""
 
+    def names_of(self, stored: str) -> tuple[str, ...]:
+        """Return the names that a person may know a stored tensor by."""
+        return stored, self.names.get(stored, stored), self.live.get(stored, stored)
+
+    def only(self, stored: Container[str], notes: Iterable[str]) -> Selection:
+        """Return the same selection without what is not written in the end, because of `include` and `exclude`.
+
+        Args:
+            stored: names of what is written, or of which something is made.
+            notes: instead of those about globs that match nothing.
+        """
+        names = {each: name for each, name in self.names.items() if each in stored}
+        parts = [part for part in self.skipped if part.kind != "excluded"]
+        excluded = sum(part.num_tensors for part in self.skipped if part.kind == "excluded")
+        excluded += len(self.names) - len(names)
+        if excluded:
+            parts.append(Skipped(kind="excluded", path="", num_tensors=excluded, num_objects=0))
+        return replace(
+            self,
+            names=names,
+            skipped=tuple(sorted(parts, key=lambda part: (natural(part.path), part.kind))),
+            notes=tuple(notes),
+        )
+
     def written_as(self, names: Collection[str], base: Collection[str] | None) -> Selection:
         """Return the same selection, with what is said of its names about those that are written in the end."""
         right = names if base is None and self.are_hubs else base
@@ -160,6 +184,7 @@ def select_model(
     base_names: Collection[str] | None = None,
     base_shapes: Mapping[str, Shape] | None = None,
     key_rules: Sequence[KeyRule] | None = None,
+    undecided: Container[str] = (),
 ) -> Selection:
     """Choose the tensors of a checkpoint that are the model's, and name them as the Hub does.
 
@@ -173,6 +198,8 @@ def select_model(
         base_shapes: shape by name in the base, instead of `base_names`. Then names that differ from the
             base's by prefixes alone become the base's, unless `naming` changes names.
         key_rules: rules that give the Hub's names, as training recorded them; None if they are not known.
+        undecided: names in memory that `include` and `exclude` say nothing of yet, because the output has other
+            tensors in their place (see `Globs`).
 
     Raises:
         UsageError: an option cannot be read or does not fit the names, or makes one name of two.
@@ -196,7 +223,8 @@ def select_model(
     is_free = naming.weights == "model" and naming.root is None and bool(base_shapes)
     located, modules, hub = _name(source, located, base, name, may_widen=is_free and not naming.changes_names)
     _refuse_flat_parameters(located)
-    names, notes = apply_rules(rules, hub.names)
+    waiting = {stored for stored, path in located.names.items() if join(path) in undecided}
+    names, notes = apply_rules(rules, hub.names, waiting)
     _refuse_bad_names(names, located, naming)
     by_output = {name: stored for stored, name in names.items()}
     skipped = _skipped(source, objects, located, excluded=len(located.names) - len(names))
@@ -426,6 +454,34 @@ def _leaving(segments: Segments, root: Segments) -> Segments:
 _MANY_TIMES = re.compile(r"\{(?:\d*,)?\d{4,}")
 
 
+class Globs(NamedTuple):
+    """Which tensors are written. A tensor has several names: in the output, where it is stored, in memory."""
+
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+
+    def take(self, *names: str) -> bool:
+        """True if a tensor of these names is written."""
+        return (not self.include or _matches(self.include, names)) and not _matches(self.exclude, names)
+
+    def idle(self, tensors: Iterable[Iterable[str]]) -> list[str]:
+        """Return a note for each glob that matches none of some tensors, each given by its names."""
+        known = {name for names in tensors for name in names}
+        options = [
+            *(("--exclude", glob) for glob in self.exclude),
+            *(("--include", glob) for glob in self.include),
+        ]
+        return [
+            f"{option} {escape(glob)!r} matches no name"
+            for option, glob in options
+            if not _matches((glob,), known)
+        ]
+
+
+def _matches(globs: Iterable[str], names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs for name in names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """What a person asks of names, parsed. Applied in the order of the fields."""
@@ -480,12 +536,15 @@ def _rename(text: str, problems: list[str]) -> tuple[str, re.Pattern[str], str] 
     return text, pattern, replacement
 
 
-def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def apply_rules(
+    rules: Rules, names: Mapping[str, str], undecided: Container[str] = ()
+) -> tuple[dict[str, str], list[str]]:
     """Return output names by stored name, and a note for each option that changed nothing.
 
     Args:
         rules: the overrides.
         names: stored name -> output name so far.
+        undecided: stored names that globs say nothing of yet.
 
     Raises:
         UsageError: no name has a prefix to strip, or a rename leaves a name empty.
@@ -500,15 +559,11 @@ def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str],
         names = renamed
     empty = [escape(stored) for stored, name in names.items() if not name and stored not in unnamed]
     UsageError.raise_for(empty, f"--rename leaves {count(len(empty), 'name')} empty")
-    notes += [f"--exclude {escape(glob)!r} matches no name" for glob in _idle(rules.exclude, names)]
-    notes += [f"--include {escape(glob)!r} matches no name" for glob in _idle(rules.include, names)]
-    kept = {
-        stored: name
-        for stored, name in names.items()
-        if (not rules.include or _matches(rules.include, stored, name))
-        and not _matches(rules.exclude, stored, name)
-    }
-    return kept, notes
+    globs = Globs(rules.include, rules.exclude)
+    notes += globs.idle(names.items())
+    return {
+        stored: name for stored, name in names.items() if stored in undecided or globs.take(stored, name)
+    }, notes
 
 
 def _strip(prefixes: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
@@ -527,11 +582,3 @@ def _strip(prefixes: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
             problems=[f"--strip-prefix {escape(prefix)!r}{suggestion(prefix, known)}" for prefix in idle],
         )
     return stripped
-
-
-def _matches(globs: Iterable[str], stored: str, name: str) -> bool:
-    return any(fnmatchcase(name, glob) or fnmatchcase(stored, glob) for glob in globs)
-
-
-def _idle(globs: Iterable[str], names: Mapping[str, str]) -> list[str]:
-    return [glob for glob in globs if not any(_matches((glob,), *pair) for pair in names.items())]

@@ -20,6 +20,8 @@ class Apart(NamedTuple):
     """Name on the Hub -> name in the catalog, of those that are made."""
     gone: frozenset[str]
     """Names in memory of what they are made of."""
+    origins: Mapping[str, frozenset[str]]
+    """Name in the catalog of each that is made -> names in the given catalog of what it is made of."""
 
 
 def take_apart(catalog: Catalog, sources: Mapping[str, str], derived: Mapping[str, Expression]) -> Apart:
@@ -45,7 +47,10 @@ def take_apart(catalog: Catalog, sources: Mapping[str, str], derived: Mapping[st
         if all(leaf.name in whole for leaf in leaves(made))
     }
     if not apart:
-        return Apart(catalog, {}, frozenset())
+        return Apart(catalog, {}, frozenset(), {})
     made_names = {name: made_name(name, catalog.tensors) for name in apart}
     bound = bind(catalog, {made_names[name]: made for name, made in apart.items()})
-    return Apart(bound, made_names, frozenset(whole))
+    origins = {
+        made_names[name]: frozenset(leaf.name for leaf in leaves(made)) for name, made in apart.items()
+    }
+    return Apart(bound, made_names, frozenset(whole), origins)

@@ -12,7 +12,7 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any, Literal
@@ -73,6 +73,8 @@ class Chosen:
     warnings: tuple[str, ...] = ()
     keys: str | None = None
     """Name of the rule set that gave the Hub's names."""
+    origins: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Name in the catalog of a tensor that is made of stored ones -> their names."""
 
 
 def choose_tensors(

@@ -8,7 +8,7 @@ Building a job reads descriptions, and of tied tensors the bytes; it writes noth
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -32,7 +32,7 @@ from shardkit.formats.hub.base import (
 )
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
-from shardkit.keys.expressions import Expression, Opaque, Stored, made_name, under_names
+from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_name, under_names
 from shardkit.keys.names import in_order
 from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
 from shardkit.keys.rules import Binding, RuleSet, bind_names, choose_shipped
@@ -52,6 +52,7 @@ from shardkit.operations.consolidate.assets import (
     trained_modules,
 )
 from shardkit.operations.consolidate.fit import Fit, base_shapes, check_fit
+from shardkit.operations.consolidate.globs import Sieve, make_sieve
 from shardkit.operations.keys import AUTO, NONE, load_rules
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.operations.write import hash_plan
@@ -254,9 +255,18 @@ class _Named:
 
 def _name(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> _Named:
     """Choose the tensors, name them, and compare them with the base's; errors as for `build_job`."""
-    selection, chosen = _choose(checkpoint, base, options)
+    sieve = make_sieve(
+        checkpoint,
+        base,
+        Naming() if options.merge_lora else options.naming,
+        options.keys,
+        select=partial(_select, checkpoint, base),
+        ask=_ask_class,
+    )
+    selection, chosen = _choose(checkpoint, base, options, sieve)
     chosen, answer, by_class = _name_as_saved(chosen, selection, checkpoint, base, options)
-    chosen, ties, fit, renamed = _fit(chosen, selection.live, base, options)
+    chosen, ties, fit, renamed = _fit(chosen, selection, base, options, sieve)
+    selection = sieve.tell(selection, chosen)
     selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
     chosen = replace(chosen, names=_in_order(chosen.names, base_shapes(base)) or chosen.names)
     named = _Named(chosen=chosen, selection=selection, ties=ties, fit=fit, answer=answer)
@@ -281,13 +291,15 @@ def _tensors(
     return tensors, dtypes
 
 
-def _choose(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> tuple[Selection, Chosen]:
+def _choose(
+    checkpoint: Checkpoint, base: Base | None, options: JobOptions, sieve: Sieve
+) -> tuple[Selection, Chosen]:
     """Choose the tensors and name them; errors as for `build_job`."""
     naming = options.naming
     if not naming.chooses_names:
         # First: otherwise their names would be refused because they fit nothing.
         refuse_factors(checkpoint.catalog.tensors)
-    selection = _select(checkpoint, base, naming)
+    selection = _select(checkpoint, base, naming, sieve.undecided)
     refuse_factors(selection.names)
     _refuse_objects(checkpoint.catalog.objects, selection)
     chosen = choose_tensors(
@@ -302,10 +314,14 @@ def _choose(checkpoint: Checkpoint, base: Base | None, options: JobOptions) -> t
         chosen = replace(chosen, names=named.names)
         selection = replace(selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings))
     if options.keys not in (AUTO, NONE):
-        return _apply_rules(selection, chosen, base, load_rules(options.keys))
-    if chosen.kind != "adapter" and not naming.chooses_names:
+        return _apply_rules(selection, chosen, base, load_rules(options.keys), sieve)
+    if chosen.kind != "adapter" and naming.root is None and not naming.changes_names:
         chosen = _take_apart(chosen, selection.live, saved_derived(checkpoint))
-        if options.keys == AUTO and chosen.kind == "model":
+        if (
+            options.keys == AUTO
+            and chosen.kind == "model"
+            and (sieve.takes_rules or not naming.chooses_names)
+        ):
             return _choose_rules(selection, chosen, base)
     return selection, chosen
 
@@ -325,9 +341,9 @@ def _choose_rules(selection: Selection, chosen: Chosen, base: Base | None) -> tu
 
 
 def _apply_rules(
-    selection: Selection, chosen: Chosen, base: Base | None, rules: RuleSet
+    selection: Selection, chosen: Chosen, base: Base | None, rules: RuleSet, sieve: Sieve
 ) -> tuple[Selection, Chosen]:
-    """Apply the key rules that a person asked for.
+    """Apply the key rules that a person asked for; to less than all tensors only if they do not fit all.
 
     Raises:
         UsageError: there is an adapter, and not a model.
@@ -335,8 +351,15 @@ def _apply_rules(
     """
     if chosen.kind == "adapter":
         raise UsageError("--keys is about a model, and the checkpoint holds an adapter")
-    shapes = _live_shapes(selection, chosen)
-    binding = bind_names(rules, shapes, base.config if base else None, side="model")
+    config = base.config if base else None
+    fewer = sieve.without(chosen, selection)
+    try:
+        binding = bind_names(rules, _live_shapes(selection, chosen), config, side="model")
+    except LayoutError:
+        if len(fewer.names) == len(chosen.names):
+            raise
+        chosen = fewer
+        binding = bind_names(rules, _live_shapes(selection, chosen), config, side="model")
     return _bound(selection, chosen, rules, binding)
 
 
@@ -368,10 +391,14 @@ def _made(chosen: Chosen, made: Mapping[str, Expression], sources: Mapping[str, 
     plain = {sources[each.name]: name for name, each in made.items() if isinstance(each, Stored)}
     others = {name: under_names(each, sources) for name, each in made.items() if not isinstance(each, Stored)}
     made_names = {name: made_name(name, tensors) for name in others}
+    origins = {
+        made_names[name]: frozenset(leaf.name for leaf in leaves(each)) for name, each in others.items()
+    }
     return replace(
         chosen,
         catalog=bind(chosen.catalog, {made_names[name]: each for name, each in others.items()}),
         names={**plain, **{made_names[name]: name for name in others}},
+        origins={**chosen.origins, **origins},
     )
 
 
@@ -420,6 +447,7 @@ def _take_apart(chosen: Chosen, live: Mapping[str, str], derived: Mapping[str, E
         catalog=apart.catalog,
         names={**names, **{source: name for name, source in apart.made.items()}},
         notes=(*chosen.notes, note),
+        origins={**chosen.origins, **apart.origins},
     )
 
 
@@ -485,7 +513,7 @@ def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:
 
 
 def _fit(
-    chosen: Chosen, live: Mapping[str, str], base: Base | None, options: JobOptions
+    chosen: Chosen, selection: Selection, base: Base | None, options: JobOptions, sieve: Sieve
 ) -> tuple[Chosen, Ties, Fit, tuple[KeyRule, ...]]:
     """Decide on ties, and compare names and shapes with the base's. Where they differ, its class may know why.
 
@@ -518,15 +546,19 @@ def _fit(
         both = {**dict.fromkeys(shapes), **(base_tensors or {})}
         return ties, shapes, [*tie_groups(ties, both, declared=declared), *known]
 
-    asked, renamed = None, tuple[KeyRule, ...]()
-    ties, shapes, groups = decide(chosen, None)
-    if base is not None and _may_ask(shapes, base, groups):
-        asked = _ask_class(base)
+    asked, renamed = sieve.asked, tuple[KeyRule, ...]()
+    if asked is None:
+        chosen = sieve.sift(chosen, selection)
+        ties, shapes, groups = decide(chosen, None)
+        if base is not None and _may_ask(shapes, base, groups):
+            asked = _ask_class(base)
     if base is not None and base_tensors is not None and asked is not None:
         if not options.naming.changes_names:
-            chosen = _take_apart(chosen, live, asked.converted)
-            named = _name_by_class(chosen.names, live, base, asked)
+            chosen = _take_apart(chosen, selection.live, asked.converted)
+            named = _name_by_class(chosen.names, selection.live, base, asked)
             chosen, renamed = replace(chosen, names=named.names), named.rules
+        if sieve.asked is not None:
+            chosen = sieve.sift(chosen, selection)
         unsaved = [
             name for name in chosen.names.values() if name in asked.unsaved and name not in base_tensors
         ]
@@ -603,7 +635,9 @@ def _check_options(checkpoint: Checkpoint, base: Base | None, options: JobOption
         )
 
 
-def _select(checkpoint: Checkpoint, base: Base | None, naming: Naming) -> Selection:
+def _select(
+    checkpoint: Checkpoint, base: Base | None, naming: Naming, undecided: Container[str] = ()
+) -> Selection:
     catalog = checkpoint.catalog
     if checkpoint.hub is not None and not catalog.tensors:  # even a file without tensors is a model
         return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
@@ -621,6 +655,7 @@ def _select(checkpoint: Checkpoint, base: Base | None, naming: Naming) -> Select
         naming=naming,
         base_shapes=base_shapes(base),
         key_rules=rules,
+        undecided=undecided,
     )
 
 

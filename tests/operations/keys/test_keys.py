@@ -76,6 +76,30 @@ def test_stock_torch_loads_a_trainers_own_tensors_and_what_it_saves_becomes_the_
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (hub / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_globs_are_about_the_names_that_rules_give(named: bool, tmp_path: Path) -> None:
+    hub, theirs = make("megatron-mixtral", tmp_path)
+    stray = {"decoder.layers.rotary": torch.zeros(3)} if named else {}
+    dcp.save({**theirs, **stray}, checkpoint_id=tmp_path / "trained")
+    options = {"keys": "megatron-mixtral"} if named else {}
+    expected = load_file(hub / "model.safetensors")
+    for include, exclude, part in ((["*.experts.1.*"], [], ".experts.1."), (["lm_head*"], [], "lm_head")):
+        done = shardkit.consolidate(
+            tmp_path / "trained",
+            tmp_path / "some",
+            base=hub,
+            include=include,
+            exclude=[*exclude, *stray],
+            allow_missing=True,
+            overwrite=True,
+            **options,  # type: ignore[arg-type]
+        )
+        found = load_file(tmp_path / "some" / "model.safetensors")
+        assert found.keys() == {name for name in expected if part in name}
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        assert not any("matches no name" in note for note in done.notes)
+
+
 def test_a_model_that_a_person_built_is_filled_through_rules(tmp_path: Path) -> None:
     hub, theirs = make("torchtitan-llama3", tmp_path)
     model = Tree(theirs)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardkit.errors import UsageError
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.diff import diff
 from shardkit.operations.preshard import preshard
@@ -38,3 +40,42 @@ def test_preshard_and_consolidate_give_the_hub_model_again(
         assert diff(one, two).differences == ()
     assert verify(sharded, against=hub).problems == ()
     assert diff(sharded, sharded).differences == ()
+
+
+@pytest.mark.parametrize("knows_how", ["by the manifest", "by the class"])
+def test_globs_are_about_names_in_the_output(knows_how: str, tmp_path: Path, fast_trace: object) -> None:
+    """Of experts that were fused, some are taken and some are left out."""
+    hub, sharded = tmp_path / "hub", tmp_path / "sharded"
+    make_hub(ZOO["mixtral+repo"], hub)
+    preshard(hub, sharded, world_size=2)
+    options: dict[str, object] = {}
+    if knows_how == "by the class":
+        (sharded / "shardkit.json").unlink()
+        options = {"base": hub, "allow_missing": True}
+    expected = {k: x for path in hub.glob("*.safetensors") for k, x in load_file(path).items()}
+    fused = "model.layers.0.mlp.experts.gate_up_proj"
+    for include, exclude, wanted in (
+        (["*.experts.1.*"], [], r".*\.experts\.1\..*"),
+        ([], ["*.experts.[02].*", "*norm*"], r"((?!\.experts\.[02]\.|norm).)*"),
+        (["*.layers.0.*"], ["*.w2.*"], r"((?!\.w2\.).)*\.layers\.0\.((?!\.w2\.).)*"),
+        ([fused], [], r"model\.layers\.0\..*\.w[13]\.weight"),  # by the name in the checkpoint, too
+        (["lm_head.weight"], [], r"lm_head\.weight"),
+    ):
+        consolidate(sharded, tmp_path / "some", include=include, exclude=exclude, overwrite=True, **options)  # type: ignore[arg-type]
+        found = {
+            k: x for path in (tmp_path / "some").glob("*.safetensors") for k, x in load_file(path).items()
+        }
+        assert found.keys() == {name for name in expected if re.fullmatch(wanted, name)}
+        assert all(torch.equal(x, expected[name]) for name, x in found.items())
+    result = consolidate(
+        sharded, tmp_path / "x", include=["*w3*", "nothing"], exclude=["*norm*"], dry_run=True, **options
+    )  # type: ignore[arg-type]
+    assert [note for note in result.notes if "matches no name" in note] == [
+        "--include 'nothing' matches no name"
+    ]
+    assert [part.num_tensors for part in result.skipped if part.what == "excluded"] == [
+        19
+    ]  # of 21 that are stored
+    with pytest.raises(UsageError, match=r"leave none of 2[46] tensors") as caught:
+        consolidate(sharded, tmp_path / "none", include=["*.experts.7.*"], **options)  # type: ignore[arg-type]
+    assert ".experts.0.w1." in caught.value.problems[0]

@@ -1,0 +1,136 @@
+"""`--include` and `--exclude`, where the output has other tensors than the checkpoint.
+
+Both are about names in the output. A fused tensor has none of these until it is taken apart, nor has a trainer's own
+before key rules were applied. So such tensors are chosen first, and what is made of them is sifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from shardkit.core.regions import Shape
+from shardkit.core.text import count, escape
+from shardkit.errors import ShardkitError, UsageError
+from shardkit.formats.contract import Checkpoint
+from shardkit.formats.hub.base import Base, saved_derived
+from shardkit.keys.expressions import Opaque
+from shardkit.keys.rules import choose_shipped
+from shardkit.keys.select import Globs, Naming, Selection
+from shardkit.layout.traced import ModelNames, may_differ_in_memory
+from shardkit.operations.consolidate.adapter import Chosen
+from shardkit.operations.keys import AUTO, NONE
+
+_NUM_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sieve:
+    """Sifts tensors by their names in the output."""
+
+    globs: Globs
+    undecided: frozenset[str] = frozenset()
+    """Names in memory of tensors that the output may have others for; without any there is nothing to sift."""
+    takes_rules: bool = False
+    """Shipped key rules know all names of the checkpoint."""
+    asked: ModelNames | None = None
+    """What the model's class says, if it was asked."""
+
+    def sift(self, chosen: Chosen, selection: Selection) -> Chosen:
+        """Return what is written of some tensors that have the output's names now.
+
+        Raises:
+            UsageError: nothing is.
+        """
+        if not self.undecided:
+            return chosen
+        known = {
+            source: self._names(source, name, chosen, selection) for source, name in chosen.names.items()
+        }
+        kept = {source: name for source, name in chosen.names.items() if self.globs.take(*known[source])}
+        if not kept:
+            raise UsageError(
+                f"--include and --exclude leave none of {count(len(known), 'tensor')}",
+                problems=[escape(name) for name in list(chosen.names.values())[:_NUM_SHOWN]],
+            )
+        idle = [note for note in self.globs.idle(known.values()) if note in selection.notes]
+        return replace(chosen, names=kept, notes=(*chosen.notes, *idle))
+
+    def tell(self, selection: Selection, chosen: Chosen) -> Selection:
+        """Return what is said of a selection, once `sift` left some of it out."""
+        if not self.undecided:
+            return selection
+        stored = {each for source in chosen.names for each in chosen.origins.get(source, (source,))}
+        early = self.globs.idle(())
+        return selection.only(stored, [note for note in selection.notes if note not in early])
+
+    def without(self, chosen: Chosen, selection: Selection) -> Chosen:
+        """Return some tensors without those that `--exclude` leaves out by their names in the checkpoint."""
+        globs = self.globs._replace(include=())
+        names = {
+            source: name
+            for source, name in chosen.names.items()
+            if globs.take(*self._names(source, name, chosen, selection))
+        }
+        return replace(chosen, names=names)
+
+    @staticmethod
+    def _names(source: str, name: str, chosen: Chosen, selection: Selection) -> list[str]:
+        stored = chosen.origins.get(source, (source,))
+        return [name, *(each for origin in stored for each in selection.names_of(origin))]
+
+
+def make_sieve(
+    checkpoint: Checkpoint,
+    base: Base | None,
+    naming: Naming,
+    keys: str,
+    *,
+    select: Callable[[Naming], Selection],
+    ask: Callable[[Base], ModelNames | None],
+) -> Sieve:
+    """Find out which tensors of a checkpoint the output may have others for, where some are chosen by name.
+
+    Args:
+        checkpoint: opened.
+        base: given or found, or None.
+        naming: what a person asks for; nothing is looked up where that says what becomes of names.
+        keys: key rules, as `--keys` takes them.
+        select: chooses tensors.
+        ask: asks the model's class.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    globs = Globs(naming.include, naming.exclude)
+    if not (naming.include or naming.exclude) or naming.root is not None or naming.changes_names:
+        return Sieve(globs=globs)
+    if keys != NONE:
+        shapes = _all_shapes(checkpoint, naming, select)
+        config = base.config if base is not None else None
+        fits = keys == AUTO and len(choose_shipped(shapes, config, side="model").fitting) == 1
+        if keys != AUTO or fits:
+            return Sieve(globs=globs, undecided=frozenset(shapes), takes_rules=fits)
+    changed = {fqn for fqn, made in saved_derived(checkpoint).items() if not isinstance(made, Opaque)}
+    asked = None
+    if (
+        base is not None
+        and base.is_given
+        and base.tensors is not None
+        and may_differ_in_memory(base.config or {})
+    ):
+        asked = ask(base)
+    if asked is not None:
+        changed |= asked.converted.keys() | {fqn for fqn, name in asked.names.items() if fqn != name}
+    return Sieve(globs=globs, undecided=frozenset(changed), asked=asked)
+
+
+def _all_shapes(
+    checkpoint: Checkpoint, naming: Naming, select: Callable[[Naming], Selection]
+) -> Mapping[str, Shape]:
+    """Return the shape of each tensor of the model by its name in memory; none if they cannot be chosen."""
+    try:
+        live = select(replace(naming, include=(), exclude=())).live
+    except ShardkitError:  # what is left out by name may be the reason
+        return {}
+    return {fqn: checkpoint.catalog.tensors[stored].shape for stored, fqn in live.items()}
