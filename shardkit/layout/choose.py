@@ -221,10 +221,12 @@ def _misfit(
         )
     if not is_compiled and _is_renamed(unknown, missing, source):
         return LayoutError(
-            "the model's module names differ from the names in its files;"
-            " this needs key rules, which shardkit does not have yet",
+            "the model's module names differ from the names in its files, and transformers does not know how to turn one "
+            "into the other",
             problems=_name_problems(name, unknown, missing),
-            hint=f"the config names {name}; its files hold other names, such as those of another class",
+            hint=f"the config names {name}: if the files are of another class, correct its architectures. Otherwise say "
+            "with --keys RULES.toml what each name becomes (docs/keys.md; shardkit keys check RULES.toml SOURCE tries it), "
+            "or keep the names of the files with --names hub",
         )
     counts = {
         "in the files but not in the model": len(unknown),
@@ -246,7 +248,8 @@ def _hint(config: Mapping[str, Any], *, is_compiled: bool) -> str:
             f" save the model inside (its {COMPILED}), or remove that from the names"
         )
     if "quantization_config" in config:
-        return "the config asks for quantised weights, which shardkit cannot build a model for yet"
+        # One that says how was refused before, or is gone with --dequantize.
+        return "config.json has a quantization_config that does not say how weights are quantised: remove it if they are plain"
     return "config.json and the weight files must be of the same model"
 
 

@@ -123,7 +123,7 @@ def trace_model(
     Raises:
         CannotBuildError: neither transformers nor code that may run can build the model of the config.
         PolicyError: the policy matches nothing, or its function cannot be imported or fails.
-        LayoutError: placements are not supported yet, ties cross units, or the model fails to build.
+        LayoutError: placements are not supported, ties cross units, or the model fails to build.
         SourceError: several of the source's tensors would be one of the model's.
         ResourceError: the child was killed or took too long.
     """

@@ -511,12 +511,17 @@ def renamed(bert: Trace, rename: Callable[[str], str]) -> dict[str, TensorEntry]
 
 @pytest.mark.parametrize("prefix", ["bert.", "model.bert."])
 def test_names_with_another_prefix_need_key_rules(bert: Trace, prefix: str) -> None:
-    with pytest.raises(LayoutError, match="key rules, which shardkit does not have yet"):
+    with pytest.raises(
+        LayoutError, match="transformers does not know how to turn one into the other"
+    ) as caught:
         fit(bert, renamed(bert, lambda name: prefix + name))
+    assert caught.value.hint is not None
+    for way in ("--keys RULES.toml", "shardkit keys check RULES.toml SOURCE", "--names hub"):
+        assert way in caught.value.hint
 
 
 def test_a_part_with_another_prefix_needs_key_rules(bert: Trace) -> None:
-    with pytest.raises(LayoutError, match="key rules"):
+    with pytest.raises(LayoutError, match="module names differ"):
         fit(bert, renamed(bert, lambda name: name.replace("encoder.layer.0", "bert.encoder.layer.0")))
 
 
@@ -531,7 +536,7 @@ def test_fused_experts_need_key_rules(bert: Trace) -> None:
         absent_buffers=frozenset(),
         ignored_patterns=(),
     )
-    with pytest.raises(LayoutError, match="key rules"):
+    with pytest.raises(LayoutError, match="module names differ"):
         fit(found, source_of(layout, more=more))
 
 
@@ -547,11 +552,11 @@ def test_names_of_a_compiled_model_are_said_to_be_such(bert: Trace) -> None:
     assert "torch.compile" not in (caught.value.hint or "")
 
 
-def test_a_quantised_source_is_named_as_such(bert: Trace) -> None:
-    source = source_of(bert.layout, more={"pooler.dense.weight_scale_inv": (1, 1)})
+def test_a_quantization_config_that_says_nothing_is_named(bert: Trace) -> None:
+    source = source_of(bert.layout, more={"classifier.weight": (1, 1)})
     with pytest.raises(LayoutError) as caught:
         fit(bert, source, {"quantization_config": {}})
-    assert "quantised" in (caught.value.hint or "")
+    assert "a quantization_config that does not say how" in (caught.value.hint or "")
 
 
 def test_a_child_that_dies_or_hangs_is_an_error_of_the_environment(
