@@ -8,6 +8,9 @@ parameters are stored in several. So parameters that a model keeps in fp32 besid
 off. Each goes to a unit on a module inside the policy's unit, as far out as possible, because modules around
 a parameter may look at it too. Parameters directly on the unit's own module have no such place and stay
 outside of FSDP. So do parameters without a dim (CLIP's `logit_scale`), which `fully_shard` refuses.
+
+The factors of OSFT are stored in fp32 beside weights of any dtype, and computed like these: frozen and trained
+ones together are split off too, without being wide.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from shardkit.layout.wrap_policy import (
     match_paths,
     unknown_names,
 )
+from shardkit.osft.plan import factor_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MAX_SHOWN = 200
@@ -252,6 +256,8 @@ class PlannedUnit:
     """FSDP2 computes it in fp32, whatever the dtype of the rest."""
     parameters: tuple[nn.Parameter, ...] | None = None
     """The parameters that were split off; None for all that no other unit has."""
+    factors_of: torch.dtype | None = None
+    """They are factors of weights, computed in this dtype, that of the unit around, if no policy names one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +276,7 @@ class _Kind:
 
     is_wide: bool
     stored: torch.dtype | None
-    """None for parameters that are not trained: FSDP2 takes them with any dtype."""
+    """None for parameters that are not trained, factors aside: FSDP2 takes them with any dtype."""
 
 
 @dataclass(slots=True)
@@ -281,6 +287,7 @@ class _Member:
     parameter: nn.Parameter
     kind: _Kind
     is_rounded: bool
+    is_factor: bool
 
 
 def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | None) -> UnitPlan:
@@ -315,8 +322,17 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
                 else:
                     hosts.setdefault(host, []).append(each.parameter)
             taken.update(hosts)
+            computed = (
+                _dtype_of(kinds.get(main) if main else None) if all(each.is_factor for each in held) else None
+            )
             split += [
-                PlannedUnit(path=host, around=path, is_wide=kind.is_wide, parameters=tuple(parameters))
+                PlannedUnit(
+                    path=host,
+                    around=path,
+                    is_wide=kind.is_wide,
+                    parameters=tuple(parameters),
+                    factors_of=computed,
+                )
                 for host, parameters in hosts.items()
             ]
     split.sort(key=lambda unit: -unit.path.count("."))
@@ -354,9 +370,10 @@ def _members(model: nn.Module, paths: Collection[str], wide: ClassDtypes | None)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         member = found.get(id(parameter))
         if member is None:
-            stored = parameter.dtype if parameter.requires_grad else None
+            is_factor = factor_of(name) is not None
+            stored = parameter.dtype if parameter.requires_grad or is_factor else None
             member = found[id(parameter)] = _Member(
-                [], parameter, _Kind(False, stored), _is_rounded(modules, name)
+                [], parameter, _Kind(False, stored), _is_rounded(modules, name), is_factor
             )
             by_unit.setdefault(unit_of(model, name, units), []).append(member)
         member.names.append(name)
@@ -373,18 +390,28 @@ def _is_rounded(modules: Mapping[str, nn.Module], name: str) -> bool:
 
 def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_Kind, list[_Member]]:
     """Sort the parameters of a unit; untrained ones go with others that are computed alike."""
-    trained = {each.kind for each in members if each.kind.stored is not None}
-    narrow = [kind.stored for kind in trained if kind.stored is not None and not kind.is_wide]
-    is_half = has_wide and any(stored.is_floating_point and stored.itemsize == 2 for stored in narrow)
+    trained = list(dict.fromkeys(each.kind for each in members if each.kind.stored is not None))
+    of_weights = {each.kind for each in members if not each.is_factor}
+    narrow = [kind.stored for kind in trained if kind in of_weights and not kind.is_wide]
+    is_half = has_wide and any(
+        stored is not None and stored.is_floating_point and stored.itemsize == 2 for stored in narrow
+    )
     found: dict[_Kind, list[_Member]] = {}
     for each in members:
-        kind = each.kind
+        kind, dtype = each.kind, each.parameter.dtype
         if kind.stored is None:
-            kind = next((other for other in trained if other.is_wide == kind.is_wide), kind)
-        elif is_half and kind.stored is torch.float32 and not each.is_rounded:
+            alike = (other for other in trained if other.is_wide == kind.is_wide)
+            # Factors are computed as the weights are, which is not what they are stored in.
+            kind = next((other for other in alike if other in of_weights or other.stored is dtype), kind)
+        elif is_half and kind.stored is torch.float32 and not (each.is_rounded or each.is_factor):
             kind = replace(kind, is_wide=True)
         found.setdefault(kind, []).append(each)
     return found
+
+
+def _dtype_of(members: Sequence[_Member] | None) -> torch.dtype | None:
+    """Return the dtype of parameters of one kind; None if there are none."""
+    return next((each.parameter.dtype for each in members or () if each.parameter.is_floating_point()), None)
 
 
 def _main(kinds: Mapping[_Kind, Sequence[_Member]], *, is_root: bool) -> _Kind | None:

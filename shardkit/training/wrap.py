@@ -49,6 +49,7 @@ from shardkit.layout.units import (
     without_ties,
 )
 from shardkit.layout.wrap_policy import Wording, list_candidates, parse_policy
+from shardkit.osft.modules import osft_modules, placement_fn
 from shardkit.training.ranks.local import buffer_places, local_tensor
 
 Policy = str | type[nn.Module] | Iterable[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
@@ -154,12 +155,13 @@ def wrap(
         mixed_precision: "bf16" is `bf16_mixed_precision()` on the root. Blocks have the same without
             `cast_forward_inputs`: values that the model computes in fp32 between them stay fp32. A torch
             `MixedPrecisionPolicy` is used as it is, on the root and on all units. None computes in
-            the parameters' dtype.
+            the parameters' dtype. OSFT factors are computed in the dtype of the weights around them.
         reshard_after_forward: for the units. None frees every unit after its forward except those of the last
             block, which backward needs at once. An int keeps the parts of that many ranks. The root, which
             backward also needs first, is never freed.
         cpu_offload: parameters, gradients and optimizer state live on the CPU.
-        shard_placement_fn: which dim of a parameter to shard; None is dim 0.
+        shard_placement_fn: which dim of a parameter to shard; None is dim 0, and for the V of OSFT factors dim 1
+            where that divides.
         expert_mesh: another mesh over the same ranks, ("efsdp", "ep") or ("dp_replicate", "efsdp", "ep"): experts
             are spread over `ep` by the `ep_plan` of the model's class, and sharded over `efsdp`.
 
@@ -169,10 +171,12 @@ def wrap(
     Raises:
         PolicyError: a policy matches nothing (lists what exists), or the class has no plan for an axis.
         LayoutError: names of one parameter would lie in different units.
-        MeshError: no axis to shard over, more than two axes, or an `expert_mesh` over other ranks.
+        MeshError: no axis to shard over, more than two axes, an `expert_mesh` over other ranks, or OSFT on anything
+            but data parallelism.
         UsageError: the model is wrapped already, or a value is none of the above.
     """
     _check_plain(model)
+    _check_factors(model, mesh, expert_mesh)
     meshes = _meshes(model, mesh, expert_mesh)
     if meshes.data is None and cpu_offload:
         raise UsageError(
@@ -197,6 +201,7 @@ def wrap(
     # Only an accelerator has pinned memory.
     pinned = meshes.data.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
+    place = _placement_fn(model, meshes.data, shard_placement_fn)
 
     def shard(unit: PlannedUnit, module: nn.Module) -> None:
         fully_shard(
@@ -204,7 +209,7 @@ def wrap(
             mesh=meshes.of_unit(unit.around in dispatched),
             mp_policy=settings[unit.path],
             offload_policy=offload,
-            shard_placement_fn=shard_placement_fn,
+            shard_placement_fn=place,
             reshard_after_forward=_is_resharded(unit, last, reshard_after_forward),
         )
         if unit.around in dispatched and isinstance(module, FSDPModule):
@@ -241,6 +246,35 @@ def _average_outside(mesh: DeviceMesh, modules: Mapping[str, nn.Module], name: s
     for around in ("", *accumulate(path.split("."), "{}.{}".format)):
         if around in modules:
             modules[around].register_forward_pre_hook(hook)
+
+
+def _placement_fn(
+    model: nn.Module, mesh: DeviceMesh, wanted: Callable[[nn.Parameter], Shard | None] | None
+) -> Callable[[nn.Parameter], Shard | None] | None:
+    """Return which dim of a parameter to shard: what the caller wants, else that of a factor, else None for dim 0."""
+    if not osft_modules(model):
+        return wanted
+    of_factors = placement_fn(model, mesh.size(-1))
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        chosen = wanted(parameter) if wanted is not None else None
+        return chosen if chosen is not None else of_factors(parameter)
+
+    return place
+
+
+def _check_factors(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
+    """Refuse to cut the factors of a layer by anything but `fully_shard`."""
+    if not osft_modules(model):
+        return
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    axes = [name for name in (*_TENSOR_AXES, "pp", "ep") if sizes.get(name, 1) > 1]
+    axes += ["ep"] if experts is not None and "ep" not in axes else []
+    if axes or is_parallel(model):
+        raise MeshError(
+            f"OSFT: the factors of a layer are not cut over {' and '.join(axes) or 'tp: the model is parallelised already'}",
+            hint="take a mesh of dp_replicate and dp_shard",
+        )
 
 
 def _meshes(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | None) -> Meshes:
@@ -371,6 +405,8 @@ def _unit_precision(
     if unit.is_wide:
         return replace(precision, param_dtype=torch.float32, cast_forward_inputs=False)
     if unit.parameters is not None:  # the unit around it has cast
+        if unit.factors_of is not None and precision.param_dtype is None:
+            precision = replace(precision, param_dtype=unit.factors_of, reduce_dtype=torch.float32)
         return replace(precision, cast_forward_inputs=False, output_dtype=None)
     if wide is None or not unit.path:
         return precision

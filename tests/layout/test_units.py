@@ -7,6 +7,8 @@ from torch import nn
 
 from shardkit.layout.classes import ClassDtypes
 from shardkit.layout.units import UnitPlan, plan_units, shard_units
+from shardkit.osft.modules import OsftLinear
+from shardkit.osft.plan import Target
 
 BF16 = ClassDtypes(wanted=torch.bfloat16)
 BLOCKS = ["blocks.0", "blocks.1"]
@@ -132,3 +134,33 @@ def test_a_module_shows_the_parameters_of_its_unit_alone() -> None:
     assert "gain" in seen["blocks.1"]
     assert "gain" not in seen["blocks.0"]
     assert [name for name, _ in model.named_parameters()] == names
+
+
+class Divided(nn.Module):
+    """A block whose matrix is factors: they are fp32, and the first is frozen."""
+
+    def __init__(self, *, trained: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2)
+        self.inner = OsftLinear(Target(path="inner", rows=2, columns=3, rank=1))
+        self.norm.bfloat16().requires_grad_(trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_factors_are_a_unit_that_is_computed_as_the_weights_around_it() -> None:
+    for trained in (True, False):
+        with torch.device("meta"):
+            model = nn.Sequential(Divided(trained=trained), Divided(trained=trained))
+        for wide in (BF16, None):
+            plan = plan_units(model, ["0", "1"], wide)
+            assert split(plan) == {"0.inner": ("0", False, 6), "1.inner": ("1", False, 6)}
+            assert {unit.factors_of for unit in plan.units if unit.parameters} == {torch.bfloat16}
+
+
+def test_factors_beside_weights_of_their_dtype_are_no_unit() -> None:
+    for trained in (True, False):
+        with torch.device("meta"):
+            model = nn.Sequential(Divided(trained=trained), Divided(trained=trained)).float()
+        assert split(plan_units(model, ["0", "1"], BF16)) == {}
