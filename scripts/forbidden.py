@@ -43,6 +43,7 @@ ALLOWED = {
     "formats/trainers/verl_writer.py": {
         "subprocess": "torch writes files of DTensors in a child process: a fake world cannot be made beside a real one",
     },
+    "layout/trace_cache.py": {"importlib": "where torch and transformers would be imported from"},
     "layout/traced.py": {
         "importlib": "whether transformers is installed",
         "subprocess": "models are built and traced in a child process",

@@ -15,6 +15,8 @@ from tests.hub_client import HubClient
 
 # Tests never look anything up on the network, whatever the machine's settings are.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Nor do they share what the user who runs them has cached.
+os.environ["SHARDKIT_CACHE"] = "off"
 
 # Hypothesis goes by the clock: an example in 200 ms, ten in a second. A busy machine is not a failing property.
 settings.register_profile("shardkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -5,7 +5,8 @@
                        The axes are those of one pipeline stage.
                        Without axes nothing is wrapped, and the answer is about names alone. With "asks":
                        "lacking" it is about what `from_pretrained` would not find under these names,
-                       with "hub form" about what `save_pretrained` would make of them.
+                       with "hub form" about what `save_pretrained` would make of them. With "asked_ns", the
+                       time, the answer has "evidence" for the cache of traces.
     answer (a file)    {"status": "ok", ...} as `_read_model` and `_match` list it, or an error: {"status":
                        one of `STATUSES`, "message", "problems", "hint", "show_output"}
 
@@ -48,6 +49,7 @@ from shardkit.layout.naming import answer_hub_form, answer_lacking, match_names
 from shardkit.layout.parallel import Meshes, apply_plans, is_parallel, with_units
 from shardkit.layout.placed import Placed, placed_on
 from shardkit.layout.stages import find_stages
+from shardkit.layout.trace_cache import Reading, evidence
 from shardkit.layout.traced import STATUSES
 from shardkit.layout.units import (
     PlannedUnit,
@@ -78,6 +80,16 @@ def main() -> None:
 
 def answer_request(request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request, errors included. This makes a world, so it works once in a process."""
+    if "asked_ns" not in request:
+        return _answer(request)
+    reading = Reading()
+    answer = _answer(request)
+    if answer["status"] == "ok":
+        answer["evidence"] = evidence(request["directory"], list(reading.paths), request["asked_ns"])
+    return answer
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"status": "ok", **_trace(request)}
     except PolicyError as error:
@@ -132,8 +144,10 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     classes = {id(module): type(module).__name__ for module in model.modules()}
     num_stages, stages = request.get("pp", 1), dict[str, list[int]]()
     if num_stages > 1:
-        _import_from_here()
-        stages = find_stages(model, list(before.tensors), num_stages, parse_stages(request["stages"]))
+        wanted_stages = parse_stages(request["stages"])
+        if wanted_stages.kind == "function":
+            _import_from_here()
+        stages = find_stages(model, list(before.tensors), num_stages, wanted_stages)
     init_fake_world(mesh.size)
     device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.names)
     view, experts = mesh.experts, None

@@ -2,7 +2,7 @@
 
 A child process (`trace_child`) builds the model on the meta device and wraps it by the real `fully_shard`: a
 fake process group cannot be made where a real one is up, importing a model may run much code, and torch need
-not be loaded here. The child answers with JSON.
+not be loaded here. The child answers with JSON, and `trace_cache` keeps what it answered.
 
     trace_model   config.json, mesh, policy -> Trace, a layout
     ask_names     config.json, names in files -> ModelNames
@@ -25,9 +25,9 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Axis, Mesh
@@ -37,7 +37,10 @@ from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError, SourceError
 from shardkit.keys.expressions import Expression, from_json
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, Unit
+from shardkit.layout.trace_cache import Slot, slot_for
 from shardkit.layout.wrap_policy import parse_policy, parse_stages
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 600.0
 _LAST_LINES = 12
@@ -103,6 +106,7 @@ def trace_model(
     names: Mapping[str, Shape] | None = None,
     trust_remote_code: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_start: Callable[[], None] = lambda: None,
 ) -> Trace:
     """Build a model without weights, wrap it as training will, and read every tensor's placements.
 
@@ -116,6 +120,7 @@ def trace_model(
             None asks nothing.
         trust_remote_code: whether the model's own code may run.
         timeout_s: seconds for the whole child.
+        on_start: called where no kept answer serves, before seconds of a child.
 
     Returns:
         Trace whose layout has origin "traced", with the names of the live model's state dict.
@@ -139,7 +144,7 @@ def trace_model(
         "dtype": None if dtype is None else dtype.name,
     }
     request = _request(directory, names, trust_remote_code) | about
-    return read_answer(_run_child(request, timeout_s), mesh, wrap)
+    return _ask(request, timeout_s, lambda answer: read_answer(answer, mesh, wrap), on_start)
 
 
 class ModelNames(NamedTuple):
@@ -177,7 +182,10 @@ def ask_names(
         ResourceError: the child was killed or took too long.
     """
     request = _request(directory, names, False) | {"axes": None}
-    answer = _run_child(request, timeout_s)
+    return _ask(request, timeout_s, _read_names)
+
+
+def _read_names(answer: Mapping[str, Any]) -> ModelNames:
     theirs: Mapping[str, str] = answer["names"]
     return ModelNames(
         names=theirs,
@@ -225,7 +233,11 @@ def ask_hub_form(
         LayoutError: there is no such class, or the model fails to build.
         ResourceError: the child was killed or took too long.
     """
-    said = _run_child(_request(directory, names, False) | {"asks": "hub form"}, timeout_s)
+    request = _request(directory, names, False) | {"asks": "hub form"}
+    return _ask(request, timeout_s, _read_hub_form)
+
+
+def _read_hub_form(said: Mapping[str, Any]) -> HubForm:
     if said["made"] is None:
         return HubForm(Answer(failure=said["why"]), None)
     return HubForm(_parse(said), {name: from_json(made) for name, made in said["made"].items()})
@@ -237,6 +249,29 @@ def _request(directory: str, names: Mapping[str, Shape] | None, trust_remote_cod
         "names": None if names is None else dict(names),
         "trust_remote_code": trust_remote_code,
     }
+
+
+def _ask(
+    request: dict[str, Any],
+    timeout_s: float,
+    read: Callable[[Mapping[str, Any]], T],
+    on_start: Callable[[], None] = lambda: None,
+) -> T:
+    """Return what `read` makes of the answer to a request: of a kept one, or else of a child's."""
+    slot = slot_for(request, _environment())
+    kept = slot.find(read) if slot is not None else None
+    if kept is not None:
+        return kept
+    on_start()
+    answer = _run_child(request | _time(slot), timeout_s)
+    found = read(answer)
+    if slot is not None:
+        slot.keep(answer)
+    return found
+
+
+def _time(slot: Slot | None) -> dict[str, int]:
+    return {} if slot is None else {"asked_ns": slot.asked_ns}
 
 
 def _run_child(request: dict[str, Any], timeout_s: float) -> Mapping[str, Any]:
@@ -392,6 +427,7 @@ class Question:
         self._key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         self._stack = contextlib.ExitStack()
         self._child: subprocess.Popen[bytes] | None = None
+        self._slot: Slot | None = None
         self._answer = _answers.get(self._key)
         if self._answer is None and (reason := _why_not(config)) is not None:
             self._answer = Answer(failure=reason)
@@ -423,7 +459,7 @@ class Question:
             except subprocess.TimeoutExpired:
                 self._answer = Answer(failure=f"no answer came within {timeout_s:g} s")
             else:
-                self._answer = self._remember(_read(self._answer_path, status))
+                self._answer = self._remember(_read(self._answer_path, status, self._slot))
         return self._answer
 
     def _ask(
@@ -436,7 +472,12 @@ class Question:
         if _may_ask_here():
             self._answer = self._remember(_ask_here(scratch, shapes))
             return
-        about = {"asks": "lacking", "directory": scratch, "names": dict(shapes)}
+        about: dict[str, Any] = {"asks": "lacking", "directory": scratch, "names": dict(shapes)}
+        self._slot = slot_for(about, _environment())
+        if self._slot is not None and (kept := self._slot.find(_parse)) is not None:
+            self._answer = self._remember(kept)
+            return
+        about |= _time(self._slot)
         stdin = opened.enter_context(tempfile.TemporaryFile())
         stdin.write(json.dumps(about | {"answer": self._answer_path}).encode())
         stdin.seek(0)
@@ -506,13 +547,18 @@ def _ask_here(directory: str, shapes: Mapping[str, Shape]) -> Answer:
             logger.setLevel(level)
 
 
-def _read(path: str, status: int) -> Answer:
+def _read(path: str, status: int, slot: Slot | None) -> Answer:
     try:
         with open(path, encoding="utf-8") as file:
             answer = json.load(file)
     except (OSError, ValueError):
         return Answer(failure=f"the process that asks it ended {_how(status)}")
-    return _parse(answer) if answer["status"] == "ok" else Answer(failure=escape(answer["message"]))
+    if answer["status"] != "ok":
+        return Answer(failure=escape(answer["message"]))
+    found = _parse(answer)
+    if slot is not None:
+        slot.keep(answer)
+    return found
 
 
 def _parse(answer: Mapping[str, Any]) -> Answer:
