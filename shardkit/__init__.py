@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.operations.verify import verify as verify
     from shardkit.operations.verify.result import VerifyProblem as VerifyProblem
     from shardkit.operations.verify.result import VerifyResult as VerifyResult
+    from shardkit.osft.plan import OsftPlan as OsftPlan
     from shardkit.training.checkpointable import checkpointable as checkpointable
     from shardkit.training.diagnostics.diagnose import Diagnosis as Diagnosis
     from shardkit.training.diagnostics.diagnose import diagnose as diagnose
@@ -66,6 +67,10 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.training.model.fit import ModelInitializationContext as ModelInitializationContext
     from shardkit.training.optimizer import parameter_names as parameter_names
     from shardkit.training.optimizer import rebind_optimizer as rebind_optimizer
+    from shardkit.training.osft import osft_leak as osft_leak
+    from shardkit.training.osft import osft_optimizer as osft_optimizer
+    from shardkit.training.osft import project_gradients_ as project_gradients_
+    from shardkit.training.osft import project_parameters_ as project_parameters_
     from shardkit.training.prepare import prepare as prepare
     from shardkit.training.safe_reader import SafeReader as SafeReader
     from shardkit.training.save import SaveResult as SaveResult
@@ -90,6 +95,7 @@ _HOMES = {
     "shardkit.operations.resolve": ("ResolvedCheckpoint", "resolve_checkpoint"),
     "shardkit.operations.verify": ("verify",),
     "shardkit.operations.verify.result": ("VerifyProblem", "VerifyResult"),
+    "shardkit.osft.plan": ("OsftPlan",),
     "shardkit.training.checkpointable": ("checkpointable",),
     "shardkit.training.diagnostics.diagnose": ("Diagnosis", "diagnose"),
     "shardkit.training.diagnostics.lightning": ("FSDPDiagnosticsCallback",),
@@ -98,6 +104,7 @@ _HOMES = {
     "shardkit.training.fsdp1": ("hf_ram_efficient_loading", "param_init_fn"),
     "shardkit.training.gradients": ("clip_grad_norm_", "grad_norm"),
     "shardkit.training.optimizer": ("parameter_names", "rebind_optimizer"),
+    "shardkit.training.osft": ("osft_leak", "osft_optimizer", "project_gradients_", "project_parameters_"),
     "shardkit.training.prepare": ("prepare",),
     "shardkit.training.model.fit": ("ModelInitializationContext",),
     "shardkit.training.safe_reader": ("SafeReader",),

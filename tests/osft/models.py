@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
-from shardkit.osft.modules import candidates, factor_modules
+from shardkit.osft.modules import candidates, factor_modules, placement_fn
 from shardkit.osft.plan import OsftPlan, Target, choose_targets
 from shardkit.osft.svd import factorise
 
@@ -34,3 +36,11 @@ def factored(model: nn.Module, plan: OsftPlan) -> Any:
             if module.bias is not None:
                 module.bias.copy_(model.get_parameter(f"{target.path}.bias"))
     return new
+
+
+def shard(model: Any, mesh: DeviceMesh, *, along_columns: bool = True) -> None:
+    """Wrap a Llama as a trainer of one's own would."""
+    place = placement_fn(model, mesh.size(-1)) if along_columns else None
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, shard_placement_fn=place)
+    fully_shard(model, mesh=mesh, shard_placement_fn=place)

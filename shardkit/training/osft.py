@@ -1,0 +1,356 @@
+"""What keeps training out of the frozen subspace: projections of gradients and of parameters.
+
+For a layer's factors, gradients of U_low lose their part in the span of U_high, and those of V_low theirs in the rows of
+V_high; S_low is free. AdamW scales each element by itself, and its momentum remembers, so a step of projected gradients
+still leaks; hence the parameters are projected after the step too.
+
+With H the frozen directions as columns and L what is trained, both are L -= H (H'L). Where the long dim is cut, as it is
+for U and, by `wrap`, for V, ranks sum products of r x k numbers, many layers at a time. Where V is cut along its
+directions, V_high is gathered, a layer at a time.
+
+Source: "Sculpting Subspaces", arXiv 2504.07097, section 3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardkit.core.text import count, escape
+from shardkit.errors import LayoutError, UsageError
+from shardkit.osft.modules import OsftLinear, osft_modules
+from shardkit.training.ranks.local import local_tensor, refuse_fsdp1, reshard
+
+_BUCKET_NUMEL = 16 << 20  # 64 MiB of fp32 are summed over the ranks at a time
+
+_HOOKED: WeakKeyDictionary[torch.optim.Optimizer, list[ref[nn.Module]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Frozen directions and what must stay out of them, on this rank; a direction is a column of both."""
+
+    name: str
+    """FQN of what is trained."""
+    basis: torch.Tensor
+    """(n, k): this rank's part of the long dim."""
+    vectors: torch.Tensor | None
+    """(n, r): a view of the parameter or of its gradient; None if this rank has no gradient."""
+    num_vectors: int
+    groups: tuple[dist.ProcessGroup, ...]
+    """Ranks that have the other parts of the long dim."""
+    gathered: DTensor | None
+    """V_high, where its directions are cut: the basis is what all ranks have of it."""
+    device: torch.device
+    """Where `groups` communicate."""
+
+    @property
+    def numel(self) -> int:
+        """Numbers that the ranks sum."""
+        return self.basis.shape[1] * self.num_vectors
+
+
+def project_gradients_(model: nn.Module) -> None:
+    """Take their part in the frozen subspace out of the gradients of all factors; every rank calls it.
+
+    Call it after clipping and before the optimizer's step, or let `osft_optimizer` do it. Gradients that are None
+    stay so.
+
+    Args:
+        model: with OSFT layers, plain, or sharded by FSDP2 or HSDP.
+
+    Raises:
+        LayoutError: it has no OSFT layers, or their factors do not lie alike on the ranks.
+        UsageError: it is wrapped by FSDP1.
+    """
+    _project(_pairs(model, lambda parameter: parameter.grad))
+
+
+def project_parameters_(model: nn.Module) -> None:
+    """Take their part in the frozen subspace out of all trained factors; every rank calls it.
+
+    Call it after the optimizer's step, or let `osft_optimizer` do it.
+
+    Args:
+        model: as for `project_gradients_`.
+
+    Raises:
+        As `project_gradients_`.
+    """
+    _project(_pairs(model, lambda parameter: parameter))
+
+
+def osft_leak(model: nn.Module) -> float:
+    """Return how much of the trained factors lies in the frozen subspace; every rank calls it.
+
+    Args:
+        model: as for `project_gradients_`.
+
+    Returns:
+        The largest of all layers' norm of H'L to the norm of L (Frobenius), for U and V; the same on every rank.
+        After `project_parameters_` in float32 it is below 1e-6; a step of AdamW without it leaves about 1e-2.
+
+    Raises:
+        As `project_gradients_`.
+    """
+    largest = 0.0
+    with _exactly():
+        for pairs in _buckets(_pairs(model, lambda parameter: parameter)):
+            for pair, inside in zip(pairs, _coefficients(pairs), strict=True):
+                assert pair.vectors is not None
+                parts = [inside.double().square().sum(), pair.vectors.double().square().sum()]
+                if pair.gathered is None:  # `inside` is whole already
+                    parts[1] = _summed(parts[1], pair.groups, pair.device)
+                else:
+                    shared = _shard_groups(pair.gathered)
+                    parts = [_summed(part, shared, pair.device) for part in parts]
+                leak, whole = (float(part.sqrt()) for part in parts)
+                largest = max(largest, leak / whole if whole else 0.0)
+    return largest
+
+
+def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Let each step of an optimizer leave the frozen subspace alone; every rank calls it.
+
+    Gradients are projected before the step and parameters after it, by hooks of the optimizer, so schedulers, gradient
+    scalers and checkpoints of its state work as ever. Clip gradients before the step, as usual. Doing it twice does it once.
+
+    Args:
+        model: with OSFT layers, wrapped already.
+        optimizer: of its parameters. A closure that it is given is run as it is, and gradients are projected after it.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        LayoutError: the model has no OSFT layers.
+        UsageError: the optimizer steps frozen factors, or none of those that are trained.
+    """
+    layers = _layers(model)
+    _check_parameters(layers.values(), optimizer)
+    hooked = _HOOKED.setdefault(optimizer, [])
+    if any(each() is model for each in hooked):
+        return optimizer
+    hooked.append(ref(model))
+
+    def before(
+        _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = [
+            each for each in (*args[1:], kwargs.get("closure")) if each is not None
+        ]  # the first is the optimizer
+        if not given:
+            project_gradients_(model)
+            return args, kwargs
+        return (args[0], _projecting(given[0], model)), {}
+
+    def after(*_: object) -> None:
+        project_parameters_(model)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    return optimizer
+
+
+def _projecting(closure: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
+    @functools.wraps(closure)
+    def run() -> Any:
+        loss = closure()
+        project_gradients_(model)
+        return loss
+
+    return run
+
+
+def _check_parameters(layers: Iterable[OsftLinear], optimizer: torch.optim.Optimizer) -> None:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    factors = [parameter for layer in layers for parameter in layer.factors().values()]
+    if not any(id(parameter) in stepped for parameter in factors if parameter.requires_grad):
+        raise UsageError(
+            "the optimizer has none of the model's trained factors",
+            hint="make it after wrap and finalize, of model.parameters()",
+        )
+    if any(
+        parameter.requires_grad for layer in layers for parameter in (layer.osft_U_high, layer.osft_V_high)
+    ):
+        raise UsageError(
+            "frozen factors (osft_U_high, osft_V_high) have requires_grad=True and would be trained",
+            hint="give them requires_grad_(False); after requires_grad_(True) on the whole model too",
+        )
+
+
+def _layers(model: nn.Module) -> dict[str, OsftLinear]:
+    found = dict(osft_modules(model))
+    if not found:
+        raise LayoutError(
+            "the model has no OSFT layers",
+            hint="prepare(model, source, osft=0.3) puts them in the place of linear layers",
+        )
+    return found
+
+
+def _pairs(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[_Pair]:
+    """Yield the pairs of all layers, in the same order on every rank whatever it holds."""
+    layers = _layers(model)
+    refuse_fsdp1(model)
+    reshard(model)  # what is gathered now is a copy
+    problems = []
+    for path, layer in layers.items():
+        low = layer.osft_params
+        for high, trained, is_v in (
+            (layer.osft_U_high, low.U_low, False),
+            (layer.osft_V_high, low.V_low, True),
+        ):
+            if _placements(high) != _placements(trained):
+                problems.append(
+                    f"{escape(path)}: {'V' if is_v else 'U'}_high and _low do not lie alike on the ranks"
+                )
+    LayoutError.raise_for(
+        problems,
+        f"{count(len(problems), 'pair')} of factors cannot be projected",
+        hint="shard each OSFT layer whole, as shardkit.wrap does",
+    )
+    for path, layer in layers.items():
+        low = layer.osft_params
+        yield _pair(f"{path}.osft_params.U_low", layer.osft_U_high, low.U_low, of(low.U_low), is_v=False)
+        yield _pair(f"{path}.osft_params.V_low", layer.osft_V_high, low.V_low, of(low.V_low), is_v=True)
+
+
+def _placements(whole: torch.Tensor) -> object:
+    return (whole.device_mesh, whole.placements) if isinstance(whole, DTensor) else None
+
+
+def _pair(
+    name: str, high: nn.Parameter, trained: nn.Parameter, target: torch.Tensor | None, *, is_v: bool
+) -> _Pair:
+    basis = local_tensor(high)
+    vectors = None if target is None else local_tensor(_placed_as(trained, target))
+    long_dim = 1 if is_v else 0
+    groups, gathered, device = tuple[dist.ProcessGroup, ...](), None, basis.device
+    if isinstance(high, DTensor):
+        device = torch.device(high.device_mesh.device_type)
+        if any(placement.is_shard(1 - long_dim) for placement in high.placements):
+            gathered = high
+        else:
+            groups = _shard_groups(high)
+    return _Pair(
+        name=name,
+        basis=basis.T if is_v else basis,
+        vectors=vectors.T if is_v and vectors is not None else vectors,
+        num_vectors=local_tensor(trained).shape[1 - long_dim],
+        groups=groups,
+        gathered=gathered,
+        device=device,
+    )
+
+
+def _placed_as(parameter: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if (
+        isinstance(target, DTensor)
+        and isinstance(parameter, DTensor)
+        and target.placements != parameter.placements
+    ):
+        raise LayoutError(
+            f"a gradient lies as {target.placements}, its parameter as {parameter.placements}",
+            hint="project after backward has reduced the gradients",
+        )
+    return target
+
+
+def _shard_groups(whole: DTensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which a tensor is cut; replicas are not among them."""
+    return tuple(
+        whole.device_mesh.get_group(axis)
+        for axis, placement in enumerate(whole.placements)
+        if not placement.is_replicate()
+    )
+
+
+def _project(pairs: Iterable[_Pair]) -> None:
+    with _exactly():
+        for bucket in _buckets(pairs):
+            for pair, inside in zip(bucket, _coefficients(bucket), strict=True):
+                if pair.vectors is None or not pair.vectors.numel():
+                    continue
+                pair.vectors.sub_(_wide(pair.basis) @ inside)
+
+
+@contextlib.contextmanager
+def _exactly() -> Iterator[None]:
+    """Compute without gradients, without autocast, and in full float32: TF32 leaves a thousandth of what leaks."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _buckets(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
+    """Put pairs together that ranks sum at once. A basis that is gathered is alone: it takes memory."""
+    bucket: list[_Pair] = []
+    for pair in pairs:
+        size = sum(each.numel for each in bucket)
+        is_other = bucket and (bucket[0].groups, bucket[0].device) != (pair.groups, pair.device)
+        if bucket and (is_other or pair.gathered is not None or size + pair.numel > _BUCKET_NUMEL):
+            yield bucket
+            bucket = []
+        if pair.gathered is not None:
+            yield [_with_basis(pair)]
+        else:
+            bucket.append(pair)
+    if bucket:
+        yield bucket
+
+
+def _coefficients(pairs: list[_Pair]) -> list[torch.Tensor]:
+    """Return H'L (k, r) of each pair, summed over the ranks. A rank without vectors adds nothing."""
+    parts = [
+        _wide(pair.basis).T @ _wide(pair.vectors)
+        if pair.vectors is not None
+        else pair.basis.new_zeros((pair.basis.shape[1], pair.num_vectors), dtype=_wide(pair.basis).dtype)
+        for pair in pairs
+    ]
+    if not pairs[0].groups:
+        return parts
+    flat = _summed(torch.cat([part.flatten() for part in parts]), pairs[0].groups, pairs[0].device)
+    pieces = torch.split(flat, [part.numel() for part in parts])
+    return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """Return values in float32 at least: half precision would leave a hundredth of what leaks."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _summed(values: torch.Tensor, groups: Iterable[dist.ProcessGroup], device: torch.device) -> torch.Tensor:
+    """Return a sum over ranks, where the values were: offloaded ones are summed on the device."""
+    home, total = values.device, values
+    for group in groups:
+        total = total.to(device)
+        dist.all_reduce(total, group=group)
+    return total.to(home)
+
+
+def _with_basis(pair: _Pair) -> _Pair:
+    """Return a pair whose frozen directions are gathered; every rank calls it, whatever it holds."""
+    cut = pair.gathered
+    assert cut is not None
+    local = cut.to_local().to(pair.device)
+    on_device = DTensor.from_local(
+        local, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+    )
+    return replace(pair, basis=on_device.full_tensor().T.to(pair.basis.device))
