@@ -43,6 +43,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats/contract",),
     ("formats/torchsave",),
     ("transfer",),
+    ("layout/choice",),
     ("layout",),
     ("osft",),
     ("keys", "pickles"),

@@ -22,6 +22,7 @@ from shardkit.errors import LayoutError, PolicyError
 from shardkit.keys.expressions import Expression
 from shardkit.keys.ties import stored_ties
 from shardkit.layout.wrap_policy import WrapPolicy, list_candidates, match_paths, parse_policy, unknown_names
+from shardkit.osft.plan import Target
 
 
 class CannotBuildError(LayoutError):
@@ -82,6 +83,8 @@ class Layout:
     """The source's name of every tensor, and of each alias that it has. The model's own may differ."""
     made: Mapping[str, Expression] = field(default_factory=dict)
     """What a name of `sources` is made of that the source does not have itself, such as fused experts."""
+    factored: Mapping[str, Target] = field(default_factory=dict)
+    """By module path, the weights that are OSFT factors here: `tensors` has these, `sources` has the dense weight too."""
     omitted: tuple[tuple[str, str], ...] = ()
     """(name, reason) of source tensors that the live model does not load."""
     keep_fp32: frozenset[str] | None = None

@@ -1,8 +1,9 @@
 """The child process of a trace: build the model, wrap it, read the placements, answer with JSON.
 
     request (stdin)    {"directory", "axes": [[name, size, role]], "ep", "pp", "stages", "wrap", "dtype",
-                       "trust_remote_code", "names", "answer"}
-                       The axes are those of one pipeline stage.
+                       "osft", "trust_remote_code", "names", "answer"}
+                       The axes are those of one pipeline stage. With "osft", a plan, weights become factors
+                       before the model is wrapped; names are matched before.
                        Without axes nothing is wrapped, and the answer is about names alone. With "asks":
                        "lacking" it is about what `from_pretrained` would not find under these names,
                        with "hub form" about what `save_pretrained` would make of them. With "asked_ns", the
@@ -21,7 +22,7 @@ import resource
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import class_before_sharding, init_fake_world
 from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.text import escape
-from shardkit.errors import LayoutError, PolicyError, SourceError
+from shardkit.errors import LayoutError, PolicyError, SourceError, UsageError
 from shardkit.keys.expressions import to_json
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import (
@@ -62,6 +63,8 @@ from shardkit.layout.units import (
     tie_error,
 )
 from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, parse_policy, parse_stages
+from shardkit.osft.modules import candidates, factor_modules, osft_modules, placement_fn
+from shardkit.osft.plan import Target, choose_targets, from_config
 
 # Far above what the largest models need, which is 12 s and 400 MiB.
 _MAX_CPU_S, _MAX_DATA_BYTES = 300, 16 << 30
@@ -96,7 +99,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(error.__cause__, ModuleNotFoundError | None):
             traceback.print_exception(error.__cause__)
         return {"status": "policy", **error.to_json(), "show_output": error.__cause__ is not None}
-    except SourceError as error:  # LayoutError is one
+    except (SourceError, UsageError) as error:  # LayoutError is one
         return {
             "status": next(s for s, kind in STATUSES.items() if isinstance(error, kind)),
             **error.to_json(),
@@ -141,6 +144,7 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     keep_fp32 = [] if wide.wanted is not wanted else _in_fp32(model, wide)
     before = _State.of(model)
     matched = {} if request["names"] is None else _match(model, request["names"], before)
+    targets, notes = _factor(model, request.get("osft"))
     classes = {id(module): type(module).__name__ for module in model.modules()}
     num_stages, stages = request.get("pp", 1), dict[str, list[int]]()
     if num_stages > 1:
@@ -157,7 +161,19 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     tensor = next((axis.name for axis in mesh.axes if axis.role == "tensor"), None)
     wrap_model(model, device_mesh, policy, Meshes.of(device_mesh, data, tensor, experts), wide)
     found = _read_model(model, mesh, before, classes)
-    return {"model_class": classes[id(model)], "keep_fp32": keep_fp32, "stages": stages, **found, **matched}
+    found["notes"] += notes
+    about = {"model_class": classes[id(model)], "keep_fp32": keep_fp32, "stages": stages}
+    return {**about, "targets": [asdict(target) for target in targets], **found, **matched}
+
+
+def _factor(model: nn.Module, plan: dict[str, Any] | None) -> tuple[tuple[Target, ...], tuple[str, ...]]:
+    """Put factors in the place of a plan's targets; return these, and notes."""
+    if plan is None:
+        return (), ()
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    targets, notes = choose_targets(from_config(plan), candidates(model), model_type)
+    factor_modules(model, targets)
+    return targets, notes
 
 
 def _in_fp32(model: nn.Module, wide: ClassDtypes) -> list[str]:
@@ -216,9 +232,10 @@ def wrap_model(
     if meshes.data is None:
         return
     plan = plan_units(model, with_units(model, matched, dispatched), wide)
+    place = placement_fn(model, meshes.data.size(-1)) if osft_modules(model) else None
 
     def shard(unit: PlannedUnit, module: nn.Module) -> None:
-        fully_shard(module, mesh=meshes.of_unit(unit.around in dispatched))
+        fully_shard(module, mesh=meshes.of_unit(unit.around in dispatched), shard_placement_fn=place)
 
     shard_units(plan, dict(model.named_modules()), shard)
 

@@ -34,11 +34,12 @@ from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.placements import Placement
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
-from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError, SourceError
+from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.keys.expressions import Expression, from_json
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, Unit
 from shardkit.layout.trace_cache import Slot, slot_for
 from shardkit.layout.wrap_policy import parse_policy, parse_stages
+from shardkit.osft.plan import OsftPlan, Target, as_config
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ STATUSES: dict[str, type[ShardkitError]] = {
     "policy": PolicyError,
     "layout": LayoutError,
     "source": SourceError,
+    "usage": UsageError,
 }
 """What the child answers for each kind of error; a kind comes before those that it is a part of."""
 
@@ -103,6 +105,7 @@ def trace_model(
     *,
     stages: str = "auto",
     dtype: DType | None = None,
+    osft: OsftPlan | None = None,
     names: Mapping[str, Shape] | None = None,
     trust_remote_code: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -116,6 +119,7 @@ def trace_model(
         wrap: see `wrap_policy`.
         stages: which pipeline stage holds what: "auto", or "module:function".
         dtype: dtype that floating tensors will have; None keeps the stored ones.
+        osft: which weights become factors before the model is wrapped; None if none do.
         names: shapes of the source's tensors by name, to look up in the model as `from_pretrained` does;
             None asks nothing.
         trust_remote_code: whether the model's own code may run.
@@ -128,8 +132,10 @@ def trace_model(
     Raises:
         CannotBuildError: neither transformers nor code that may run can build the model of the config.
         PolicyError: the policy matches nothing, or its function cannot be imported or fails.
-        LayoutError: placements are not supported, ties cross units, or the model fails to build.
+        LayoutError: placements are not supported, ties cross units, weights cannot be divided into factors, or the
+            model fails to build.
         SourceError: several of the source's tensors would be one of the model's.
+        UsageError: globs of `osft` match nothing.
         ResourceError: the child was killed or took too long.
     """
     parse_policy(wrap)  # a mistake in the text shows before seconds of importing
@@ -142,6 +148,7 @@ def trace_model(
         "stages": stages,
         "wrap": wrap,
         "dtype": None if dtype is None else dtype.name,
+        "osft": None if osft is None else as_config(osft),
     }
     request = _request(directory, names, trust_remote_code) | about
     return _ask(request, timeout_s, lambda answer: read_answer(answer, mesh, wrap), on_start)
@@ -370,6 +377,7 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
         ties=tuple(map(tuple, answer["ties"])),
         keep_fp32=frozenset(answer["keep_fp32"]),
         policy=wrap,
+        factored={each["path"]: Target(**each) for each in answer.get("targets", ())},
         notes=tuple(answer["notes"]),
     )
     return Trace(

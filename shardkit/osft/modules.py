@@ -12,7 +12,7 @@ from torch.nn import functional
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError
 from shardkit.keys.names import clean_name
-from shardkit.osft.plan import FACTORS, Candidate, Target
+from shardkit.osft.plan import FACTORS, Candidate, Target, shard_dim
 
 
 class OsftParams(nn.Module):
@@ -143,22 +143,6 @@ def osft_modules(model: nn.Module) -> Mapping[str, OsftLinear]:
     return {
         clean_name(path): module for path, module in model.named_modules() if isinstance(module, OsftLinear)
     }
-
-
-def shard_dim(name: str, shape: Iterable[int], num_shards: int) -> int:
-    """Return the dim along which `fully_shard` cuts a parameter of an OSFT model.
-
-    V_* is cut along its second dim where that divides: then its projection sums r x k numbers over the shards, and
-    nobody gathers V_high. FSDP2 takes no uneven second dim.
-
-    Args:
-        name: FQN.
-        shape: of the parameter.
-        num_shards: size of the shard axis.
-    """
-    columns = list(shape)[-1:]
-    is_v = name.endswith((".osft_V_high", ".osft_params.V_low"))
-    return 1 if is_v and columns[0] % num_shards == 0 else 0
 
 
 def placement_fn(model: nn.Module, num_shards: int) -> Any:

@@ -364,6 +364,21 @@ def factor_of(name: str) -> str | None:
     return next((name[: -len(end) - 1] for end in FACTORS if name.endswith(f".{end}")), None)
 
 
+def shard_dim(name: str, shape: Shape, num_shards: int) -> int:
+    """Return the dim along which `fully_shard` cuts a parameter of an OSFT model.
+
+    V_* is cut along its second dim where that divides: then its projection sums r x k numbers over the shards, and
+    nobody gathers V_high. FSDP2 takes no uneven second dim.
+
+    Args:
+        name: FQN.
+        shape: of the parameter.
+        num_shards: size of the shard axis.
+    """
+    is_v = name.endswith((".osft_V_high", ".osft_params.V_low"))
+    return 1 if is_v and shape[-1] % num_shards == 0 else 0
+
+
 def target_of(path: str, shapes: Mapping[str, Shape]) -> Target:
     """Return the target whose factors have these shapes, by FQN.
 
@@ -382,5 +397,10 @@ def target_of(path: str, shapes: Mapping[str, Shape]) -> Target:
 
 
 def as_config(plan: OsftPlan) -> dict[str, Any]:
-    """Return a plan as JSON, for a manifest."""
+    """Return a plan as JSON."""
     return {"ratio": plan.ratio, "targets": list(plan.globs), "ranks": dict(plan.ranks), "svd": plan.svd}
+
+
+def from_config(config: Mapping[str, Any]) -> OsftPlan:
+    """Return the plan that `as_config` made JSON of."""
+    return OsftPlan(**config)

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import shardkit
-from shardkit.layout.parallel_rules import STYLES
+from shardkit.layout.choice.parallel_rules import STYLES
 
 LLAMA = (
     "model.layers.*.self_attn.[qkv]_proj=colwise",

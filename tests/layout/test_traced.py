@@ -20,7 +20,7 @@ from shardkit.files import manifest
 from shardkit.formats.dcp import chunk_list
 from shardkit.keys.names import natural
 from shardkit.layout import traced
-from shardkit.layout.choose import fit, make_layout
+from shardkit.layout.choice.choose import fit, make_layout
 from shardkit.layout.layout import CannotBuildError, Layout
 from shardkit.layout.traced import Trace, trace_model
 
@@ -579,5 +579,5 @@ def test_a_child_that_dies_or_hangs_is_an_error_of_the_environment(
 
 
 def test_choosing_imports_no_torch() -> None:
-    code = "import sys, shardkit.layout.choose; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, shardkit.layout.choice.choose; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

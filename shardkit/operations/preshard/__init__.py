@@ -25,8 +25,8 @@ from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.formats.contract import HubModel
 from shardkit.formats.dequantize import take_plain
+from shardkit.layout.choice.parallel_rules import parse_parallel_rules
 from shardkit.layout.layout import Layout, TensorLayout
-from shardkit.layout.parallel_rules import parse_parallel_rules
 from shardkit.operations.casts import dequantized_as, parse_rules
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput

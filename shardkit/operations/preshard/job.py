@@ -21,10 +21,10 @@ from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
 from shardkit.keys.expressions import Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names
-from shardkit.layout.choose import make_layout
+from shardkit.layout.choice.choose import make_layout
+from shardkit.layout.choice.parallel_rules import ParallelRule, data_axes, parallelise
 from shardkit.layout.layout import Layout, declare
 from shardkit.layout.own_code import of_directory
-from shardkit.layout.parallel_rules import ParallelRule, data_axes, parallelise
 from shardkit.operations.casts import (
     DtypeRule,
     apply_rules,

@@ -25,6 +25,7 @@ from shardkit.formats.contract import HubModel
 from shardkit.formats.hub.assets import list_assets
 from shardkit.formats.torchsave.writer import Plain, plain_record
 from shardkit.keys.rules import shipped
+from shardkit.layout.choice.factored import factors_below
 from shardkit.layout.layout import Layout
 from shardkit.operations.companions import BesideFile, copy_file
 
@@ -202,6 +203,7 @@ def below(layout: Layout, root: str) -> Layout:
         tensors={root + fqn: replace(tensor, fqn=root + fqn) for fqn, tensor in layout.tensors.items()},
         ties=tuple(tuple(root + fqn for fqn in group) for group in layout.ties),
         sources={root + fqn: source for fqn, source in layout.sources.items()},
+        factored=factors_below(layout.factored, root),
         keep_fp32=None if layout.keep_fp32 is None else frozenset(root + fqn for fqn in layout.keep_fp32),
     )
 

@@ -14,9 +14,11 @@ from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError
 from shardkit.keys.expressions import Expression, leaves, made_name
 from shardkit.keys.names import COMPILED
+from shardkit.layout.choice.factored import factor_layout, put_dense, put_factors
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, declare
 from shardkit.layout.traced import Trace, trace_model, why_no_class
 from shardkit.layout.wrap_policy import parse_policy
+from shardkit.osft.plan import OsftPlan
 
 # Among 20,000 names a search for the nearest takes a second.
 _MAX_SUGGESTIONS = 3
@@ -48,6 +50,7 @@ def make_layout(
     *,
     stages: str = "auto",
     dtype: DType | None = None,
+    osft: OsftPlan | None = None,
     trust_remote_code: bool = False,
 ) -> Layout:
     """Return the layout of a model's tensors: traced if the model can be built, else declared.
@@ -58,6 +61,7 @@ def make_layout(
         wrap: see `wrap_policy`.
         stages: which pipeline stage holds what; see `layout.stages`.
         dtype: dtype that floating tensors will have; None keeps the stored ones.
+        osft: which weights become factors; None if none do.
         trust_remote_code: whether the model's own code may run, in the tracing child.
 
     Returns:
@@ -66,7 +70,9 @@ def make_layout(
 
     Raises:
         PolicyError: the policy matches nothing, or needs a model where there is none.
-        LayoutError: the model and the source differ in names or shapes, or the model fails to build.
+        LayoutError: the model and the source differ in names or shapes, weights cannot be divided into factors, or the
+            model fails to build.
+        UsageError: globs of `osft` match nothing.
         ResourceError: the tracing child was killed or took too long.
     """
     parse_policy(wrap)
@@ -79,6 +85,7 @@ def make_layout(
                 wrap,
                 stages=stages,
                 dtype=dtype,
+                osft=osft,
                 names={name: entry.shape for name, entry in model.catalog.tensors.items()},
                 trust_remote_code=trust_remote_code,
             )
@@ -86,7 +93,8 @@ def make_layout(
             reason = f"{error.message} ({error.hint})" if error.hint else error.message
         else:
             return fit(found, model.catalog.tensors, model.config)
-    return declare(model.catalog.tensors, mesh, wrap, model.config, reason=reason)
+    declared = declare(model.catalog.tensors, mesh, wrap, model.config, reason=reason)
+    return declared if osft is None else factor_layout(declared, osft, model.catalog.tensors, model.config)
 
 
 def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:
@@ -97,9 +105,20 @@ def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
         source: tensors of the source, by name.
         config: config.json, for the hint.
 
+    Returns:
+        Layout in which factors stand for what the source has as dense weights.
+
     Raises:
         LayoutError: names or shapes differ. Lists every difference.
     """
+    targets, placed = found.layout.factored.values(), found.layout.tensors
+    if not targets:
+        return _fit(found, source, config)
+    dense = _fit(replace(found, layout=put_dense(found.layout, targets)), source, config)
+    return put_factors(dense, targets, placed, source)
+
+
+def _fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None) -> Layout:
     names = dict(found.names if found.names is not None else {name: name for name in source})
     made = {made_name(fqn, source): expression for fqn, expression in found.converted.items()}
     names |= {fqn: made_name(fqn, source) for fqn in found.converted}

@@ -1,0 +1,132 @@
+"""Layouts in which weights are OSFT factors: six names in the place of one, cut as `fully_shard` cuts them.
+
+A traced layout has the factors from the model itself. In a declared one they stand for weights whose names say that
+they are targets. Either way the source has dense weights, so they are what is compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardkit.core.catalog import TensorEntry
+from shardkit.core.mesh import Mesh
+from shardkit.core.placements import REPLICATE, Placement, Placements
+from shardkit.core.text import escape
+from shardkit.errors import PolicyError
+from shardkit.keys.expressions import made_name
+from shardkit.layout.layout import Layout, TensorLayout
+from shardkit.osft.plan import Candidate, OsftPlan, Target, choose_targets, shard_dim
+
+# Models whose linear layers are transformers' Conv1D, by model_type; and how the paths of these layers end.
+_WITH_CONV1D = frozenset(("gpt2", "openai-gpt", "imagegpt", "decision_transformer"))
+_CONV1D = frozenset(("c_attn", "q_attn", "c_proj", "c_fc"))
+
+
+def check_osft_mesh(mesh: Mesh) -> None:
+    """Refuse a mesh that cuts weights of layers, or deals layers out: factors are sharded by `fully_shard` alone.
+
+    Raises:
+        PolicyError: names its axes.
+    """
+    axes = [axis.name for axis in mesh.axes if axis.role == "tensor"]
+    axes += ["ep"] * (mesh.ep > 1) + ["pp"] * (mesh.pp > 1)
+    if axes:
+        raise PolicyError(
+            f"OSFT on --mesh {mesh}: the factors of a layer are not cut over {' and '.join(axes)}",
+            hint="take a mesh of dp_replicate and dp_shard",
+        )
+
+
+def factor_layout(
+    layout: Layout, plan: OsftPlan, entries: Mapping[str, TensorEntry], config: Mapping[str, Any] | None
+) -> Layout:
+    """Return a declared layout with factors in the place of its targets.
+
+    Args:
+        layout: of dense weights.
+        plan: which become factors.
+        entries: the tensors of the source, by name.
+        config: config.json, for the type of the model; None if there is none.
+
+    Raises:
+        LayoutError, UsageError: as `choose_targets`.
+    """
+    model_type = (config or {}).get("model_type")
+    weights = _candidates(layout, entries, model_type)
+    targets, notes = choose_targets(plan, weights, model_type)
+    placed = {
+        fqn: _placed(layout, target, fqn, shape) for target in targets for fqn, shape in target.shapes.items()
+    }
+    return replace(put_factors(layout, targets, placed, entries), notes=(*layout.notes, *notes))
+
+
+def _candidates(
+    layout: Layout, entries: Mapping[str, TensorEntry], model_type: str | None
+) -> dict[str, Candidate]:
+    """Return the tensors of a layout, and what is known against each without a model."""
+    ties = {name: other for group in layout.ties for name, other in zip(group, group[::-1], strict=True)}
+    found = {}
+    for fqn, tensor in layout.tensors.items():
+        dtype, why = entries[layout.sources[fqn]].dtype, ""
+        if fqn in ties:
+            why = f"it is tied to {escape(ties[fqn])}"
+        elif not dtype.is_convertible:
+            why = f"it is {dtype.name}: quantised, or no weight"
+        elif model_type in _WITH_CONV1D and fqn.removesuffix(".weight").rpartition(".")[2] in _CONV1D:
+            why = "it belongs to Conv1D, and only a Linear can be divided"
+        found[fqn] = Candidate(tensor.shape, None, why)
+    return found
+
+
+def _placed(layout: Layout, target: Target, fqn: str, shape: tuple[int, ...]) -> TensorLayout:
+    """Place a factor as `fully_shard` does, in the unit of its dense weight."""
+    dense = layout.tensors[target.weight]
+    num_shards = next((axis.size for axis in layout.mesh.axes if axis.role == "shard"), 1)
+    cut = Placement(shard_dim(fqn, shape, num_shards))
+    placements: Placements = tuple(cut if axis.role == "shard" else REPLICATE for axis in layout.mesh.axes)
+    return replace(dense, fqn=fqn, shape=shape, placements=placements)
+
+
+def put_factors(
+    layout: Layout, targets: Iterable[Target], placed: Mapping[str, TensorLayout], stored: Collection[str]
+) -> Layout:
+    """Return a layout with factors in the place of dense weights, whose sources it keeps.
+
+    Args:
+        layout: of dense weights.
+        targets: which of them become factors.
+        placed: the layout of each factor, by FQN.
+        stored: names of the source's tensors.
+    """
+    targets = tuple(targets)
+    six = {target.weight: tuple(target.shapes) for target in targets}
+    names = [name for fqn in layout.tensors for name in six.get(fqn, (fqn,))]
+    return replace(
+        layout,
+        tensors={name: placed[name] if name in placed else layout.tensors[name] for name in names},
+        sources={
+            **layout.sources,
+            **{name: made_name(name, stored) for each in six.values() for name in each},
+        },
+        factored={target.path: target for target in targets},
+    )
+
+
+def put_dense(layout: Layout, targets: Iterable[Target]) -> Layout:
+    """Return a traced layout with dense weights in the place of factors, to compare it with a source.
+
+    Where the dense weights lie means nothing.
+    """
+    tensors = dict(layout.tensors)
+    for target in targets:
+        first, *_ = (tensors.pop(name) for name in list(target.shapes))
+        shape = (target.rows, target.columns)
+        tensors[target.weight] = replace(first, fqn=target.weight, shape=shape)
+    return replace(layout, tensors=tensors)
+
+
+def factors_below(factored: Mapping[str, Target], root: str) -> dict[str, Target]:
+    """Return targets by path with `root` before every path."""
+    return {root + path: replace(target, path=root + path) for path, target in factored.items()}
