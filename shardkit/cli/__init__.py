@@ -25,6 +25,7 @@ from shardkit.core.text import escape, suggestion
 from shardkit.errors import Terminated
 
 _COMMANDS = {
+    "cache": "Show what is kept of transformers' answers, or remove it.",
     "consolidate": "Write any trainer's sharded checkpoint as a Hub model.",
     "diff": "Compare two checkpoints of any formats, tensor by tensor.",
     "env": "Show versions and settings, to paste into a bug report.",

@@ -8,6 +8,7 @@ import pytest
 from shardkit.cli import main
 
 SURFACE = {
+    "cache": ["--clear", "--json"],
     "consolidate": [
         "--adapter-config",
         "--add-prefix",
