@@ -135,6 +135,11 @@ class Output:
         """Print `label: text` on stderr, e.g. a warning, an error or a hint."""
         print(f"{painted(label, sys.stderr)}: {printable(text, sys.stderr)}", file=sys.stderr)
 
+    def step(self, text: str) -> None:
+        """Print what takes a while and has no bar, where somebody watches."""
+        if self.shows_bars and sys.stderr.isatty():
+            print(printable(text, sys.stderr), file=sys.stderr, flush=True)
+
     def detail(self, text: str) -> None:
         """Print a line that belongs to what was said before."""
         print(f"  {printable(text, sys.stderr)}", file=sys.stderr)

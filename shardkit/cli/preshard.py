@@ -48,6 +48,13 @@ Examples:
     metavar="POLICY",
     help="Which stage of pp holds what: auto (blocks split evenly), or module:function.",
 )
+@click.option(
+    "--layout",
+    type=click.Choice(["auto", "traced", "declared"]),
+    default="auto",
+    show_default=True,
+    help="Traced from the model, or declared from the names in the files; auto: traced if a model can be built.",
+)
 @opt.keys("none", "the model's class tells")
 @click.option(
     "--names",
@@ -95,7 +102,7 @@ def command(*, out: Output, source: str, output: str | None, **options: Any) -> 
     from shardkit.operations.preshard import preshard
 
     progress = make_progress(enabled=out.shows_bars)
-    result = preshard(source, output, progress=progress, on_warning=out.warn, **options)
+    result = preshard(source, output, progress=progress, on_warning=out.warn, on_step=out.step, **options)
     out.result(result, render)
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardkit.cli.output import ByteBar, make_progress, painted
+from shardkit.cli.output import ByteBar, Output, make_progress, painted
 from shardkit.core.threads import NoProgress
 
 MIB = 1 << 20
@@ -30,6 +30,16 @@ def terminal(monkeypatch):
         return sys.stderr
 
     return use
+
+
+def test_steps_are_said_where_somebody_watches(terminal, monkeypatch):
+    stream = terminal()
+    Output(shows_bars=True).step("tracing A\x1b ...")
+    Output(shows_bars=False).step("tracing B ...")
+    assert stream.getvalue() == "tracing A\\x1b ...\n"
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    Output(shows_bars=True).step("tracing C ...")
+    assert sys.stderr.getvalue() == ""
 
 
 def test_only_on_a_terminal(terminal, monkeypatch):

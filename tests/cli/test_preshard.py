@@ -110,10 +110,11 @@ def test_options_reach_the_library(run, monkeypatch):
         "shardkit.operations.preshard.preshard",
         lambda *args, **options: seen.update(options, args=args) or RESULT,
     )
-    flags = "--mesh dp_shard=4 --parallel-rule *.q=colwise --stages m:f --keys k.toml --names hub --profile lightning --attribute net --dtype bf16 --revision r --variant v --overwrite -n --no-resume --digest none"
+    flags = "--mesh dp_shard=4 --parallel-rule *.q=colwise --stages m:f --layout declared --keys k.toml --names hub --profile lightning --attribute net --dtype bf16 --revision r --variant v --overwrite -n --no-resume --digest none"
     run(*ARGS, "out", *flags.split(), "--jobs", "3", "--max-memory", "1GB", "--trust-remote-code", "--json")
     assert type(seen.pop("progress")).__name__ == "NoProgress"
     assert callable(seen.pop("on_warning"))
+    assert callable(seen.pop("on_step"))
     assert seen == {
         "args": ("tiny", "out"),
         "world_size": 4,
@@ -121,6 +122,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "wrap": "none",
         "parallel_rules": ("*.q=colwise",),
         "stages": "m:f",
+        "layout": "declared",
         "keys": "k.toml",
         "names": "hub",
         "profile": "lightning",

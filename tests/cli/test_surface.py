@@ -104,6 +104,7 @@ SURFACE = {
         "--jobs",
         "--json",
         "--keys",
+        "--layout",
         "--max-memory",
         "--mesh",
         "--names",

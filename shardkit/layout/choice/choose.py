@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -25,6 +25,14 @@ _MAX_SUGGESTIONS = 3
 _MAX_PREFIXES = 20
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
+
+
+OnStep = Callable[[str], None]
+"""Told what takes seconds."""
+
+
+def silent(text: str) -> None:
+    """Tell nobody."""
 
 
 class Model(Protocol):
@@ -52,6 +60,8 @@ def make_layout(
     dtype: DType | None = None,
     osft: OsftPlan | None = None,
     trust_remote_code: bool = False,
+    origin: str = "auto",
+    on_step: OnStep = silent,
 ) -> Layout:
     """Return the layout of a model's tensors: traced if the model can be built, else declared.
 
@@ -63,6 +73,8 @@ def make_layout(
         dtype: dtype that floating tensors will have; None keeps the stored ones.
         osft: which weights become factors; None if none do.
         trust_remote_code: whether the model's own code may run, in the tracing child.
+        origin: "traced" refuses where no model can be built, "declared" does not try; "auto" is as above.
+        on_step: told that the model is traced, before the seconds that this takes.
 
     Returns:
         Layout whose tensors are all in the source, under the names in `sources`. A declared layout has a note
@@ -70,13 +82,13 @@ def make_layout(
 
     Raises:
         PolicyError: the policy matches nothing, or needs a model where there is none.
-        LayoutError: the model and the source differ in names or shapes, weights cannot be divided into factors, or the
-            model fails to build.
+        LayoutError: the model and the source differ in names or shapes, weights cannot be divided into factors, the
+            model fails to build, or there is none and there must be.
         UsageError: globs of `osft` match nothing.
         ResourceError: the tracing child was killed or took too long.
     """
     parse_policy(wrap)
-    reason = why_no_class(model.config)
+    reason = "--layout declared" if origin == "declared" else why_no_class(model.config)
     if reason is None:
         try:
             found = trace_model(
@@ -88,13 +100,23 @@ def make_layout(
                 osft=osft,
                 names={name: entry.shape for name, entry in model.catalog.tensors.items()},
                 trust_remote_code=trust_remote_code,
+                on_start=lambda: on_step(f"tracing {_class_name(model.config)} ..."),
             )
         except CannotBuildError as error:
             reason = f"{error.message} ({error.hint})" if error.hint else error.message
         else:
             return fit(found, model.catalog.tensors, model.config)
+    if origin == "traced":
+        raise LayoutError(
+            f"--layout traced: no model can be traced: {reason}", hint="--layout auto declares it then"
+        )
     declared = declare(model.catalog.tensors, mesh, wrap, model.config, reason=reason)
     return declared if osft is None else factor_layout(declared, osft, model.catalog.tensors, model.config)
+
+
+def _class_name(config: Mapping[str, object] | None) -> str:
+    names = (config or {}).get("architectures")
+    return escape(str(names[0])) if isinstance(names, list) and names else "the model"
 
 
 def fit(found: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:

@@ -25,6 +25,7 @@ from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.formats.contract import HubModel
 from shardkit.formats.dequantize import take_plain
+from shardkit.layout.choice.choose import OnStep, silent
 from shardkit.layout.choice.parallel_rules import parse_parallel_rules
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.casts import dequantized_as, parse_rules
@@ -78,6 +79,7 @@ def preshard(
     wrap: str = "auto",
     parallel_rules: Sequence[str] = (),
     stages: str = "auto",
+    layout: str = "auto",
     keys: str | os.PathLike[str] = "none",
     names: str = "live",
     profile: str = "plain",
@@ -102,6 +104,7 @@ def preshard(
     follow_links: bool = False,
     progress: Progress | None = None,
     on_warning: OnWarning | None = None,
+    on_step: OnStep | None = None,
 ) -> PreshardResult:
     """Write `source` as a DCP checkpoint with one file for each shard coordinate of a mesh.
 
@@ -115,6 +118,8 @@ def preshard(
         parallel_rules: "GLOB=STYLE" says how tensors, or all of a module, are cut over `tp` or `ep`, instead of the
             plans of the model's class. The last that matches wins.
         stages: which stage of `pp` holds what: "auto", or "module:function".
+        layout: "traced" from the model of transformers, "declared" from the names and shapes of the files, which asks
+            nobody, or "auto": traced where a model can be built.
         keys: rules that turn the Hub's names and tensors into a trainer's own: the path of a TOML file, or the name of
             a set that shardkit has; "none" leaves that to the model's class.
         names: "live" stores what the live model of transformers has, under its names; "hub" what the files have.
@@ -148,6 +153,7 @@ def preshard(
             Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move.
         on_warning: told each warning before anything is written; the result has them all.
+        on_step: told what takes seconds before bytes move, such as "tracing LlamaForCausalLM ...".
 
     Raises:
         UsageError: options that cannot be carried out, or an existing destination.
@@ -162,6 +168,7 @@ def preshard(
         wrap=wrap,
         parallel=parse_parallel_rules(parallel_rules),
         stages=stages,
+        layout=layout,
         keys=os.fspath(keys),
         names=names,
         profile=find_profile(profile),
@@ -196,7 +203,7 @@ def preshard(
     plain = take_plain(opened, dequantize=dequantize, dtype=dequantized_as(dtype, options.dtype_rules))
     assert plain.hub is not None
     path = writer.check_destination(os.fspath(output or _default_output(plain.hub, local, parsed)), local)
-    job = build_job(plain, parsed, options)
+    job = build_job(plain, parsed, options, on_step or silent)
     writer.warn(job.warnings)
     shared = _shareable_bytes(job)
     shares = shared > 0 and can_share_extents(plain.hub.catalog, os.path.dirname(path))

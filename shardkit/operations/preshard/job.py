@@ -14,6 +14,7 @@ from shardkit.core.catalog import FileStamp
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, format_size, listed
+from shardkit.errors import UsageError
 from shardkit.files import storage
 from shardkit.formats.contract import Checkpoint, Dequantized, HubModel
 from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
@@ -21,7 +22,7 @@ from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
 from shardkit.keys.expressions import Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names
-from shardkit.layout.choice.choose import make_layout
+from shardkit.layout.choice.choose import OnStep, make_layout, silent
 from shardkit.layout.choice.parallel_rules import ParallelRule, data_axes, parallelise
 from shardkit.layout.layout import Layout, declare
 from shardkit.layout.own_code import of_directory
@@ -63,6 +64,8 @@ class JobOptions:
     """Rules for tensor and expert parallelism, instead of the plans of the model's class."""
     stages: str = "auto"
     """Of pipeline parallelism, as `--stages` takes it."""
+    layout: str = "auto"
+    """Where it comes from, as `--layout` takes it."""
     keys: str = NONE
     """Key rules, as `--keys` takes them."""
     names: str = "live"
@@ -130,13 +133,16 @@ def _hex(files: Mapping[str, bytes]) -> dict[str, str]:
     return {name: data.hex() for name, data in files.items()}
 
 
-def build_job(checkpoint: Checkpoint, mesh: Mesh, options: JobOptions) -> PreshardJob:
+def build_job(
+    checkpoint: Checkpoint, mesh: Mesh, options: JobOptions, on_step: OnStep = silent
+) -> PreshardJob:
     """Decide how a Hub model is stored for `mesh`.
 
     Args:
         checkpoint: an opened Hub model.
         mesh: the device mesh of the job that will load it.
         options: what is asked for.
+        on_step: told what takes seconds.
 
     Raises:
         UsageError: an option does not have such a value, or a policy matches nothing.
@@ -146,7 +152,8 @@ def build_job(checkpoint: Checkpoint, mesh: Mesh, options: JobOptions) -> Presha
     model, profile = checkpoint.hub, options.profile
     check_cast("--dtype", options.dtype)
     check_cast("--names", options.names, ("live", "hub"))
-    layout = _placed(_choose_layout(model, mesh, options), options)
+    check_cast("--layout", options.layout, ("auto", "traced", "declared"))
+    layout = _placed(_choose_layout(model, mesh, options, on_step), options)
     whole = tuple(_taken_whole(model, layout))
     if layout.made:
         convert = of_directory(model.directory, trust_remote_code=options.trust_remote_code)
@@ -176,12 +183,17 @@ def build_job(checkpoint: Checkpoint, mesh: Mesh, options: JobOptions) -> Presha
     )
 
 
-def _choose_layout(model: HubModel, mesh: Mesh, options: JobOptions) -> Layout:
+def _choose_layout(model: HubModel, mesh: Mesh, options: JobOptions, on_step: OnStep) -> Layout:
     """Return which rank holds which regions, under the model's own names; errors as for `build_job`."""
     laid_on = data_axes(mesh) if options.parallel else mesh
     keys = options.keys
     if keys == NONE and options.profile.key_sets:
         keys = choose_keys(options.profile, model.config)
+    if options.layout == "traced" and (keys != NONE or options.names == "hub"):
+        what = "key rules make" if keys != NONE else "--names hub stores"
+        raise UsageError(
+            f"--layout traced: what {what} is no model of transformers", hint="leave out --layout"
+        )
     if keys != NONE:
         layout = _lay_out_by_rules(model, laid_on, options.wrap, load_rules(keys))
     elif options.names == "hub":
@@ -194,6 +206,8 @@ def _choose_layout(model: HubModel, mesh: Mesh, options: JobOptions) -> Layout:
             stages=options.stages,
             dtype=CASTS.get(options.dtype),
             trust_remote_code=options.trust_remote_code,
+            origin=options.layout,
+            on_step=on_step,
         )
     return parallelise(layout, mesh, options.parallel) if options.parallel else layout
 
