@@ -171,7 +171,10 @@ def test_the_same_steps_from_its_factors(name: str, theirs: Any) -> None:
     assert expected[-1] < expected[0]
     state = model.state_dict()
     for key, value in ours.state_dict().items():
-        assert float((value - state[key]).abs().max()) <= 1e-6, key
+        if not key.endswith(
+            "k_proj.bias"
+        ):  # whose gradient is zero but for rounding, of which AdamW makes whole steps
+            assert float((value - state[key]).abs().max()) <= 1e-6, key
     folded = model.prepare_state_dict_for_save(dict(state))
     for path, layer in osft_modules(ours).items():
         weight = fold({key: layer.get_parameter(key).detach() for key in FACTORS})
