@@ -368,6 +368,8 @@ class FileList:
     """Symbolic links, pipes, sockets and devices."""
     tensors: Mapping[str, ListedTensor] | None = None
     """None if shardkit cannot take the weights."""
+    derived: tuple[Derived, ...] | None = None
+    """Of what preshard wrote in a trainer's form, what transformers' own code made; None if there is nothing."""
     crc32: Crc32 | None = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, is_contiguous
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, sha256_of
+from shardkit.keys.expressions import Opaque, to_json
 from shardkit.operations.describe_dcp import WriteBeside
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.rank_files import RankImages
@@ -30,6 +31,10 @@ class FilesOutput:
     """What each stored tensor becomes."""
     identity: manifest.Source
     """The weights that are read: repo, commit and files."""
+    aliases: Mapping[str, Sequence[str]]
+    """For a tensor, its other names: they are in the files too, with the same bytes."""
+    opaque: Mapping[str, Opaque]
+    """Tensors that transformers' own code made: there is no way back. Of all others the class knows it."""
     cast: str
     """As asked for: "keep", "bf16", "fp16" or "fp32"."""
     digest: str
@@ -44,11 +49,14 @@ class FilesOutput:
             files=(),
             unlisted=(),
             tensors={
-                each.fqn: manifest.ListedTensor(
-                    dtype=each.dtype.name, shape=each.shape, crc32=crcs.get(each.fqn)
-                )
+                fqn: manifest.ListedTensor(dtype=each.dtype.name, shape=each.shape, crc32=crcs.get(each.fqn))
                 for each in self.output.stored()
+                for fqn in (each.fqn, *self.aliases.get(each.fqn, ()))
             },
+            derived=tuple(
+                manifest.Derived(name=fqn, made_of=to_json(made)) for fqn, made in self.opaque.items()
+            )
+            or None,
         )
 
 

@@ -85,6 +85,9 @@ def make(out: Path) -> None:
     assert f"{3 * config.num_hidden_layers} tensors made whole by transformers' own code" in said
     assert "beyond --max-memory" in said
     shardkit.verify(out / "pre")
+    with mock.patch.object(traced, "_spawn", forked_trace):
+        for profile in ("transformers", "verl"):
+            shardkit.preshard(out / "hub", out / profile, mesh="dp_shard=2", profile=profile)
 
 
 two = Ranks(__name__, 2, first=make)
@@ -107,11 +110,11 @@ def test_ranks_hold_what_from_pretrained_gives(way: str, out: Path) -> None:
     assert not wrong
 
 
-@two.test
-def test_the_way_back_is_refused(out: Path) -> None:
+@two.test_each(("pre", "transformers", "verl"))
+def test_the_way_back_is_refused(way: str, out: Path) -> None:
     if dist.get_rank() == 0:
         with pytest.raises(LayoutError, match="does not know the way back") as caught:
-            shardkit.consolidate(out / "pre", out / "back", base=str(out / "hub"))
+            shardkit.consolidate(out / way, out / "back", base=str(out / "hub"))
         assert any(GATE in problem for problem in caught.value.problems)
         assert any(NORM in problem for problem in caught.value.problems)
         assert not (out / "back").exists()

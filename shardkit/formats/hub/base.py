@@ -226,7 +226,7 @@ def saved_derived(checkpoint: Checkpoint) -> dict[str, Expression]:
 
 def read_derived(found: manifest.Manifest | None) -> dict[str, Expression]:
     """Return what the manifest of a sharded checkpoint says of derived tensors, as `saved_derived` does."""
-    derived = found.derived if isinstance(found, (manifest.Presharded, manifest.SavedState)) else None
+    derived = None if found is None or isinstance(found, manifest.HubModel) else found.derived
     try:
         return {each.name: from_json(each.made_of) for each in derived or ()}
     except ValueError as error:
@@ -255,7 +255,8 @@ def _manifest_of(checkpoint: Checkpoint) -> manifest.Manifest | None:
         found = manifest.read(directory) if manifest.NAME in storage.listdir(directory) else None
     except IntegrityError:  # who compares checksums warns of it
         return None
-    return found if isinstance(found, manifest.Presharded) and found.root is not None else None
+    is_there = isinstance(found, manifest.Presharded) and found.root is not None
+    return found if is_there or (isinstance(found, manifest.FileList) and found.derived) else None
 
 
 def _open(label: str, directory: str, *, is_given: bool) -> Base:

@@ -20,7 +20,7 @@ from shardkit.formats.contract import Checkpoint, Dequantized, HubModel
 from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
-from shardkit.keys.expressions import Stored, made_name
+from shardkit.keys.expressions import Expression, Opaque, Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names
 from shardkit.layout.choice.choose import OnStep, make_layout, silent
 from shardkit.layout.choice.parallel_rules import ParallelRule, data_axes, parallelise
@@ -248,13 +248,16 @@ def _part(
     """Return the files of ranks, in the form that the profile stores tensors in."""
     if options.profile.form == "dcp":
         return _dcp_part(model, content, options, dequantized)
-    arguments = content.layout, content.dtypes, content.sources, content.aliases
+    layout, sources = content.layout, content.sources
+    arguments = layout, content.dtypes, sources, content.aliases
     is_verls = options.profile.form == "verl"
     return FilesOutput(
         output=rank_images(*arguments, options.device or "cuda") if is_verls else shard_images(*arguments),
         format="verl" if is_verls else "dcp-hf",
         dtypes=content.dtypes,
         identity=model.identity,
+        aliases=content.aliases,
+        opaque={fqn: made for fqn, made in _derived(content).items() if isinstance(made, Opaque)},
         cast=options.dtype,
         digest=options.digest,
     )
@@ -271,7 +274,7 @@ def _dcp_part(
         dtypes=content.dtypes,
         sources=sources,
         aliases=aliases,
-        derived={fqn: layout.made[source] for fqn, source in sources.items() if source in layout.made},
+        derived=_derived(content),
         root=options.root,
         paths=options.profile.paths(fqn for name in layout.tensors for fqn in (name, *aliases.get(name, ()))),
         identity=model.identity,
@@ -280,6 +283,12 @@ def _dcp_part(
         dtype_rules=options.dtype_rules,
         digest=options.digest,
     )
+
+
+def _derived(content: _Content) -> dict[str, Expression]:
+    """Return what each tensor is made of that is no tensor of the source itself."""
+    made = content.layout.made
+    return {fqn: made[source] for fqn, source in content.sources.items() if source in made}
 
 
 def _in_folder(part: DcpOutput | FilesOutput, folder: str) -> DcpImages | JoinedImages | RankImages:

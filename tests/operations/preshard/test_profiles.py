@@ -162,6 +162,17 @@ def test_an_interrupted_run_goes_on(profile: str, make_hub: MakeHub, tmp_path: P
     assert files == whole
 
 
+@pytest.mark.parametrize("profile", ["verl", "transformers"])
+def test_the_manifest_lists_tied_names(profile: str, tmp_path: Path, fast_trace: object) -> None:
+    make_hub(ZOO["llama+tied"], tmp_path / "hub")
+    out = tmp_path / "out"
+    shardkit.preshard(tmp_path / "hub", out, world_size=2, profile=profile)
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= json.loads((out / "shardkit.json").read_text())[
+        "tensors"
+    ].keys()
+    assert shardkit.verify(out, full=True, against=tmp_path / "hub").problems == ()
+
+
 def test_torchtitan_has_its_own_names(hub: Path, tmp_path: Path) -> None:
     shardkit.preshard(hub, tmp_path / "out", world_size=2, profile="torchtitan")
     names = json.loads((tmp_path / "out" / "shardkit.json").read_text())["tensors"]
