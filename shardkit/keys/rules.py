@@ -52,6 +52,7 @@ Side = Literal["hub", "model"]
 FORMAT = 1
 
 _VARIABLE = re.compile(r"\{([A-Za-z_]\w{0,31})(:any)?\}", re.ASCII)
+_MAX_ROWS = 1 << 40  # no tensor has more
 _STEPS = {
     "stack": ("dim",),
     "concat": ("sizes",),
@@ -237,6 +238,11 @@ def _rule(table: Any, number: int, *, is_optional: bool) -> Rule:
             )
         if len(many) > 1 and not any(step.kind == "concat" for step in steps):
             problems.append("several tensors become one by a concat step")
+    problems += [
+        f"steps: only = {escape(str(only))}: expected a list of places, from 0 to {len(many) - 1}"
+        for step in steps
+        if (only := step.options.get("only")) is not None and not _are_places(only, len(many))
+    ]
     if problems:
         raise _Wrong(*problems)
     tie = table.get("tie")
@@ -278,6 +284,15 @@ def _steps(value: Any, problems: list[str]) -> tuple[Step, ...]:
             continue
         found.append(Step(kind=kinds[0], value=table[kinds[0]], options=options))
     return tuple(found)
+
+
+def _are_places(value: Any, length: int) -> bool:
+    """True if a value lists places in a list of some length."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < length for each in value)
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -469,6 +484,9 @@ def _one(step: Step, of: Expression, env: _Env) -> Expression:
             return interleave(of, _dim(step.value, of.shape), env.value(step.options.get("groups", 2)))
         case "pad":
             dim, to = _dim(step.value, of.shape), env.value(step.options["to"])
+            size = env.value(step.options["of"])
+            if not size <= to <= _MAX_ROWS:
+                raise ValueError(f"pad: from {size} to {to} is no way to go")
             more = (*of.shape[:dim], to - of.shape[dim], *of.shape[dim + 1 :])
             return of if to <= of.shape[dim] else concat([of, Zeros(more)], dim)
     raise AssertionError(step.kind)
@@ -780,6 +798,17 @@ def choose_shipped(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None
         except (LayoutError, SourceError) as error:
             reasons.append(f"{rules.title}: {error.problems[0]}")
     return Choice(tuple(fitting), tuple(reasons))
+
+
+def foreign_type(rules: RuleSet, config: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return a warning if rules that a person named were written for another architecture than a config's."""
+    model_type = (config or {}).get("model_type")
+    if not rules.model_types or model_type is None or model_type in rules.model_types:
+        return ()
+    return (
+        f"the key rules of {escape(rules.title)} are for {', '.join(map(escape, rules.model_types))}, and {escape(str(model_type))} "
+        "is none of these: names may fit while rows are in another order",
+    )
 
 
 def _knows_all(rules: RuleSet, names: Iterable[str], side: Side) -> bool:

@@ -9,7 +9,15 @@ import pytest
 
 from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.expressions import Stored, pieces
-from shardkit.keys.rules import RuleSet, bind_names, choose_shipped, find_shipped, parse_rules, shipped
+from shardkit.keys.rules import (
+    RuleSet,
+    bind_names,
+    choose_shipped,
+    find_shipped,
+    foreign_type,
+    parse_rules,
+    shipped,
+)
 from tests.keys.test_expressions import evaluate
 from tests.keys.trainers import HEADS, KV_HEADS, SETS, by_groups, config, hub, numbered, pairs
 
@@ -183,6 +191,12 @@ def test_what_does_not_come_back_is_refused() -> None:
     assert bound(sizes, {"a": (2, 3), "b": (4, 3)})["c"].shape == (6, 3)
 
 
+@pytest.mark.parametrize("to", [-3, 3, 10**20])
+def test_a_padded_vocabulary_has_no_fewer_rows_than_before(to: int) -> None:
+    text = HEAD + f'[[rule]]\nhub = "a"\nmodel = "b"\nsteps = [{{ pad = 0, of = 4, to = {to} }}]\n'
+    assert f"from 4 to {to}" in problems(text, {"a": (4, 2)})[0]
+
+
 def test_gaps_among_experts_are_named() -> None:
     text = HEAD + '[[rule]]\nhub = "e.{e}.w"\nmodel = "w"\nsteps = [{ stack = "e" }]\n'
     assert "1 is missing" in problems(text, {"e.0.w": (2,), "e.2.w": (2,)})[0]
@@ -211,6 +225,14 @@ def test_numbers_come_from_the_config_or_the_file() -> None:
         ("format = 1\n[[rule]]\nhub='a.{e}'\nmodel='c'", "stack step"),
         ("format = 1\n[[rule]]\nhub='a'\nmodel='c'\nsteps=[{ turn = 1 }]", "expected one of"),
         ("format = 1\n[[rule]]\nhub='a'\nmodel=['b','c']\nsteps=[{ concat = 0 }]", "steps_to_hub"),
+        (
+            "format = 1\n[[rule]]\nhub='a'\nmodel='b'\nsteps=[{ permute = [1, 0], only = [1] }]",
+            "only = [1]: expected",
+        ),
+        (
+            "format = 1\n[[rule]]\nhub='a'\nmodel='b'\nsteps=[{ permute = [1, 0], only = 0 }]",
+            "only = 0: expected",
+        ),
         ("format = 1\nothers = 'drop'\n[[rule]]\nhub='a'\nmodel='b'", "others:"),
         ("format = 1\nnumbers = { a = true }\n[[rule]]\nhub='a'\nmodel='b'", "numbers.a"),
     ],
@@ -242,6 +264,17 @@ def test_a_set_is_not_chosen_for_another_architecture() -> None:
     assert not choice.fitting
     assert any("it is for llama" in reason for reason in choice.reasons)
     assert not choose_shipped(hub("llama"), config("llama"), side="model").fitting
+
+
+def test_a_set_that_is_named_for_another_architecture_is_warned_of() -> None:
+    rules = find_shipped("torchtitan-qwen3")
+    assert rules is not None
+    (said,) = foreign_type(rules, {"model_type": "llama"})
+    assert "torchtitan 0.3, Qwen3 are for qwen3" in said
+    assert "llama is none of these" in said
+    assert not foreign_type(rules, {"model_type": "qwen3"})
+    assert not foreign_type(rules, None)
+    assert not foreign_type(parse_rules(ONE.encode(), "mine.toml"), {"model_type": "llama"})
 
 
 def test_without_a_config_names_of_two_architectures_are_not_guessed() -> None:

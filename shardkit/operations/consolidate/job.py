@@ -35,7 +35,7 @@ from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
 from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_name, under_names
 from shardkit.keys.names import in_order
 from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
-from shardkit.keys.rules import Binding, RuleSet, bind_names, choose_shipped
+from shardkit.keys.rules import Binding, RuleSet, bind_names, choose_shipped, foreign_type
 from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.layout.traced import Answer, ModelNames, ask_hub_form, ask_names, may_differ_in_memory
@@ -360,6 +360,7 @@ def _apply_rules(
             raise
         chosen = fewer
         binding = bind_names(rules, _live_shapes(selection, chosen), config, side="model")
+    chosen = replace(chosen, warnings=(*chosen.warnings, *foreign_type(rules, config)))
     return _bound(selection, chosen, rules, binding)
 
 

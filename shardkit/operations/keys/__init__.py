@@ -38,6 +38,7 @@ from shardkit.keys.rules import (
     bind_names,
     choose_shipped,
     find_shipped,
+    foreign_type,
     parse_rules,
     shipped,
 )
@@ -160,7 +161,8 @@ def check_keys(
         )
     except LayoutError as error:
         binding, problems = Binding(made={}), tuple(error.problems)
-    return _result(opened, found.name, found.title, binding, problems=problems)
+    foreign = foreign_type(found, opened.config)
+    return _result(opened, found.name, found.title, binding, problems=problems, warnings=foreign)
 
 
 @may_follow_links
@@ -238,6 +240,7 @@ def _result(
     *,
     problems: tuple[str, ...] = (),
     notes: Iterable[str] = (),
+    warnings: tuple[str, ...] = (),
 ) -> KeysResult:
     return KeysResult(
         source=opened.path,
@@ -259,6 +262,7 @@ def _result(
         dropped=binding.dropped,
         problems=problems,
         notes=tuple(notes),
+        warnings=warnings,
     )
 
 

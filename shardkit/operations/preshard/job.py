@@ -21,7 +21,7 @@ from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
 from shardkit.keys.expressions import Expression, Opaque, Stored, made_name
-from shardkit.keys.rules import RuleSet, bind_names
+from shardkit.keys.rules import RuleSet, bind_names, foreign_type
 from shardkit.layout.choice.choose import OnStep, make_layout, silent
 from shardkit.layout.choice.parallel_rules import ParallelRule, data_axes, parallelise
 from shardkit.layout.layout import Layout, declare
@@ -153,6 +153,7 @@ def build_job(
     check_cast("--dtype", options.dtype)
     check_cast("--names", options.names, ("live", "hub"))
     check_cast("--layout", options.layout, ("auto", "traced", "declared"))
+    _check_keys(options)
     layout = _placed(_choose_layout(model, mesh, options, on_step), options)
     whole = tuple(_taken_whole(model, layout))
     if layout.made:
@@ -179,8 +180,28 @@ def build_job(
         output=output,
         plan=build_plan(output, model.catalog),
         notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),
-        warnings=(*not_for_stock(layout), *whole, *warnings, *rounded_wide(held, dtypes)),
+        warnings=(
+            *not_for_stock(layout),
+            *(foreign_type(load_rules(options.keys), model.config) if options.keys != NONE else ()),
+            *whole,
+            *warnings,
+            *rounded_wide(held, dtypes),
+        ),
     )
+
+
+def _check_keys(options: JobOptions) -> None:
+    """Refuse names that would be of two kinds.
+
+    Raises:
+        UsageError: those of the files are asked for, and key rules give others.
+    """
+    if options.names == "hub" and (options.keys != NONE or options.profile.key_sets):
+        other = "--keys" if options.keys != NONE else f"--profile {options.profile.name}"
+        raise UsageError(
+            f"--names hub keeps the names of the files, and {other} gives those of key rules",
+            hint="leave out one of the two",
+        )
 
 
 def _choose_layout(model: HubModel, mesh: Mesh, options: JobOptions, on_step: OnStep) -> Layout:
