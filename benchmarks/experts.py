@@ -4,8 +4,8 @@
 
 DIRECTORY gets a generated Qwen3-MoE with single experts, its pre-sharded form, where they are fused, and in turn
 every output: three times the model's size, twice with `--only preshard`. Whole processes are timed, from their start to the end of a `sync`,
-with the child that asks transformers how the experts are fused; `--dry-run` is all that comes before bytes move,
-a constant. Each has a cp of its own source just before it, in every second round just after, and medians are
+`--dry-run` is all that comes before bytes move, a constant. What is "asked" starts a child that asks transformers how the
+experts are fused; what is "kept" finds that child's answer in the cache, which is SHARDKIT_CACHE in DIRECTORY. Each has a cp of its own source just before it, in every second round just after, and medians are
 printed. Peak memory is the kernel's high-water mark of the process, or
 of its child if that is larger.
 """
@@ -33,15 +33,15 @@ from common import (
 )
 
 
-def whole(arguments: list[str], output: Path) -> Found:
-    """Run a command of shardkit, and measure all of it."""
+def whole(arguments: list[str], cache: str, output: Path) -> Found:
+    """Run a command of shardkit with this SHARDKIT_CACHE, and measure all of it."""
     command = [sys.executable, "-m", "shardkit", *arguments[:2], str(output), *arguments[2:], "--no-progress"]
     os.sync()
     begun = time.monotonic()
     child = os.posix_spawn(
         command[0],
         command,
-        os.environ,
+        {**os.environ, "SHARDKIT_CACHE": cache},
         file_actions=[(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)],
     )
     _, status, used = os.wait4(child, 0)
@@ -68,15 +68,18 @@ def main() -> None:
     print(f"file system: {run(['stat', '-f', '-c', '%T', str(work)]).strip()}, cores: {os.cpu_count()}")
     preshard = ["preshard", str(model), "--world-size", "8"]
     if args.only != "preshard":
-        whole(preshard, sharded)
+        whole(preshard, "off", sharded)
     print(f"{'':22} {'seconds':>8} {'to cp':>6} {'(min-max)':>12} {'cpu s':>6} {'peak MiB':>9}")
     consolidate = ["consolidate", str(sharded), "--base", str(model)]
     for source, command in ((model, preshard), (sharded, consolidate)):
         if args.only not in (None, command[0]):
             continue
+        kept = str(work / "cache")
+        whole([*command, "--dry-run"], kept, work / "output")
         variants: dict[str, Variant] = {
-            command[0]: partial(whole, command),
-            f"{command[0]} --dry-run": partial(whole, [*command, "--dry-run"]),
+            f"{name}, {state}": partial(whole, arguments, cache)
+            for name, arguments in ((command[0], command), ("--dry-run", [*command, "--dry-run"]))
+            for state, cache in (("asked", "off"), ("kept", kept))
         }
         rows = alternate(source, work / "output", variants, args.runs)
         print(f"{'cp -r':22} {copies(rows)}")
