@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Any
 
 from shardkit._version import __version__, torch_note
+from shardkit.files import storage
 
 _PACKAGES = (
     "torch",
@@ -65,10 +66,32 @@ def environment() -> Environment:
 
 def package_version(name: str) -> str | None:
     """Return the version of an installed package, None if it is not installed."""
+    found = _version_in_name(name)
+    if found is not None:
+        return found
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _version_in_name(name: str) -> str | None:
+    """Return the version that the name of a package's directory tells; `importlib.metadata` takes 30 ms to read it.
+
+    Source: the specification of recorded installs, "The .dist-info directory".
+    """
+    pattern = re.compile(rf"{re.escape(name.replace('-', '_'))}-([^-]+)\.dist-info", re.IGNORECASE)
+    for directory in sys.path:
+        try:
+            entries = storage.listdir(directory or os.curdir)
+        except OSError:  # no directory
+            continue
+        found = [match for entry in entries if (match := pattern.fullmatch(entry))]
+        if found:
+            return found[0].group(1) if len(found) == 1 else None
+    return None
 
 
 def _shown(name: str) -> str:

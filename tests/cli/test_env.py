@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+from importlib import metadata
 
 import pytest
 
 import shardkit
+from shardkit.operations import environment
 
 
 def test_human_and_json_say_the_same(run, monkeypatch):
@@ -30,6 +34,17 @@ def test_missing_package(run, monkeypatch):
     monkeypatch.setattr("shardkit.operations.environment._PACKAGES", ("no-such-package",))
     assert "no-such-package  not installed" in run("env").stdout
     assert json.loads(run("env", "--json").stdout)["packages"] == {"no-such-package": None}
+
+
+def test_versions_are_those_of_importlib_metadata(monkeypatch, tmp_path):
+    for name in environment._PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            assert environment.package_version(name) == metadata.version(name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "nowhere"), str(tmp_path)])
+    for version in ("1.0", "2.0"):  # one of them was left behind: its METADATA decides
+        (tmp_path / f"no_such-{version}.dist-info").mkdir()
+        (tmp_path / f"no_such-{version}.dist-info" / "METADATA").write_text("Name: no-such\nVersion: 9.0\n")
+        assert environment.package_version("no-such") == ("1.0" if version == "1.0" else "9.0")
 
 
 @pytest.mark.parametrize(
