@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardkit.core.text import escape
-from shardkit.errors import SourceError
+from shardkit.errors import IntegrityError, SourceError
 from shardkit.osft.plan import FACTORS, Svd, Target
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _LEAST_RATIO = 1e-4  # of the smallest singular value to the largest, for the Gram matrix: its square is 1e-8
 MAX_ERROR = 1e-6
 """What is promised of factors: see `Factors.error` and `Factors.orthogonality`."""
+PROMISED: dict[Svd, float] = {"exact": MAX_ERROR, "fp32": 1e-4}
+"""The same for each `svd`: rounding in float32 adds up with the size of the matrix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,22 @@ def factorise(weight: torch.Tensor, target: Target, svd: Svd = "exact") -> Facto
             if max(found.error, found.orthogonality) <= MAX_ERROR:
                 return found
         return _measured(weight, _by_svd(wide), target, "svd")
+
+
+def check_factors(found: Factors, target: Target, svd: Svd = "exact") -> Factors:
+    """Return factors that keep what is promised of them.
+
+    Raises:
+        IntegrityError: they do not fold back to their weight, or are not orthogonal.
+    """
+    limit = PROMISED[svd]
+    if not (found.error <= limit and found.orthogonality <= limit):  # nan too
+        raise IntegrityError(
+            f"{escape(target.weight)}: its factors ({found.algorithm}) miss it by {found.error:.1e}, and are orthogonal "
+            f"to {found.orthogonality:.1e} only; {limit:.0e} is allowed",
+            hint="leave this weight dense, and report it: no matrix should do this",
+        )
+    return found
 
 
 Triplets = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]

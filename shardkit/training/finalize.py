@@ -24,6 +24,7 @@ from shardkit.layout.classes import broken_ties
 from shardkit.operations.keys import load_rules
 from shardkit.training.fill.broadcast import fill_broadcast
 from shardkit.training.fill.direct import fill_direct
+from shardkit.training.fill.factorise import fill_factors
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import (
     Filled,
@@ -61,6 +62,7 @@ from shardkit.training.ranks.local import (
     window,
 )
 from shardkit.training.ranks.stages import on_other_ranks, unused_here_alone, with_ties
+from shardkit.transfer.checks import CheckedSource
 
 _log = logging.getLogger("shardkit")
 
@@ -226,9 +228,15 @@ def _open(
 
 
 def supply_of(ctx: ModelInitializationContext) -> Supply:
-    """Return a prepared model's supply: its weights, and which tensors are initialised."""
+    """Return a prepared model's supply: its weights, and which tensors are initialised or computed."""
+    factoring = ctx.factoring
     return Supply(
-        weights=ctx.weights, unavailable=ctx.unavailable, initialised=ctx.initialised, grown=ctx.grown
+        weights=ctx.weights,
+        unavailable=ctx.unavailable,
+        initialised=ctx.initialised | factoring.computed,
+        grown=ctx.grown,
+        targets=factoring.targets if factoring.svd is not None else (),
+        svd=factoring.svd or "exact",
     )
 
 
@@ -264,6 +272,18 @@ def fill(
         options: how they are filled.
         sources: from `choose_sources`.
     """
+    filled = _fill_read(shards, supply, options, sources)
+    if supply.targets:
+        computed = fill_factors(shards, supply, sources, check_source=options.check_source)
+        filled.add(computed)
+        filled.checked = CheckedSource.of_all([filled.checked, computed.checked])
+    return filled
+
+
+def _fill_read(
+    shards: Sequence[LocalShard], supply: Supply, options: ReadOptions, sources: Sequence[int] | None
+) -> Filled:
+    """Fill what is read as it is."""
     if sources is not None:
         return fill_broadcast(shards, supply, sources, check_source=options.check_source)
     assert supply.weights is not None

@@ -58,11 +58,17 @@ def param_init_fn(
         A function of a module that returns the module.
 
     Raises:
-        UsageError: on all ranks: `sync_module_states` or `cpu_ram_efficient_loading` is on, or the plugin
-            is for FSDP2.
+        UsageError: on all ranks: `sync_module_states` or `cpu_ram_efficient_loading` is on, the plugin is for
+            FSDP2, or the model has OSFT factors.
     """
     with agreed("setting up param_init_fn"):
         _refuse_replaced(strategy)
+        if ctx.factoring.targets:
+            raise UsageError(
+                "OSFT: FSDP1 makes one flat parameter of factors that are frozen, trained and fp32, and of weights that"
+                " are not",
+                hint="wrap with shardkit.wrap or fully_shard (FSDP2)",
+            )
         options = ReadOptions(strategy=read)
     return UnitFiller(ctx, options, device)
 

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -25,11 +25,27 @@ from shardkit.keys.names import clean_name
 from shardkit.keys.rules import RuleSet
 from shardkit.layout.classes import BrokenTie, broken_ties, tie
 from shardkit.operations.keys import load_rules
+from shardkit.osft.plan import OsftPlan, Target
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import Weights
-from shardkit.training.fill.source import Source, find_weights, first_dtype, open_source
+from shardkit.training.fill.source import (
+    Source,
+    find_targets,
+    find_weights,
+    first_dtype,
+    has_factors,
+    open_source,
+)
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import MULTIPLE, BuildModel, align_vocab, build_model, find_config
+from shardkit.training.model.factors import (
+    Factoring,
+    dense_names,
+    factor_model,
+    from_json,
+    parse_osft,
+    to_json,
+)
 from shardkit.training.model.fit import (
     Fit,
     Missing,
@@ -60,6 +76,8 @@ class _Asked:
     seed: int
     rules: RuleSet | None
     """Between the names of the source and those of the model."""
+    osft: OsftPlan | None
+    """Which weights become factors; None leaves that to the source and the model."""
     open: Callable[[str | RankSource, str | None, str | None], Source]
     """Opens a source of some revision and variant, each once."""
 
@@ -77,6 +95,13 @@ class _Plain:
     """FQN -> how often each parameter was written while the model was built."""
     retied: tuple[BrokenTie, ...]
     """Parameters that were several in the given model and are now one, as its class says."""
+    factoring: Factoring = field(default_factory=Factoring)
+    """Which of its weights are OSFT factors."""
+
+    @property
+    def read(self) -> Mapping[str, ExpectedTensor]:
+        """What the source must have."""
+        return self.factoring.read(self.expected)
 
     def digest(self, asked: _Asked) -> str:
         """Return a digest of what must be the same on all ranks."""
@@ -89,6 +114,7 @@ class _Plain:
             # A set has another order on each rank.
             asked.missing if isinstance(asked.missing, str) else sorted(asked.missing),
             asked.source is not None,
+            self.factoring.svd,
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -120,6 +146,7 @@ def prepare(
     variant: str | None = None,
     keys: str | os.PathLike[str] | None = None,
     dequantize: bool = False,
+    osft: float | OsftPlan | None = None,
     trust_remote_code: bool = False,
     follow_links: bool = False,
 ) -> ModelInitializationContext:
@@ -133,7 +160,8 @@ def prepare(
             the same in any world.
         dtype: of floating parameters; None keeps the model's own: what its config says, or else what is
             stored. Parameters that its class makes fp32 stay fp32, as in `from_pretrained`. Reading
-            converts the values.
+            converts the values. OSFT factors are fp32 in any case; where there are some, None is the dtype in which
+            the source has the other weights, or fp32 if it has no factors yet.
         tokenizer: embeddings are made as long as it needs; a number of tokens will do.
         align_vocab: False leaves embeddings alone; a number rounds their rows up to a multiple of it, True
             and None to a multiple of 8.
@@ -147,6 +175,9 @@ def prepare(
             the name of a set that shardkit has, such as "torchtitan-llama3". Models of transformers need none.
         dequantize: make plain weights of fp8 and MXFP4 ones, each value rounded once to the parameter's dtype;
             quantised sources and configs are refused otherwise.
+        osft: the share of each target's singular directions that is trained, or a plan which targets there are;
+            `finalize` computes the factors of dense weights. None: the weights that the source has as factors, or the
+            model has, and no others. What contradicts the source is refused.
         trust_remote_code: the model's own code may run.
         follow_links: read links that lead out of a checkpoint's directory as the files to which they lead.
             Weight files of a Hub model are read in any case.
@@ -173,6 +204,7 @@ def prepare(
             missing=missing,
             seed=seed,
             rules=rules,
+            osft=parse_osft(osft),
             open=cache(partial(open_source, dequantize=dequantize)),
         )
     if dtype is None and isinstance(build_model, (str, os.PathLike)):
@@ -190,6 +222,7 @@ def prepare(
             align=align_vocab,
         )
     check_sources(given)
+    plain = _factor(plain, asked)
     found = _open_together(plain, asked)
     fit = found.fit
     assert fit is not None
@@ -218,6 +251,7 @@ def prepare(
         ties=plain.ties,
         initialised=fit.initialised,
         grown=dict(fit.grown),
+        factoring=plain.factoring,
         seed=seed,
         blueprint=blueprint,
         buffers=buffers,
@@ -236,6 +270,8 @@ def _stored_dtype(model: str | os.PathLike[str], asked: _Asked) -> str | None:
 
     def look() -> str | None:
         home, source = os.fspath(model), asked.source
+        if asked.osft is not None:
+            return "float32"
         try:
             directory = find_config(home, asked.revision if home == source else None)
             config = read_config(directory) or {}
@@ -248,11 +284,50 @@ def _stored_dtype(model: str | os.PathLike[str], asked: _Asked) -> str | None:
             return own
         return dtype_of(source, asked.revision)
 
+    def of_factored() -> str | None:
+        """Return the dtype of what the source has beside OSFT factors."""
+        try:
+            if asked.source is None or (isinstance(asked.source, RankSource) and not asked.source.is_here):
+                return None
+            opened = asked.open(asked.source, asked.revision, asked.variant)
+            return first_dtype(opened) if has_factors(opened) else None
+        except ShardkitError:
+            return None
+
     phase = "reading the config"
     with agreed(phase):
-        mine = look()
+        mine = [of_factored(), look()]
     # A rank may not see the source.
-    return next((each for each in gather_json(mine, phase=phase) if each), None)
+    told = gather_json(mine, phase=phase)
+    return next((each for at in (0, 1) for each in (ranks[at] for ranks in told) if each), None)
+
+
+def _factor(plain: _Plain, asked: _Asked) -> _Plain:
+    """Return a model with factors where the source has them, or where they are wanted; every rank calls it."""
+    with agreed(_OPENING):
+        mine = _stored_targets(plain, asked)
+    told = gather_json(None if mine is None else to_json(mine), phase=_OPENING)
+    stored = tuple(from_json(next((each for each in told if each), ())))
+    with agreed("dividing weights into factors"):
+        factoring = factor_model(
+            plain.model, asked.osft, stored, grown=plain.grown, has_source=asked.source is not None
+        )
+        if not factoring.targets:
+            return plain
+        expected, ties = describe(plain.model)
+        return replace(plain, expected=expected, ties=ties, factoring=factoring)
+
+
+def _stored_targets(plain: _Plain, asked: _Asked) -> tuple[Target, ...] | None:
+    """Return the targets that the source has as factors; None if this rank cannot open it."""
+    source = asked.source
+    if source is None or (isinstance(source, RankSource) and not source.is_here):
+        return None
+    try:
+        opened = asked.open(source, asked.revision, asked.variant)
+    except ShardkitError:  # opening it in earnest raises it again
+        return None
+    return find_targets(opened, dense_names(plain.model, plain.expected), model=plain.model)
 
 
 def _build(
@@ -315,13 +390,19 @@ def _open(plain: _Plain, asked: _Asked) -> _Source:
         return _Source(absent=source.elsewhere())
     try:
         opened = asked.open(source, asked.revision, asked.variant)
-        weights = find_weights(opened, plain.expected, plain.ties, model=plain.model, rules=asked.rules)
+        weights = find_weights(opened, plain.read, plain.ties, model=plain.model, rules=asked.rules)
     except ShardkitError as error:
         if not isinstance(source, RankSource) and (isinstance(error, ResourceError) or _is_absent(source)):
             return _Source(absent=error)
         raise
     check_untied(broken_ties(plain.model), weights)
-    fit = check_fit(plain.expected, plain.ties, weights, missing=asked.missing, grown=plain.grown)
+    fit = check_fit(plain.read, plain.ties, weights, missing=asked.missing, grown=plain.grown)
+    lost = [target.weight for target in plain.factoring.targets if target.weight in fit.initialised]
+    LayoutError.raise_for(
+        [f"missing: {escape(fqn)}" for fqn in lost],
+        f"{escape(weights.path)} lacks weights that OSFT divides",
+        hint="leave them out of osft=, or give a source that has them",
+    )
     return _Source(weights=weights, fit=fit)
 
 
@@ -430,5 +511,6 @@ def _notes(plain: _Plain, found: _Source, fit: Fit, *, is_given: bool) -> Iterat
         yield f"{escape(fqn)}: {rows} rows in the source, {now} in the model; the rest is initialised"
     if found.untied:
         yield f"not tied, the source has values of their own for them: {listed(found.untied)}"
+    yield from plain.factoring.notes
     yield from found.weights.notes if found.weights else ()
     yield from fit.notes

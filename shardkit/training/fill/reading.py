@@ -36,6 +36,7 @@ from shardkit.core.threads import run_all
 from shardkit.errors import LayoutError, UsageError
 from shardkit.files.storage import BLOCK
 from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
+from shardkit.osft.plan import Svd, Target
 from shardkit.training.ranks.agree import agreed, gather_json, world
 from shardkit.training.ranks.local import LocalShard, memory_of, window
 from shardkit.transfer.bound import bind
@@ -181,6 +182,10 @@ class Supply:
     """FQNs that are not read."""
     grown: Mapping[str, int] = field(default_factory=dict)
     """FQN -> rows in the source, for tensors that are longer in the model."""
+    targets: tuple[Target, ...] = ()
+    """Dense weights of the source whose OSFT factors are computed; these are among `initialised`."""
+    svd: Svd = "exact"
+    """How they are computed."""
 
 
 class Read(NamedTuple):

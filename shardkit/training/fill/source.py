@@ -46,6 +46,7 @@ from shardkit.keys.select import select_model
 from shardkit.layout.classes import is_transformers
 from shardkit.layout.naming import NameMatch, match_names, transformers_root
 from shardkit.layout.own_code import OwnCode
+from shardkit.osft.plan import Target, factor_of, factored_names, target_of
 from shardkit.training.fill.from_rank import RankSource
 from shardkit.training.fill.presharded import Presharded, open_presharded
 from shardkit.training.fill.reading import KeyRules, Weights
@@ -125,10 +126,49 @@ def open_source(
     return Source(path=path, catalog=checkpoint.catalog, checkpoint=checkpoint, dequantizes=dequantize)
 
 
+def has_factors(source: Source) -> bool:
+    """True if weights are stored as the factors of OSFT."""
+    return any(factor_of(name) is not None for name in source.catalog.tensors)
+
+
+def find_targets(
+    source: Source, names: Mapping[str, ExpectedTensor], *, model: nn.Module | None = None
+) -> tuple[Target, ...]:
+    """Return the weights of a model that a source has as OSFT factors, by the model's paths and in its order.
+
+    Args:
+        source: opened.
+        names: parameters and buffers of the model, with dense weights.
+        model: as for `find_weights`.
+
+    Raises:
+        LayoutError: factors are missing or do not fit each other, or the model has no such weights; lists all.
+        SourceError: its names cannot be told from those of an optimizer or another model.
+    """
+    if not has_factors(source):
+        return ()
+    wanted = [fqn for fqn, tensor in names.items() if tensor.persistent]
+    stored, _ = _select(source, wanted)
+    shapes = {below: source.catalog.tensors[name].shape for name, below in stored.items()}
+    paths = factored_names(shapes)
+    targets = {f"{path}.weight": target_of(path, shapes) for path in paths}
+    dense = {name: shape for name, shape in shapes.items() if factor_of(name) is None}
+    dense |= {name: (target.rows, target.columns) for name, target in targets.items()}
+    match = match_names({name: name for name in dense}, wanted, shapes=dense, model=model)
+    found = {fqn: targets[name] for fqn, name in match.names.items() if name in targets}
+    known = {target.path for target in found.values()}
+    LayoutError.raise_for(
+        [f"{escape(target.path)}" for target in targets.values() if target.path not in known],
+        f"{escape(source.path)} has OSFT factors of weights that the model does not have",
+        hint="is it this model's source?",
+    )
+    return tuple(replace(found[fqn], path=fqn.removesuffix(".weight")) for fqn in wanted if fqn in found)
+
+
 def first_dtype(source: Source) -> str | None:
     """Return the dtype that `from_pretrained` takes where a config names none; None if it cannot be told.
 
-    It is the dtype of the first floating tensor by name, in the first file.
+    It is the dtype of the first floating tensor by name, in the first file, OSFT factors aside.
 
     Raises:
         SourceError: its names cannot be told from those of an optimizer or another model.
@@ -143,7 +183,8 @@ def first_dtype(source: Source) -> str | None:
         return files[chunks.file[entry.first_chunk]].name if is_hub and entry.num_chunks else "", name
 
     names = tensors if is_hub else _select(source, [])[0]
-    first = min((name for name in names if tensors[name].dtype.is_convertible), key=place, default=None)
+    floating = (name for name in names if tensors[name].dtype.is_convertible and factor_of(name) is None)
+    first = min(floating, key=place, default=None)
     return None if first is None else tensors[first].dtype.name
 
 

@@ -1,0 +1,386 @@
+"""Factors of dense weights, computed by all ranks: each weight once in the world, its slices sent where they belong.
+
+The targets go by cost, largest first, in rounds of one for each rank. In a round a rank has its weight, read by itself
+or sent by its source rank, decomposes it in one thread, and sends every rank the slices that this holds. Costs within
+a round are alike, so that nobody waits for long. No rank has two weights, or the factors of two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardkit.core.regions import Region, full_region
+from shardkit.core.text import MIB, count, escape
+from shardkit.errors import LayoutError
+from shardkit.osft.plan import FACTORS, Target
+from shardkit.osft.svd import Factors, check_factors, factorise
+from shardkit.training.fill.orthogonal import prove_orthogonal
+from shardkit.training.fill.reading import (
+    DAMAGED,
+    Filled,
+    Supply,
+    Weights,
+    plan_reads,
+    run_reads,
+    together,
+    torch_dtype,
+)
+from shardkit.training.ranks.agree import agreed, broadcast_json, device_for, gather_json, lost, world
+from shardkit.training.ranks.local import LocalShard, flat_bytes, window
+from shardkit.transfer.checks import CheckedSource, SourceCheck
+from shardkit.transfer.sources import SourceFiles
+
+_PHASE = "computing factors"
+_PIECE_NBYTES = 16 * MIB  # of a weight that is sent to its owner
+_OK, _FAILED = 1, 2
+_log = logging.getLogger("shardkit")
+
+Round = tuple[Target | None, ...]
+"""The target of each rank."""
+Held = Mapping[str, LocalShard]
+"""This rank's part of each factor, by FQN."""
+
+
+def deal(targets: Sequence[Target], num_ranks: int) -> list[Round]:
+    """Return which rank decomposes what, round by round: the most costly first.
+
+    All of it takes at most the largest target's time more than an equal share of the operations.
+    """
+    order = sorted(targets, key=lambda target: -target.num_operations)  # stable: the model's order
+    rounds = (order[at : at + num_ranks] for at in range(0, len(order), num_ranks))
+    return [(*each, *[None] * (num_ranks - len(each))) for each in rounds]
+
+
+def fill_factors(
+    shards: Sequence[LocalShard],
+    supply: Supply,
+    sources: Sequence[int] | None,
+    *,
+    check_source: bool = True,
+) -> Filled:
+    """Fill the factors of a supply's targets, computed of its dense weights; every rank calls it.
+
+    Args:
+        shards: of this rank, materialised.
+        supply: with targets; a rank that cannot open the source has no weights.
+        sources: the source rank of every rank; None if each reads for itself.
+        check_source: compare what is read with the checksums in the source.
+
+    Returns:
+        What this rank filled, by FQN.
+
+    Raises:
+        ShardkitError: on all ranks: a weight cannot be read or decomposed, factors miss their weight, or what the
+            ranks hold is not orthogonal.
+        ResourceError: a rank died, or did not come within the process group's timeout.
+    """
+    rank, num_ranks = world()
+    rounds = deal(supply.targets, num_ranks)
+    sources = range(num_ranks) if sources is None else sources
+    with agreed(_PHASE):
+        held = _held(shards, supply.targets)
+    exchange = _Exchange(held, supply.targets)
+    measured: list[tuple[str, float, float]] = []
+    with contextlib.ExitStack() as stack:
+        with agreed(_PHASE):
+            reader = _reader(supply, sources, rounds, check_source=check_source)
+            if reader is not None:
+                stack.enter_context(reader.files)
+        delivery = _Delivery(reader, sources, broadcast_json(_dtypes(supply), min(sources), phase=_PHASE))
+        for each in rounds:
+            target, found = each[rank], None
+            weight, error = delivery.run(each)
+            with agreed(_PHASE):
+                if error is not None:
+                    raise error
+                if target is not None and weight is not None:
+                    found = check_factors(factorise(weight, target, supply.svd), target, supply.svd)
+                    measured.append((found.algorithm, found.error, found.orthogonality))
+                weight = None
+            exchange.run(each, found)
+        with agreed(_PHASE):
+            checked = reader.finish() if reader is not None else CheckedSource()
+    filled = Filled(elements=exchange.elements, read_bytes=reader.filled.read_bytes if reader else 0)
+    filled.checked = together([checked])
+    prove_orthogonal(held, supply.targets, supply.svd)
+    _say(measured)
+    return filled
+
+
+def _held(shards: Sequence[LocalShard], targets: Sequence[Target]) -> Held:
+    """Return this rank's part of each factor.
+
+    Raises:
+        LayoutError: it lacks some, as a stage of a pipeline would.
+    """
+    by_name = {name: shard for shard in shards for name in shard.names}
+    lacking = [target.path for target in targets if not by_name.keys() >= target.shapes.keys()]
+    LayoutError.raise_for(
+        [escape(path) for path in lacking],
+        f"{count(len(lacking), 'OSFT target is', 'OSFT targets are')} not in the wrapped model",
+        hint="every rank holds a part of every target: OSFT has no stages of a pipeline (pp)",
+    )
+    return {name: by_name[name] for target in targets for name in target.shapes}
+
+
+def _dtypes(supply: Supply) -> dict[str, str]:
+    """Return the stored dtype of each target's weight, for ranks that cannot open the source."""
+    weights = supply.weights
+    if weights is None:
+        return {}
+    return {each.path: weights.entry(weights.names[each.weight]).dtype.name for each in supply.targets}
+
+
+def _reader(
+    supply: Supply, sources: Sequence[int], rounds: Sequence[Round], *, check_source: bool
+) -> _Reader | None:
+    """Return what reads the weights for those ranks that this one serves; None if it serves none."""
+    rank, _ = world()
+    if rank not in sources:
+        return None
+    assert supply.weights is not None
+    served = [
+        target
+        for each in rounds
+        for target, source in zip(each, sources, strict=True)
+        if target is not None and source == rank
+    ]
+    return _Reader(supply.weights, served, check_source=check_source)
+
+
+class _Reader:
+    """Reads whole weights, one at a time.
+
+    Args:
+        weights: opened by this rank.
+        targets: whose weights will be read.
+        check_source: compare what is read with the checksums in the source.
+    """
+
+    def __init__(self, weights: Weights, targets: Sequence[Target], *, check_source: bool) -> None:
+        self._names = {target.path: weights.names[target.weight] for target in targets}
+        wanted = {name: [full_region(weights.entry(name).shape)] for name in self._names.values()}
+        self._catalog = weights.located(wanted).catalog
+        check = SourceCheck(self._catalog) if check_source else None
+        self.files = SourceFiles(self._catalog.files, check=check)
+        self.filled = Filled()
+
+    def read(self, target: Target) -> torch.Tensor:
+        """Return a target's weight on the CPU, in its stored dtype."""
+        entry = self._catalog.tensors[self._names[target.path]]
+        whole = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        reads = plan_reads(entry, self._catalog, full_region(entry.shape), whole, target.weight)
+        self.filled.add(run_reads(reads, self.files))
+        return whole
+
+    def finish(self) -> CheckedSource:
+        """Compare what was read with the source's checksums, and return how much that was."""
+        self.files.finish(hint=DAMAGED)
+        check = self.files.check
+        return CheckedSource() if check is None else check.summary(set(self._names.values()))
+
+
+class _Delivery:
+    """Brings each rank the weight of its target: read here, or sent by its source rank.
+
+    Args:
+        reader: of this rank; None if it serves nobody.
+        sources: the source rank of every rank.
+        dtypes: name of the stored dtype of each target's weight, by path.
+    """
+
+    def __init__(self, reader: _Reader | None, sources: Sequence[int], dtypes: Mapping[str, str]) -> None:
+        self._reader, self._sources, self._dtypes = reader, sources, dtypes
+        self._device = device_for(None, torch.device("cpu")) if world()[1] > 1 else torch.device("cpu")
+
+    def run(self, targets: Round) -> tuple[torch.Tensor | None, BaseException | None]:
+        """Return this rank's weight, or None, and what went wrong here; nobody is left waiting."""
+        rank, _ = world()
+        mine, error = targets[rank], None
+        for owner, target in enumerate(targets):
+            if target is not None and self._sources[owner] == rank != owner:
+                error = self._serve(target, owner, error)
+        if mine is None or error is not None:
+            return None, error
+        if self._sources[rank] != rank:
+            return self._receive(mine), None
+        assert self._reader is not None
+        try:
+            return self._reader.read(mine), None
+        except BaseException as caught:  # Ctrl-C too: the others must not wait
+            return None, caught
+
+    def _serve(self, target: Target, owner: int, error: BaseException | None) -> BaseException | None:
+        """Read a weight and send it, or the news that it cannot be read."""
+        weight = None
+        assert self._reader is not None
+        try:
+            weight = self._reader.read(target) if error is None else None
+        except BaseException as caught:
+            error = caught
+        with _wire():
+            dist.send(torch.tensor([_FAILED if weight is None else _OK], device=self._device), owner)
+            for piece in _pieces(weight):
+                dist.send(piece.to(self._device), owner)
+        return error
+
+    def _receive(self, target: Target) -> torch.Tensor | None:
+        source = self._sources[world()[0]]
+        dtype = getattr(torch, self._dtypes[target.path])
+        weight = torch.empty((target.rows, target.columns), dtype=dtype)
+        status = torch.zeros(1, dtype=torch.int64, device=self._device)
+        with _wire():
+            dist.recv(status, source)
+            if int(status) != _OK:
+                return None
+            for piece in _pieces(weight):
+                staged = (
+                    piece if piece.device == self._device else torch.empty_like(piece, device=self._device)
+                )
+                dist.recv(staged, source)
+                if staged is not piece:
+                    piece.copy_(staged)
+        return weight
+
+
+def _pieces(weight: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """Yield the bytes of a weight in parts of bounded size."""
+    if weight is not None:
+        memory = flat_bytes(weight)
+        for start in range(0, len(memory), _PIECE_NBYTES):
+            yield memory[start : start + _PIECE_NBYTES]
+
+
+@contextlib.contextmanager
+def _wire() -> Iterator[None]:
+    """Tell errors of the process group from all others."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost(_PHASE, error) from error
+
+
+class _Exchange:
+    """Sends each rank its slices of the factors of a round; every rank makes one and runs each round.
+
+    Args:
+        held: this rank's part of each factor.
+        targets: all of them.
+    """
+
+    def __init__(self, held: Held, targets: Sequence[Target]) -> None:
+        self.elements = Counter[str]()
+        self._held = held
+        first = next(iter(held.values())).tensor.device
+        self._device = device_for(None, first) if world()[1] > 1 else first
+        self._regions = _gather_regions(held, targets)
+
+    def run(self, targets: Round, found: Factors | None) -> None:
+        """Send this rank's factors, and take its slices of those of the others.
+
+        Args:
+            targets: of this round.
+            found: the factors that this rank has computed.
+        """
+        rank, num_ranks = world()
+        wire = list[dist.P2POp]()
+        arrived = list[tuple[torch.Tensor, torch.Tensor]]()
+        cut = dict[tuple[str, Region], torch.Tensor]()
+        for owner, target in enumerate(targets):
+            if target is None:
+                continue
+            if owner != rank:
+                for staged, memory in self._memory(target):
+                    wire.append(dist.P2POp(dist.irecv, flat_bytes(staged), owner))
+                    arrived.append((staged, memory))
+                continue
+            assert found is not None
+            self._keep(target, found)
+            for other in (each for each in range(num_ranks) if each != rank):
+                for key in self._regions[other][target.path]:
+                    piece = cut.get(key)
+                    if piece is None:
+                        name, region = key
+                        piece = cut[key] = found.tensors[name][window(region)].to(self._device).contiguous()
+                    wire.append(dist.P2POp(dist.isend, flat_bytes(piece), other))
+        with _wire():
+            for work in dist.batch_isend_irecv(wire) if wire else ():
+                work.wait()
+        with torch.no_grad():
+            for staged, memory in arrived:
+                if staged is not memory:
+                    memory.copy_(staged)
+
+    def _parts(self, target: Target) -> Iterator[tuple[str, Region, torch.Tensor]]:
+        """Yield what this rank holds of a target's factors: factor, region, memory."""
+        for name in FACTORS:
+            shard = self._held[f"{target.path}.{name}"]
+            for part in shard.parts:
+                found = shard.cut(part, full_region(shard.shape))
+                if found is not None:
+                    self.elements[shard.fqn] += found[0].num_elements
+                    yield name, *found
+
+    def _memory(self, target: Target) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield where each slice arrives, and where it belongs: the same if it can be received there."""
+        for _, region, memory in self._parts(target):
+            is_straight = (
+                memory.is_contiguous() and memory.dtype is torch.float32 and memory.device == self._device
+            )
+            yield (memory if is_straight else torch.empty(region.sizes, device=self._device)), memory
+
+    def _keep(self, target: Target, found: Factors) -> None:
+        with torch.no_grad():
+            for name, region, memory in self._parts(target):
+                memory.copy_(found.tensors[name][window(region)])
+
+
+Slices = Mapping[str, Sequence[tuple[str, Region]]]
+"""What a rank holds of each target, by path: factors and regions of them, in the order in which they are sent."""
+
+
+def _gather_regions(held: Held, targets: Sequence[Target]) -> list[Slices]:
+    """Return what every rank holds of each target; many targets are held alike, and are told once."""
+    kinds, numbers = dict[str, int](), list[int]()
+    listed = list[object]()
+    for target in targets:
+        mine = [
+            [at, part.region.offsets, part.region.sizes]
+            for at, name in enumerate(FACTORS)
+            for part in held[f"{target.path}.{name}"].parts
+            if part.region.num_elements
+        ]
+        if str(mine) not in kinds:
+            listed.append(mine)
+        numbers.append(kinds.setdefault(str(mine), len(kinds)))
+    found = list[Slices]()
+    for kinds_of_rank, numbers_of_rank in gather_json([listed, numbers], phase=_PHASE):
+        slices = [
+            [(FACTORS[at], Region(tuple(offsets), tuple(sizes))) for at, offsets, sizes in kind]
+            for kind in kinds_of_rank
+        ]
+        found.append(
+            {target.path: slices[number] for target, number in zip(targets, numbers_of_rank, strict=True)}
+        )
+    return found
+
+
+def _say(measured: Sequence[tuple[str, float, float]]) -> None:
+    """Log once for all ranks how good the factors are."""
+    every = [each for told in gather_json(measured, phase=_PHASE) for each in told]
+    if world()[0] != 0 or not every:
+        return
+    algorithms = Counter(algorithm for algorithm, _, _ in every)
+    _log.info(
+        "weights: %s decomposed (%s): they fold back to %.1e, and are orthogonal to %.1e",
+        count(len(every), "weight"),
+        ", ".join(f"{number} by {name}" for name, number in algorithms.items()),
+        max(error for _, error, _ in every),
+        max(orthogonality for _, _, orthogonality in every),
+    )

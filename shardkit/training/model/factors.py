@@ -1,0 +1,194 @@
+"""Which weights of a model are OSFT factors: those that its source has, that it has itself, or that a plan names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardkit.core.text import count, escape
+from shardkit.errors import LayoutError, UsageError
+from shardkit.layout.classes import is_transformers
+from shardkit.osft.modules import candidates, factor_modules, osft_modules
+from shardkit.osft.plan import Candidate, OsftPlan, Svd, Target, choose_targets, factor_of
+from shardkit.training.ranks.local import ExpectedTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factoring:
+    """The weights of a model that are factors."""
+
+    targets: tuple[Target, ...] = ()
+    """In the model's order."""
+    svd: Svd | None = None
+    """How they are computed of dense weights; None if the source has the factors."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def computed(self) -> frozenset[str]:
+        """FQNs of the factors that are not read."""
+        return (
+            frozenset()
+            if self.svd is None
+            else frozenset(name for each in self.targets for name in each.shapes)
+        )
+
+    def read(self, expected: Mapping[str, ExpectedTensor]) -> dict[str, ExpectedTensor]:
+        """Return what the source must have for a model: dense weights in the place of factors that are computed.
+
+        Args:
+            expected: parameters and buffers of the model, by FQN.
+        """
+        found = {fqn: tensor for fqn, tensor in expected.items() if fqn not in self.computed}
+        for target in self.targets if self.svd is not None else ():
+            found[target.weight] = ExpectedTensor(
+                fqn=target.weight,
+                shape=(target.rows, target.columns),
+                dtype=torch.float32,
+                kind="parameter",
+                persistent=True,
+            )
+        return found
+
+
+def parse_osft(osft: float | OsftPlan | None) -> OsftPlan | None:
+    """Return the plan that `prepare` was given, which a ratio may stand for.
+
+    Raises:
+        UsageError: it is no plan, or the ratio is not between 0 and 1.
+    """
+    if osft is None or isinstance(osft, OsftPlan):
+        return osft
+    if isinstance(osft, bool) or not isinstance(osft, (int, float)):
+        raise UsageError(
+            f"osft is a {type(osft).__name__}",
+            hint="give the share of each weight's directions that is trained, such as 0.3, or an OsftPlan",
+        )
+    return OsftPlan(ratio=float(osft))
+
+
+def factor_model(
+    model: nn.Module,
+    plan: OsftPlan | None,
+    stored: Sequence[Target],
+    *,
+    grown: Collection[str] = (),
+    has_source: bool = True,
+) -> Factoring:
+    """Put factors on meta in the place of a model's targets, and return them.
+
+    Args:
+        model: on meta, not wrapped; it may have factors already.
+        plan: what the caller wants; None takes what model and source have.
+        stored: targets whose factors the source has, by the model's paths; none if its weights are dense.
+        grown: FQNs of parameters that have more rows than in the source.
+        has_source: there are weights to read.
+
+    Raises:
+        LayoutError: source, plan and model contradict each other, some weight cannot be divided, or a target has more
+            rows than its weight in the source; lists all.
+        UsageError: globs of the plan match nothing, or there is no source.
+    """
+    own = own_targets(model)
+    planned: tuple[Target, ...] = ()
+    notes: tuple[str, ...] = ()
+    if plan is not None:
+        planned, notes = choose_targets(plan, _dense_candidates(model, own), _model_type(model))
+    said = [
+        (what, each)
+        for what, each in (("the source", stored), ("the model", own), ("osft=", planned))
+        if each
+    ]
+    if not said:
+        return Factoring()
+    for what, targets in said[1:]:
+        _compare(said[0][0], said[0][1], what, targets)
+    targets = tuple(said[0][1])
+    _refuse_grown(targets, grown)
+    if not has_source:
+        raise UsageError(
+            "osft= divides weights, and without a source there are none",
+            hint="give the model's weights as the source",
+        )
+    if not own:
+        factor_modules(model, targets)
+    for name, parameter in model.named_parameters():
+        if factor_of(name) is not None:  # whatever dtype the rest was made
+            parameter.data = parameter.data.float()
+    svd = None if stored else plan.svd if plan is not None else "exact"
+    return Factoring(targets=targets, svd=svd, notes=notes)
+
+
+def own_targets(model: nn.Module) -> tuple[Target, ...]:
+    """Return the weights that a model has as factors, whatever wraps it."""
+    return tuple(
+        Target(path=path, rows=each.out_features, columns=each.in_features, rank=each.rank)
+        for path, each in osft_modules(model).items()
+    )
+
+
+def dense_names(model: nn.Module, expected: Mapping[str, ExpectedTensor]) -> dict[str, ExpectedTensor]:
+    """Return a model's parameters and buffers as if it had no factors."""
+    return Factoring(targets=own_targets(model), svd="exact").read(expected)
+
+
+def _dense_candidates(model: nn.Module, own: Iterable[Target]) -> dict[str, Candidate]:
+    """Return a model's parameters as if it had no factors yet."""
+    found = {name: each for name, each in candidates(model).items() if factor_of(name) is None}
+    return found | {target.weight: Candidate((target.rows, target.columns), "Linear") for target in own}
+
+
+def _model_type(model: nn.Module) -> str | None:
+    inner = next((module for module in model.modules() if is_transformers(module)), None)
+    found: str | None = getattr(getattr(inner, "config", None), "model_type", None)
+    return found
+
+
+def _compare(one: str, targets: Iterable[Target], other: str, others: Iterable[Target]) -> None:
+    """Refuse two accounts of which weights are factors that differ."""
+    mine, theirs = ({target.path: target for target in each} for each in (targets, others))
+    problems = []
+    for path in dict.fromkeys((*mine, *theirs)):
+        left, right = _shown(mine.get(path)), _shown(theirs.get(path))
+        if left != right:
+            problems.append(f"{escape(path)}: {left} in {one}, {right} in {other}")
+    LayoutError.raise_for(
+        problems,
+        f"{one} and {other} have {count(len(problems), 'other factor', 'other factors')}",
+        hint="leave osft= out: what model and source have is told by their names",
+    )
+
+
+def _shown(target: Target | None) -> str:
+    if target is None:
+        return "dense"
+    return f"{target.rank} directions of [{target.rows}, {target.columns}] kept"
+
+
+def _refuse_grown(targets: Iterable[Target], grown: Collection[str]) -> None:
+    """Refuse targets that the tokenizer has made longer: new rows are no part of what was decomposed."""
+    longer = {factor_of(fqn) or fqn.removesuffix(".weight") for fqn in grown}
+    problems = [
+        f"{escape(target.weight)}: [{target.rows}, {target.columns}]"
+        for target in targets
+        if target.path in longer
+    ]
+    LayoutError.raise_for(
+        problems,
+        "OSFT targets have a row for each token, and the tokenizer needs more rows",
+        hint="leave them dense (targets 'auto,!lm_head'), or align_vocab=False",
+    )
+
+
+def to_json(targets: Iterable[Target]) -> list[list[str | int]]:
+    """Return targets as plain data."""
+    return [[target.path, target.rows, target.columns, target.rank] for target in targets]
+
+
+def from_json(content: Iterable[Sequence[Any]]) -> Iterator[Target]:
+    """Yield the targets that `to_json` was given."""
+    for path, rows, columns, rank in content:
+        yield Target(path=path, rows=rows, columns=columns, rank=rank)

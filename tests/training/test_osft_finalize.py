@@ -1,0 +1,215 @@
+"""Factors of dense weights, computed by the ranks of a job: the same on any mesh, and read again without computing."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardkit
+from shardkit.errors import ResourceError
+from shardkit.osft.modules import osft_modules
+from shardkit.osft.plan import OsftPlan
+from shardkit.osft.svd import Factors
+from shardkit.training.fill import factorise
+from shardkit.training.fill.orthogonal import prove_orthogonal
+from shardkit.training.prepare import prepare
+from shardkit.training.ranks.local import local_shards
+from shardkit.training.wrap import wrap
+from tests.osft.models import factored
+from tests.training.models import inputs, reference, save
+from tests.training.wrapping import same, whole
+from tests.worlds.ranks import Ranks, same_error
+
+pytestmark = pytest.mark.dist
+
+# Of worlds of 1 to 4: fewer directions than ranks, as many, and numbers that do not divide.
+PLAN = OsftPlan(
+    ratio=0.3,
+    ranks={"*.0.*.q_proj": 1, "*.0.*.k_proj": 2, "*.0.*.v_proj": 3, "*.0.*.o_proj": 4, "*.1.*.o_proj": 23},
+)
+CHANGES = {"num_hidden_layers": 2}
+
+
+def make_source(out: Path) -> None:
+    (out / "kills").mkdir()
+    save("llama", out / "dense", **CHANGES)
+    dense = reference("llama", **CHANGES)
+    new = factored(dense, PLAN)
+    torch.save(new.state_dict(), out / "expected.pt")
+    save_file(new.state_dict(), out / "factored.safetensors")
+    shardkit.finalize(*prepared(out))  # imports what is imported late, once for all
+
+
+def prepared(out: Path, source: Any = None, **options: Any) -> tuple[nn.Module, Any]:
+    ctx = prepare(str(out / "dense"), source or str(out / "dense"), **{"osft": PLAN, **options})
+    return ctx.model, ctx
+
+
+one = Ranks(__name__, 1, first=make_source)
+two = Ranks(__name__, 2)
+three = Ranks(__name__, 3)
+four = Ranks(__name__, 4)
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    return wrap(model, init_device_mesh("cpu", (dist.get_world_size(),)), mixed_precision=None)
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return wrap(model, mesh, mixed_precision=None)
+
+
+def plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+class Way(NamedTuple):
+    wrap: Callable[[nn.Module], nn.Module]
+    options: dict[str, Any]
+
+
+DIRECT = {"direct": Way(wrapped, {"strategy": "direct"})}
+BROADCAST = {"broadcast": Way(wrapped, {"strategy": "broadcast"})}
+HYBRID = {
+    "hybrid": Way(replicated, {"strategy": "direct"}),
+    "two sources": Way(replicated, {"strategy": "broadcast", "source_rank": "replica"}),
+}
+
+
+def check(way: Way, out: Path) -> None:
+    """All ranks together hold what one process computes, bit for bit."""
+    model, ctx = prepared(out)
+    assert {name for name, _ in model.named_parameters()} == set(torch.load(out / "expected.pt"))
+    model = shardkit.finalize(way.wrap(model), ctx, **way.options)
+    same(whole(model), torch.load(out / "expected.pt"), "factors")
+    with torch.no_grad():
+        logits = model(**inputs("llama")).logits
+        assert (logits - reference("llama", **CHANGES)(**inputs("llama")).logits).abs().max() < 1e-5
+
+
+@one.test
+def test_one_process(out: Path) -> None:
+    check(Way(plain, {}), out)
+
+
+@two.test_each({**DIRECT, **BROADCAST})
+def test_two_ranks(way: Way, out: Path) -> None:
+    check(way, out)
+
+
+@three.test_each(DIRECT)
+def test_three_ranks(way: Way, out: Path) -> None:
+    check(way, out)
+
+
+@four.test_each({**DIRECT, **HYBRID})
+def test_four_ranks(way: Way, out: Path) -> None:
+    check(way, out)
+
+
+@two.test
+def test_what_was_saved_is_read_without_computing(out: Path) -> None:
+    model, ctx = prepared(out)
+    model = shardkit.finalize(wrapped(copy.deepcopy(model)), ctx)
+    expected = whole(model)
+    shardkit.save(model, out / "saved")
+
+    def refuse(*_: Any) -> Factors:
+        raise AssertionError("computed again")
+
+    factorise.factorise, computing = refuse, factorise.factorise
+    try:
+        for osft in (None, PLAN):  # the second agrees
+            for options in ({"strategy": "direct"}, {"strategy": "broadcast"}):
+                other, ctx = prepared(out, str(out / "saved"), osft=osft)
+                assert ctx.factoring.svd is None
+                same(whole(shardkit.finalize(wrapped(other), ctx, **options)), expected, "resumed")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        same(whole(shardkit.load_into(model, out / "saved")), expected, "loaded")
+    finally:
+        factorise.factorise = computing
+
+
+@two.test
+def test_weights_in_the_memory_of_one_rank(out: Path) -> None:
+    state = reference("llama", **CHANGES).state_dict() if dist.get_rank() == 1 else None
+    model, ctx = prepared(out, shardkit.from_rank(state, rank=1))
+    same(whole(shardkit.finalize(wrapped(model), ctx)), torch.load(out / "expected.pt"), "sent")
+    factors = load_file(out / "factored.safetensors") if dist.get_rank() == 0 else None
+    model, ctx = prepared(out, shardkit.from_rank(factors), osft=None)
+    assert len(osft_modules(model)) == 14
+    same(whole(shardkit.finalize(wrapped(model), ctx)), torch.load(out / "expected.pt"), "sent factors")
+
+
+@two.test
+def test_a_weight_without_singular_values_is_named_on_all_ranks(out: Path) -> None:
+    state = reference("llama", **CHANGES).state_dict()
+    state["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
+    for rank in (0, 1):  # the owner's own source, and another's
+        given = shardkit.from_rank(state if dist.get_rank() == rank else None, rank=rank)
+        model, ctx = prepared(out, given)
+        error = same_error(partial(shardkit.finalize, wrapped(model), ctx))
+        assert error["error"] == "SourceError"
+        assert error["message"].startswith(
+            "model.layers.1.mlp.up_proj.weight: has values that are not finite"
+        )
+
+
+@two.test
+def test_a_lost_slice_is_found(out: Path) -> None:
+    model, ctx = prepared(out)
+    model = shardkit.finalize(wrapped(model), ctx)
+    held = {shard.fqn: shard for shard in local_shards(model)}
+    lost = "model.layers.1.mlp.down_proj.osft_params.V_low"
+    if dist.get_rank() == 1:
+        held[lost].tensor[-1].mul_(0.9)
+    error = same_error(lambda: prove_orthogonal(held, ctx.factoring.targets, "exact"))
+    assert error["message"] == "what the ranks hold of factors is not orthonormal"
+    assert len(error["problems"]) == 1
+    assert error["problems"][0].startswith("ranks 0-1: model.layers.1.mlp.down_proj: ")
+
+
+@two.test
+def test_no_rank_has_two_weights(out: Path) -> None:
+    read, had = factorise._Reader.read, list[weakref.ref[torch.Tensor]]()
+
+    def watched(reader: Any, target: Any) -> torch.Tensor:
+        assert not any(each() is not None for each in had)
+        weight = read(reader, target)
+        had.append(weakref.ref(weight))
+        return weight
+
+    factorise._Reader.read = watched
+    try:
+        model, ctx = prepared(out)
+        shardkit.finalize(wrapped(model), ctx, strategy="broadcast")
+    finally:
+        factorise._Reader.read = read
+    assert len(had) == (14 if dist.get_rank() == 0 else 0)
+
+
+@two.test_killing(1)
+def test_a_killed_rank_ends_all(out: Path) -> None:
+    model, ctx = prepared(out)
+    model = wrapped(model)
+    if dist.get_rank() == 1:
+        factorise.factorise = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ResourceError) as caught:
+        shardkit.finalize(model, ctx)
+    assert "another rank was lost during computing factors" in str(caught.value)
