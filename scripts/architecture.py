@@ -42,6 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats/hub",),
     ("formats/contract",),
     ("formats/torchsave",),
+    ("transfer/computed",),
     ("transfer",),
     ("layout/choice",),
     ("layout",),

@@ -48,6 +48,7 @@ Examples:
     "--ask-class",
     help="Ask the config's class whether from_pretrained would find all weights; off saves seconds.",
 )
+@click.option("--keep-factors", is_flag=True, help="Write the factors of OSFT as they are, not folded.")
 @click.option("--merge-lora", is_flag=True, help="Add an adapter to the weights that it was trained on.")
 @click.option("--adapter-config", metavar="FILE", help="Adapter settings, if base and checkpoint have none.")
 @click.option("--check", is_flag=True, help="First compare the checkpoint with the checksums in it.")

@@ -99,6 +99,10 @@ class Computation(Protocol):
     def itemsize(self) -> int:
         """Bytes of an element."""
 
+    @property
+    def needs_torch(self) -> bool:
+        """True if torch computes them."""
+
     def fill(self, reader: SourceReader, start: int, buffer: memoryview, fqn: str, /) -> None:
         """Fill a buffer with the bytes from byte `start` on; the tensor's name is for messages."""
 
@@ -342,6 +346,10 @@ class _Moved:
     @property
     def itemsize(self) -> int:
         return self.of.itemsize
+
+    @property
+    def needs_torch(self) -> bool:
+        return self.of.needs_torch
 
     def fill(self, reader: SourceReader, start: int, buffer: memoryview, fqn: str, /) -> None:
         self.of.fill(_OtherNumbers(reader, self.numbers), start, buffer, fqn)

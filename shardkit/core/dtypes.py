@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,6 +76,19 @@ def wide_among_half(dtypes: Mapping[str, DType]) -> frozenset[str] | None:
     if not counted or counted.most_common(1)[0][0].itemsize > 2:
         return None
     return frozenset(name for name, dtype in dtypes.items() if dtype.is_convertible and dtype.itemsize > 2)
+
+
+def most_bytes(tensors: Iterable[tuple[DType, int]]) -> DType | None:
+    """Return the dtype that most bytes of ordinary floating tensors have; None if there are no such tensors.
+
+    Args:
+        tensors: (dtype, bytes) of each.
+    """
+    sizes: dict[DType, int] = {}
+    for dtype, nbytes in tensors:
+        if dtype.is_convertible:
+            sizes[dtype] = sizes.get(dtype, 0) + nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
 
 
 def narrower(dtypes: Mapping[str, DType], others: Mapping[str, DType]) -> list[str]:

@@ -23,8 +23,8 @@ from shardkit.keys.quantised import (
     refuse_quantised,
     why_quantised,
 )
-from shardkit.transfer.dequantize import dequantize as dequantize_catalog
-from shardkit.transfer.dequantize import plain_paths
+from shardkit.transfer.computed.dequantize import dequantize as dequantize_catalog
+from shardkit.transfer.computed.dequantize import plain_paths
 
 PLAIN = BY_NAME["bfloat16"]
 """The dtype of weights that were quantised, unless another is asked for."""

@@ -97,14 +97,13 @@ def refuse_factors(names: Iterable[str], wanted: Iterable[str] = ()) -> None:
         return
     modules = {_FACTORS.sub("", name): name for name in reversed(found)}
     has_high = any("_high" in name for name in found)
-    is_adapter = not has_high and any("osf_svd_params" in name for name in found)
-    lost = "; only their trained part is here, so the weights cannot be made from it" if is_adapter else ""
+    lost = "" if has_high else "; only their trained part is here, so the weights cannot be made from it"
     raise SourceError(
         f"{count(len(modules), 'matrix is', 'matrices are')} stored as factors of orthogonal subspace fine-tuning "
-        f"(OSFT), which are not folded back into weights yet{lost}",
+        f"(OSFT), which are not weights{lost}",
         problems=[f"{escape(module)}: {escape(name)}" for module, name in reversed(modules.items())],
-        hint="let the trainer that wrote them save the model itself: mini_trainer's save and PEFT's merge_and_unload "
-        "fold them",
+        hint="consolidate folds whole sets of factors: name the checkpoint that has all of them; PEFT's merge_and_unload "
+        "merges an adapter of its own",
     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.catalog import Catalog
-from shardkit.core.dtypes import BY_NAME, CASTS, DType, narrower, wide_among_half
+from shardkit.core.dtypes import BY_NAME, CASTS, DType, most_bytes, narrower, wide_among_half
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import UsageError
 from shardkit.files import manifest, storage
@@ -158,6 +158,51 @@ def held_dtypes(
 
 def _was_quantised(source: str, names: frozenset[str], made: Mapping[str, Expression]) -> bool:
     return source in names or (source in made and any(leaf.name in names for leaf in leaves(made[source])))
+
+
+def held_folded(
+    held: Mapping[str, DType],
+    folded: Collection[str],
+    nbytes: Mapping[str, int],
+    base: Base | None,
+) -> tuple[dict[str, DType], list[str]]:
+    """Return the dtypes of a model of which some weights were factors, if nothing else is asked for, and notes.
+
+    OSFT stores factors in float32, and mostly the tensors beside them too, whatever the model was before. So the
+    base's dtypes count. Without a base folded weights get the dtype of most bytes of the others.
+
+    Args:
+        held: dtypes in the checkpoint, by name in the output.
+        folded: names in the output of what was folded.
+        nbytes: of each tensor in the checkpoint.
+        base: the model before it was trained, if it is known.
+    """
+    theirs = base.tensors if base is not None and base.tensors is not None else {}
+    dense = most_bytes((dtype, nbytes[name]) for name, dtype in held.items() if name not in folded) or _FP32
+    chosen = {
+        name: _as_before(dtype, theirs[name].dtype)
+        if name in theirs
+        else (dense if name in folded else dtype)
+        for name, dtype in held.items()
+    }
+    notes, others = list[str](), [name for name in folded if name not in theirs]
+    if len(others) < len(folded) and base is not None:
+        changed = sum(chosen[name] is not held[name] for name in held if name not in folded)
+        beside = f", and {count(changed, 'tensor')} beside them that OSFT held in float32" if changed else ""
+        notes.append(
+            f"folded weights have the dtypes of {escape(base.label)}{beside}; --dtype fp32 keeps all digits"
+        )
+    if others:
+        notes.append(
+            f"{count(len(others), 'folded weight')} in {dense.name}, as most of what was not factors is; "
+            "--dtype gives another"
+        )
+    return chosen, notes
+
+
+def _as_before(held: DType, before: DType) -> DType:
+    """Return a base's dtype for what OSFT held in float32."""
+    return before if held is _FP32 and before.is_convertible else held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

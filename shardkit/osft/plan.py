@@ -359,6 +359,33 @@ def _missing(found: Mapping[str, Sequence[str]], held: Collection[str]) -> Itera
             yield f"{escape(path)}: lacks {', '.join(missing)}"
 
 
+def stored_targets(shapes: Mapping[str, Shape]) -> dict[str, Target]:
+    """Return the targets whose factors a checkpoint holds, by path, in its order.
+
+    Paths of which there are trained factors alone are passed over: they may be the names of an optimizer's state.
+
+    Args:
+        shapes: of all tensors, by name.
+
+    Raises:
+        LayoutError: a factor is missing, the dense weight is there too, or shapes do not fit; lists all.
+    """
+    frozen = {path for name in shapes if name.endswith(HIGH) and (path := factor_of(name)) is not None}
+    names = [name for name in shapes if (path := factor_of(name) or name) in frozen or path == name]
+    found, problems = dict[str, Target](), list[str]()
+    for path in factored_names(names):
+        try:
+            found[path] = target_of(path, shapes)
+        except LayoutError as error:
+            problems += [f"{error.message}: {', '.join(error.problems)}"]
+    LayoutError.raise_for(
+        problems,
+        f"factors of {count(len(problems), 'weight')} do not fit each other",
+        hint="the checkpoint was cut or changed; save it again from the run that made it",
+    )
+    return found
+
+
 def factor_of(name: str) -> str | None:
     """Return the path of the module that a tensor is a factor of; None if it is none."""
     return next((name[: -len(end) - 1] for end in FACTORS if name.endswith(f".{end}")), None)
@@ -377,6 +404,12 @@ def shard_dim(name: str, shape: Shape, num_shards: int) -> int:
     """
     is_v = name.endswith((".osft_V_high", ".osft_params.V_low"))
     return 1 if is_v and shape[-1] % num_shards == 0 else 0
+
+
+def weight_of(name: str) -> str:
+    """Return the name of the weight that a tensor is a factor of; a name of anything else as it is."""
+    path = factor_of(name)
+    return name if path is None else f"{path}.weight"
 
 
 def target_of(path: str, shapes: Mapping[str, Shape]) -> Target:

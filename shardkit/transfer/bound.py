@@ -258,6 +258,11 @@ class View:
         """Of the expression."""
         return self.made.shape
 
+    @property
+    def needs_torch(self) -> bool:
+        """It only moves elements."""
+        return False
+
     def fill(self, reader: SourceReader, start: int, buffer: memoryview, fqn: str) -> None:
         """Fill a buffer with the bytes from `start` on; both are multiples of the item size."""
         fill_range(self, reader, start, buffer, fqn)

@@ -153,7 +153,7 @@ class Execution:
         """
         files = self._plan.catalog.files
         with (
-            one_thread_each(self._plan.converts),
+            one_thread_each(self._plan.needs_torch),
             SourceFiles(files, self._options.recent_bytes, check=self._source_check) as sources,
         ):
             try:

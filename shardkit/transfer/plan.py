@@ -100,8 +100,8 @@ class TransferPlan:
     """Tensors whose holes are gathered, by the source's name."""
     scattered: dict[str, tuple[tuple[int, Hole], ...]]
     """(image index, hole) of every hole that is scattered, by the source's name."""
-    converts: bool
-    """Some dtype is converted, which needs torch."""
+    needs_torch: bool
+    """torch converts or computes something."""
     read_bytes: int
     """Source bytes. Those of a scattered tensor are read once."""
     written_bytes: int
@@ -139,7 +139,8 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
         windowed=_windowed(streamed),
         gathered=frozenset(gathered),
         scattered=scattered,
-        converts=any(holes.dtype is not catalog.tensors[holes.source].dtype for holes in every),
+        needs_torch=any(holes.dtype is not catalog.tensors[holes.source].dtype for holes in every)
+        or any(file.compute is not None and file.compute.needs_torch for file in catalog.files),
         read_bytes=sum(catalog.tensors[holes.source].nbytes for holes in every),
         written_bytes=sum(image.size for image in images),
         hole_bytes=sum(holes.nbytes for holes in every),

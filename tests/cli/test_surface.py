@@ -30,6 +30,7 @@ SURFACE = {
         "--include",
         "--jobs",
         "--json",
+        "--keep-factors",
         "--keys",
         "--manifest",
         "--manifest-file",

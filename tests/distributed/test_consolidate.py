@@ -27,6 +27,9 @@ import shardkit
 from shardkit.errors import IntegrityError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
+from shardkit.osft.modules import candidates, factor_modules, placement_fn
+from shardkit.osft.plan import OsftPlan, choose_targets
+from shardkit.osft.svd import factorise
 from tests.bits import raw
 from tests.operations.consolidate.checkpoints import CONFIG, EMBED, HEAD, assert_bit_equal, hub, load
 from tests.worlds.ranks import Ranks
@@ -48,6 +51,62 @@ def gathered(state: Tensors) -> Tensors:
 def build() -> nn.Module:
     torch.manual_seed(1)
     return transformers.LlamaForCausalLM(transformers.AutoConfig.for_model(**CONFIG))
+
+
+def build_factored(num_shards: int) -> tuple[nn.Module, Tensors]:
+    """A bf16 model whose weights are factors, sharded and in float32 as training wants it; and what it was."""
+    model = build().bfloat16()
+    dense = {name: value.clone() for name, value in model.state_dict().items()}
+    targets, _ = choose_targets(OsftPlan(ratio=0.4), candidates(model), "llama")
+    factors = {target.path: factorise(dense[target.weight], target).tensors for target in targets}
+    for path, module in factor_modules(model.float(), targets).items():
+        module.to_empty(device="cpu")
+        module.load_state_dict(factors[path])
+    for layer in model.model.layers:
+        fully_shard(
+            layer,
+            mesh=init_device_mesh("cpu", (num_shards,)),
+            shard_placement_fn=placement_fn(model, num_shards),
+        )
+    fully_shard(model, mesh=init_device_mesh("cpu", (num_shards,)))
+    return model, dense
+
+
+def hold_factored(out: Path) -> None:
+    """Untrained factors fold to the model that they were made of, whichever dim of V is cut; an optimizer is beside."""
+    size = dist.get_world_size()
+    model, dense = build_factored(size)
+    cut = {each.dim for value in model.parameters() for each in value.placements}
+    assert cut == {0, 1}
+    optimizer = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad])
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=out / f"osft-{size}")
+    if dist.get_rank() != 0:
+        return
+    base = hub(out / f"osft-base-{size}", dense)
+    result = shardkit.consolidate(out / f"osft-{size}", str(out / f"osft-hub-{size}"), base=str(base))
+    assert "folded from factors of OSFT: 14 weights" in result.notes
+    found = load(result.output)
+    assert {name: (value.dtype, value.shape) for name, value in found.items()} == {
+        name: (value.dtype, value.shape) for name, value in dense.items()
+    }
+    steps = torch.cat(
+        [(found[n].view(torch.int16).int() - dense[n].view(torch.int16).int()).flatten() for n in dense]
+    )
+    assert steps.abs().max() <= 1
+    assert (steps == 0).double().mean() >= 0.999
+    kept = shardkit.consolidate(out / f"osft-{size}", str(out / f"osft-kept-{size}"), keep_factors=True)
+    assert sum(".osft_" in name for name in load(kept.output)) == 6 * 14
+
+
+@three.test
+def test_factors_of_which_some_are_cut_by_rows(out: Path) -> None:
+    hold_factored(out)
+
+
+@four.test
+def test_factors_that_are_cut_by_columns(out: Path) -> None:
+    hold_factored(out)
 
 
 @three.test

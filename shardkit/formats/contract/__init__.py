@@ -19,6 +19,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.errors import ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.links import read_inside
+from shardkit.osft.plan import Target
 
 if TYPE_CHECKING:
     from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
@@ -99,6 +100,15 @@ class Dequantized(NamedTuple):
     names: frozenset[str]
 
 
+class Folded(NamedTuple):
+    """Dense weights that are stored as factors of OSFT."""
+
+    targets: Mapping[str, Target]
+    """By the name of the weight."""
+    factors: Callable[[Collection[str]], Catalog]
+    """Return a catalog of some factors, as `Checkpoint.select` does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """A checkpoint, opened: names, dtypes, shapes and places; no tensor data."""
@@ -145,6 +155,8 @@ class Checkpoint:
     """(file or entry, why it was not read)."""
     dequantized: Dequantized | None = None
     """What is quantised in the files, where the catalog has plain tensors in their place."""
+    folded: Folded | None = None
+    """What is stored as factors, where the catalog has dense weights in their place."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
 

@@ -27,6 +27,7 @@ from shardkit.formats.hub.files import select_weights
 from shardkit.formats.hub.repo import fetch_files, looks_like_repo_id, open_headers
 from shardkit.keys.expressions import Expression, from_json
 from shardkit.keys.renaming import KeyRule, find_rules
+from shardkit.osft.plan import weight_of
 from shardkit.transfer.sources import same_bytes
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -194,11 +195,13 @@ def recorded_root(checkpoint: Checkpoint) -> str:
 
 
 def source_key_rules(found: manifest.Presharded) -> tuple[KeyRule, ...] | None:
-    """Return the rules from the model's names to the source's; None if preshard kept the names."""
+    """Return the rules from the model's names to the source's; None if preshard kept the names.
+
+    Factors of OSFT have the names of their weights there.
+    """
     root = found.root or ""
-    return (
-        find_rules({fqn.removeprefix(root): each.source.name for fqn, each in found.tensors.items()}) or None
-    )
+    names = {fqn.removeprefix(root): each.source.name for fqn, each in found.tensors.items()}
+    return find_rules({weight_of(fqn): weight_of(name) for fqn, name in names.items()}) or None
 
 
 def holds_hub_names(checkpoint: Checkpoint) -> bool:

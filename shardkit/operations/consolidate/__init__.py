@@ -17,6 +17,7 @@ from shardkit.errors import IntegrityError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.formats.dequantize import plain_base, take_plain
+from shardkit.formats.fold import folded_base, take_folded
 from shardkit.formats.hub.base import find_base, open_base
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
@@ -55,6 +56,7 @@ def consolidate(
     keys: str | os.PathLike[str] = "auto",
     ask_class: bool = True,
     dequantize: bool = False,
+    keep_factors: bool = False,
     merge_lora: bool = False,
     adapter_config: str | None = None,
     check: bool = False,
@@ -106,6 +108,7 @@ def consolidate(
             all names; "none"; the path of a TOML file; or the name of such a set.
         dequantize: make plain weights of fp8 and MXFP4 ones, in bfloat16 unless a dtype is asked for. Quantised
             sources are refused otherwise; a quantised base is compared with as if it were plain.
+        keep_factors: write the factors of OSFT as they are; otherwise they are folded into dense weights.
         ask_class: ask the class that the config names, in a process of its own while bytes move, whether
             `from_pretrained` would find all of its weights; only if no base's weights tell.
         merge_lora: add an adapter to the weights that it was trained on; otherwise the adapter is written.
@@ -159,6 +162,7 @@ def consolidate(
         max_shard_bytes=_shard_limit(_SHARD_SIZE if max_shard_size is None else max_shard_size, single_file),
         follows_base=max_shard_size is None and not single_file,
         digest=digest,
+        keep_factors=keep_factors,
         merge_lora=merge_lora,
         adapter_config=adapter_config,
         keys=os.fspath(keys),
@@ -248,10 +252,10 @@ def _consolidate(
     path = writer.check_destination(request.output or default_output(resolved.path), resolved.path)
     sidecar = recording.check_file([path, resolved.path], overwrite=writer.writing.overwrite)
     plain = dequantized_as(options.dtype, options.dtype_rules)
-    opened = take_plain(taken.open(), dequantize=request.dequantize, dtype=plain)
+    opened = take_folded(take_plain(taken.open(), dequantize=request.dequantize, dtype=plain))
     given = request.base
     base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
-    base = None if base is None else plain_base(base)
+    base = None if base is None else folded_base(plain_base(base))
     job = build_job(opened, base, options)
     writer.warn(job.warnings)
     manifests = writer.find_manifests(

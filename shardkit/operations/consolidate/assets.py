@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
-from shardkit.core.dtypes import CASTS, DType
+from shardkit.core.dtypes import CASTS, DType, most_bytes
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
@@ -64,11 +64,7 @@ class Asset(NamedTuple):
 
 def main_dtype(tensors: Iterable[OutputTensor]) -> DType | None:
     """Return the dtype that most bytes of ordinary floating tensors have; None if there are no such tensors."""
-    sizes: dict[DType, int] = {}
-    for tensor in tensors:
-        if tensor.dtype.is_convertible:
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
+    return most_bytes((tensor.dtype, tensor.nbytes) for tensor in tensors)
 
 
 def model_assets(base: Base | None, dtype: DType | None, *, untie: bool) -> tuple[list[Asset], list[str]]:

@@ -40,7 +40,16 @@ from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import may_be_untied, ties_embeddings
 from shardkit.layout.traced import Answer, ModelNames, ask_hub_form, ask_names, may_differ_in_memory
 from shardkit.operations.apart import take_apart
-from shardkit.operations.casts import DtypeRule, Dtypes, check_choice, choose_dtypes, held_dtypes
+from shardkit.operations.casts import (
+    BASE,
+    KEEP,
+    DtypeRule,
+    Dtypes,
+    check_choice,
+    choose_dtypes,
+    held_dtypes,
+    held_folded,
+)
 from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate.adapter import Chosen, choose_tensors
 from shardkit.operations.consolidate.assets import (
@@ -51,12 +60,14 @@ from shardkit.operations.consolidate.assets import (
     model_assets,
     trained_modules,
 )
+from shardkit.operations.consolidate.factors import take_factors
 from shardkit.operations.consolidate.fit import Fit, base_shapes, check_fit
 from shardkit.operations.consolidate.globs import Sieve, make_sieve
 from shardkit.operations.keys import AUTO, NONE, load_rules
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.operations.write import hash_plan
 from shardkit.transfer.bound import bind
+from shardkit.transfer.computed.fold import is_folded
 from shardkit.transfer.plan import TransferPlan, build_plan
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
@@ -83,6 +94,8 @@ class JobOptions:
     """Divide the tensors over files as the base does, if it has the same."""
     digest: str = "crc32"
     """"crc32" or "none"."""
+    keep_factors: bool = False
+    """Write the factors of OSFT as they are."""
     merge_lora: bool = False
     """Add an adapter to the weights that it was trained on."""
     adapter_config: str | None = None
@@ -176,8 +189,9 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
     named = _name(checkpoint, base, options)
     chosen, selection, fit = named.chosen, named.selection, named.fit
     tensors, dtypes = _tensors(named, checkpoint, base, options)
-    output = _images(tensors, base, options, chosen.kind)
-    assets, changed = _assets(chosen, base, named.ties, tensors)
+    written = take_factors(tensors, chosen.catalog, checkpoint.folded, keep=options.keep_factors)
+    output = _images(written.tensors, base, options, chosen.kind)
+    assets, changed = _assets(chosen, base, named.ties, written.tensors)
     modules, untaken = trained_modules(
         checkpoint,
         base,
@@ -190,6 +204,7 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
     unloadable: tuple[str, ...] = ()
     if chosen.kind != "adapter":
         unloadable = (*selection.unloadable, *fit.missing, *_gap_warnings(tensors, base, options))
+        unloadable = (*unloadable, *written.unloadable)
     return ConsolidateJob(
         checkpoint=checkpoint,
         options=options,
@@ -197,15 +212,16 @@ def build_job(checkpoint: Checkpoint, base: Base | None, options: JobOptions) ->
         kind=chosen.kind,
         ties=named.ties,
         base=base,
-        catalog=chosen.catalog,
-        tensors=tensors,
+        catalog=written.catalog,
+        tensors=written.tensors,
         output=output,
-        plan=build_plan(output, chosen.catalog),
+        plan=build_plan(output, written.catalog),
         assets=tuple(asset for asset in assets if asset.name not in [module.file for module in modules]),
         modules=tuple(modules),
         notes=(
             *checkpoint.notes,
             *named.notes(base),
+            *written.notes,
             *dtypes.notes,
             *changed,
             *(module.note for module in modules),
@@ -283,7 +299,13 @@ def _tensors(
     """
     names, stored = named.names, named.chosen.catalog
     held = held_dtypes(stored, {name: each for each, name in names.items()}, checkpoint.dequantized, {})
+    said = list[str]()
+    folded = [name for source, name in names.items() if is_folded(stored, source)]
+    if folded and not options.keep_factors and options.dtype in (KEEP, BASE):
+        nbytes = {name: stored.tensors[source].nbytes for source, name in names.items()}
+        held, said = held_folded(held, folded, nbytes, base)
     dtypes = choose_dtypes(held, names, options.dtype, options.dtype_rules, base, checkpoint.path)
+    dtypes = replace(dtypes, notes=(*said, *dtypes.notes))
     tensors = tuple(
         OutputTensor(name, source, dtypes.chosen[name], stored.tensors[source].shape)
         for source, name in names.items()

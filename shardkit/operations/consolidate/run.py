@@ -323,7 +323,12 @@ class ClassCheck:
 
 def _may_ask(job: ConsolidateJob) -> bool:
     """True if nothing else tells: a whole model with a config, not known to have all of its base's weights."""
-    is_part = job.kind == "adapter" or job.options.naming.include or job.options.naming.exclude
+    is_part = (
+        job.kind == "adapter"
+        or job.options.keep_factors
+        or job.options.naming.include
+        or job.options.naming.exclude
+    )
     return not (is_part or job.fit.is_whole) and any(asset.name == CONFIG for asset in job.assets)
 
 

@@ -1,4 +1,4 @@
-"""Weights as factors of orthogonal subspace fine-tuning are refused by that name, never written as they are."""
+"""Factors of OSFT become dense weights, or stay as they are, under the names and in the dtypes of the model."""
 
 from __future__ import annotations
 
@@ -6,87 +6,157 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
-from shardkit.errors import SourceError
-from shardkit.operations.consolidate import consolidate
-from shardkit.training.finalize import load_into
-from shardkit.training.model.build import build_model
-from shardkit.training.prepare import prepare
-from tests.operations.consolidate.checkpoints import hub, save, weights
+import shardkit
+from shardkit.errors import IntegrityError, LayoutError, UsageError
+from shardkit.files import manifest
+from shardkit.osft.plan import FACTORS
+from tests.bits import flip, raw
+from tests.operations.consolidate.checkpoints import hub, load, save, training_state, weights
+from tests.osft.factored import K, Q, factored, folded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 
-Q, K = (f"model.layers.0.self_attn.{name}_proj" for name in "qk")
+
+def wide(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.float() for name, value in state.items()}
 
 
-def factored() -> dict[str, torch.Tensor]:
-    """The state of a model under mini_trainer: two matrices are six factors each."""
-    state = weights()
-    for path in (Q, K):
-        u, s, v = torch.linalg.svd(state.pop(f"{path}.weight"), full_matrices=False)
-        k = len(s) // 2
-        high, low = (u[:, :k], s[:k], v[:k]), (u[:, k:], s[k:], v[k:])
-        for name, one, two in zip("USV", high, low, strict=True):
-            state[f"{path}.osft_{name}_high"] = one.contiguous()
-            state[f"{path}.osft_params.{name}_low"] = two.contiguous()
-    return state
+def assert_nearly_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Nearly all bits are equal, and the rest is one unit in the last place away; all of it, beside factors."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        kind = {2: torch.int16, 4: torch.int32}[tensor.itemsize]
+        steps = (found[name].view(kind).long() - tensor.view(kind).long()).abs()
+        assert steps.max() <= 1, name
+        assert (steps == 0).double().mean() >= 0.99 if Q in name or K in name else not steps.any(), name
 
 
-def adapted() -> dict[str, torch.Tensor]:
-    """The state of a model under PEFT's OSF as its adapter file has it."""
-    state = {}
-    for path in (Q, K):
-        for name, shape in (("U", (16, 4)), ("S", (4,)), ("V", (4, 16))):
-            state[f"base_model.model.{path}.osf_svd_params.default.{name}_low"] = torch.ones(shape)
-    return state
+def test_an_untrained_model_comes_back(tmp_path: Path) -> None:
+    """Beside an optimizer, whose state is about factors too; without a base float32 stays, as in the checkpoint."""
+    dense = weights()
+    checkpoint = save(training_state(factored(dense)), tmp_path / "step-3")
+    result = shardkit.consolidate(checkpoint, tmp_path / "out")
+    found = load(tmp_path / "out")
+    assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(dense, torch.float32)
+    for name in dense:
+        torch.testing.assert_close(found[name], dense[name], rtol=2e-6, atol=2e-7)
+    expected = folded(factored(dense))
+    assert all(raw(found[f"{path}.weight"]) == raw(expected[f"{path}.weight"].float()) for path in (Q, K))
+    assert "folded from factors of OSFT: 2 weights" in result.notes
+    assert any(note.startswith("2 folded weights in float32") for note in result.notes)
 
 
-@pytest.mark.parametrize("with_base", [False, True])
-@pytest.mark.parametrize("make", [factored, adapted])
-@pytest.mark.parametrize(
-    "options", [{}, {"merge_lora": True}, {"allow_missing": True, "allow_unexpected": True}]
-)
-def test_refused_with_the_reason(make, with_base, options, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    if "allow_missing" in options and not with_base:
-        options = {}
-    base = {"base": hub(tmp_path / "base", weights())} if with_base else {}
-    checkpoint = save({"model": make()}, tmp_path / "step-3")
-    hub(checkpoint / "hf_format", None)
-    with pytest.raises(SourceError, match=r"2 matrices are stored as factors .* \(OSFT\)") as caught:
-        consolidate(checkpoint, tmp_path / "out", **base, **options)
-    assert len(caught.value.problems) == 2
-    assert all(any(path in problem for problem in caught.value.problems) for path in (Q, K))
+@pytest.mark.parametrize("dtype", ["keep", "base"])
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_the_base_tells_the_dtypes(is_wide: bool, dtype: str, tmp_path: Path) -> None:
+    dense = weights(torch.bfloat16)
+    base = hub(tmp_path / "base", dense)
+    state = factored(wide(dense) if is_wide else dense)
+    checkpoint = save(training_state(state), tmp_path / "step-3")
+    result = shardkit.consolidate(checkpoint, tmp_path / "out", base=base, dtype=dtype)
+    assert_nearly_equal(load(tmp_path / "out"), dense)
+    beside = ", and 19 tensors beside them that OSFT held in float32" if is_wide else ""
+    assert f"folded weights have the dtypes of {base}{beside}; --dtype fp32 keeps all digits" in result.notes
+    assert not result.warnings
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_without_a_base_the_other_weights_tell(tmp_path: Path) -> None:
+    dense = weights(torch.bfloat16)
+    checkpoint = save({"model": factored(dense)}, tmp_path / "step-3")
+    shardkit.consolidate(checkpoint, tmp_path / "out")
+    assert_nearly_equal(load(tmp_path / "out"), dense)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("fp32", torch.float32), ("fp16", torch.float16)])
+def test_what_is_asked_for_counts(dtype: str, expected: torch.dtype, tmp_path: Path) -> None:
+    base = hub(tmp_path / "base", weights(torch.bfloat16))
+    checkpoint = save({"model": factored(weights())}, tmp_path / "step-3")
+    shardkit.consolidate(checkpoint, tmp_path / "out", base=base, dtype=dtype)
+    assert {value.dtype for value in load(tmp_path / "out").values()} == {expected}
+
+
+def test_kept_factors(tmp_path: Path) -> None:
+    """They are the bits that were saved, and a source as good as the checkpoint."""
+    dense = weights(torch.bfloat16)
+    base, state = hub(tmp_path / "base", dense), factored(dense)
+    checkpoint = save(training_state(state), tmp_path / "step-3")
+    options = {"base": base, "keep_factors": True, "manifest": True}
+    result = shardkit.consolidate(checkpoint, tmp_path / "kept", **options)
+    found = load(tmp_path / "kept")
+    assert found.keys() == state.keys()
+    assert all(raw(found[name]) == raw(value) for name, value in state.items())
+    assert "from_pretrained does not know" in result.unloadable[0]
+    described = manifest.read(str(tmp_path / "kept"))
+    assert isinstance(described, manifest.HubModel)
+    assert described.tensors[f"{Q}.osft_S_high"].dtype == "float32"
+    shardkit.verify(tmp_path / "kept", full=True)
+    shardkit.consolidate(tmp_path / "kept", tmp_path / "again")
+    assert_nearly_equal(load(tmp_path / "again"), dense)
+    shardkit.consolidate(tmp_path / "kept", tmp_path / "fp16", base=base, dtype="fp16", keep_factors=True)
+    assert {
+        name.rpartition(".")[2]: value.dtype
+        for name, value in load(tmp_path / "fp16").items()
+        if name.startswith(Q)
+    } == {name.rpartition(".")[2]: torch.float32 for name in FACTORS}
+
+
+def test_keeping_what_is_not_there(tmp_path: Path) -> None:
+    checkpoint = save({"model": weights()}, tmp_path / "step-3")
+    with pytest.raises(UsageError, match="--keep-factors: the checkpoint holds no factors"):
+        shardkit.consolidate(checkpoint, tmp_path / "out", keep_factors=True)
+
+
+def test_a_missing_factor(tmp_path: Path) -> None:
+    """All are named; nothing is written."""
+    state = factored(weights())
+    del state[f"{Q}.osft_S_high"], state[f"{Q}.osft_params.V_low"], state[f"{K}.osft_params.U_low"]
+    checkpoint = save({"model": state}, tmp_path / "step-3")
+    with pytest.raises(LayoutError, match="not complete") as caught:
+        shardkit.consolidate(checkpoint, tmp_path / "out")
+    assert sorted(caught.value.problems) == [
+        f"{K}: lacks osft_params.U_low".replace(K, f"model.{K}"),
+        f"model.{Q}: lacks osft_S_high, osft_params.V_low",
+    ]
     assert not (tmp_path / "out").exists()
 
 
-def test_what_a_person_chooses_beside_them_is_written(tmp_path: Path) -> None:
-    checkpoint = save({"model": factored()}, tmp_path / "step-3")
-    result = consolidate(checkpoint, tmp_path / "out", exclude=["*osft_*"])
-    assert result.num_tensors == len(weights()) - 2
-    with pytest.raises(SourceError, match="OSFT"):
-        consolidate(checkpoint, tmp_path / "other", exclude=["*mlp*"])
-
-
-@pytest.mark.parametrize("form", ["dcp", "hub"])
-@pytest.mark.parametrize("make", [factored, adapted])
-def test_training_refuses_them_for_that_reason(make, form, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """Not for the matrices that are missing; a model that has the factors itself takes them as they are."""
-    save({"model": make()}, tmp_path / "step-3") if form == "dcp" else hub(tmp_path / "step-3", make())
-    config = str(hub(tmp_path / "config", None))
-    for load in (lambda at: prepare(config, source=at), lambda at: load_into(build_model(config), at)):
-        with pytest.raises(SourceError, match=r"2 matrices are stored as factors .* \(OSFT\)"):
-            load(str(tmp_path / "step-3"))
-
-
-def test_a_model_that_has_factors_takes_them(tmp_path: Path) -> None:
-    class Factors(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.osft_U_high = torch.nn.Parameter(torch.zeros(4, 2))
-            self.osft_S_high = torch.nn.Parameter(torch.zeros(2))
-
-    model = Factors()
-    state = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+def test_factors_of_other_shapes(tmp_path: Path) -> None:
+    state = factored(weights())
+    state[f"{Q}.osft_S_high"] = torch.ones(3)
     checkpoint = save({"model": state}, tmp_path / "step-3")
-    read = load_into(model, str(checkpoint)).state_dict()
-    assert all(torch.equal(read[name], value) for name, value in state.items())
+    with pytest.raises(LayoutError, match="factors of 1 weight do not fit") as caught:
+        shardkit.consolidate(checkpoint, tmp_path / "out")
+    assert f"model.{Q}.osft_S_high: [3]" in caught.value.problems[0]
+
+
+def test_factors_are_compared_with_their_checksums(tmp_path: Path) -> None:
+    """V is read for each block of rows, and compared with its CRC-32 all the same."""
+    state = factored(weights())
+    checkpoint = save({"model": state}, tmp_path / "step-3")
+    result = shardkit.consolidate(checkpoint, tmp_path / "out")
+    assert not result.unchecked
+    flip(checkpoint / "__0_0.distcp", state[f"{Q}.osft_params.V_low"], at=100)
+    with pytest.raises(IntegrityError, match="source is damaged"):
+        shardkit.consolidate(checkpoint, tmp_path / "other")
+
+
+def test_names_of_wrappers(tmp_path: Path) -> None:
+    state = {
+        name.replace("self_attn", "_checkpoint_wrapped_module.self_attn"): value
+        for name, value in factored(weights()).items()
+    }
+    checkpoint = save({"model": state}, tmp_path / "step-3")
+    shardkit.consolidate(checkpoint, tmp_path / "out", base=hub(tmp_path / "base", weights()))
+    assert load(tmp_path / "out").keys() == weights().keys()
+
+
+def test_a_dense_name_chooses_it(tmp_path: Path) -> None:
+    checkpoint = save({"model": factored(weights())}, tmp_path / "step-3")
+    shardkit.consolidate(checkpoint, tmp_path / "out", include=["*.q_proj.weight"])
+    assert list(load(tmp_path / "out")) == [
+        f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)
+    ]

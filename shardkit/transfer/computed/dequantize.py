@@ -99,6 +99,11 @@ class Product:
         """Bytes of a value."""
         return self.dtype.itemsize
 
+    @property
+    def needs_torch(self) -> bool:
+        """It computes with torch."""
+        return True
+
     def fill(self, reader: SourceReader, start: int, buffer: memoryview, fqn: str) -> None:
         """Fill a buffer with the bytes from `start` on; both are multiples of the item size."""
         fill_range(self, reader, start, buffer, fqn)

@@ -16,7 +16,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.directory import open_model
 from shardkit.keys.quantised import find_scaled, why_quantised
-from shardkit.transfer.dequantize import dequantize
+from shardkit.transfer.computed.dequantize import dequantize
 from shardkit.transfer.sources import SourceFiles
 from tests.keys.test_expressions import window
 

@@ -1,0 +1,108 @@
+"""Folding in pieces: any range of a weight, however its factors are cut and typed, and the memory that it takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shardkit.core.catalog import Catalog
+from shardkit.core.regions import Region
+from shardkit.errors import LayoutError
+from shardkit.formats.hub.directory import open_model
+from shardkit.osft.plan import Target, stored_targets
+from shardkit.osft.svd import fold
+from shardkit.transfer.bound import read_box
+from shardkit.transfer.computed.fold import fold_catalog, steps
+from shardkit.transfer.sources import SourceFiles
+from tests.operations.consolidate.checkpoints import save
+from tests.transfer.computed.test_dequantize import read
+
+MIB = 1 << 20
+
+
+def catalog_of(folder: Path, tensors: dict[str, torch.Tensor]) -> Catalog:
+    save_file(tensors, folder / "model.safetensors")
+    catalog = open_model(str(folder)).catalog
+    targets = stored_targets({name: entry.shape for name, entry in catalog.tensors.items()})
+    return fold_catalog(catalog, targets)
+
+
+def random(rows: int, columns: int, rank: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Factors of no decomposition: what is folded need not be orthogonal."""
+    torch.manual_seed(rows + columns)
+    target = Target(path="a.b", rows=rows, columns=columns, rank=rank)
+    return {name: torch.randn(shape).to(dtype) for name, shape in target.shapes.items()}
+
+
+def whole(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return fold({name.removeprefix("a.b."): value for name, value in tensors.items()}).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("rows", "columns"), [(40, 24), (24, 40), (300, 290)])
+def test_any_range(rows: int, columns: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = random(rows, columns, 7, dtype)
+    catalog = catalog_of(tmp_path, tensors)
+    assert list(catalog.tensors) == ["a.b.weight"]
+    torch.testing.assert_close(read(catalog, "a.b.weight"), whole(tensors), rtol=1e-6, atol=1e-5)
+    box = Region((3, 5), (rows - 5, columns - 9))
+    with SourceFiles(catalog.files) as files, files.reader() as reader:
+        found = torch.from_numpy(read_box(catalog, "a.b.weight", box, reader).view("f4"))
+    torch.testing.assert_close(found, whole(tensors)[3:-2, 5:-4], rtol=1e-6, atol=1e-5)
+
+
+def test_other_tensors_stay_in_their_order(tmp_path: Path) -> None:
+    tensors = {"a.a": torch.ones(2), **random(4, 6, 2), "a.c": torch.ones(3), "a.b.bias": torch.ones(4)}
+    catalog = catalog_of(tmp_path, tensors)
+    assert set(catalog.tensors) == {"a.a", "a.b.weight", "a.c", "a.b.bias"}
+
+
+def test_integers_are_refused(tmp_path: Path) -> None:
+    tensors = random(4, 6, 2)
+    tensors["a.b.osft_S_high"] = torch.ones(2, dtype=torch.int32)
+    with pytest.raises(LayoutError, match="no floating numbers") as caught:
+        catalog_of(tmp_path, tensors)
+    assert list(caught.value.problems) == ["a.b.osft_S_high: int32"]
+
+
+def test_what_a_block_takes() -> None:
+    """Sums, rows of U read twice, directions of V as they are read and in float64."""
+    for rows, columns in ((14336, 4096), (4096, 14336), (50, 70), (256, 200_000)):
+        target = Target(path="a", rows=rows, columns=columns, rank=min(rows, columns) // 2)
+        for room in (8 * MIB, 32 * MIB):
+            directions, step = steps(target, columns, room)
+            taken = step * (8 * columns + 8 * target.num_directions) + 16 * directions * columns
+            assert step == 1 or taken <= room
+            assert (directions, step) >= (1, 1)
+
+
+PEAK = """
+import json, sys
+import torch
+import shardkit
+def high_water():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+torch.randn(300, 300, dtype=torch.float64) @ torch.randn(300, 300, dtype=torch.float64)
+shardkit.consolidate
+before = high_water()
+shardkit.consolidate(sys.argv[1], sys.argv[2], max_memory=int(sys.argv[3]), dtype="bf16")
+print(json.dumps(high_water() - before))
+"""
+
+
+def test_peak_memory(tmp_path: Path) -> None:
+    """A tall weight and a wide one, 106 MiB each with its factors in float64: in 16 MiB, and the least that blocks take."""
+    tensors = random(6144, 1024, 512)
+    wide = {name.replace("a.b.", "a.c."): value for name, value in random(1024, 6144, 512).items()}
+    checkpoint = save({"model": tensors | wide}, tmp_path / "step-1")
+    command = [sys.executable, "-c", PEAK, str(checkpoint), str(tmp_path / "out"), str(16 * MIB)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) < (16 + 32) * MIB
