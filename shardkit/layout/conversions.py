@@ -408,7 +408,7 @@ def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
         try:
             found = revert_weight_conversion(model, tensors)
         except Exception as error:  # an operation may raise anything
-            said = escape(str(error).partition(chr(10))[0])
+            said = escape(str(error).partition(chr(10))[0]) or type(error).__name__
             raise LayoutError(
                 f"transformers cannot turn the names of the model into the Hub's: {said}"
             ) from error

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import SourceError
+from shardkit.errors import LayoutError, SourceError
 from shardkit.keys.expressions import Expression, Stored, leaves, substitute, to_json
 from shardkit.keys.names import clean, clean_name, join, match_prefix, natural, split
 from shardkit.keys.peft import base_name
@@ -284,6 +284,7 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
     Returns:
         made: name on the Hub -> what it is made of; without what the model computes itself. It is None where these are not the model's own names, or where
             what `from_pretrained` would make of the result is not the same again; `why` says so.
+        is_lost: they are the model's own names, and no form is known that would be loaded as they are.
         missing, misfits: as `find_lacking`, of the result.
 
     Raises:
@@ -297,15 +298,21 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
         "model_class": type(model).__name__,
         "made": None,
         "why": "",
+        "is_lost": False,
         "missing": [],
         "misfits": [],
     }
     if 2 * len(own) < len(shapes):
         return answer | {"why": "these are not its names in memory"}
-    reverted = revert(model, {name: shape for name, shape in own.items() if name not in unsaved})
+    try:
+        reverted = revert(model, {name: shape for name, shape in own.items() if name not in unsaved})
+    except LayoutError as error:
+        wrong = _not_again(model, own, {name: Stored(name, shape) for name, shape in own.items()})
+        said = f"; it would change {listed(wrong)}" if wrong else ""
+        return answer | {"why": error.message + said, "is_lost": bool(wrong)}
     if reverted.failed:
         name, why = next(iter(reverted.failed.items()))
-        return answer | {"why": f"{escape(name)} {why}"}
+        return answer | {"why": f"{escape(name)} {why}", "is_lost": True}
     made = {
         **reverted.made,
         **{name: Stored(name, tuple(shapes[name])) for name in shapes if name not in own},
@@ -313,7 +320,10 @@ def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, An
     result = {name: each.shape for name, each in made.items()}
     wrong = _not_again(model, own, made)
     if wrong:
-        return answer | {"why": f"from_pretrained would make something else of it: {listed(wrong)}"}
+        return answer | {
+            "why": f"from_pretrained would make something else of it: {listed(wrong)}",
+            "is_lost": True,
+        }
     lacking = find_lacking(model, result)
     return answer | {"made": {name: to_json(each) for name, each in made.items()}, **lacking._asdict()}
 

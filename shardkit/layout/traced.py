@@ -224,6 +224,8 @@ class HubForm(NamedTuple):
     """What `from_pretrained` would not find in the result; says why where `made` is None."""
     made: Mapping[str, Expression] | None
     """Name on the Hub -> what it is made of; None if that is not known."""
+    is_lost: bool = False
+    """The names are those in memory, and no form is known that `from_pretrained` would make the same model of."""
 
 
 def ask_hub_form(
@@ -246,7 +248,7 @@ def ask_hub_form(
 
 def _read_hub_form(said: Mapping[str, Any]) -> HubForm:
     if said["made"] is None:
-        return HubForm(Answer(failure=said["why"]), None)
+        return HubForm(Answer(failure=said["why"]), None, said["is_lost"])
     return HubForm(_parse(said), {name: from_json(made) for name, made in said["made"].items()})
 
 

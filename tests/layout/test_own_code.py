@@ -86,6 +86,10 @@ def make(out: Path) -> None:
     assert "beyond --max-memory" in said
     shardkit.verify(out / "pre")
     with mock.patch.object(traced, "_spawn", forked_trace):
+        form = traced.ask_hub_form(str(out / "hub"), {name: tuple(x.shape) for name, x in expected.items()})
+        assert form.made is None
+        assert form.is_lost
+        assert "it would change" in str(form.answer.failure)
         for profile in ("transformers", "verl"):
             shardkit.preshard(out / "hub", out / profile, mesh="dp_shard=2", profile=profile)
 

@@ -38,7 +38,7 @@ from shardkit.keys.renaming import HubNames, KeyRule, find_rules, name_as_hub
 from shardkit.keys.rules import Binding, RuleSet, bind_names, choose_shipped, foreign_type
 from shardkit.keys.select import Naming, Selection, select_model
 from shardkit.keys.ties import may_be_untied, ties_embeddings
-from shardkit.layout.traced import Answer, ModelNames, ask_hub_form, ask_names, may_differ_in_memory
+from shardkit.layout.traced import Answer, HubForm, ModelNames, ask_hub_form, ask_names, may_differ_in_memory
 from shardkit.operations.apart import take_apart
 from shardkit.operations.casts import (
     BASE,
@@ -336,7 +336,7 @@ def _choose(
         chosen = replace(chosen, names=named.names)
         selection = replace(selection, renamed=named.rules, warnings=(*selection.warnings, *named.warnings))
     if options.keys not in (AUTO, NONE):
-        return _apply_rules(selection, chosen, base, load_rules(options.keys), sieve)
+        return _apply_rules(selection, chosen, base, load_rules(options.keys), sieve, naming)
     if chosen.kind != "adapter" and naming.root is None and not naming.changes_names:
         chosen = _take_apart(chosen, selection.live, saved_derived(checkpoint))
         if (
@@ -363,16 +363,26 @@ def _choose_rules(selection: Selection, chosen: Chosen, base: Base | None) -> tu
 
 
 def _apply_rules(
-    selection: Selection, chosen: Chosen, base: Base | None, rules: RuleSet, sieve: Sieve
+    selection: Selection,
+    chosen: Chosen,
+    base: Base | None,
+    rules: RuleSet,
+    sieve: Sieve,
+    naming: Naming,
 ) -> tuple[Selection, Chosen]:
     """Apply the key rules that a person asked for; to less than all tensors only if they do not fit all.
 
     Raises:
-        UsageError: there is an adapter, and not a model.
+        UsageError: there is an adapter, and not a model; or other options say what becomes of names.
         LayoutError: they do not fit; lists every problem.
     """
     if chosen.kind == "adapter":
         raise UsageError("--keys is about a model, and the checkpoint holds an adapter")
+    if naming.changes_names:
+        raise UsageError(
+            "--keys gives the names, and --strip-prefix, --add-prefix and --rename would have no effect",
+            hint="leave them out, and write the names into the rules; --root says where the model begins",
+        )
     config = base.config if base else None
     fewer = sieve.without(chosen, selection)
     try:
@@ -504,7 +514,7 @@ def _name_as_saved(
     except ShardkitError:  # without the class the names stay as they are
         return chosen, None, ()
     if form.made is None:
-        return chosen, None, ()
+        return replace(chosen, warnings=(*chosen.warnings, *_lost_form(form))), None, ()
     if all(isinstance(made, Stored) and made.name == name for name, made in form.made.items()):
         computed = [name for name in sources if name not in form.made]
         if not computed:
@@ -519,6 +529,16 @@ def _name_as_saved(
     rules = find_rules({made.name: name for name, made in form.made.items() if isinstance(made, Stored)})
     chosen = _made(chosen, form.made, sources)
     return replace(chosen, warnings=(*chosen.warnings, warning)), form.answer, rules
+
+
+def _lost_form(form: HubForm) -> Iterator[str]:
+    """Yield the warning about tensors that are written as they are in memory, because no other form is known."""
+    if form.is_lost:
+        yield (
+            f"tensors are written as the model holds them, and from_pretrained may make something else of them: "
+            f"{form.answer.failure}; to be sure, load the checkpoint with shardkit.load_into, and call the model's "
+            "save_pretrained"
+        )
 
 
 def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:

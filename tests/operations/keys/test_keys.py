@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -125,6 +126,19 @@ class Tree(torch.nn.Module):
                     module.add_module(part, torch.nn.Module())
                 module = module.get_submodule(part)
             module.register_parameter(leaf, torch.nn.Parameter(torch.zeros_like(value), requires_grad=False))
+
+
+@pytest.mark.parametrize(
+    "options", [{"rename": ["^norm=x"]}, {"add_prefix": "m"}, {"strip_prefix": ["tok_embeddings"]}]
+)
+def test_options_that_rules_would_undo_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    hub, theirs = make("torchtitan-llama3", tmp_path)
+    dcp.save(theirs, checkpoint_id=tmp_path / "trained")
+    with pytest.raises(UsageError, match="would have no effect"):
+        shardkit.consolidate(
+            tmp_path / "trained", tmp_path / "back", base=hub, keys="torchtitan-llama3", **options
+        )
+    assert not (tmp_path / "back").exists()
 
 
 def test_without_a_config_the_reason_is_said_and_nothing_is_permuted(tmp_path: Path) -> None:
