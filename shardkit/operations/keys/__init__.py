@@ -13,13 +13,14 @@ from typing import Any
 from shardkit import formats
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.regions import Shape
-from shardkit.core.text import escape, fold, suggestion
+from shardkit.core.text import count, escape, fold, listed, suggestion
 from shardkit.errors import LayoutError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.files.strict_json import read_small
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.hub.base import find_base, open_base
+from shardkit.formats.dequantize import take_plain
+from shardkit.formats.hub.base import find_base, open_base, saved_derived
 from shardkit.keys.expressions import (
     Concat,
     Cut,
@@ -204,6 +205,13 @@ def show_keys(
     said = [f"{rules.name} fits: {rules.title}" for rules, _ in choice.fitting] or [
         f"no shipped rule set knows all of these names{'' if hub is None else f', and {reason}'}"
     ]
+    apart = (
+        [name for name in saved_derived(opened.checkpoint) if name in opened.shapes] if hub is None else []
+    )
+    if apart:
+        said.append(
+            f"consolidate takes {count(len(apart), 'tensor')} apart, as the manifest says: {listed(apart)}"
+        )
     same = Binding(made={name: Stored(name, shape) for name, shape in opened.shapes.items()})
     return _result(opened, None, "names as they are", same, notes=(*said, *choice.reasons))
 
@@ -216,6 +224,8 @@ def _open(path: str, base: str | os.PathLike[str] | None) -> _Source:
         checkpoint = formats.open(path)
     given = None if base is None else open_base(os.fspath(base))
     if checkpoint.hub is not None:
+        checkpoint = take_plain(checkpoint, dequantize=True)
+        assert checkpoint.hub is not None
         config = given.config if given is not None else checkpoint.hub.config
         tensors: Mapping[str, TensorEntry] = checkpoint.catalog.tensors
         shapes = {name: entry.shape for name, entry in tensors.items()}
@@ -261,7 +271,7 @@ def _result(
         ),
         dropped=binding.dropped,
         problems=problems,
-        notes=tuple(notes),
+        notes=(*opened.checkpoint.notes, *notes),
         warnings=warnings,
     )
 

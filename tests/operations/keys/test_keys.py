@@ -21,6 +21,7 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.rules import bind_names, find_shipped
 from tests.keys.test_expressions import evaluate
 from tests.keys.trainers import SETS, config, numbered
+from tests.models.zoo import ZOO, make_hub
 from tests.worlds.processes import ROOT
 
 tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -189,6 +190,16 @@ def test_check_says_yes_or_no_and_show_what_is_what(tmp_path: Path) -> None:
     expert = tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
     assert expert["sources"] == ["layers.1.moe.routed_experts.inner_experts.w3_EFD"]
     assert not expert["is_reordered"]
+
+
+def test_a_quantised_model_is_shown_as_the_plain_one_that_it_becomes(
+    tmp_path: Path, fast_trace: object
+) -> None:
+    make_hub(ZOO["gpt_oss+repo"], tmp_path)
+    shown = shardkit.show_keys(tmp_path)
+    assert any("dequantised to" in note for note in shown.notes)
+    assert not shown.dropped
+    assert any(each.name.endswith("experts.gate_up_proj") for each in shown.tensors)
 
 
 def test_the_schema_takes_the_shipped_sets_and_refuses_mistakes() -> None:
