@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from shardkit._torch import fsdp_shards
 from shardkit.core.regions import Region, relative_to
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
+from shardkit.errors import IntegrityError, LayoutError, ResourceError, SourceError, UsageError
 from shardkit.files.links import may_follow_links
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties
 from shardkit.operations.keys import load_rules
+from shardkit.osft.plan import Target
 from shardkit.training.fill.broadcast import fill_broadcast
 from shardkit.training.fill.direct import fill_direct
 from shardkit.training.fill.factorise import fill_factors
@@ -36,7 +37,7 @@ from shardkit.training.fill.reading import (
     match,
     say_checked,
 )
-from shardkit.training.fill.source import find_weights, open_source, remember
+from shardkit.training.fill.source import find_weights, has_factors, open_source, remember
 from shardkit.training.model.buffers import (
     compute_buffers,
     equalise_buffers,
@@ -46,6 +47,7 @@ from shardkit.training.model.buffers import (
     retie,
     unlike_computed,
 )
+from shardkit.training.model.factors import Factoring, own_targets, to_json
 from shardkit.training.model.fit import ModelInitializationContext, check_fit, check_ties, check_untied
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.optimizer import rebind_optimizer
@@ -146,7 +148,8 @@ def load_into(
     """Fill a model that anybody has wrapped, or nobody, from any source; every rank calls it.
 
     Args:
-        model: on meta, or with values, which are overwritten in place. Buffers that are in no
+        model: on meta, or with values, which are overwritten in place. Its OSFT factors are computed if the source
+            has dense weights. Buffers that are in no
             checkpoint are computed if they are on meta. Otherwise they must have their values already:
             `to_empty()` takes those away. A warning names those of a transformers model that differ
             from what its class computes.
@@ -196,6 +199,7 @@ def _open(
     expected, ties = describe(model)
     weights: Weights | None = None
     error: BaseException | None = None
+    factoring, own = Factoring(), own_targets(model)
     check_sources(source)
     try:
         if isinstance(source, RankSource) and not source.is_here:
@@ -204,7 +208,9 @@ def _open(
             source if isinstance(source, RankSource) else os.fspath(source), dequantize=dequantize
         )
         rules = None if keys is None else load_rules(keys)
-        weights = find_weights(opened, expected, ties, model=model, rules=rules)
+        if own and not has_factors(opened):
+            factoring = Factoring(targets=own, svd="exact")
+        weights = find_weights(opened, factoring.read(expected), ties, model=model, rules=rules)
     except BaseException as caught:  # the others must not wait
         error = caught
     is_absent = isinstance(error, (SourceError, ResourceError))
@@ -214,6 +220,7 @@ def _open(
     able = gather_json(weights is not None, phase="opening the source")
     if not any(able):
         agree(error, phase="opening the source")
+    factoring = _same_factoring(factoring, own)
     used, unused = (weights.stored_names(), weights.unused) if weights is not None else ((), ())
     elsewhere, are_stages = unused_here_alone(frozenset(used), frozenset(unused))
     if weights is not None and are_stages:
@@ -221,23 +228,44 @@ def _open(
     with agreed("comparing the source with the model"):
         if weights is not None:
             check_untied(broken_ties(model), weights)
-            check_fit(expected, ties, weights, initialises=False, elsewhere=elsewhere)
+            check_fit(factoring.read(expected), ties, weights, initialises=False, elsewhere=elsewhere)
             if world()[0] == able.index(True):  # it reads names of one parameter that are stored apart
                 check_ties(ties, weights)
-    return Supply(weights=weights, unavailable=None if error is None else str(error))
+    return _with_factors(
+        Supply(weights=weights, unavailable=None if error is None else str(error)), factoring
+    )
+
+
+def _same_factoring(mine: Factoring, own: tuple[Target, ...]) -> Factoring:
+    """Return which weights of a live model become factors, told by ranks that see the source; every rank calls it.
+
+    Raises:
+        LayoutError: on all ranks: they have other targets, as stages of a pipeline would.
+    """
+    told = gather_json([mine.svd, to_json(own)], phase="comparing the ranks' models")
+    svd = next((each for each, _ in told if each is not None), None)
+    if svd is not None and any(targets != told[0][1] for _, targets in told):
+        raise LayoutError(
+            "the ranks' models have other OSFT targets than each other, and the source has dense weights",
+            hint="OSFT has no stages of a pipeline (pp): preshard --osft, or a checkpoint with factors, is read by any rank",
+        )
+    return Factoring() if svd is None else Factoring(targets=own, svd=svd)
+
+
+def _with_factors(supply: Supply, factoring: Factoring) -> Supply:
+    """Return a supply that has factors computed where they are not read."""
+    if factoring.svd is None:
+        return supply
+    initialised = frozenset(supply.initialised) | factoring.computed
+    return replace(supply, initialised=initialised, targets=factoring.targets, svd=factoring.svd)
 
 
 def supply_of(ctx: ModelInitializationContext) -> Supply:
     """Return a prepared model's supply: its weights, and which tensors are initialised or computed."""
-    factoring = ctx.factoring
-    return Supply(
-        weights=ctx.weights,
-        unavailable=ctx.unavailable,
-        initialised=ctx.initialised | factoring.computed,
-        grown=ctx.grown,
-        targets=factoring.targets if factoring.svd is not None else (),
-        svd=factoring.svd or "exact",
+    supply = Supply(
+        weights=ctx.weights, unavailable=ctx.unavailable, initialised=ctx.initialised, grown=ctx.grown
     )
+    return _with_factors(supply, ctx.factoring)
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:

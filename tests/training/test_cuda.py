@@ -44,6 +44,33 @@ print("equal")
 dist.destroy_process_group()
 """
 
+FACTORS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import shardkit
+model_directory, strategy = sys.argv[1:]
+torch.cuda.set_device(0)
+dist.init_process_group("nccl")
+mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("dp_shard",))
+context = shardkit.prepare(model_directory, model_directory, osft=0.3)
+model = shardkit.finalize(shardkit.wrap(context.model, mesh, mixed_precision=None), context, strategy=strategy)
+from transformers import AutoModelForCausalLM
+dense = AutoModelForCausalLM.from_pretrained(model_directory, dtype="float32").cuda()
+tokens = torch.arange(16, device="cuda").unsqueeze(0)
+assert all(parameter.is_cuda for parameter in model.parameters())
+found = model(input_ids=tokens, labels=tokens)
+assert (found.logits - dense(input_ids=tokens).logits).abs().max() < 1e-5
+trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+optimizer = shardkit.osft_optimizer(model, torch.optim.AdamW(trained, lr=1e-3))
+found.loss.backward()
+optimizer.step()
+assert shardkit.osft_leak(model) < 1e-6
+print("equal")
+dist.destroy_process_group()
+"""
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("strategy", ["direct", "broadcast"])
@@ -57,6 +84,18 @@ def test_weights_are_the_whole_models(kind: str, strategy: str, dtype: str, tmp_
     if kind == "presharded":
         source = tmp_path / "presharded"
         shardkit.preshard(str(tmp_path / "model"), str(source), world_size=1)
+    _run(START, str(source), str(tmp_path / "model"), strategy, dtype)
+
+
+@pytest.mark.parametrize("strategy", ["direct", "broadcast"])
+def test_factors_are_computed_and_trained(strategy: str, tmp_path: Path) -> None:
+    from tests.training.models import save
+
+    save("llama-tied", tmp_path / "model")
+    _run(FACTORS, str(tmp_path / "model"), strategy)
+
+
+def _run(script: str, *arguments: str) -> None:
     place = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -66,7 +105,7 @@ def test_weights_are_the_whole_models(kind: str, strategy: str, dtype: str, tmp_
     }
     with agent_store() as rendezvous:
         done = subprocess.run(
-            [sys.executable, "-c", START, str(source), str(tmp_path / "model"), strategy, dtype],
+            [sys.executable, "-c", script, *arguments],
             env={**os.environ, **rendezvous, **place},
             capture_output=True,
             text=True,

@@ -31,7 +31,7 @@ from shardkit.training.wrap import wrap
 from tests.osft.models import factored
 from tests.training.models import inputs, reference, save
 from tests.training.wrapping import same, whole
-from tests.worlds.ranks import Ranks, same_error
+from tests.worlds.ranks import Ranks, on_all, same_error
 
 pytestmark = pytest.mark.dist
 
@@ -94,7 +94,19 @@ def check(way: Way, out: Path) -> None:
     """All ranks together hold what one process computes, bit for bit."""
     model, ctx = prepared(out)
     assert {name for name, _ in model.named_parameters()} == set(torch.load(out / "expected.pt"))
-    model = shardkit.finalize(way.wrap(model), ctx, **way.options)
+    computed, compute = list[str](), factorise.factorise
+    factorise.factorise = lambda weight, target, svd: (
+        computed.append(target.path) or compute(weight, target, svd)
+    )
+    try:
+        model = shardkit.finalize(way.wrap(model), ctx, **way.options)
+    finally:
+        factorise.factorise = compute
+    every = on_all(computed) if dist.is_initialized() else [computed]
+    assert sorted(path for each in every for path in each) == sorted(
+        target.path for target in ctx.factoring.targets
+    )  # each once
+    assert {len(each) for each in every} <= {14 // len(every), -(-14 // len(every))}
     same(whole(model), torch.load(out / "expected.pt"), "factors")
     with torch.no_grad():
         logits = model(**inputs("llama")).logits
@@ -144,6 +156,13 @@ def test_what_was_saved_is_read_without_computing(out: Path) -> None:
         same(whole(shardkit.load_into(model, out / "saved")), expected, "loaded")
     finally:
         factorise.factorise = computing
+
+
+@two.test_each({"by all": None, "by the second": 0})
+def test_a_live_model_of_factors_takes_dense_weights(blind: int | None, out: Path) -> None:
+    model = wrapped(prepared(out)[0])
+    source = out / ("nowhere" if dist.get_rank() == blind else "dense")
+    same(whole(shardkit.load_into(model, source)), torch.load(out / "expected.pt"), "loaded")
 
 
 @two.test
