@@ -42,7 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats/hub",),
     ("formats/contract",),
     ("formats/torchsave",),
-    ("transfer/computed",),
+    ("transfer/computed", "transfer/factors"),
     ("transfer",),
     ("layout/choice",),
     ("layout",),

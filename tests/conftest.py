@@ -58,3 +58,11 @@ def fast_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.worlds.processes import fork_server
 
     monkeypatch.setattr(traced, "_spawn", fork_server().trace)
+
+
+@pytest.fixture
+def fast_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors are computed in this process, by the code of the child: starting one takes as long as importing torch."""
+    from tests.worlds.factors import WorkerHere
+
+    monkeypatch.setattr("shardkit.transfer.factors.fill.Worker", WorkerHere)

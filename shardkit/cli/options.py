@@ -37,10 +37,10 @@ def on_or_off(name: str, *, help: str) -> Option:
     )
 
 
-def dtype(name: str, *choices: str, help: str) -> Option:
+def dtype(name: str, *choices: str, help: str, default: str | None = "keep") -> Option:
     """Return an option for the dtype that floating tensors are converted to; `choices` are allowed too."""
     values = click.Choice(["keep", *choices, "bf16", "fp16", "fp32"])
-    return click.option(name, type=values, default="keep", show_default=True, help=help)
+    return click.option(name, type=values, default=default, show_default=True, help=help)
 
 
 dtype_rules = click.option(
@@ -107,6 +107,39 @@ max_memory = click.option(
     help="Memory for all buffers, e.g. 512MiB, 1GB.",
 )
 revision = click.option("--revision", metavar="REV", help="Branch, tag or commit of the repo.")
+
+
+osft = group(
+    click.option(
+        "--osft",
+        type=float,
+        metavar="RATIO",
+        help="Store weights as factors of which this share of directions is trained, e.g. 0.3.",
+    ),
+    click.option(
+        "--osft-targets",
+        metavar="GLOB,...",
+        help="Which weights: auto (by the architecture), or globs; !GLOB leaves weights dense. Default auto.",
+    ),
+    click.option(
+        "--osft-rank",
+        "osft_ranks",
+        multiple=True,
+        metavar="GLOB=K|RATIO",
+        help="Another number of frozen directions, or share that is trained, for some; repeatable.",
+    ),
+    click.option(
+        "--osft-svd",
+        type=click.Choice(["exact", "fp32"]),
+        help="exact computes in float64 (default); fp32 is a hundredth as exact.",
+    ),
+)
+
+
+def given(name: str) -> bool:
+    """True if a person gave a parameter of the command that runs."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not click.core.ParameterSource.DEFAULT
 
 
 def keys(default: str, meaning: str) -> Option:

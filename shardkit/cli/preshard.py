@@ -15,6 +15,7 @@ from shardkit.files import storage
 
 if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
+    from shardkit.operations.preshard.factors import OsftResult
 
 
 @click.command(
@@ -76,7 +77,12 @@ Examples:
     help="For Lightning: the attribute of the LightningModule that holds the model; default model.",
 )
 @click.option("--device", metavar="TYPE", help="For verl: the device type of its mesh; default cuda.")
-@opt.dtype("--dtype", help="Convert floating tensors.")
+@opt.osft
+@opt.dtype(
+    "--dtype",
+    default=None,
+    help="Convert floating tensors. Default keep; with --osft fp32, which factors are anyway.",
+)
 @opt.dtype_rules
 @opt.dequantize
 @opt.revision
@@ -89,7 +95,17 @@ Examples:
 )
 @opt.follow_links
 @opt.reporting
-def command(*, out: Output, source: str, output: str | None, **options: Any) -> None:
+def command(
+    *,
+    out: Output,
+    source: str,
+    output: str | None,
+    osft: float | None,
+    osft_targets: str | None,
+    osft_ranks: tuple[str, ...],
+    osft_svd: str | None,
+    **options: Any,
+) -> None:
     """Write SOURCE as one file for each rank of a device mesh, ready for torch.distributed.checkpoint.
 
     SOURCE is the directory or a file of a Hub model, or a repo id such as Qwen/Qwen3-8B. OUTPUT is the
@@ -100,9 +116,15 @@ def command(*, out: Output, source: str, output: str | None, **options: Any) -> 
     if not out.shows_bars and _is_on_the_hub(source):
         opt.silence_hub()
     from shardkit.operations.preshard import preshard
+    from shardkit.operations.preshard.factors import plan_of_options
 
+    plan = plan_of_options(osft, osft_targets, osft_ranks, osft_svd)
+    if not opt.given("max_memory"):
+        options["max_memory"] = None
     progress = make_progress(enabled=out.shows_bars)
-    result = preshard(source, output, progress=progress, on_warning=out.warn, on_step=out.step, **options)
+    result = preshard(
+        source, output, osft=plan, progress=progress, on_warning=out.warn, on_step=out.step, **options
+    )
     out.result(result, render)
 
 
@@ -142,6 +164,8 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     if result.dry_run:
         shards = [f"shard {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
         yield from limited("per rank", shards)
+    if result.osft is not None:
+        yield from _factors(result.osft, dry_run=result.dry_run)
     if result.num_tensors_with_empty_shards:
         yield "empty", f"{count(result.num_tensors_with_empty_shards, 'tensor')} with no rows on some ranks"
     yield from limited("tied", [" = ".join(map(escape, group)) + " (stored once)" for group in result.ties])
@@ -150,6 +174,38 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     if result.shares_extents:
         yield "disk", "blocks are shared with the source, most bytes are not copied"
     yield from ending(result)
+
+
+def _factors(osft: OsftResult, *, dry_run: bool) -> Iterator[tuple[str, str]]:
+    """Yield what the factors take, or how good they are."""
+    number = sum(kind.num_targets for kind in osft.kinds)
+    size = format_size(sum(kind.factor_bytes for kind in osft.kinds))
+    if not dry_run:
+        yield (
+            "factors",
+            f"{count(number, 'weight')}, {size}; error at most {osft.max_error:.1e}, orthogonal to "
+            f"{osft.max_orthogonality:.1e}",
+        )
+        return
+    yield "factors", f"{count(number, 'weight')}, {size}"
+    lines = [
+        f"{kind.num_targets} x {escape(kind.name)} [{kind.rows}, {kind.columns}]: {kind.rank} of "
+        f"{min(kind.rows, kind.columns)} directions frozen; {format_size(kind.factor_bytes)}, "
+        f"{kind.num_operations:.2g} operations, {format_size(kind.memory_bytes)} of memory, {_duration(kind.expected_s)}"
+        for kind in osft.kinds
+    ]
+    yield from limited("kind", lines)
+    yield (
+        "computing",
+        f"{count(osft.num_workers, 'process', 'processes')}, {format_size(osft.memory_bytes)} of memory, about "
+        f"{_duration(osft.expected_s)} at {osft.operations_per_s / 1e9:.0f}e9 operations/s for each core",
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _layout(result: PreshardResult) -> str:
@@ -163,6 +219,13 @@ def _how_to_load(result: PreshardResult) -> list[str]:
     usage = PROFILES[result.profile].usage
     if usage:
         return ["start from it:", *(f"  {line.format(output=result.output)}" for line in usage)]
+    if result.osft is not None:
+        return [
+            "start from it, on every rank:",
+            "  import shardkit",
+            f"  context = shardkit.prepare({result.source!r}, {result.output!r})",
+            "  model = shardkit.finalize(shardkit.wrap(context.model, mesh), context)",
+        ]
     if result.mesh.startswith("pp="):
         return [
             "load it on every rank, into the state dict of its stage, which is sharded for this mesh:",

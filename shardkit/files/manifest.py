@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, partial
@@ -33,8 +34,8 @@ from shardkit.files.links import locate
 from shardkit.files.strict_json import open_regular, parse_integer, read_exactly, read_small, uncollected
 
 NAME = "shardkit.json"
-FORMAT = 2
-"""The newest format. A manifest that says nothing that format 1 cannot say has that."""
+FORMAT = 3
+"""The newest format. A manifest that says nothing that format 1 cannot say has that; one with `osft` has this."""
 MAX_BYTES = 1 << 30
 _SIDECAR_ENDING = ".shardkit.json"
 _NUMBERS = range(1 << 62)
@@ -45,6 +46,7 @@ _MAX_SHOWN = 200  # characters of a name or value
 # An `int` is a whole number from 0 on, below 2^62. What else a value has to be stands beside its type.
 Crc32 = Annotated[int, range(1 << 32), "a CRC-32"]
 Sha256 = Annotated[str, re.compile(r"[0-9a-f]{64}"), "a sha256 in hex"]
+Measure = Annotated[float, (0.0, sys.float_info.max), "a number from 0 on"]
 DtypeName = Annotated[str, frozenset(BY_NAME), "a dtype that shardkit knows"]
 # No "", "." or "..", and no character that a file's name cannot have. Of the surrogates, Python gives U+DC80 to U+DCFF
 # to bytes that are not UTF-8.
@@ -231,6 +233,40 @@ class Derived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OsftModule:
+    """A linear layer whose weight is stored as factors."""
+
+    rank: int
+    """Directions that are frozen."""
+    shape: tuple[int, ...]
+    """Of the dense weight."""
+    algorithm: str | None = None
+    """How the factors were computed: "gram", "svd" or "svd fp32"."""
+    error: Measure | None = None
+    """Frobenius norm of what folding them misses, to the weight's; the norm itself if the weight is zero."""
+    orthogonality: Measure | None = None
+    """Largest absolute value of U'U - I and of VV' - I, over frozen and trained directions together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Osft:
+    """How weights became factors, of which most are frozen; as asked for, and what came of it."""
+
+    ratio: Measure
+    """Share of each target's directions that is trained."""
+    targets: tuple[str, ...]
+    """"auto" or globs."""
+    ranks: Mapping[str, int | float]
+    """By glob, instead of `ratio`: directions that are frozen, or a share that is trained."""
+    svd: str
+    """"exact" or "fp32"."""
+    dense_dtype: DtypeName
+    """Of most of the other weights. Factors are float32."""
+    modules: Mapping[str, OsftModule]
+    """By path, without `root`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HubTensor:
     """A tensor of a Hub model that was made from a checkpoint."""
 
@@ -273,6 +309,8 @@ class Presharded:
     """Tensors that are made of others of the source, by their names without `root`; their `source` is their own name."""
     dequantized: str | None = None
     """How weights are quantised in the source, such as "fp8", where plain ones were made of them; else None."""
+    osft: Osft | None = None
+    """What became factors; None if nothing did."""
     dtype: str
     """As asked for: "keep", "bf16", "fp16" or "fp32"."""
     dtype_rules: tuple[tuple[str, str], ...] | None = None
@@ -406,6 +444,8 @@ def format_of(manifest: Manifest) -> int:
     """Return the lowest format that can express a manifest, so that older readers read what they understand."""
     if not isinstance(manifest, Presharded):
         return 1
+    if manifest.osft is not None:  # whoever does not know it would take factors for weights
+        return 3
     is_plain = all(axis.role in ("replicate", "shard") for axis in manifest.mesh.axes)
     is_boxed = not any(
         text.startswith("SS") for tensor in manifest.tensors.values() for text in tensor.placements
@@ -419,7 +459,7 @@ def format_of(manifest: Manifest) -> int:
         and not manifest.derived
         and manifest.root is None
     )
-    return 1 if is_old else FORMAT
+    return 1 if is_old else 2
 
 
 def to_json(record: Any) -> dict[str, Any]:
@@ -612,6 +652,8 @@ def _decoder(hint: Any) -> _Decoder:
         return _records(hint)
     if origin is Annotated:
         kind, check, what = arguments
+        if kind is float:
+            return _scalars({int, float}, what, partial(_is_between, *check))
         is_good = check.fullmatch if isinstance(check, re.Pattern) else check.__contains__
         return _scalars({kind}, what, is_good)
     if origin is Mapping:
@@ -751,11 +793,16 @@ def _is_name_or_count(value: str | int) -> bool:
     return isinstance(value, str) or value in _NUMBERS
 
 
+def _is_between(least: float, most: float, value: float) -> bool:
+    return least <= value <= most
+
+
 _SCALARS: Mapping[Any, _Decoder] = {
     int: _scalars({int}, "an integer from 0 on", _NUMBERS.__contains__),
     str: _scalars({str}, "text"),
     bool: _scalars({bool}, "true or false"),
     str | int: _scalars({str, int}, "an integer from 0 on", _is_name_or_count),
+    int | float: _scalars({int, float}, "a number from 0 on", partial(_is_between, 0.0, sys.float_info.max)),
     object: list,
 }
 

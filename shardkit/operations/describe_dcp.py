@@ -32,6 +32,7 @@ from shardkit.keys.renaming import KeyRule
 from shardkit.layout.layout import Layout
 from shardkit.operations.casts import DtypeRule
 from shardkit.transfer.execute import SYNC_THREADS, FileDigest
+from shardkit.transfer.factors.fill import Measured
 from shardkit.transfer.stream import read_back
 
 # What a chunk adds beside the shard files: its entries in `.metadata` and in a chunk list. Measured for a 2-D weight:
@@ -62,6 +63,8 @@ class DcpOutput:
     """"crc32" or "none"."""
     dequantized: str | None = None
     """How weights are quantised in the source, where plain ones were made of them."""
+    osft: manifest.Osft | None = None
+    """Which weights are stored as factors, without what was measured."""
     dtype_rules: tuple[DtypeRule, ...] = ()
     """Other dtypes for some tensors, as asked for."""
     paths: Mapping[str, tuple[str | int, ...]] | None = None
@@ -79,11 +82,16 @@ class DcpOutput:
     objects: tuple[str, ...] = ()
     """Names of the byte entries."""
 
-    def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.Presharded:
+    def describe(
+        self,
+        crcs: Mapping[str, int] = MappingProxyType({}),
+        measured: Mapping[str, Measured] = MappingProxyType({}),
+    ) -> manifest.Presharded:
         """Return the manifest, as far as it is known before a byte moves.
 
         Args:
             crcs: CRC-32s of tensors, once they are known.
+            measured: how good factors are, by the path of their module, once they are computed.
         """
         layout, mesh, is_whole = self.layout, self.layout.mesh, self.optimizer_cast is not None
         placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
@@ -109,6 +117,7 @@ class DcpOutput:
                 for fqn, made in self.derived.items()
             ),
             dequantized=self.dequantized,
+            osft=_with_measured(self.osft, measured, self.root),
             dtype=self.cast,
             dtype_rules=tuple((rule.glob, rule.dtype) for rule in self.dtype_rules) or None,
             optimizer_dtype=self.optimizer_cast,
@@ -139,6 +148,26 @@ class DcpOutput:
         )
 
 
+def _with_measured(
+    osft: manifest.Osft | None, measured: Mapping[str, Measured], root: str
+) -> manifest.Osft | None:
+    if osft is None or not measured:
+        return osft
+    found = {path.removeprefix(root): each for path, each in measured.items()}
+    return replace(
+        osft,
+        modules={
+            path: replace(
+                module,
+                algorithm=found[path].algorithm,
+                error=found[path].error,
+                orthogonality=found[path].orthogonality,
+            )
+            for path, module in osft.modules.items()
+        },
+    )
+
+
 def _view(mesh: Mesh) -> manifest.MeshView:
     axes = zip(mesh.axes, mesh.digits, strict=True)
     return manifest.MeshView(
@@ -156,10 +185,18 @@ class Descriptions:
         job: what is being written.
         directory: where the files go; the shard files lie there too.
         sha256: take the sha256 of every file too; of shard files when they are finished, by reading them once more.
+        measured: is going to have what was measured of factors before the first file is finished.
     """
 
-    def __init__(self, job: DcpOutput, directory: str, *, sha256: bool = False) -> None:
-        self._job, self._directory, self._sha256 = job, directory, sha256
+    def __init__(
+        self,
+        job: DcpOutput,
+        directory: str,
+        *,
+        sha256: bool = False,
+        measured: Mapping[str, Measured] = MappingProxyType({}),
+    ) -> None:
+        self._job, self._directory, self._sha256, self._measured = job, directory, sha256, measured
         self._images = {image.name: image for image in job.output}
         self._line_makers = [self._lines_of(kind) for kind in job.output.kinds]
         self._lists: dict[str, manifest.File] = {}
@@ -224,7 +261,7 @@ class Descriptions:
         until_done([self._metadata])
         crcs = self._tensor_crcs(digests, scattered) if self._job.digest != "none" else {}
         content = replace(
-            self._job.describe(crcs),
+            self._job.describe(crcs, self._measured),
             files=tuple(self._listed(digests[name]) for name in self._images),
             others=tuple(others) or None,
             metadata=self._metadata.result(),
@@ -294,6 +331,7 @@ class FolderDescriptions:
         write_beside: writes the other files, when the shard files are finished.
         directory: where the output goes.
         sha256: take the sha256 of every file.
+        measured: as for `Descriptions`.
     """
 
     def __init__(
@@ -303,6 +341,7 @@ class FolderDescriptions:
         directory: str,
         *,
         sha256: bool = False,
+        measured: Mapping[str, Measured] = MappingProxyType({}),
     ) -> None:
         self._write_beside, self._directory, self._sha256 = write_beside, directory, sha256
         self._stack = contextlib.ExitStack()
@@ -310,7 +349,9 @@ class FolderDescriptions:
         for folder, output in folders.items():
             place = os.path.join(directory, folder)
             storage.make_directories(place)
-            self._of[folder] = self._stack.enter_context(Descriptions(output, place, sha256=sha256))
+            self._of[folder] = self._stack.enter_context(
+                Descriptions(output, place, sha256=sha256, measured=measured)
+            )
 
     def __enter__(self) -> FolderDescriptions:
         return self

@@ -23,7 +23,7 @@ from shardkit._version import __version__
 from shardkit.core.catalog import Catalog, FileStamp, SourceFile
 from shardkit.core.text import KIB, MIB, escape, parse_size
 from shardkit.core.threads import NoProgress, Progress
-from shardkit.errors import Interrupted, ResourceError, UsageError
+from shardkit.errors import IncompleteError, Interrupted, ResourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.staging import Staging, abandoned, journal_of, named, remove_abandoned
 from shardkit.formats.recorded import SourceManifests, find_manifests
@@ -38,8 +38,9 @@ from shardkit.operations.destination import (
 from shardkit.transfer.chains import Run
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.factors.fill import Filling
 from shardkit.transfer.images import ImageSet
-from shardkit.transfer.journal import Journal, read_finished, read_plan_hash
+from shardkit.transfer.journal import Journal, is_journal_of, read_finished, read_plan_hash, read_targets
 from shardkit.transfer.plan import TransferPlan
 
 DIGESTS = ("crc32", "none")
@@ -217,6 +218,10 @@ Describe = Callable[[str], AbstractContextManager[Describer]]
 """Returns what writes the rest of the files into a directory."""
 
 
+Fill = Callable[[Filling], Mapping[str, int]]
+"""Fills holes of a plan before anything moves; returns the CRC-32 of each of these tensors, by its name in the catalog."""
+
+
 class Writer:
     """One run of a verb that writes a directory. Its methods are called in the order in which they stand here.
 
@@ -281,19 +286,30 @@ class Writer:
         self._facts["source_manifests"] = tuple(found.paths)
         return found
 
-    def write(self, job: Job, describe: Describe, *, needed_bytes: int, share_extents: bool = False) -> None:
+    def write(
+        self,
+        job: Job,
+        describe: Describe,
+        *,
+        needed_bytes: int,
+        share_extents: bool = False,
+        fill: Fill | None = None,
+    ) -> None:
         """Write a job's output, or with a dry run check that it could be written.
 
-        On Ctrl-C or SIGTERM the staging directory stays for the next run; on any error it is removed.
+        On Ctrl-C or SIGTERM the staging directory stays for the next run, and where a process died that computed
+        something; on any other error it is removed.
 
         Args:
             job: what is to be written.
             describe: writes what lies beside the images.
             needed_bytes: room on the disk for everything that is written.
             share_extents: clone blocks of the source instead of copying them.
+            fill: fills holes before the engine does the rest, if the plan has such.
 
         Raises:
             Interrupted: after a signal.
+            IncompleteError: a process died that `fill` had started.
             IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises; or there is no room.
             UsageError: something else is at the destination by now, or `resume_from` cannot be resumed from.
         """
@@ -304,7 +320,10 @@ class Writer:
             resume_from = _check_resume_from(resume_from, self.path, job.plan_hash, resume=writing.resume)
         free = free_bytes(self.path)
         check_space(self.path, needed_bytes, resume_from=resume_from)
-        finished, source = (0, CheckedSource()) if writing.dry_run else self._run(job, describe, resume_from)
+        if writing.dry_run:
+            finished, source = 0, CheckedSource()
+        else:
+            finished, source = self._run(job, describe, resume_from, fill)
         self._facts |= {
             "num_files": len(sizes),
             "file_bytes": sizes,
@@ -331,7 +350,9 @@ class Writer:
             "warnings": (*warnings, *self._warnings),
         }
 
-    def _run(self, job: Job, describe: Describe, resume_from: str | None) -> tuple[int, CheckedSource]:
+    def _run(
+        self, job: Job, describe: Describe, resume_from: str | None, fill: Fill | None
+    ) -> tuple[int, CheckedSource]:
         """Return how many files an interrupted run had finished, and how much of the source was compared."""
         plan_hash, path, overwrite = job.plan_hash, self.path, self.writing.overwrite
         check = SourceCheck(job.plan.catalog) if self.options.check_source else None
@@ -346,7 +367,7 @@ class Writer:
                 contextlib.closing(Journal(staging.journal, plan_hash, staging.data)) as journal,
                 describe(staging.data) as descriptions,
             ):
-                self._move(job, staging.data, journal, descriptions, finished, check)
+                self._move(job, staging, journal, descriptions, finished, check, fill)
             if overwrite and storage.lexists(path):
                 check_replaceable(path, escape(path), overwrite=True, why_not=self._why_not)
             staging.commit(overwrite=overwrite)
@@ -361,6 +382,10 @@ class Writer:
                     signum=getattr(interrupt, "signum", signal.SIGINT),
                     hint="run the same command again to resume",
                 ) from interrupt
+        except IncompleteError:
+            if staging is not None:
+                staging.release()
+            raise
         except BaseException:
             if staging is not None and staging.is_committed:
                 staging.release()  # what was replaced stays until the new output is known to be on the disk
@@ -374,13 +399,26 @@ class Writer:
     def _move(
         self,
         job: Job,
-        directory: str,
+        staging: Staging,
         journal: Journal,
         descriptions: Describer,
         finished: Mapping[str, FileDigest],
         check: SourceCheck | None,
+        fill: Fill | None,
     ) -> None:
         """Move the bytes, and describe them beside."""
+        crcs = dict[str, int]()
+        if fill is not None:
+            here = Filling(
+                plan=job.plan,
+                directory=staging.data,
+                journal=journal,
+                earlier=read_targets(staging.journal, staging.data),
+                finished=finished,
+                check=check,
+                advance=self._progress.advance,
+            )
+            crcs |= fill(here)
 
         def on_finished(digest: FileDigest, runs: Sequence[Run]) -> None:
             journal.add(digest, None if check is None else check.dump(runs))
@@ -388,14 +426,15 @@ class Writer:
 
         execution = Execution(
             job.plan,
-            directory,
+            staging.data,
             self.options,
             finished=finished,
             on_finished=on_finished,
             progress=self._progress,
             check=check,
         )
-        descriptions.finish(*execution.run())
+        digests, scattered = execution.run()
+        descriptions.finish(digests, {**scattered, **crcs})
 
     def _staging(self, plan_hash: str, resume_from: str | None) -> Staging:
         """Take over what a dead run of this plan left, or begin anew."""
@@ -415,7 +454,8 @@ class Writer:
 def _summary(check: SourceCheck | None, plan: TransferPlan, options: ExecuteOptions) -> CheckedSource:
     if check is None:
         return CheckedSource()
-    names = dict.fromkeys(holes.source for holes in plan.images.tensors())
+    made_of = plan.made_of
+    names = dict.fromkeys(made_of.get(holes.source, holes.source) for holes in plan.images.tensors())
     return check.summary(names, looks_for_unread=options.share_extents and not options.digests)
 
 
@@ -457,28 +497,32 @@ def _finished(
 ) -> dict[str, FileDigest]:
     """Return what an interrupted run had finished, and remove everything else that lies there.
 
-    Half-written files and descriptions are made again. A run that was killed between exchanging the directories and
-    removing the old one left the whole old output there.
+    Half-written files and descriptions are made again, but for files in which holes were filled: what was computed is
+    kept, and compared with the journal. A run that was killed between exchanging the directories and removing the old
+    one left the whole old output there.
     """
     sizes = {image.name: image.size for image in job.output}
+    kept = set[str]()
+    if is_journal_of(staging.journal, job.plan_hash, staging.data):
+        kept |= {job.plan.images[number].name for holes in job.plan.filled.values() for number, _ in holes}
     finished = read_finished(staging.journal, staging.data, sizes, check)
     for number, image in enumerate(job.output):
         if image.name in finished:
             progress.advance(job.output.data_nbytes[number])
     with _translated(staging.data):
-        _remove_others(staging.data, finished)
+        _remove_others(staging.data, kept | finished.keys())
         # A file is made anew under the same name, and the journal vouches for it: after a power loss the name must
         # not stand for the earlier, half-written file.
         storage.sync_directories(staging.data)
     return finished
 
 
-def _remove_others(directory: str, finished: Collection[str]) -> None:
-    """Remove all files but the finished ones, and the folders that are left empty."""
+def _remove_others(directory: str, kept: Collection[str]) -> None:
+    """Remove all files but those that are kept, and the folders that are left empty."""
     for here, folders, names in storage.walk(directory, topdown=False):
         for name in names:
             path = os.path.join(here, name)
-            if os.path.relpath(path, directory) not in finished:
+            if os.path.relpath(path, directory) not in kept:
                 storage.unlink(path)
         for name in folders:
             path = os.path.join(here, name)

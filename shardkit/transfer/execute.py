@@ -175,11 +175,15 @@ class Execution:
         return self._digests, self._tensor_crcs
 
     def _create_files(self) -> None:
-        """Create every unfinished file at its full size: gaps are zeros, and a missing write shows."""
-        for image in self._plan.images:
+        """Create every unfinished file at its full size: gaps are zeros, and a missing write shows.
+
+        A file in which somebody has filled holes has that size, and nothing else in it but what this plan puts there.
+        """
+        kept = {image for holes in self._plan.filled.values() for image, _ in holes}
+        for number, image in enumerate(self._plan.images):
             if image.name in self._skipped:
                 continue
-            with self._opened(image, os.O_CREAT | os.O_TRUNC) as fd:
+            with self._opened(image, os.O_CREAT | (0 if number in kept else os.O_TRUNC)) as fd:
                 storage.ftruncate(fd, image.size)
             if len(image) == 0:
                 self._submit_finish(image, _ImageState())

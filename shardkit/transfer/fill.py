@@ -126,7 +126,7 @@ class Filler:
             crc = self._stream(stream, source, first, nbytes, dtype)
         elif fqn in self._plan.gathered:
             crc = self._gather(stream, image.hole(index), self._plan.catalog.tensors[fqn].dtype)
-        else:  # scattered before, and in another order, so the digest has to be read back
+        else:  # filled or scattered before, and in another order, so the digest has to be read back
             place = stream.position
             stream.step_over(nbytes)
             crc = read_back(self._fd, place, nbytes, self._buffer) if self._digests else 0

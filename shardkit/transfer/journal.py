@@ -1,4 +1,7 @@
-"""The journal of an unfinished run: one line for each file, written once the file is on disk."""
+"""The journal of an unfinished run: one line for each file, written once the file is on disk.
+
+Where weights become factors, there is a line for each of them before, once its factors are on disk.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,16 @@ class Journal:
         with self._lock:
             self._write(line)
 
+    def add_target(self, target: Mapping[str, object], source: Mapping[str, object] | None) -> None:
+        """Record a weight whose factors are in their holes. May be called from any thread.
+
+        Args:
+            target: its path as "path", and whatever a run that resumes needs.
+            source: as for `add`.
+        """
+        with self._lock:
+            self._write({"target": target, "source": source})
+
     def _write(self, line: Mapping[str, object]) -> None:
         text = ("" if "format" in line else "\n") + json.dumps(line)
         storage.append(self._fd, text.encode())
@@ -102,6 +115,21 @@ def read_finished(
         if check is None or check.load(line.get("source")):
             finished[digest.name] = digest
     return finished
+
+
+def is_journal_of(path: str, plan_hash: str, directory: str) -> bool:
+    """True if a journal is about the files of a plan in a directory."""
+    return _read_header(path) == _Header(plan_hash, storage.stat(directory).st_ino)
+
+
+def read_targets(path: str, directory: str) -> dict[str, dict[str, object]]:
+    """Return what a journal tells of weights whose factors were computed, by the weight's path."""
+    if _read_header(path).directory != storage.stat(directory).st_ino:
+        return {}
+    lines = ((line.get("target"), line) for line in _lines(path))
+    return {
+        str(target["path"]): line for target, line in lines if isinstance(target, dict) and "path" in target
+    }
 
 
 def _lines(path: str) -> list[dict[str, object]]:

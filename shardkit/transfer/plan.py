@@ -9,15 +9,18 @@ A hole is filled in one of three ways:
   put in its place;
 - *scattered* if a tensor is being cut along a later dim, or its bytes have to be decoded: the source is read
   once, block by block, and every block's part is put into each hole that wants it.
+
+Holes of factors were *filled* before: somebody else computes those.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
@@ -100,6 +103,10 @@ class TransferPlan:
     """Tensors whose holes are gathered, by the source's name."""
     scattered: dict[str, tuple[tuple[int, Hole], ...]]
     """(image index, hole) of every hole that is scattered, by the source's name."""
+    filled: dict[str, tuple[tuple[int, Hole], ...]]
+    """The same of the holes that are filled before anything moves, by the name of their tensor in the catalog."""
+    made_of: Mapping[str, str]
+    """What the tensors of `filled` are computed from, by their names; both in the catalog."""
     needs_torch: bool
     """torch converts or computes something."""
     read_bytes: int
@@ -110,17 +117,28 @@ class TransferPlan:
     """Bytes that fill holes. Progress counts these."""
 
 
-def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
+def build_plan(
+    images: ImageSet, catalog: Catalog, made_of: Mapping[str, str] = MappingProxyType({})
+) -> TransferPlan:
     """Return the plan that fills every hole of `images` from `catalog`.
 
     Every hole names a tensor of the catalog and lies inside it: the maker of the images has checked that.
+
+    Args:
+        images: with the holes.
+        catalog: the source.
+        made_of: tensors of the catalog whose holes somebody else fills -> what they are computed from.
     """
     by_source: dict[str, list[TensorHoles]] = {}
     for holes in images.tensors():
         by_source.setdefault(holes.source, []).append(holes)
     streamed, gathered = dict[str, FlatSource](), set[str]()
     scattered: dict[str, tuple[tuple[int, Hole], ...]] = {}
+    filled: dict[str, tuple[tuple[int, Hole], ...]] = {}
     for name, wanted in by_source.items():
+        if name in made_of:
+            filled[name] = tuple(hole for holes in wanted for hole in images.holes(holes.fqn))
+            continue
         entry = catalog.tensors[name]
         holes_are_runs = _are_runs((sizes for holes in wanted for sizes in holes.sizes), entry.shape)
         flat = flat_source(entry, catalog) if holes_are_runs else None
@@ -139,12 +157,20 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
         windowed=_windowed(streamed),
         gathered=frozenset(gathered),
         scattered=scattered,
+        filled=filled,
+        made_of=made_of,
         needs_torch=any(holes.dtype is not catalog.tensors[holes.source].dtype for holes in every)
         or any(file.compute is not None and file.compute.needs_torch for file in catalog.files),
-        read_bytes=sum(catalog.tensors[holes.source].nbytes for holes in every),
+        read_bytes=sum(catalog.tensors[name].nbytes for name in _read(every, made_of)),
         written_bytes=sum(image.size for image in images),
         hole_bytes=sum(holes.nbytes for holes in every),
     )
+
+
+def _read(every: Iterable[TensorHoles], made_of: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is read for some holes: once for each tensor, and once for all factors of a weight."""
+    yield from (holes.source for holes in every if holes.source not in made_of)
+    yield from dict.fromkeys(made_of.values())
 
 
 def _windowed(streamed: dict[str, FlatSource]) -> frozenset[str]:

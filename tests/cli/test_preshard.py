@@ -16,6 +16,8 @@ import pytest
 import shardkit
 from shardkit.cli import preshard as preshard_command
 from shardkit.operations.preshard import PreshardResult
+from shardkit.operations.preshard.factors import OsftKind, OsftResult
+from shardkit.osft.plan import OsftPlan
 
 ARGS = ["preshard", "tiny", "--world-size", "4", "--wrap", "none"]
 
@@ -48,6 +50,7 @@ RESULT = PreshardResult(
     ties=(("embed.weight", "lm_head.weight"),),
     omitted=(("ids", "a buffer"),),
     skipped=(),
+    osft=None,
     notes=("a note",),
     warnings=("a \x1b warning",),
 )
@@ -95,6 +98,57 @@ def test_text(dry_run, text):
     assert "\n".join(lines) + "\n" == text
 
 
+OSFT = OsftResult(
+    kinds=(
+        OsftKind(
+            name="layers.*.up",
+            num_targets=32,
+            rows=12288,
+            columns=4096,
+            rank=2867,
+            factor_bytes=8 << 30,
+            num_operations=46 * 10**12,
+            memory_bytes=2 << 30,
+            expected_s=3840.0,
+        ),
+    ),
+    num_workers=2,
+    memory_bytes=4 << 30,
+    expected_s=1920.0,
+    operations_per_s=12e9,
+    max_error=4e-8,
+    max_orthogonality=2e-8,
+)
+
+
+def test_factors_are_told():
+    lines = preshard_command.render(replace(RESULT, dry_run=True, osft=replace(OSFT, max_error=None)))
+    assert [line.strip() for line in lines if "actors" in line or "kind" in line or "computing" in line] == [
+        "factors    32 weights, 8.0 GiB",
+        "kind       32 x layers.*.up [12288, 4096]: 2867 of 4096 directions frozen; 8.0 GiB, 4.6e+13 operations, "
+        "2.0 GiB of memory, 64 min",
+        "computing  2 processes, 4.0 GiB of memory, about 32 min at 12e9 operations/s for each core",
+    ]
+    lines = preshard_command.render(replace(RESULT, osft=OSFT))
+    assert "  factors  32 weights, 8.0 GiB; error at most 4.0e-08, orthogonal to 2.0e-08" in lines
+    assert "  context = shardkit.prepare('org/model', '/data/model-dp_shard4')" in lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--osft 1", "full fine-tuning"),
+        ("--osft 0", "nothing would be trained"),
+        ("--osft-svd exact", "without --osft"),
+        ("--osft 0.3 --osft-rank a=b", "GLOB=RATIO"),
+    ],
+)
+def test_options_of_factors_are_refused(run, flags, said):
+    found = run(*ARGS, *flags.split())
+    assert found.exit_code == 2
+    assert said in found.stderr
+
+
 def test_streams(run, monkeypatch):
     monkeypatch.setattr("shardkit.operations.preshard.preshard", lambda *args, **options: RESULT)
     human, document = run(*ARGS), run(*ARGS, "--json")
@@ -110,7 +164,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "shardkit.operations.preshard.preshard",
         lambda *args, **options: seen.update(options, args=args) or RESULT,
     )
-    flags = "--mesh dp_shard=4 --parallel-rule *.q=colwise --stages m:f --layout declared --keys k.toml --names hub --profile lightning --attribute net --dtype bf16 --revision r --variant v --overwrite -n --no-resume --digest none"
+    flags = "--mesh dp_shard=4 --parallel-rule *.q=colwise --stages m:f --layout declared --keys k.toml --names hub --profile lightning --attribute net --osft 0.3 --osft-targets auto,!*.k --osft-rank *.o=7 --osft-svd fp32 --dtype bf16 --revision r --variant v --overwrite -n --no-resume --digest none"
     run(*ARGS, "out", *flags.split(), "--jobs", "3", "--max-memory", "1GB", "--trust-remote-code", "--json")
     assert type(seen.pop("progress")).__name__ == "NoProgress"
     assert callable(seen.pop("on_warning"))
@@ -128,6 +182,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "profile": "lightning",
         "attribute": "net",
         "device": None,
+        "osft": OsftPlan(ratio=0.3, targets="auto,!*.k", ranks={"*.o": 7}, svd="fp32"),
         "dtype_rules": (),
         "dequantize": False,
         "dtype": "bf16",

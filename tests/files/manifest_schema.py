@@ -22,6 +22,7 @@ _SCALARS: dict[Any, dict[str, Any]] = {
     int: {"type": "integer", "minimum": 0},
     str: {"type": "string"},
     bool: {"type": "boolean"},
+    float: {"type": "number", "minimum": 0},
     NoneType: {"type": "null"},
     object: {},
 }
@@ -64,6 +65,8 @@ def _of(hint: Any, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def _of_check(check: Any) -> dict[str, Any]:
     if isinstance(check, range):
         return {"maximum": check.stop - 1}
+    if isinstance(check, tuple):
+        return {}
     if isinstance(check, re.Pattern):  # ECMA-262 has no \Z
         return {"pattern": f"^(?:{check.pattern})$".replace("\\Z", "$").replace("\\0", "\\u0000")}
     return {"enum": sorted(check)}

@@ -14,7 +14,7 @@ from shardkit.core.catalog import TensorEntry
 from shardkit.core.mesh import Mesh
 from shardkit.core.placements import REPLICATE, Placement, Placements
 from shardkit.core.text import escape
-from shardkit.errors import PolicyError
+from shardkit.errors import MeshError
 from shardkit.keys.expressions import made_name
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.osft.plan import Candidate, OsftPlan, Target, choose_targets, shard_dim
@@ -28,13 +28,13 @@ def check_osft_mesh(mesh: Mesh) -> None:
     """Refuse a mesh that cuts weights of layers, or deals layers out: factors are sharded by `fully_shard` alone.
 
     Raises:
-        PolicyError: names its axes.
+        MeshError: names its axes.
     """
     axes = [axis.name for axis in mesh.axes if axis.role == "tensor"]
     axes += ["ep"] * (mesh.ep > 1) + ["pp"] * (mesh.pp > 1)
     if axes:
-        raise PolicyError(
-            f"OSFT on --mesh {mesh}: the factors of a layer are not cut over {' and '.join(axes)}",
+        raise MeshError(
+            f"--mesh {mesh}: OSFT: the factors of a layer are not cut over {' and '.join(axes)}",
             hint="take a mesh of dp_replicate and dp_shard",
         )
 

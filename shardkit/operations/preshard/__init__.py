@@ -32,9 +32,11 @@ from shardkit.operations.casts import dequantized_as, parse_rules
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space
+from shardkit.operations.preshard.factors import OsftResult, OsftRun, as_plan
 from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job
 from shardkit.operations.preshard.profiles import find_profile, write_companions
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
+from shardkit.osft.plan import OsftPlan
 
 _MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
 
@@ -65,6 +67,8 @@ class PreshardResult(WriteResult):
     ties: tuple[tuple[str, ...], ...]
     omitted: tuple[tuple[str, str], ...]
     """(name, reason) of source tensors that are not in the output."""
+    osft: OsftResult | None
+    """What became factors, and what that takes; None without `osft`."""
     skipped: tuple[tuple[str, str], ...]
     """(name, reason) of files that hold weights beside the model's own; they are not in the output either."""
 
@@ -85,7 +89,8 @@ def preshard(
     profile: str = "plain",
     attribute: str | None = None,
     device: str | None = None,
-    dtype: str = "keep",
+    osft: OsftPlan | float | None = None,
+    dtype: str | None = None,
     dtype_rules: Sequence[str] = (),
     dequantize: bool = False,
     revision: str | None = None,
@@ -99,7 +104,7 @@ def preshard(
     check_source: bool = True,
     source_manifest: str | os.PathLike[str] | None = None,
     jobs: int = 2,
-    max_memory: str | int = 256 * MIB,
+    max_memory: str | int | None = None,
     trust_remote_code: bool = False,
     follow_links: bool = False,
     progress: Progress | None = None,
@@ -127,7 +132,10 @@ def preshard(
             "lightning" (FSDPStrategy), "lightning-mp" (ModelParallelStrategy), "transformers" or "verl".
         attribute: with a profile of Lightning, the attribute of the LightningModule that holds the model; "" if none does.
         device: with profile "verl", the device type of its mesh, which is named in the files; "cuda" by default.
-        dtype: "keep", "bf16", "fp16" or "fp32"; only floating tensors are converted.
+        osft: store weights as factors, most of which are frozen in training: a plan, or the share of each weight's singular
+            directions that is trained.
+        dtype: "keep", "bf16", "fp16" or "fp32"; only floating tensors are converted. By default "keep", and with `osft`
+            "fp32". Factors are float32 in any case.
         dtype_rules: "GLOB=fp32" for other dtypes of some tensors, by their names in the output. The last that matches
             wins; each must match.
         dequantize: make plain weights of fp8 and MXFP4 ones, in bfloat16 unless a dtype is asked for. Quantised sources
@@ -145,8 +153,9 @@ def preshard(
             refused before the output appears.
         source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
             `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
-        jobs: threads.
-        max_memory: bytes for all buffers, as a number or as "512MiB".
+        jobs: threads; and with `osft` most processes that compute factors.
+        max_memory: bytes for all buffers, as a number or as "512MiB"; by default 256 MiB. With `osft` it bounds the processes
+            that compute factors too, which by default may take what the machine has left.
         trust_remote_code: the model's own code may run while its layout is traced, and where it converts tensors in a way
             that is not known here.
         follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
@@ -160,9 +169,11 @@ def preshard(
         SourceError: the source is damaged or does not fit the model.
         IntegrityError: its bytes are not what its checksums say.
         ResourceError: disk, permission or network.
+        IncompleteError: a process died that computed factors; what was finished is kept.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
-    source = os.fspath(source)
+    source, plan = os.fspath(source), as_plan(osft)
+    dtype = dtype or ("keep" if plan is None else "fp32")
     parsed = parse_mesh(mesh, world_size)
     options = JobOptions(
         wrap=wrap,
@@ -174,6 +185,7 @@ def preshard(
         profile=find_profile(profile),
         attribute=attribute,
         device=device,
+        osft=plan,
         dtype=dtype,
         dtype_rules=parse_rules(dtype_rules),
         digest=digest,
@@ -185,7 +197,7 @@ def preshard(
         "preshard",
         Moving(
             jobs=jobs,
-            max_memory=max_memory,
+            max_memory=256 * MIB if max_memory is None else max_memory,
             digest=digest,
             check_source=check_source,
             source_manifest=source_manifest,
@@ -204,20 +216,25 @@ def preshard(
     assert plain.hub is not None
     path = writer.check_destination(os.fspath(output or _default_output(plain.hub, local, parsed)), local)
     job = build_job(plain, parsed, options, on_step or silent)
+    run = OsftRun.of(plan, job.factored, jobs=jobs, max_memory=max_memory)
     writer.warn(job.warnings)
     shared = _shareable_bytes(job)
     shares = shared > 0 and can_share_extents(plain.hub.catalog, os.path.dirname(path))
     writer.write(
         job,
-        partial(_describe, job, sha256=sha256),
+        partial(_describe, job, run, sha256=sha256),
         needed_bytes=_needed_bytes(job, path, shared if shares else 0),
         share_extents=shares,
+        fill=None if run is None else run.fill,
     )
     is_mostly_shared = shares and shared > job.plan.written_bytes // 2
-    return _result(job, source, writer.facts(job.warnings), shares_extents=is_mostly_shared)
+    facts = {**writer.facts(job.warnings), "osft": None if run is None else run.result()}
+    return _result(job, source, facts, shares_extents=is_mostly_shared)
 
 
-def _describe(job: PreshardJob, directory: str, *, sha256: bool) -> FolderDescriptions | FileDescriptions:
+def _describe(
+    job: PreshardJob, run: OsftRun | None, directory: str, *, sha256: bool
+) -> FolderDescriptions | FileDescriptions:
     """Return what writes the files beside the shards into a directory."""
     write_beside = partial(
         write_companions,
@@ -229,7 +246,13 @@ def _describe(job: PreshardJob, directory: str, *, sha256: bool) -> FolderDescri
     )
     if isinstance(job.part, FilesOutput):
         return FileDescriptions(job.part, write_beside, directory, sha256=sha256)
-    return FolderDescriptions({job.profile.folder: job.part}, write_beside, directory, sha256=sha256)
+    return FolderDescriptions(
+        {job.profile.folder: job.part},
+        write_beside,
+        directory,
+        sha256=sha256,
+        measured={} if run is None else run.measured,
+    )
 
 
 def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:

@@ -7,10 +7,10 @@ Building a job reads headers, traces a layout, and reads the bytes of tied tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardkit.core.catalog import FileStamp
+from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, format_size, listed
@@ -23,6 +23,7 @@ from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
 from shardkit.keys.expressions import Expression, Opaque, Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names, foreign_type
 from shardkit.layout.choice.choose import OnStep, make_layout, silent
+from shardkit.layout.choice.factored import factor_layout
 from shardkit.layout.choice.parallel_rules import ParallelRule, data_axes, parallelise
 from shardkit.layout.layout import Layout, declare
 from shardkit.layout.own_code import of_directory
@@ -37,6 +38,7 @@ from shardkit.operations.casts import (
 from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.describe_files import FilesOutput
 from shardkit.operations.keys import NONE, load_rules
+from shardkit.operations.preshard.factors import check_osft, computed_by, describe_osft
 from shardkit.operations.preshard.profiles import (
     PROFILES,
     Profile,
@@ -47,8 +49,10 @@ from shardkit.operations.preshard.profiles import (
     with_config,
 )
 from shardkit.operations.write import hash_plan
+from shardkit.osft.plan import OsftPlan
 from shardkit.transfer.bound import bind
 from shardkit.transfer.converted import group_nbytes, opaque_groups
+from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight, add_factors, factored_weight
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.rank_files import RankImages
 from shardkit.transfer.sources import same_bytes
@@ -76,6 +80,8 @@ class JobOptions:
     """Where the trainer's module holds the model; None for the profile's own."""
     device: str | None = None
     """Device type of the mesh, for a profile whose files name it; None for CUDA."""
+    osft: OsftPlan | None = None
+    """Which weights become factors; None if none do."""
     dtype: str = "keep"
     """"keep", "bf16", "fp16" or "fp32"."""
     dtype_rules: tuple[DtypeRule, ...] = ()
@@ -108,6 +114,8 @@ class PreshardJob:
     output: DcpImages | JoinedImages | RankImages
     """Its images, named as in the whole directory."""
     plan: TransferPlan
+    factored: tuple[FactoredWeight, ...]
+    """Weights of the plan's catalog that become factors."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -125,6 +133,7 @@ class PreshardJob:
             description=self.part.describe(),
             profile=self.profile.name,
             companions=_hex(self.profile.companions),
+            computed_by=computed_by() if self.factored else None,
             assets=[(name, FileStamp.of(storage.stat(path))) for name, path in self.assets.items()],
         )
 
@@ -154,17 +163,21 @@ def build_job(
     check_cast("--names", options.names, ("live", "hub"))
     check_cast("--layout", options.layout, ("auto", "traced", "declared"))
     _check_keys(options)
+    if options.osft is not None:
+        check_osft(profile, mesh, options.keys)
     layout = _placed(_choose_layout(model, mesh, options, on_step), options)
     whole = tuple(_taken_whole(model, layout))
-    if layout.made:
-        convert = of_directory(model.directory, trust_remote_code=options.trust_remote_code)
-        model = replace(model, catalog=bind(model.catalog, layout.made, convert))
+    factored = tuple(factored_weight(target, layout.sources) for target in layout.factored.values())
+    model = replace(model, catalog=_bound(model, layout, factored, options))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
+    made_of = {name: weight.source for weight in factored for name in weight.factors}
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
-    held = held_dtypes(model.catalog, sources, checkpoint.dequantized, layout.made)
+    dense = {fqn: source for fqn, source in sources.items() if source not in made_of}
+    held = held_dtypes(model.catalog, dense, checkpoint.dequantized, layout.made)
     dtypes, notes = _choose_dtypes(held, layout, options.dtype)
     dtypes = apply_rules(options.dtype_rules, held, dtypes)
-    content = _Content(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes)
+    dtypes |= dict.fromkeys(sources.keys() - dense.keys(), FACTOR_DTYPE)
+    content = _Content(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes, made_of=made_of)
     part = _part(model, content, options, checkpoint.dequantized)
     output = _in_folder(part, profile.folder)
     assets = find_assets(profile, model)
@@ -178,7 +191,8 @@ def build_job(
         part=part,
         assets=assets,
         output=output,
-        plan=build_plan(output, model.catalog),
+        plan=build_plan(output, model.catalog, made_of),
+        factored=factored,
         notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),
         warnings=(
             *not_for_stock(layout),
@@ -204,6 +218,17 @@ def _check_keys(options: JobOptions) -> None:
         )
 
 
+def _bound(
+    model: HubModel, layout: Layout, factored: Sequence[FactoredWeight], options: JobOptions
+) -> Catalog:
+    """Return a catalog that has all sources of a layout: what is made of others, and factors."""
+    catalog = model.catalog
+    if layout.made:
+        convert = of_directory(model.directory, trust_remote_code=options.trust_remote_code)
+        catalog = bind(catalog, layout.made, convert)
+    return add_factors(catalog, factored) if factored else catalog
+
+
 def _choose_layout(model: HubModel, mesh: Mesh, options: JobOptions, on_step: OnStep) -> Layout:
     """Return which rank holds which regions, under the model's own names; errors as for `build_job`."""
     laid_on = data_axes(mesh) if options.parallel else mesh
@@ -219,6 +244,8 @@ def _choose_layout(model: HubModel, mesh: Mesh, options: JobOptions, on_step: On
         layout = _lay_out_by_rules(model, laid_on, options.wrap, load_rules(keys))
     elif options.names == "hub":
         layout = declare(model.catalog.tensors, laid_on, options.wrap, model.config, reason="--names hub")
+        if options.osft is not None:
+            layout = factor_layout(layout, options.osft, model.catalog.tensors, model.config)
     else:
         layout = make_layout(
             model,
@@ -226,6 +253,7 @@ def _choose_layout(model: HubModel, mesh: Mesh, options: JobOptions, on_step: On
             options.wrap,
             stages=options.stages,
             dtype=CASTS.get(options.dtype),
+            osft=options.osft,
             trust_remote_code=options.trust_remote_code,
             origin=options.layout,
             on_step=on_step,
@@ -261,6 +289,8 @@ class _Content:
     """The name of each stored tensor in the catalog."""
     dtypes: Mapping[str, DType]
     """What each stored tensor becomes."""
+    made_of: Mapping[str, str]
+    """Name of each factor in the catalog -> the weight there that it is computed from."""
 
 
 def _part(
@@ -288,14 +318,21 @@ def _dcp_part(
     model: HubModel, content: _Content, options: JobOptions, dequantized: Dequantized | None
 ) -> DcpOutput:
     layout, aliases, sources = content.layout, content.aliases, content.sources
+    derived = _derived(content)
     return DcpOutput(
         output=DcpImages(layout, content.dtypes, sources, _phase(model, content.dtypes, sources)),
         layout=layout,
-        entries={fqn: model.catalog.tensors[source] for fqn, source in sources.items()},
+        entries={
+            fqn: model.catalog.tensors[content.made_of.get(source, source)] for fqn, source in sources.items()
+        },
         dtypes=content.dtypes,
         sources=sources,
         aliases=aliases,
-        derived=_derived(content),
+        derived=derived,
+        file_names=_names_of_derived(layout, derived, options.root),
+        osft=None
+        if options.osft is None
+        else describe_osft(options.osft, layout, content.dtypes, options.root),
         root=options.root,
         paths=options.profile.paths(fqn for name in layout.tensors for fqn in (name, *aliases.get(name, ()))),
         identity=model.identity,
@@ -307,9 +344,21 @@ def _dcp_part(
 
 
 def _derived(content: _Content) -> dict[str, Expression]:
-    """Return what each tensor is made of that is no tensor of the source itself."""
-    made = content.layout.made
-    return {fqn: made[source] for fqn, source in content.sources.items() if source in made}
+    """Return what each tensor is made of that is no tensor of the source itself, and so is a weight behind factors."""
+    layout = content.layout
+    dense = {target.weight: layout.sources[target.weight] for target in layout.factored.values()}
+    made = layout.made
+    return {fqn: made[source] for fqn, source in {**content.sources, **dense}.items() if source in made}
+
+
+def _names_of_derived(layout: Layout, derived: Mapping[str, Expression], root: str) -> dict[str, str]:
+    """Return the source of factors whose weight is derived: its own name."""
+    return {
+        name: target.weight.removeprefix(root)
+        for target in layout.factored.values()
+        if target.weight in derived
+        for name in target.shapes
+    }
 
 
 def _in_folder(part: DcpOutput | FilesOutput, folder: str) -> DcpImages | JoinedImages | RankImages:

@@ -6,7 +6,7 @@ import pytest
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.mesh import parse_mesh
-from shardkit.errors import LayoutError, PolicyError, ShardkitError
+from shardkit.errors import LayoutError, MeshError, ShardkitError
 from shardkit.layout.choice.choose import make_layout
 from shardkit.layout.choice.factored import check_osft_mesh, factor_layout, factors_below
 from shardkit.layout.layout import declare
@@ -130,6 +130,6 @@ def test_a_tie_is_no_target() -> None:
 
 @pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "dp_shard=2,ep=2", "pp=2,dp_shard=2"])
 def test_other_meshes_are_refused(mesh: str) -> None:
-    with pytest.raises(PolicyError, match="factors of a layer"):
+    with pytest.raises(MeshError, match="factors of a layer"):
         check_osft_mesh(parse_mesh(mesh, None))
     check_osft_mesh(parse_mesh("dp_replicate=2,dp_shard=2", None))

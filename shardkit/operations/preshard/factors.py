@@ -1,0 +1,257 @@
+"""Preshard with OSFT: what is refused, what the factors cost, and how they are computed and described."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from shardkit.core.dtypes import DType
+from shardkit.core.mesh import Mesh
+from shardkit.core.text import parse_size
+from shardkit.errors import UsageError
+from shardkit.files import manifest
+from shardkit.layout.choice.factored import check_osft_mesh
+from shardkit.layout.layout import Layout
+from shardkit.operations.keys import NONE
+from shardkit.operations.preshard.profiles import Profile
+from shardkit.osft.plan import OsftPlan, Target, parse_ranks
+from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight
+from shardkit.transfer.factors.fill import Factoring, FactorRun, Filling, Measured, choose_num_workers
+
+OPERATIONS_PER_S = 12e9
+"""Of one core: measured with targets of 1024 to 4096 directions on a server's core of 2023. A weight that is nearly
+singular takes five times as long."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+# Lines of /proc/cpuinfo that tell one type of CPU from another.
+_CPU_LINES = (
+    "vendor_id",
+    "cpu family",
+    "model",
+    "model name",
+    "stepping",
+    "CPU implementer",
+    "CPU part",
+    "flags",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OsftKind:
+    """Targets of one size and rank, at like places in the model."""
+
+    name: str
+    """Path with * for numbers: "model.layers.*.mlp.up_proj"."""
+    num_targets: int
+    rows: int
+    columns: int
+    rank: int
+    """k: directions that are frozen."""
+    factor_bytes: int
+    """Of all of them."""
+    num_operations: int
+    """Floating point operations for all of them."""
+    memory_bytes: int
+    """What the decomposition of one takes at its peak."""
+    expected_s: float
+    """For all of them, on one core."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OsftResult:
+    """What the factors of a run cost, and how good they are."""
+
+    kinds: tuple[OsftKind, ...]
+    num_workers: int
+    """Processes that compute at a time."""
+    memory_bytes: int
+    """What all of these take at their peak, besides interpreters."""
+    expected_s: float
+    """For all targets, with these processes on a core each."""
+    operations_per_s: float
+    """What that is reckoned with."""
+    max_error: float | None
+    """The largest of all targets; None before they are computed."""
+    max_orthogonality: float | None
+
+
+def as_plan(osft: OsftPlan | float | None) -> OsftPlan | None:
+    """Return a plan, of a ratio too."""
+    return OsftPlan(ratio=osft) if isinstance(osft, (int, float)) else osft
+
+
+def plan_of_options(
+    ratio: float | None, targets: str | None, ranks: Iterable[str], svd: str | None
+) -> OsftPlan | None:
+    """Return the plan that the options of the command line say; None without --osft.
+
+    Raises:
+        UsageError: some are given without --osft, or cannot be carried out.
+    """
+    if ratio is None:
+        given = {"--osft-targets": targets, "--osft-rank": tuple(ranks), "--osft-svd": svd}
+        UsageError.raise_for(
+            [option for option, value in given.items() if value],
+            "options for factors, without --osft",
+            hint="--osft 0.3 trains three tenths of each target's singular directions",
+        )
+        return None
+    about = {name: value for name, value in (("targets", targets), ("svd", svd)) if value is not None}
+    return OsftPlan(ratio=ratio, ranks=parse_ranks(ranks), **about)  # type: ignore[arg-type]  # checked there
+
+
+def check_osft(profile: Profile, mesh: Mesh, keys: str) -> None:
+    """Refuse what cannot start from factors.
+
+    Args:
+        profile: the trainer that is to start.
+        mesh: its device mesh.
+        keys: key rules, as `--keys` takes them.
+
+    Raises:
+        MeshError, UsageError: it cannot.
+    """
+    check_osft_mesh(mesh)
+    if profile.form != "dcp" or profile.key_sets:
+        raise UsageError(
+            f"--osft with --profile {profile.name}: this trainer builds its own layers, and has none for factors",
+            hint="take profile plain, accelerate, lightning or lightning-mp, whose models are the caller's",
+        )
+    if keys != NONE:
+        raise UsageError(
+            "--osft with --keys: factors are for the layers of transformers' models",
+            hint="leave one of them out",
+        )
+
+
+def choose_memory(max_memory: str | int | None) -> int | None:
+    """Return the memory for processes that compute factors; None where a person did not say."""
+    return None if max_memory is None else parse_size(max_memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OsftRun:
+    """Computes the factors of a job, and keeps what was measured."""
+
+    factoring: Factoring
+    measured: dict[str, Measured] = field(default_factory=dict)
+    """By the target's path; empty before."""
+
+    @classmethod
+    def of(
+        cls,
+        plan: OsftPlan | None,
+        weights: tuple[FactoredWeight, ...],
+        *,
+        jobs: int,
+        max_memory: str | int | None,
+    ) -> OsftRun | None:
+        """Return the run for some weights; None if there are none.
+
+        Raises:
+            UsageError: the memory is too little for one of them.
+        """
+        if plan is None:
+            return None
+        targets = [weight.target for weight in weights]
+        workers = choose_num_workers(targets, jobs, choose_memory(max_memory))
+        return cls(factoring=Factoring(weights=weights, svd=plan.svd, num_workers=workers))
+
+    def fill(self, filling: Filling) -> dict[str, int]:
+        """Fill the holes of all factors; return the CRC-32 of each, by its name in the catalog."""
+        self.measured.update(FactorRun(self.factoring, filling).run())
+        return {name: crc for each in self.measured.values() for name, crc in each.whole.items()}
+
+    def result(self) -> OsftResult:
+        """Return what it costs, and how good it is if it has run."""
+        targets = [weight.target for weight in self.factoring.weights]
+        workers, seconds = self.factoring.num_workers, [_expected_s(target) for target in targets]
+        found = self.measured.values()
+        largest = sorted((target.svd_nbytes for target in targets), reverse=True)[:workers]
+        return OsftResult(
+            kinds=tuple(kinds_of(targets)),
+            num_workers=workers,
+            memory_bytes=sum(largest),
+            expected_s=round(max([sum(seconds) / workers, *seconds]), 3),
+            operations_per_s=OPERATIONS_PER_S,
+            max_error=max((each.error for each in found), default=None),
+            max_orthogonality=max((each.orthogonality for each in found), default=None),
+        )
+
+
+def _expected_s(target: Target) -> float:
+    return target.num_operations / OPERATIONS_PER_S
+
+
+def kinds_of(targets: Iterable[Target]) -> list[OsftKind]:
+    """Return the kinds of targets, in the order of the model."""
+    groups: dict[tuple[str, int, int, int], list[Target]] = {}
+    for target in targets:
+        name = _NUMBER.sub("*", target.path)
+        groups.setdefault((name, target.rows, target.columns, target.rank), []).append(target)
+    return [
+        OsftKind(
+            name=name,
+            num_targets=len(each),
+            rows=rows,
+            columns=columns,
+            rank=rank,
+            factor_bytes=sum(target.factors_nbytes for target in each),
+            num_operations=sum(target.num_operations for target in each),
+            memory_bytes=each[0].svd_nbytes,
+            expected_s=round(sum(map(_expected_s, each)), 3),
+        )
+        for (name, rows, columns, rank), each in groups.items()
+    ]
+
+
+def describe_osft(plan: OsftPlan, layout: Layout, dtypes: Mapping[str, DType], root: str) -> manifest.Osft:
+    """Return what a manifest says of factors before they are computed.
+
+    Args:
+        plan: what was asked for.
+        layout: what came of it.
+        dtypes: of everything that is stored, by name.
+        root: what stands before the model's own names.
+    """
+    targets, sizes = layout.factored.values(), Counter[str]()
+    factors = {name for target in targets for name in target.shapes}
+    for name, dtype in dtypes.items():
+        if name not in factors and dtype.is_convertible:
+            sizes[dtype.name] += prod(layout.tensors[name].shape)
+    return manifest.Osft(
+        ratio=plan.ratio,
+        targets=plan.globs,
+        ranks=plan.ranks,
+        svd=plan.svd,
+        dense_dtype=max(sizes, key=sizes.__getitem__, default=FACTOR_DTYPE.name),
+        modules={
+            target.path.removeprefix(root): manifest.OsftModule(
+                rank=target.rank, shape=(target.rows, target.columns)
+            )
+            for target in targets
+        },
+    )
+
+
+def computed_by() -> dict[str, object]:
+    """Return what the bits of a decomposition depend upon: torch and the type of the CPU."""
+    import torch
+
+    lines: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                lines.setdefault(name.strip(), value.strip())
+    except OSError:
+        lines["model name"] = platform.processor() or platform.machine()
+    return {
+        "torch": torch.__version__,
+        "built": torch.__config__.show(),
+        "cpu": [lines.get(name) for name in _CPU_LINES],
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }

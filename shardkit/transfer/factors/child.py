@@ -1,0 +1,143 @@
+"""The process that computes the factors of one weight after another and writes their parts into files.
+
+    start (argv)       descriptor of the memory in which the parent puts each weight
+    request (a line)   {"path", "rows", "columns", "rank", "svd", "dtype",
+                       "holes": [[file, first byte, factor, offsets, sizes]]}
+    answer (a line)    {"crcs": of each hole, "whole": of each factor, "algorithm", "error", "orthogonality"}, or
+                       an error as `ShardkitError.to_json`
+
+It ends when stdin does, also in the middle of a decomposition: then the parent is gone, and somebody else may resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import queue
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, ShardkitError
+from shardkit.files import storage
+from shardkit.files.digest import crc32
+from shardkit.osft.plan import Svd, Target
+from shardkit.osft.svd import Factors, check_factors, factorise
+from shardkit.transfer.stream import write_all
+
+
+def main() -> None:
+    """Serve requests until stdin ends."""
+    torch.set_num_threads(1)
+    # Libraries may print; answers have a descriptor of their own.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    memory = int(sys.argv[-1])
+    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
+    while True:
+        request = json.loads(requests.get())
+        answers.write(json.dumps(_answer(request, memory)) + "\n")
+        answers.flush()
+
+
+def _read_requests(requests: queue.SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        requests.put(line)
+    os._exit(0)
+
+
+def _answer(request: dict[str, Any], memory: int) -> dict[str, Any]:
+    try:
+        return serve(request, memory)
+    except MemoryError:
+        error: ShardkitError = ResourceError(
+            f"{escape(request['path'])}: not enough memory to compute its factors",
+            hint="give --jobs 1, or use a machine with more memory",
+        )
+    except ShardkitError as caught:
+        error = caught
+    return error.to_json()
+
+
+def serve(request: dict[str, Any], memory: int) -> dict[str, Any]:
+    """Compute a target's factors, write them, and say how good they are.
+
+    Args:
+        request: see above.
+        memory: descriptor of a file that begins with the weight's bytes.
+
+    Raises:
+        SourceError: the weight has no factors.
+        IntegrityError: they are not as good as promised.
+        ResourceError: a file cannot be written.
+    """
+    target = Target(**{key: request[key] for key in ("path", "rows", "columns", "rank")})
+    dtype: torch.dtype = getattr(torch, request["dtype"])
+    found = _factors(
+        mmap.mmap(memory, target.rows * target.columns * dtype.itemsize), dtype, target, request["svd"]
+    )
+    crcs = list(write(found, request["holes"]))
+    return {
+        "crcs": crcs,
+        "whole": {name: int(crc32(_bytes(tensor))) for name, tensor in found.tensors.items()},
+        "algorithm": found.algorithm,
+        "error": found.error,
+        "orthogonality": found.orthogonality,
+    }
+
+
+def _factors(mapped: mmap.mmap, dtype: torch.dtype, target: Target, svd: Svd) -> Factors:
+    weight = torch.frombuffer(mapped, dtype=dtype).reshape(target.rows, target.columns)
+    return check_factors(factorise(weight, target, svd), target, svd)
+
+
+def write(
+    found: Factors, holes: Sequence[tuple[str | None, int, str, list[int], list[int]]]
+) -> Iterator[int]:
+    """Write parts of factors into files that exist, bring them to the disk, and yield the CRC-32 of each.
+
+    Args:
+        found: the factors.
+        holes: (path of the file, first byte, factor, offsets, sizes), those of a file together; a part without a file
+            is only summed up.
+
+    Raises:
+        ResourceError: the system refuses.
+    """
+    for path, group in groupby(holes, key=itemgetter(0)):
+        with contextlib.nullcontext(-1) if path is None else _opened(path) as fd:
+            for _, start, name, offsets, sizes in group:
+                window = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+                data = _bytes(found.tensors[name][window].contiguous())
+                if path is not None:
+                    write_all(fd, data, start, os.path.basename(path), name)
+                yield int(crc32(data))
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """Open a file for writing; it is on the disk when this ends well."""
+    try:
+        fd = storage.open_fd(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            yield fd
+            storage.fsync(fd)
+        finally:
+            storage.close_fd(fd)
+    except OSError as error:
+        name = escape(os.path.basename(path))
+        raise ResourceError(f"cannot write {name}: {error.strerror}") from error
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return data

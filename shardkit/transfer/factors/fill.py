@@ -1,0 +1,266 @@
+"""Filling the holes of factors: which weights are still to be computed, by how many processes, and what was measured.
+
+Every record's place is known before any decomposition, so each target is computed once and its parts go straight to
+where they belong. The journal has a line for each target whose parts are on the disk. A run that resumes takes over
+those whose bytes are still there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from shardkit.core.text import escape, format_size
+from shardkit.core.threads import run_all
+from shardkit.errors import ResourceError, ShardkitError, UsageError
+from shardkit.files import storage
+from shardkit.osft.plan import Svd, Target
+from shardkit.transfer.checks import SourceCheck
+from shardkit.transfer.factors.catalog import FactoredWeight
+from shardkit.transfer.factors.workers import Worker
+from shardkit.transfer.images import Hole, Image
+from shardkit.transfer.journal import Journal
+from shardkit.transfer.plan import TransferPlan
+from shardkit.transfer.sources import SourceFiles
+from shardkit.transfer.stream import read_back
+
+_CHECK_BUFFER = 1 << 20
+_DAMAGED = "use another copy of the checkpoint; --check-source off takes the damaged bytes as they are"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """How the factors of a target were computed, and how good they are."""
+
+    algorithm: str
+    """As `osft.svd.Factors` has it."""
+    error: float
+    orthogonality: float
+    whole: Mapping[str, int]
+    """CRC-32 of each factor's bytes, by its name in the catalog."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factoring:
+    """All weights of a job that become factors."""
+
+    weights: tuple[FactoredWeight, ...]
+    svd: Svd
+    num_workers: int
+
+
+def choose_num_workers(targets: Collection[Target], jobs: int, memory_bytes: int | None) -> int:
+    """Return how many processes compute at a time.
+
+    Args:
+        targets: all of them.
+        jobs: most processes.
+        memory_bytes: for all of them together; None for as much as the machine has left.
+
+    Raises:
+        UsageError: the memory is too little for one.
+    """
+    largest = max(targets, key=lambda target: target.svd_nbytes)
+    if memory_bytes is None:
+        return max(min(jobs, len(targets), _available_bytes() // largest.svd_nbytes), 1)
+    if largest.svd_nbytes > memory_bytes:
+        raise UsageError(
+            f"--max-memory {format_size(memory_bytes)} is too little for the factors of {escape(largest.path)}: they "
+            f"take {format_size(largest.svd_nbytes)}",
+            hint="give more, or leave such weights dense: --osft-targets 'auto,!GLOB'",
+        )
+    return min(jobs, len(targets), memory_bytes // largest.svd_nbytes)
+
+
+def _available_bytes() -> int:
+    """Return the memory that new processes can have."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filling:
+    """Where holes are filled, and what is known of an earlier run."""
+
+    plan: TransferPlan
+    """Has the holes, in `filled`."""
+    directory: str
+    """Where the images go."""
+    journal: Journal
+    """Gets a line for each target."""
+    earlier: Mapping[str, Mapping[str, object]]
+    """What an interrupted run's journal tells of targets, by path."""
+    finished: Collection[str]
+    """Names of the images that are whole. They are not touched."""
+    check: SourceCheck | None
+    """Compares what is read with what the source records."""
+    advance: Callable[[int], None]
+    """Told the bytes that filled holes."""
+
+
+class FactorRun:
+    """Computes the factors of a plan into a directory.
+
+    Args:
+        factoring: what is computed.
+        filling: into what.
+    """
+
+    def __init__(self, factoring: Factoring, filling: Filling) -> None:
+        self._factoring, self._filling = factoring, filling
+        self._plan, self._check = filling.plan, filling.check
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.local()
+        self._found: dict[str, Measured] = {}
+
+    def run(self) -> dict[str, Measured]:
+        """Fill all holes, and return what was measured, by the target's path.
+
+        Raises:
+            IntegrityError: the source is damaged or changed, or factors are not as good as promised.
+            SourceError: a weight has no factors.
+            IncompleteError: a process died; another run resumes.
+            ResourceError: the system cannot read or write.
+            KeyboardInterrupt: once no process writes any more.
+        """
+        self._create_files()
+        left = [weight for weight in self._factoring.weights if not self._takes_over(weight)]
+        left.sort(key=lambda weight: -weight.target.num_operations)  # stable
+        if left:
+            self._compute(left)
+        if self._check is not None:
+            self._check.raise_differences(hint=_DAMAGED)
+        return {weight.target.path: self._found[weight.target.path] for weight in self._factoring.weights}
+
+    def _create_files(self) -> None:
+        for image in self._plan.images:
+            if image.name not in self._filling.finished:
+                path = os.path.join(self._filling.directory, image.name)
+                try:
+                    fd = storage.open_fd(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+                    try:
+                        storage.ftruncate(fd, image.size)
+                    finally:
+                        storage.close_fd(fd)
+                except OSError as error:
+                    raise ResourceError(f"cannot write {escape(image.name)}: {error.strerror}") from error
+
+    def _compute(self, weights: Sequence[FactoredWeight]) -> None:
+        catalog = self._plan.catalog
+        largest = max(catalog.tensors[weight.source].nbytes for weight in weights)
+        with (
+            SourceFiles(catalog.files, check=self._check) as files,
+            contextlib.ExitStack() as workers,
+        ):
+            jobs = [partial(self._compute_one, weight, files, largest, workers) for weight in weights]
+            run_all(jobs, self._factoring.num_workers, self._stop, name="shardkit-svd")
+            files.check_unchanged()
+
+    def _compute_one(
+        self, weight: FactoredWeight, files: SourceFiles, largest: int, workers: contextlib.ExitStack
+    ) -> None:
+        worker: Worker | None = getattr(self._thread, "worker", None)
+        if worker is None:
+            worker = self._thread.worker = Worker(largest)
+            with self._lock:
+                workers.enter_context(worker)
+        catalog = self._plan.catalog
+        with files.reader() as reader:
+            worker.read(catalog, weight.source, reader, weight.target.weight)
+            runs = reader.take_runs()
+        answer = worker.ask(self._request(weight), self._stop)
+        self._take(weight, answer)
+        told = None if self._check is None else self._check.dump(runs)
+        self._filling.journal.add_target({"path": weight.target.path, **answer}, told)
+        self._count(weight)
+
+    def _request(self, weight: FactoredWeight) -> dict[str, Any]:
+        return {
+            **asdict(weight.target),
+            "svd": self._factoring.svd,
+            "dtype": self._plan.catalog.tensors[weight.source].dtype.name,
+            "holes": [
+                (
+                    None
+                    if image.name in self._filling.finished
+                    else os.path.join(self._filling.directory, image.name),
+                    hole.start,
+                    weight.factors[hole.fqn],
+                    *hole.region,
+                )
+                for image, hole in self._holes(weight)
+            ],
+        }
+
+    def _holes(self, weight: FactoredWeight) -> list[tuple[Image, Hole]]:
+        """Return the holes of a target with their images, those of an image together."""
+        holes = [each for name in weight.factors for each in self._plan.filled[name]]
+        return [(self._plan.images[number], hole) for number, hole in sorted(holes, key=lambda each: each[0])]
+
+    def _take(self, weight: FactoredWeight, answer: Mapping[str, Any]) -> None:
+        """Take note of a target's factors."""
+        shorts = {short: name for name, short in weight.factors.items()}
+        measured = Measured(
+            algorithm=answer["algorithm"],
+            error=answer["error"],
+            orthogonality=answer["orthogonality"],
+            whole={shorts[short]: crc for short, crc in answer["whole"].items()},
+        )
+        with self._lock:
+            self._found[weight.target.path] = measured
+
+    def _count(self, weight: FactoredWeight) -> None:
+        self._filling.advance(
+            sum(
+                hole.nbytes for image, hole in self._holes(weight) if image.name not in self._filling.finished
+            )
+        )
+
+    def _takes_over(self, weight: FactoredWeight) -> bool:
+        """True if an interrupted run computed a target, and its bytes are still there."""
+        line = self._filling.earlier.get(weight.target.path, {})
+        told = line.get("target")
+        if not isinstance(told, Mapping) or not self._is_intact(weight, told):
+            return False
+        if self._check is not None and not self._check.load(line.get("source")):
+            return False
+        self._take(weight, told)
+        self._count(weight)
+        return True
+
+    def _is_intact(self, weight: FactoredWeight, told: Mapping[str, object]) -> bool:
+        crcs = told.get("crcs")
+        holes = self._holes(weight)
+        if not isinstance(crcs, list) or len(crcs) != len(holes):
+            return False
+        left, buffer = iter(crcs), bytearray(_CHECK_BUFFER)
+        for name, group in groupby(holes, key=lambda each: each[0].name):
+            pairs = [(hole, next(left)) for _, hole in group]
+            if name not in self._filling.finished and not self._holds(name, pairs, buffer):
+                return False
+        return True
+
+    def _holds(self, name: str, pairs: Sequence[tuple[Hole, object]], buffer: bytearray) -> bool:
+        """True if holes of a file have these CRC-32s."""
+        try:
+            fd = storage.open_fd(
+                os.path.join(self._filling.directory, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            )
+        except OSError:
+            return False
+        try:
+            return all(read_back(fd, hole.start, hole.nbytes, buffer) == crc for hole, crc in pairs)
+        except ShardkitError:
+            return False
+        finally:
+            storage.close_fd(fd)

@@ -1,0 +1,302 @@
+"""Weights become factors: which bytes are written, by how many processes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import shardkit
+from shardkit.errors import (
+    IncompleteError,
+    IntegrityError,
+    LayoutError,
+    MeshError,
+    ShardkitError,
+    SourceError,
+    UsageError,
+)
+from shardkit.files import manifest
+from shardkit.operations.preshard.factors import computed_by
+from shardkit.osft.plan import FACTORS, OsftPlan, Target
+from shardkit.osft.svd import Factors, factorise
+from shardkit.transfer.factors import fill
+from shardkit.transfer.factors.workers import Worker
+from tests.worlds.factors import WorkerHere
+
+MakeHub = Callable[..., Path]
+ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Weights of odd kinds, under the names of a Llama without a config."""
+    draw = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    return {
+        ATTENTION.format(0, "q"): random(24, 16).bfloat16(),  # tall
+        ATTENTION.format(0, "k"): random(8, 36),  # wide, and 36 columns are cut by 2 and 3
+        ATTENTION.format(0, "v"): torch.zeros(6, 10),
+        ATTENTION.format(0, "o"): random(20, 3) @ random(3, 17),  # of rank 3
+        ATTENTION.format(1, "q"): random(13, 13).half(),
+        "model.layers.0.self_attn.q_proj.bias": random(24).bfloat16(),
+        "model.layers.1.norm.weight": random(13),
+    }
+
+
+@pytest.fixture
+def source(make_hub: MakeHub) -> Path:
+    return make_hub(weights())
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def load(directory: Path) -> dict[str, torch.Tensor]:
+    found = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    state = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in found.items()}
+    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    return state
+
+
+def preshard(source: Path, output: Path, **options: Any) -> shardkit.PreshardResult:
+    return shardkit.preshard(source, output, **{"world_size": 2, "osft": 0.3, **options})
+
+
+@pytest.mark.usefixtures("fast_factors")
+@pytest.mark.parametrize("mesh", ["dp_shard=1", "dp_shard=3", "dp_replicate=2,dp_shard=2"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_stock_torch_reads_the_factors_that_factorise_computes(
+    mesh: str, source: Path, tmp_path: Path
+) -> None:
+    result = preshard(source, tmp_path / "out", world_size=None, mesh=mesh)
+    held, state = weights(), load(tmp_path / "out")
+    said = manifest.read(str(tmp_path / "out"))
+    assert isinstance(said, manifest.Presharded)
+    assert said.osft is not None
+    assert said.osft.ratio == 0.3
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert [name for name in held if name in state] == list(held)[5:]
+    for path, module in said.osft.modules.items():
+        weight = held[f"{path}.weight"]
+        assert tuple(weight.shape) == module.shape
+        target = Target(path=path, rows=weight.shape[0], columns=weight.shape[1], rank=module.rank)
+        expected = factorise(weight, target)
+        assert all(torch.equal(state[f"{path}.{name}"], expected.tensors[name]) for name in FACTORS)
+        assert (module.error, module.orthogonality) == (expected.error, expected.orthogonality)
+        assert module.algorithm == expected.algorithm
+        assert module.error < 1e-6 > module.orthogonality
+    assert len(said.osft.modules) == 5
+    assert result.osft is not None
+    assert result.osft.max_error == max(module.error or 0 for module in said.osft.modules.values())
+    assert result.read_bytes == sum(tensor.nbytes for tensor in held.values())
+    assert said.tensors[f"{ATTENTION.format(0, 'q')[:-7]}.osft_U_high"].source.dtype == "bfloat16"
+    assert shardkit.verify(tmp_path / "out", full=True).ok
+
+
+def test_any_number_of_processes_gives_the_same_bytes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preshard(source, tmp_path / "two", jobs=2)
+    monkeypatch.setattr(fill, "Worker", WorkerHere)
+    preshard(source, tmp_path / "one", jobs=1)
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+    assert not list(tmp_path.glob(".*"))
+
+
+class Killed(Worker):
+    """Dies as soon as it is asked for its second weight, as a process does when memory runs out."""
+
+    def ask(self, request: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
+        if "layers.0.self_attn.k_proj" in request["path"]:
+            os.kill(self._process.pid, signal.SIGKILL)
+        return super().ask(request, stop)
+
+
+class Counting(WorkerHere):
+    asked: ClassVar[list[str]] = []
+
+    def ask(self, request: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
+        self.asked.append(request["path"])
+        return super().ask(request, stop)
+
+
+def test_a_killed_process_is_told_and_what_it_had_computed_is_kept(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(fill, "Worker", Killed)
+        with pytest.raises(IncompleteError, match=r"k_proj ended by signal 9") as caught:
+            preshard(source, out, jobs=1)
+    assert "resume" in str(caught.value.hint)
+    assert not out.exists()
+    Counting.asked = []
+    monkeypatch.setattr(fill, "Worker", Counting)
+    preshard(source, out, jobs=1)
+    again, Counting.asked = Counting.asked, []
+    preshard(source, tmp_path / "whole", jobs=1)
+    assert files(out) == files(tmp_path / "whole")
+    assert (
+        Counting.asked == [path for path in Counting.asked if path not in again] + again
+    )  # the costliest first
+    assert len(again) == 2
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(("is_damaged", "num_left"), [(False, 2), (True, 5)])
+def test_what_an_interrupted_run_left_is_compared_with_its_journal(
+    is_damaged: bool, num_left: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(Counting):
+        def ask(self, request: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
+            if len(self.asked) == 3:
+                raise KeyboardInterrupt
+            return super().ask(request, stop)
+
+    Counting.asked = []
+    monkeypatch.setattr(fill, "Worker", Interrupted)
+    with pytest.raises(shardkit.Interrupted):
+        preshard(source, tmp_path / "out", jobs=1)
+    (left,) = (path for path in tmp_path.glob(".out.shardkit-*") if path.is_dir())
+    (damaged,) = left.rglob("__0_0.distcp")
+    if is_damaged:
+        damaged.write_bytes(bytes(damaged.stat().st_size))
+    monkeypatch.setattr(fill, "Worker", Counting)
+    Counting.asked = []
+    preshard(source, tmp_path / "out", jobs=1)
+    assert len(Counting.asked) == num_left
+    preshard(source, tmp_path / "whole")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("fast_factors")
+def test_another_cpu_begins_anew(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "Worker", Killed)
+    with pytest.raises(IncompleteError):
+        preshard(source, tmp_path / "out", jobs=1)
+    monkeypatch.setattr("shardkit.operations.preshard.job.computed_by", lambda: {"cpu": "another"})
+    monkeypatch.setattr(fill, "Worker", Counting)
+    Counting.asked = []
+    (left,) = (path for path in tmp_path.glob(".out.shardkit-*") if path.is_dir())
+    with pytest.raises(UsageError, match="another job"):
+        preshard(source, tmp_path / "out", resume_from=left)
+    preshard(source, tmp_path / "out")
+    assert len(Counting.asked) == 5
+    assert {"torch", "cpu"} <= computed_by().keys()
+
+
+@pytest.mark.usefixtures("fast_factors")
+def test_values_that_are_not_finite_are_refused_by_name(make_hub: MakeHub, tmp_path: Path) -> None:
+    held = weights()
+    held[ATTENTION.format(1, "q")][3, 4] = torch.nan
+    with pytest.raises(SourceError, match=r"layers\.1\.self_attn\.q_proj\.weight: has values"):
+        preshard(make_hub(held), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.usefixtures("fast_factors")
+def test_factors_worse_than_promised_are_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad(*args: Any) -> Factors:
+        return replace(factorise(*args), orthogonality=2e-6)
+
+    monkeypatch.setattr("shardkit.transfer.factors.child.factorise", bad)
+    with pytest.raises(IntegrityError, match="is allowed"):
+        preshard(source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    preshard(source, tmp_path / "out", osft=OsftPlan(ratio=0.3, svd="fp32"))
+
+
+@pytest.mark.usefixtures("fast_factors")
+@pytest.mark.parametrize(
+    ("options", "dense", "said"),
+    [
+        ({}, "float32", "float32"),
+        ({"dtype": "bf16"}, "bfloat16", "bfloat16"),
+        ({"dtype": "keep"}, "bfloat16", "bfloat16"),
+        ({"dtype": "bf16", "dtype_rules": ["*.bias=fp32"]}, "float32", "float32"),
+    ],
+)
+def test_factors_are_float32_whatever_the_dtype(
+    options: dict[str, Any], dense: str, said: str, source: Path, tmp_path: Path
+) -> None:
+    preshard(source, tmp_path / "out", **options)
+    found = manifest.read(str(tmp_path / "out"))
+    assert isinstance(found, manifest.Presharded)
+    assert {each.dtype for name, each in found.tensors.items() if "osft_" in name} == {"float32"}
+    assert found.tensors["model.layers.0.self_attn.q_proj.bias"].dtype == dense
+    assert found.osft is not None
+    assert found.osft.dense_dtype == said
+
+
+def test_a_dry_run_says_what_it_takes(source: Path, tmp_path: Path) -> None:
+    plan = OsftPlan(ratio=0.5, targets="auto,!*.1.*", ranks={"*.k_proj": 3})
+    result = preshard(source, tmp_path / "out", osft=plan, dry_run=True, jobs=8)
+    assert result.osft is not None
+    ranks = {kind.name.rpartition(".")[2]: kind.rank for kind in result.osft.kinds}
+    assert ranks == {"q_proj": 8, "k_proj": 3, "v_proj": 3, "o_proj": 8}
+    assert result.osft.num_workers == 4
+    assert result.osft.max_error is None
+    assert "left dense" in " ".join(result.notes)
+    assert json.dumps(result.to_json()["osft"])
+    assert "model.layers.*.self_attn.q_proj" in {kind.name for kind in result.osft.kinds}
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_memory_bounds_the_processes(tmp_path: Path) -> None:
+    targets = [Target(path=str(size), rows=size, columns=size, rank=8) for size in (256, 512)]
+    largest = targets[1].svd_nbytes
+    assert fill.choose_num_workers(targets * 9, 8, 3 * largest + 1) == 3
+    assert fill.choose_num_workers(targets, 8, 9 * largest) == 2  # there are no more targets
+    assert 1 <= fill.choose_num_workers(targets * 9, 8, None) <= 8
+    with pytest.raises(UsageError, match=r"too little for the factors of 512: they take"):
+        fill.choose_num_workers(targets, 8, largest - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "match"),
+    [
+        ({"osft": 1.0}, UsageError, "full fine-tuning"),
+        ({"osft": 0.0}, UsageError, "nothing would be trained"),
+        ({"osft": 0.95}, LayoutError, "none would be kept"),
+        ({"mesh": "dp_shard=2,tp=2", "world_size": None}, MeshError, "not cut over tp"),
+        ({"profile": "transformers"}, UsageError, "has none for factors"),
+        ({"profile": "torchtitan"}, UsageError, "has none for factors"),
+        ({"profile": "verl"}, UsageError, "has none for factors"),
+        ({"keys": "torchtitan-llama3"}, UsageError, "--keys"),
+        ({"osft": OsftPlan(ratio=0.3, targets="*.nothing")}, UsageError, "matches no weight"),
+        ({"dtype_rules": ["*osft_U_high=bf16"]}, UsageError, "match no floating tensor"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    options: dict[str, Any], kind: type[ShardkitError], match: str, source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(kind) as caught:
+        preshard(source, tmp_path / "out", **options)
+    assert match in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.usefixtures("fast_factors")
+def test_a_profile_has_factors_below_its_root(source: Path, tmp_path: Path) -> None:
+    preshard(source, tmp_path / "out", profile="lightning")
+    found = manifest.read(str(tmp_path / "out"))
+    assert isinstance(found, manifest.Presharded)
+    assert found.osft is not None
+    assert "model.layers.0.self_attn.q_proj" in found.osft.modules
+    assert "model.model.model.layers.0.self_attn.q_proj.osft_S_high" in found.tensors
+    assert all(each.error is not None for each in found.osft.modules.values())

@@ -1,0 +1,25 @@
+"""A worker for factors without a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import threading
+from typing import Any
+
+from shardkit.transfer.factors.child import serve
+from shardkit.transfer.factors.workers import Worker, _memory
+
+
+class WorkerHere(Worker):
+    """Answers requests as the child does, through the same memory and JSON."""
+
+    def _start(self, opened: contextlib.ExitStack, nbytes: int) -> None:
+        self._fd = _memory(opened, nbytes)
+        self._memory = mmap.mmap(self._fd, nbytes)
+
+    def ask(self, request: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
+        """Compute at once."""
+        answer: dict[str, Any] = json.loads(json.dumps(serve(json.loads(json.dumps(request)), self._fd)))
+        return answer
