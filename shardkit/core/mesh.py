@@ -315,7 +315,7 @@ def _check_axes(mesh: Mesh, names: list[str]) -> None:
         )
     roles = [axis.role for axis in mesh.axes]
     if "shard" not in roles and ("replicate" in roles or not roles):
-        raise MeshError(f"mesh {mesh} shards nothing", hint="add a dp_shard axis")
+        raise MeshError(f"a mesh of {', '.join(names)} alone shards nothing", hint="add a dp_shard axis")
     if "shard" in roles and "replicate" in roles[roles.index("shard") :]:
         raise MeshError(
             f"mesh {mesh}: replicate axes come before shard axes (fully_shard takes them by position)",

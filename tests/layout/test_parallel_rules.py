@@ -119,6 +119,20 @@ def test_rules_that_do_not_fit_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_rules_for_an_axis_that_is_not_there_are_named(models: Path) -> None:
+    def noted(mesh: str) -> str:
+        rules = ["*.q_proj=colwise", "*.o_proj=rowwise", "*.mlp.*=experts"]
+        job = shardkit.preshard(models / "llama", mesh=mesh, names="hub", parallel_rules=rules, dry_run=True)
+        return "\n".join(each for each in job.notes if "cut nothing" in each)
+
+    assert noted("dp_shard=4").splitlines() == [
+        "--mesh dp_shard=4 has no tp, so these rules cut nothing: *.q_proj=colwise, *.o_proj=rowwise",
+        "--mesh dp_shard=4 has no ep, so these rules cut nothing: *.mlp.*=experts",
+    ]
+    assert "has no ep" in noted("dp_shard=2,tp=2")
+    assert "has no tp" not in noted("dp_shard=2,tp=2")
+
+
 def test_a_function_and_rules_are_too_much(
     models: Path, tmp_path: Path, fast_trace: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

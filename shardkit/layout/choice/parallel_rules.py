@@ -8,7 +8,7 @@ data axes of a mesh alone, as `fully_shard` would see it; the rules then say wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -94,7 +94,17 @@ def parallelise(layout: Layout, mesh: Mesh, rules: Sequence[ParallelRule]) -> La
     tensors = {name: _cut(tensor, mesh, styles[name]) for name, tensor in layout.tensors.items()}
     num_cut = sum(style not in (None, _REPLICATE) for style in styles.values())
     note = f"{count(num_cut, 'tensor')} of {len(tensors)} cut over tp or ep by --parallel-rule"
-    return replace(layout, origin="declared", mesh=mesh, tensors=tensors, notes=(*layout.notes, note))
+    notes = (*layout.notes, note, *_idle_styles(mesh, rules))
+    return replace(layout, origin="declared", mesh=mesh, tensors=tensors, notes=notes)
+
+
+def _idle_styles(mesh: Mesh, rules: Sequence[ParallelRule]) -> Iterator[str]:
+    """Yield a note for each axis that rules cut over and the mesh does not have."""
+    has_tensor = any(axis.role == "tensor" for axis in mesh.axes)
+    for axis, is_there, styles in (("tp", has_tensor, _TENSOR), ("ep", mesh.ep > 1, (_EXPERTS,))):
+        idle = [f"{escape(rule.glob)}={rule.style}" for rule in rules if rule.style in styles]
+        if idle and not is_there:
+            yield f"--mesh {mesh} has no {axis}, so these rules cut nothing: {', '.join(idle)}"
 
 
 def _others(layout: Layout, name: str) -> tuple[str, ...]:
