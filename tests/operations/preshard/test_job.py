@@ -1,4 +1,4 @@
-"""Where a layout comes from, as `--layout` says it."""
+"""What preshard decides: where its layout comes from, as `--layout` says it."""
 
 from __future__ import annotations
 
