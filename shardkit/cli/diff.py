@@ -104,6 +104,8 @@ def _alike(result: DiffResult) -> Iterator[str]:
     if number := result.count("rounded"):
         zeros = f"; {count(result.num_flushed, 'value')} became 0" if result.num_flushed else ""
         yield f"~  {count(number, 'tensor')} ({_direction(result)}{zeros})"
+    if number := result.count("folded"):
+        yield f"~  {count(number, 'weight')} folded: equal but for what factors miss"
 
 
 def _direction(result: DiffResult) -> str:
@@ -170,8 +172,10 @@ def _stats(stats: TensorStats) -> Iterator[str]:
 
 
 def _verdict(result: DiffResult) -> str:
-    if result.rounded_side is not None and result.is_equal_after_rounding:
-        return f"equal after rounding: {_direction(result)}"
+    if result.is_equal_after_rounding and not result.is_equal:
+        ways = ["folding"] if result.count("folded") else []
+        ways += ["rounding: " + _direction(result)] if result.rounded_side is not None else []
+        return f"equal after {' and '.join(ways)}"
     if result.is_equal:
         return "equal" if result.rtol is None else "equal within the tolerance"
     return f"{len(result.differences)} of {count(len(result.tensors), 'tensor')} differ"

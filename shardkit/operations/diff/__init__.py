@@ -15,12 +15,13 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardkit.core.regions import Shape
-from shardkit.core.text import KIB, MIB, escape, parse_size
+from shardkit.core.text import KIB, MIB, count, escape, listed, parse_size
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import UsageError
 from shardkit.files.links import may_follow_links
 from shardkit.operations.diff.sides import Pair, Side, find_ties, open_sides, pairs
 from shardkit.operations.resolve import Taken, take
+from shardkit.osft.plan import HIGH, factor_of
 from shardkit.transfer.sources import Reader, SourceFiles
 
 if TYPE_CHECKING:
@@ -32,15 +33,19 @@ _BAND_BYTES = MIB  # of one side: the processor's cache keeps both while they ar
 _BUFFERS = 8  # of a band's size: two for each side while it is gathered, and the masks
 # Values measured at once: their float64s stay in the processor's cache, and malloc keeps them.
 _MAX_VALUES = 16 * KIB
+_MAX_MISSED = 1e-5  # of the norm: a decomposition in float64 misses 4e-8, mini_trainer's in float32 2e-6
 _BYTES_PER_VALUE = 160  # that measuring takes at most: float64s of both sides, differences, masks
 
-Status = Literal["equal", "close", "tied", "rounded", "only_a", "only_b", "shape", "dtype", "values"]
+Status = Literal[
+    "equal", "close", "tied", "rounded", "folded", "only_a", "only_b", "shape", "dtype", "values"
+]
 
 SYMBOLS: dict[Status, str] = {
     "equal": "=",
     "close": "=",
     "tied": "=",
     "rounded": "~",
+    "folded": "~",
     "only_a": "-",
     "only_b": "+",
     "shape": "*",
@@ -56,8 +61,8 @@ class TensorDiff:
     name: str
     status: Status
     """"equal" (the same bytes), "close" (within the tolerance), "tied" (only on one side, where it equals a tensor
-    that both have), "rounded" (equal after rounding, in the direction of `DiffResult.rounded_side`), "only_a",
-    "only_b", or what differs: "shape", "dtype", or else "values"."""
+    that both have), "rounded" (equal after rounding, in the direction of `DiffResult.rounded_side`), "folded" (factors of OSFT on
+    one side, and all that differs is what factors miss: at most 1e-5 of the weight's norm), "only_a", "only_b", or what differs: "shape", "dtype", or else "values"."""
     stored_a: str | None
     """Its name in A; None if A has none."""
     stored_b: str | None
@@ -86,7 +91,7 @@ class TensorDiff:
 
     @property
     def symbol(self) -> str:
-        """ "=", "~" (equal after rounding), "-" (only in A), "+" (only in B) or "*"."""
+        """ "=", "~" (equal after rounding or folding), "-" (only in A), "+" (only in B) or "*"."""
         return SYMBOLS[self.status]
 
     @property
@@ -316,7 +321,7 @@ def compare(
         tensors=tuple(found),
         read_bytes=read_bytes,
         elapsed_s=round(time.monotonic() - begun, 3),
-        notes=tuple(notes),
+        notes=(*notes, *_frozen_notes(found)),
         warnings=(*one.resolved.warnings, *two.resolved.warnings),
     )
 
@@ -428,8 +433,11 @@ class _Comparing:
             return self._describe(pair, "shape")
         measure = self._measure(name)
         entry, status = self._a.entry(name), self._status(name, measure)
-        if status in ("dtype", "values") and self._is_rounded(name, measure):
-            self.roundings[name] = measure.roundings
+        if status in ("dtype", "values"):
+            if self._is_rounded(name, measure):
+                self.roundings[name] = measure.roundings
+            elif self._is_factors(name) and _is_folded_well(measure):
+                status = "folded"
         return self._describe(
             pair,
             status,
@@ -437,7 +445,7 @@ class _Comparing:
             num_outside=measure.num_outside if self._options.tolerance is not None else None,
             num_off_rounding=measure.num_off_rounding,
             first_changed=_unravel(measure.first_changed, entry.shape),
-            stats=measure.stats() if measure.num_changed else None,
+            stats=measure.stats() if measure.num_changed and self._options.stats else None,
         )
 
     def _status(self, name: str, measure: Measure) -> Status:
@@ -463,9 +471,10 @@ class _Comparing:
         from shardkit.operations.diff.values import Measure
 
         one, two, options = self._a.entry(name).dtype, self._b.entry(name).dtype, self._options
-        if options.stats and one is two and not self._has_difference(name):
+        is_measured = options.stats or self._is_factors(name)
+        if is_measured and one is two and not self._has_difference(name):
             return Measure(one, two, tolerance=None, stats=False)
-        measure = Measure(one, two, tolerance=options.tolerance, stats=options.stats)
+        measure = Measure(one, two, tolerance=options.tolerance, stats=is_measured)
         for left, right in self._bands(name, measured=self._is_measured(name)):
             measure.add(left, right)
             self._progress.advance(len(left))
@@ -474,7 +483,12 @@ class _Comparing:
     def _is_measured(self, name: str) -> bool:
         """True if more than bytes are compared, in shorter bands."""
         is_same = self._a.entry(name).dtype is self._b.entry(name).dtype
-        return self._options.stats or self._options.tolerance is not None or not is_same
+        is_measured = self._options.stats or self._options.tolerance is not None
+        return is_measured or not is_same or self._is_factors(name)
+
+    def _is_factors(self, name: str) -> bool:
+        """True if one side has factors of a weight, and the other one the weight or other factors."""
+        return self._a.is_folded(name) or self._b.is_folded(name)
 
     def _has_difference(self, name: str) -> bool:
         from shardkit.operations.diff.values import have_same_bytes
@@ -510,6 +524,33 @@ class _Comparing:
             shape_b=two.shape if two else None,
             **found,
         )
+
+
+def _is_folded_well(measure: Measure) -> bool:
+    """True if two weights differ by no more than their factors may miss."""
+    stats = measure.stats()
+    return (
+        stats is not None
+        and not stats.num_nonfinite
+        and stats.relative_error is not None
+        and stats.relative_error <= _MAX_MISSED
+    )
+
+
+def _frozen_notes(tensors: Sequence[TensorDiff]) -> Iterator[str]:
+    """Yield a note that says whether the frozen factors of two OSFT checkpoints are the same."""
+    differs: dict[str, bool] = {}
+    for tensor in tensors:
+        if tensor.name.endswith(HIGH) and (path := factor_of(tensor.name)) is not None:
+            differs[path] = differs.get(path, False) or tensor.is_difference
+    changed = [path for path, is_changed in differs.items() if is_changed]
+    if changed:
+        yield (
+            f"frozen factors differ in {len(changed)} of {count(len(differs), 'weight')}, which one training never "
+            f"does: {listed(changed)}"
+        )
+    elif differs:
+        yield f"frozen factors are the same in all of {count(len(differs), 'weight')}"
 
 
 def _unravel(flat: int | None, shape: Shape) -> Shape | None:

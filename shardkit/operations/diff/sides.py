@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.regions import blocks, full_region
-from shardkit.core.text import count
+from shardkit.core.text import MIB, count
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import link_notes
 from shardkit.formats.contract import Checkpoint
+from shardkit.formats.fold import take_folded
 from shardkit.formats.hub.base import SAVED_ROOT, hub_key_rules, saved_derived, saved_key_rules
 from shardkit.keys.expressions import Expression
 from shardkit.keys.names import natural
@@ -25,8 +26,12 @@ from shardkit.layout.traced import ask_names, may_differ_in_memory
 from shardkit.operations.apart import take_apart
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
+from shardkit.osft.plan import factor_of
+from shardkit.transfer.computed.fold import is_folded
 from shardkit.transfer.plan import flat_source
 from shardkit.transfer.sources import Reader, bands, same_bytes
+
+_FOLDED_BYTES = 8 * MIB  # of a folded weight, held at a time; folding takes twice as much again
 
 Names = Mapping[str, str]
 """Name in the model -> stored name."""
@@ -70,6 +75,9 @@ class Side:
             yield view
             return
         flat, itemsize = flat_source(entry, self.catalog), entry.dtype.itemsize
+        if self.is_folded(name):
+            yield from self._folded_bands(entry, reader, max_elements)
+            return
         if flat is None:
             whole = full_region(entry.shape)
             yield from bands(self.catalog, entry.fqn, whole, reader, max_elements * itemsize)
@@ -84,6 +92,25 @@ class Side:
                 at += move.nbytes
             yield view
             start = stop
+
+    def is_folded(self, name: str) -> bool:
+        """True if a tensor is stored as factors, or a part of it."""
+        return is_folded(self.catalog, self.names[name])
+
+    def _folded_bands(self, entry: TensorEntry, reader: Reader, max_elements: int) -> Iterator[memoryview]:
+        """Yield the same bands as of any other tensor, out of larger ones: each takes a pass over all of V."""
+        itemsize, whole = entry.dtype.itemsize, full_region(entry.shape)
+        most = max(_FOLDED_BYTES // (max_elements * itemsize), 1) * max_elements
+        larger = bands(self.catalog, entry.fqn, whole, reader, most * itemsize)
+        left = memoryview(b"")
+        for block in blocks(entry.shape, max_elements):
+            nbytes = block.num_elements * itemsize
+            if len(left) < nbytes:
+                rest = bytes(left)
+                following = next(larger)
+                left = memoryview(rest + bytes(following)) if rest else following
+            yield left[:nbytes]
+            left = left[nbytes:]
 
 
 class Pair(NamedTuple):
@@ -127,6 +154,9 @@ def open_sides(
             if each.hub is not None and storage.isdir(each.path)
             else ()
         )
+    if not all_tensors:
+        opened, told = _in_one_state(opened)
+        notes += told
     names, said = _name_all(opened) if all_tensors else _name_model(opened)
     kept = tuple(_filter(each, include, exclude) for each in names)
     if not any(kept) and any(names):
@@ -144,6 +174,34 @@ def open_sides(
     if not all_tensors:
         a, b = _in_one_form(a, b), _in_one_form(b, a)
     return a, b, [*notes, *said]
+
+
+def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
+    """Fold the factors of OSFT, unless both sides have the same ones: these are compared as they are.
+
+    Raises:
+        LayoutError: factors are not complete, or do not fit each other.
+    """
+    folded = (take_folded(opened[0]), take_folded(opened[1]))
+    held = [side.folded is not None for side in folded]
+    if all(held):
+        names, _ = _name_model(opened)
+        one, two = (
+            {
+                name: each.catalog.tensors[stored].shape
+                for name, stored in names[side].items()
+                if factor_of(name) is not None
+            }
+            for side, each in enumerate(opened)
+        )
+        if one == two:
+            return opened, []
+    notes = [
+        f"{label}: folded from factors of OSFT: {count(len(side.folded.targets), 'weight')}"
+        for label, side in zip("AB", folded, strict=True)
+        if side.folded is not None
+    ]
+    return folded, notes
 
 
 def _in_one_form(side: Side, other: Side) -> Side:

@@ -61,7 +61,7 @@ def compare(
     report.warnings += result.warnings
     if result.resolved_b.rstrip("/") != other.rstrip("/"):
         report.add_notes([f"{escape(other)}: took {escape(result.resolved_b)}"])
-    report.num_compared_tensors += result.count("equal", "close", "rounded", "dtype", "values")
+    report.num_compared_tensors += result.count("equal", "close", "rounded", "folded", "dtype", "values")
     _report_rounded(result, path, other, report, rounded=rounded)
     for tensor in result.differences:
         _report(tensor, escape(other), report)
