@@ -10,7 +10,7 @@ import click
 from shardkit.cli import options as opt
 from shardkit.cli.output import MAX_LINES, Output, count, facts, limited, more, short_dtype, size_runs, table
 from shardkit.core.text import escape, format_size
-from shardkit.operations.inspect import InspectedFile, InspectResult, inspect
+from shardkit.operations.inspect import InspectedFile, InspectedTargets, InspectResult, inspect
 
 _MAX_FILES = 20
 
@@ -76,6 +76,7 @@ def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:
     yield "tensors", f"{count(result.num_tensors, 'tensor')}, {format_size(result.tensor_bytes)}"
     for dtype in result.dtypes:
         yield "dtypes", f"{short_dtype(dtype.dtype)}: {dtype.num_tensors}, {format_size(dtype.tensor_bytes)}"
+    yield from limited("osft", [_targets(each) for each in result.osft])
     yield "files", _files(result)
     yield from limited("tied", [" = ".join(map(escape, group)) for group in result.ties])
     yield from limited("objects", [escape(name) for name in result.objects])
@@ -84,6 +85,11 @@ def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:
     yield from limited("refused", [f"{kind}: {escape(reason)}" for kind, reason in result.refused])
     yield from limited("skipped", [f"{escape(name)}: {escape(reason)}" for name, reason in result.skipped])
     yield from limited("omitted", [f"{escape(name)}: {escape(reason)}" for name, reason in result.omitted])
+
+
+def _targets(each: InspectedTargets) -> str:
+    shown = f"{escape(each.path)} {list(each.shape)}: {each.rank} of {each.num_directions} directions frozen"
+    return f"{shown} x{each.count}" if each.count > 1 else shown
 
 
 def _unit(path: str, class_name: str | None, number: int) -> str:

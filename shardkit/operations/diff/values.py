@@ -197,8 +197,8 @@ class Measure:
             if not wanted:
                 return
             stop = start + _ROUNDED_AT_ONCE
-            a = _values(left[start * self._a.itemsize : stop * self._a.itemsize], self._a)
-            b = _values(right[start * self._b.itemsize : stop * self._b.itemsize], self._b)
+            a = float64s(left[start * self._a.itemsize : stop * self._a.itemsize], self._a)
+            b = float64s(right[start * self._b.itemsize : stop * self._b.itemsize], self._b)
             self._has_other_value = self._has_other_value or not bool(_are_same(a, b).all())
             for way in wanted:
                 side, dtype, is_twice = way
@@ -235,7 +235,7 @@ class Measure:
         return self._figures.result() if self._figures is not None else None
 
     def _add_different(self, left: memoryview, right: memoryview) -> None:
-        values = (_values(left, self._a), _values(right, self._b)) if self._needs_values else None
+        values = (float64s(left, self._a), float64s(right, self._b)) if self._needs_values else None
         if self._a is self._b:
             changed = _changed_bits(left, right, self._a)
         elif values is None:
@@ -273,7 +273,7 @@ def _changed_bits(left: memoryview, right: memoryview, dtype: DType) -> Array:
     return np.asarray(changed.reshape(-1, 2).any(axis=1)) if dtype.itemsize > size else changed
 
 
-def _values(view: memoryview, dtype: DType) -> Array:
+def float64s(view: memoryview, dtype: DType) -> Array:
     """Return elements as float64, complex ones as complex128, 64-bit integers as they are."""
     with np.errstate(invalid="ignore"):  # numpy warns of signalling NaNs that it widens
         return _widened(view, dtype)
@@ -346,7 +346,7 @@ class _Figures:
 
     def add(self, left: memoryview, right: memoryview) -> None:
         """Add a band of both sides, with the same number of elements."""
-        a, b = _as_reals(_values(left, self._a), _values(right, self._b))
+        a, b = _as_reals(float64s(left, self._a), float64s(right, self._b))
         is_same, distance = a == b, _distance(a, b)
         a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
         finite = np.isfinite(a) & np.isfinite(b)

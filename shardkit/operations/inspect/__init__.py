@@ -17,7 +17,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape, fold
-from shardkit.errors import SourceError
+from shardkit.errors import LayoutError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.links import may_follow_links
 from shardkit.files.strict_json import status_of
@@ -26,6 +26,7 @@ from shardkit.formats.dcp import METADATA
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.ties import ties_embeddings
 from shardkit.operations.casts import DTypeCount, count_dtypes
+from shardkit.osft.plan import stored_targets
 
 _SHARD_SUFFIX = ".distcp"
 _SHOWN_NAMES = 3
@@ -56,6 +57,21 @@ class InspectedTensors:
     """One for each mesh axis, such as "R,S(0)"; None if they are not recorded."""
     tensor_bytes: int
     """Of all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectedTargets:
+    """A weight that is stored as factors of OSFT, or several whose paths differ only in numbers."""
+
+    path: str
+    """Module path or pattern."""
+    count: int
+    shape: tuple[int, int]
+    """Of the dense weight."""
+    rank: int
+    """Directions that are frozen."""
+    num_directions: int
+    """All of them, frozen or trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +115,8 @@ class InspectResult:
     dtypes: tuple[DTypeCount, ...]
     """Most bytes first."""
     files: tuple[InspectedFile, ...]
+    osft: tuple[InspectedTargets, ...] = ()
+    """The weights that are stored as factors."""
     imbalance: float | None = None
     """Largest shard file over the mean; None for a Hub model."""
     ties: tuple[tuple[str, ...], ...] = ()
@@ -181,6 +199,7 @@ def _inspect_hub(path: str, model: HubModel, *, unfold: bool) -> InspectResult:
         files=tuple(_hub_files(model.identity, held)),
         objects=catalog.objects,
         notes=notes,
+        **_target_fields(found),
     )
 
 
@@ -219,6 +238,7 @@ def _inspect_sharded(
         refused=tuple(checkpoint.refused_weights.items()),
         skipped=(*checkpoint.skipped, *stray),
         notes=(*checkpoint.notes, *(_beside(catalog.directory) if is_dcp else ())),
+        **_target_fields(found),
     )
 
 
@@ -271,6 +291,7 @@ def _inspect_presharded(
     files = tuple(
         InspectedFile(name=file.name, file_bytes=file.size, tensor_bytes=None) for file in said.files
     )
+    targets = _target_fields(found)
     return InspectResult(
         path=path,
         kind="presharded",
@@ -295,7 +316,8 @@ def _inspect_presharded(
         objects=said.objects or (),
         omitted=tuple((tensor.name, tensor.reason) for tensor in said.omitted),
         notes=tuple(_beside(directory)),
-        warnings=tuple(_differences(directory, said)),
+        warnings=(*_differences(directory, said), *targets.pop("warnings")),
+        **targets,
     )
 
 
@@ -372,6 +394,26 @@ def _tensor_fields(found: Sequence[_Tensor], *, unfold: bool) -> dict[str, Any]:
         ),
         "dtypes": tuple(sorted(dtypes, key=lambda each: (-each.tensor_bytes, each.dtype))),
     }
+
+
+def _target_fields(found: Sequence[_Tensor]) -> dict[str, Any]:
+    """Return the fields of the result that are about factors of OSFT."""
+    try:
+        targets = stored_targets({tensor.name: tensor.shape for tensor in found})
+    except LayoutError as error:
+        return {"warnings": (f"{error.message}: {'; '.join(error.problems)}",)}
+    kinds = fold((path, (t.rows, t.columns, t.rank, t.num_directions)) for path, t in targets.items())
+    inspected = [
+        InspectedTargets(
+            path=each.pattern,
+            count=each.count,
+            shape=each.key[:2],
+            rank=each.key[2],
+            num_directions=each.key[3],
+        )
+        for each in kinds
+    ]
+    return {"osft": tuple(inspected), "warnings": ()}
 
 
 def _model_class(config: Mapping[str, object]) -> str | None:

@@ -21,7 +21,7 @@ from shardkit.core.catalog import Catalog, Checksums, TensorEntry, combine_catal
 from shardkit.core.dtypes import BY_NAME, CASTS, DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.placements import REPLICATE, Placement
-from shardkit.core.regions import Region
+from shardkit.core.regions import Region, Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
@@ -43,6 +43,7 @@ from shardkit.operations.companions import BesideFile, Survey, check_survey, sur
 from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.resolve import Taken
 from shardkit.operations.write import hash_plan
+from shardkit.osft.plan import factor_of, shard_dim
 from shardkit.transfer.plan import TransferPlan, build_plan
 
 _OF_A_RANK = re.compile(r"(?:^|[_-])rank[_-]?\d+\.|(?:rng_state|random_states)_\d+\.")
@@ -406,6 +407,7 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
         entry, is_optimizer = entries[name], name in optimizer
         wanted = CASTS.get(optimizer_cast if is_optimizer else cast)
         is_cast = name not in objects and is_convertible(entry, is_optimizer=is_optimizer)
+        is_cast = is_cast and (is_optimizer or factor_of(name) is None)  # OSFT needs all digits of factors
         return wanted if wanted is not None and is_cast else entry.dtype
 
     dtypes = {name: dtype_of(name) for name in kept}
@@ -456,7 +458,10 @@ def _aliases(catalog: Catalog, objects: Iterable[str]) -> dict[str, tuple[str, .
 
 
 def _layout(part: Part, names: list[str], mesh: Mesh) -> Layout:
-    """Shard on dim 0 whatever was sharded. If nothing was, or the chunks do not tell, shard everything with rows."""
+    """Shard on dim 0 whatever was sharded. If nothing was, or the chunks do not tell, shard everything with rows.
+
+    V of OSFT, and the optimizer's state of it, is cut where `fully_shard` of such a model cuts it.
+    """
     entries, objects = part.catalog.tensors, frozenset(part.objects)
     floating = {name for name in names if entries[name].shape and entries[name].dtype.is_floating}
     cut = {name for name in names if entries[name].num_chunks > 1} | (floating & part.unboxed)
@@ -468,17 +473,25 @@ def _layout(part: Part, names: list[str], mesh: Mesh) -> Layout:
         REPLICATE if axis.role == "replicate" else Placement(0, tensor if axis.role == "shard" else 1)
         for axis in mesh.axes
     )
+    num_shards = prod(axis.size for axis in mesh.axes if axis.role == "shard")
+    columns = tuple(REPLICATE if axis.role == "replicate" else Placement(1) for axis in mesh.axes)
     placed: dict[str, TensorLayout] = {}
     for name in names:
+        by_columns = tensor == 1 and _is_cut_by_columns(name, entries[name].shape, num_shards)
         is_cut = name in cut and bool(entries[name].shape) and name not in objects
         placed[name] = TensorLayout(
             fqn=name,
             shape=entries[name].shape,
-            placements=rows if is_cut else whole,
+            placements=(columns if by_columns else rows) if is_cut else whole,
             unit=0,
         )
     units = (Unit(path="", class_name=None),)
     return Layout(origin="declared", mesh=mesh, units=units, tensors=placed, policy="none")
+
+
+def _is_cut_by_columns(name: str, shape: Shape, num_shards: int) -> bool:
+    of = name if factor_of(name) is not None else name.rpartition(".")[0]  # without exp_avg
+    return len(shape) == 2 and shard_dim(of, shape, num_shards) == 1
 
 
 def optimizer_state(entries: Iterable[TensorEntry], folder: str) -> frozenset[str]:

@@ -15,6 +15,7 @@ from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint
 from shardkit.operations.resolve import take
 from shardkit.operations.verify.bytes import check_some, check_whole, choose
+from shardkit.operations.verify.factors import check_factors
 from shardkit.operations.verify.result import Level, Report, VerifyResult, check_jobs, in_threads
 from shardkit.operations.verify.structure import check_structure
 
@@ -43,7 +44,8 @@ def verify(
 
     Args:
         path: a pre-sharded directory, any trainer's checkpoint, a Hub model's directory or weight file.
-        full: read every byte that has a recorded checksum. Otherwise only headers, metadata, chunk lists and manifests
+        full: read every byte that has a recorded checksum, and the frozen factors of OSFT, whose directions have to be
+            orthonormal. Otherwise only headers, metadata, chunk lists and manifests
             are read.
         read: how much of the tensors' bytes to read, in chunks chosen at random: "5%", a size such as "50GiB", or a
             number of bytes.
@@ -90,6 +92,8 @@ def verify(
         total = sum(stretch.nbytes for _, stretches in chosen for stretch in stretches)
         some = [partial(check_some, file, stretches) for file, stretches in chosen]
         in_threads(some, jobs, report, label="verify", total_bytes=total)
+    if structure.checkpoint is not None:
+        check_factors(structure.checkpoint, report, full=full)
     if against is not None:
         from shardkit.operations.verify.against import compare
 

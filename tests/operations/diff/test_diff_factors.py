@@ -40,10 +40,17 @@ def test_the_model_that_they_were_made_of(tmp_path: Path) -> None:
 
 def test_in_float32_folding_misses_some_bits(tmp_path: Path) -> None:
     dense = weights()
-    result = shardkit.diff(hub(tmp_path / "hub", dense), save({"model": factored(dense)}, tmp_path / "step-3"))
-    assert [tensor.name for tensor in result.tensors if tensor.symbol != "="] == [f"{K}.weight", f"{Q}.weight"]
+    result = shardkit.diff(
+        hub(tmp_path / "hub", dense), save({"model": factored(dense)}, tmp_path / "step-3")
+    )
+    assert [tensor.name for tensor in result.tensors if tensor.symbol != "="] == [
+        f"{K}.weight",
+        f"{Q}.weight",
+    ]
     assert result.count("folded") == 2
-    assert all(tensor.num_changed and tensor.stats is None for tensor in result.tensors if tensor.symbol == "~")
+    assert all(
+        tensor.num_changed and tensor.stats is None for tensor in result.tensors if tensor.symbol == "~"
+    )
     lines = render(result)
     assert "~  2 weights folded: equal but for what factors miss" in lines
     assert lines[-1] == "equal after folding"

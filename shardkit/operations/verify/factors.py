@@ -1,0 +1,109 @@
+"""Factors of OSFT: whole sets, shapes that fit each other, and frozen directions that are orthonormal.
+
+U'U - I is as large as k x k, so it is not made. It is applied to a few random vectors: the length of row i of the results
+tells that of row i of U'U - I, and U is read a band at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from math import sqrt
+from typing import TYPE_CHECKING, Any
+
+from shardkit.core.catalog import Catalog
+from shardkit.core.regions import full_region
+from shardkit.core.text import MIB, count
+from shardkit.errors import LayoutError
+from shardkit.formats.contract import Checkpoint
+from shardkit.operations.verify.result import Report
+from shardkit.osft.plan import HIGH, stored_targets
+from shardkit.transfer.computed.fold import refuse_other_dtypes
+from shardkit.transfer.sources import Reader, SourceFiles, bands
+
+if TYPE_CHECKING:
+    import numpy
+
+_NUM_VECTORS = 16  # lengths are told to a fifth or so
+_BAND_BYTES = 4 * MIB
+_MOST = {
+    2: 5e-2
+}  # root mean square of a row of U'U - I, by item size: of factors that were rounded to half precision
+_MOST_WIDE = 1e-5  # a decomposition in float32 gives 1e-7, one in float64 1e-9
+
+
+def check_factors(checkpoint: Checkpoint, report: Report, *, full: bool) -> None:
+    """Check the factors of a checkpoint, if it has any.
+
+    Args:
+        checkpoint: opened.
+        report: gets what is wrong.
+        full: read the frozen ones too, V twice.
+    """
+    tensors = checkpoint.catalog.tensors
+    try:
+        targets = stored_targets({name: entry.shape for name, entry in tensors.items()})
+        refuse_other_dtypes(checkpoint.catalog, targets.values())
+    except LayoutError as error:
+        report.error(error)
+        return
+    if not targets or not full or report.stop.is_set():
+        return
+    names = [f"{path}.{name}" for path in targets for name in HIGH if not name.startswith("osft_S")]
+    most = 0.0
+    with report.failing(checkpoint.path):
+        catalog = checkpoint.select(names)
+        with SourceFiles(catalog.files) as files, files.reader() as reader:
+            for name in names:
+                found = distance(catalog, name, reader)
+                allowed = _MOST.get(catalog.tensors[name].dtype.itemsize, _MOST_WIDE)
+                if not found <= allowed:  # NaN too
+                    report.problem(
+                        f"frozen directions are not orthonormal: a row of their products is {found:.2g} off (root "
+                        f"mean square), and at most {allowed:g} is expected",
+                        tensor=name,
+                    )
+                most = max(most, found)
+        report.add_notes(
+            [f"frozen directions of {count(len(targets), 'weight')} are orthonormal within {most:.1g}"]
+            if most <= _MOST_WIDE
+            else []
+        )
+
+
+def distance(catalog: Catalog, name: str, reader: Reader) -> float:
+    """Return how far the columns of U, or the rows of V, are from an orthonormal set.
+
+    That is the largest root mean square of a row of U'U - I, or of VV' - I, told from random vectors.
+
+    Args:
+        catalog: of raw extents.
+        name: a factor.
+        reader: of the catalog's files.
+    """
+    import numpy as np
+
+    is_v = "_V_" in name
+    size = catalog.tensors[name].shape[0 if is_v else 1]
+    vectors = np.random.default_rng(0).standard_normal((size, _NUM_VECTORS))
+    rows = partial(_rows, catalog, name, reader)
+    if is_v:
+        across, results = sum(band.T @ vectors[at : at + len(band)] for at, band in rows()), -vectors
+        for at, band in rows():
+            results[at : at + len(band)] += band @ across
+    else:
+        results = sum(band.T @ (band @ vectors) for _, band in rows()) - vectors
+    return float(np.sqrt((results**2).mean(axis=1)).max()) / sqrt(size)
+
+
+def _rows(catalog: Catalog, name: str, reader: Reader) -> Iterator[tuple[int, numpy.ndarray[Any, Any]]]:
+    """Yield (first row, some rows in float64)."""
+    from shardkit.operations.diff.values import float64s
+
+    entry, at = catalog.tensors[name], 0
+    num_rows = max(_BAND_BYTES // (entry.dtype.itemsize * entry.shape[1]), 1)
+    nbytes = num_rows * entry.shape[1] * entry.dtype.itemsize
+    for view in bands(catalog, name, full_region(entry.shape), reader, nbytes):
+        band = float64s(view, entry.dtype).reshape(-1, entry.shape[1])
+        yield at, band
+        at += len(band)
