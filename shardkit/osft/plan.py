@@ -170,9 +170,13 @@ class Target:
 
     @property
     def svd_nbytes(self) -> int:
-        """Bytes of memory that the decomposition takes: the matrix and its products in float64, factors in float32."""
+        """Most bytes of memory that the decomposition takes: the matrix and its products in float64, factors in float32.
+
+        By the Gram matrix it is two matrices in float64 instead of three; a matrix that is nearly singular needs a
+        third, and which it is shows only on the way.
+        """
         small = self.num_directions
-        return 8 * (2 * self.rows * self.columns + 3 * small**2) + 4 * small * (self.rows + self.columns)
+        return 8 * (3 * self.rows * self.columns + 3 * small**2) + 4 * small * (self.rows + self.columns)
 
     @property
     def factors_nbytes(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import sqrt
 from typing import TYPE_CHECKING
 
 from shardkit.core.text import escape
@@ -20,6 +21,7 @@ from shardkit.osft.plan import FACTORS, Svd, Target
 if TYPE_CHECKING:
     import torch
 
+_BLOCK = 1 << 20  # numbers that are measured at a time
 _LEAST_RATIO = 1e-4  # of the smallest singular value to the largest, for the Gram matrix: its square is 1e-8
 MAX_ERROR = 1e-6
 """What is promised of factors: see `Factors.error` and `Factors.orthogonality`."""
@@ -74,14 +76,13 @@ def factorise(weight: torch.Tensor, target: Target, svd: Svd = "exact") -> Facto
         )
     with one_blas_thread():
         if svd == "fp32":
-            return _measured(weight, _by_svd(weight.float()), target, "svd fp32")
-        wide = weight.double()
-        by_gram = _by_gram(wide)
+            return _measured(weight, _rounded(_by_svd(weight.float()), target), "svd fp32")
+        by_gram = _by_gram(weight)
         if by_gram is not None:
-            found = _measured(weight, by_gram, target, "gram")
+            found = _measured(weight, _rounded(by_gram, target), "gram")
             if max(found.error, found.orthogonality) <= MAX_ERROR:
                 return found
-        return _measured(weight, _by_svd(wide), target, "svd")
+        return _measured(weight, _rounded(_by_svd(weight.double()), target), "svd")
 
 
 def check_factors(found: Factors, target: Target, svd: Svd = "exact") -> Factors:
@@ -100,8 +101,8 @@ def check_factors(found: Factors, target: Target, svd: Svd = "exact") -> Factors
     return found
 
 
-Triplets = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
-"""U (N, R), S (R) descending, rows of V' (R, M)."""
+Triplets = list["torch.Tensor"]
+"""U (N, R), S (R) descending, rows of V' (R, M). Whoever takes one out frees its memory."""
 
 
 def _by_gram(weight: torch.Tensor) -> Triplets | None:
@@ -109,57 +110,96 @@ def _by_gram(weight: torch.Tensor) -> Triplets | None:
     import torch
 
     is_wide = weight.shape[0] < weight.shape[1]
-    tall = weight.T if is_wide else weight
+    tall = (weight.T if is_wide else weight).double()
     values, vectors = torch.linalg.eigh(tall.T @ tall)  # ascending
     sizes = values.flip(0).clamp(min=0).sqrt()
     if sizes[-1] <= _LEAST_RATIO * sizes[0]:
         return None
     right = vectors.flip(1)
+    del vectors
     left = (tall @ right).div_(sizes)
+    del tall
     # The length of what the weight makes of a direction is more exact than the eigenvalue's root.
     lengths = torch.linalg.vector_norm(left, dim=0)
     sizes, left = sizes * lengths, left.div_(lengths)
     order = sizes.argsort(descending=True, stable=True)
-    sizes, left, right = sizes[order], left[:, order], right[:, order]
-    return (right, sizes, left.T) if is_wide else (left, sizes, right.T)
+    if not torch.equal(order, torch.arange(len(order))):  # hardly ever
+        sizes, left, right = sizes[order], left[:, order], right[:, order]
+    return [right, sizes, left.T] if is_wide else [left, sizes, right.T]
 
 
 def _by_svd(weight: torch.Tensor) -> Triplets:
     import torch
 
-    left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
-    return left, sizes, right
+    return list(torch.linalg.svd(weight, full_matrices=False))
 
 
-def _measured(weight: torch.Tensor, found: Triplets, target: Target, algorithm: str) -> Factors:
-    """Round triplets to float32, with signs that do not depend on the algorithm, and measure them."""
-    import torch
+def _rounded(found: Triplets, target: Target) -> dict[str, torch.Tensor]:
+    """Return triplets in float32, frozen and trained ones apart, with signs that do not depend on the algorithm.
 
-    left, sizes, right = found
-    at = left.abs().argmax(dim=0)
+    The triplets are used up: two in float64 and their copies would be the peak of all.
+    """
+    right, sizes, left = found.pop(), found.pop(), found.pop()
+    at = _largest_rows(left)
     signs = left.gather(0, at[None])[0].sign()
     signs[signs == 0] = 1
-    left, right = (left * signs).float(), (right * signs[:, None]).float()
-    sizes = sizes.float()
-    k = target.rank
-    parts = (left[:, :k], sizes[:k], right[:k], left[:, k:], sizes[k:], right[k:])
-    tensors = {name: part.contiguous() for name, part in zip(FACTORS, parts, strict=True)}
-    norm = float(torch.linalg.matrix_norm(weight.double()))
-    missed = float(torch.linalg.matrix_norm(fold(tensors) - weight.double()))
+    k, parts = target.rank, {}
+    parts[FACTORS[0]], parts[FACTORS[3]] = _halves(left.mul_(signs).float(), k, dim=1)
+    del left
+    parts[FACTORS[1]], parts[FACTORS[4]] = _halves(sizes.float(), k, dim=0)
+    parts[FACTORS[2]], parts[FACTORS[5]] = _halves(right.mul_(signs[:, None]).float(), k, dim=0)
+    return {name: parts[name] for name in FACTORS}
+
+
+def _largest_rows(left: torch.Tensor) -> torch.Tensor:
+    """Return the row of the largest entry of each column, some columns at a time."""
+    import torch
+
+    step = max(_BLOCK // left.shape[0], 1)
+    starts = range(0, left.shape[1], step)
+    return torch.cat([left[:, start : start + step].abs().argmax(dim=0) for start in starts])
+
+
+def _halves(whole: torch.Tensor, k: int, *, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    parts = whole.narrow(dim, 0, k), whole.narrow(dim, k, whole.shape[dim] - k)
+    # `contiguous` would keep the strides of a part with one element.
+    high, low = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    return high, low
+
+
+def _measured(weight: torch.Tensor, tensors: dict[str, torch.Tensor], algorithm: str) -> Factors:
+    """Measure factors, some rows at a time."""
+    norm, missed = 0.0, 0.0
+    step = max(_BLOCK // weight.shape[1], 1)
+    wide = {name: x.double() if name.endswith(("V_high", "V_low")) else x for name, x in tensors.items()}
+    for first in range(0, len(weight), step):
+        part = weight[first : first + step].double()
+        norm += float(part.square().sum())
+        missed += float(fold(wide, slice(first, first + step)).sub_(part).square_().sum())
+    del wide
+    u_high, _, v_high, u_low, _, v_low = (tensors[name] for name in FACTORS)
     return Factors(
         tensors=tensors,
         algorithm=algorithm,
-        error=missed / norm if norm else missed,
-        orthogonality=max(_distance(left.T.double()), _distance(right.double())),
+        error=sqrt(missed / norm) if norm else sqrt(missed),
+        orthogonality=max(_distance(u_high.T, u_low.T), _distance(v_high, v_low)),
     )
 
 
-def _distance(rows: torch.Tensor) -> float:
+def _distance(high: torch.Tensor, low: torch.Tensor) -> float:
     """Return how far rows are from an orthonormal set: the largest entry of their products less the identity."""
     import torch
 
-    products = rows @ rows.T
-    return float((products - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)).abs().max())
+    rows = torch.empty((len(high) + len(low), high.shape[1]), dtype=torch.float64)
+    rows[: len(high)], rows[len(high) :] = high, low
+    step, largest = max(_BLOCK // len(rows), 1), 0.0
+    for first in range(0, len(rows), step):
+        products = rows[first : first + step] @ rows[first:].T  # the rest is the same by symmetry
+        products.diagonal().sub_(1)
+        largest = max(largest, float(products.abs_().max()))
+    return largest
 
 
 def fold(factors: dict[str, torch.Tensor], rows: slice = slice(None)) -> torch.Tensor:
@@ -169,6 +209,6 @@ def fold(factors: dict[str, torch.Tensor], rows: slice = slice(None)) -> torch.T
         factors: by the names of `plan.FACTORS`.
         rows: of the weight; all by default.
     """
-    u_high, s_high, v_high, u_low, s_low, v_low = (factors[name].double() for name in FACTORS)
-    whole: torch.Tensor = (u_high[rows] * s_high) @ v_high
-    return whole.addmm_(u_low[rows] * s_low, v_low)
+    u_high, s_high, v_high, u_low, s_low, v_low = (factors[name] for name in FACTORS)
+    whole: torch.Tensor = (u_high[rows].double() * s_high.double()) @ v_high.double()
+    return whole.addmm_(u_low[rows].double() * s_low.double(), v_low.double())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from shardkit.errors import SourceError
+from shardkit.osft import svd
 from shardkit.osft.plan import FACTORS, Target
 from shardkit.osft.svd import MAX_ERROR, Factors, factorise, fold
+from tests.worlds.processes import return_freed_memory
 
 
 def of(weight: torch.Tensor, rank: int | None = None) -> tuple[Factors, Target]:
@@ -133,3 +137,27 @@ def test_what_is_not_finite_is_refused() -> None:
     weight[3, 4] = float("nan")
     with pytest.raises(SourceError, match=r"layer\.weight: has values that are not finite"):
         of(weight)
+
+
+@pytest.mark.parametrize("shape", [(700, 700), (400, 1100), (1100, 400)])
+@pytest.mark.parametrize("least_ratio", [0.0, 9.0])  # by the Gram matrix, and by what takes its place
+def test_memory_is_what_a_target_says(
+    shape: tuple[int, int], least_ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(svd, "_LEAST_RATIO", least_ratio)
+    monkeypatch.setattr(svd, "_BLOCK", 1 << 16)
+    target = Target(path="a", rows=shape[0], columns=shape[1], rank=200)
+    weight = (normal(*shape) + 80 * torch.eye(*shape)).bfloat16()
+    factorise(weight, target)  # libraries allocate when they are first used
+    return_freed_memory()
+    before = high_water_mark()
+    found = factorise(weight, target)
+    assert found.algorithm == ("svd" if least_ratio else "gram")
+    assert high_water_mark() - before < target.svd_nbytes + (6 << 20)
+
+
+def high_water_mark() -> int:
+    """Return the most memory since the last call, in bytes; before the first, since the process began."""
+    status = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])

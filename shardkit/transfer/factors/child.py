@@ -23,6 +23,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+import numpy
 import torch
 
 from shardkit.core.text import escape
@@ -117,7 +118,7 @@ def write(
         with contextlib.nullcontext(-1) if path is None else _opened(path) as fd:
             for _, start, name, offsets, sizes in group:
                 window = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-                data = _bytes(found.tensors[name][window].contiguous())
+                data = _bytes(found.tensors[name][window])
                 if path is not None:
                     write_all(fd, data, start, os.path.basename(path), name)
                 yield int(crc32(data))
@@ -139,5 +140,5 @@ def _opened(path: str) -> Iterator[int]:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return data
+    flat = numpy.ascontiguousarray(tensor.numpy()).reshape(-1)
+    return flat.view(numpy.uint8).data
