@@ -26,7 +26,7 @@ from shardkit.osft.svd import Factors
 from shardkit.training.fill import factorise
 from shardkit.training.fill.orthogonal import prove_orthogonal
 from shardkit.training.prepare import prepare
-from shardkit.training.ranks.local import local_shards
+from shardkit.training.ranks.local import local_shards, reshard
 from shardkit.training.wrap import wrap
 from tests.osft.models import factored
 from tests.training.models import inputs, reference, save
@@ -50,12 +50,29 @@ def make_source(out: Path) -> None:
     new = factored(dense, PLAN)
     torch.save(new.state_dict(), out / "expected.pt")
     save_file(new.state_dict(), out / "factored.safetensors")
-    shardkit.finalize(*prepared(out))  # imports what is imported late, once for all
+    torch.save(losses(shardkit.finalize(*prepared(out))), out / "losses.pt")
 
 
 def prepared(out: Path, source: Any = None, **options: Any) -> tuple[nn.Module, Any]:
     ctx = prepare(str(out / "dense"), source or str(out / "dense"), **{"osft": PLAN, **options})
     return ctx.model, ctx
+
+
+def losses(model: nn.Module) -> list[float]:
+    """Of a few steps; each rank sees the same batch."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = shardkit.osft_optimizer(model, torch.optim.AdamW(trained, lr=1e-3))
+    found = []
+    for _ in range(4):
+        logits = model(**inputs("llama")).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), inputs("llama")["input_ids"].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    assert found[-1] < found[0]
+    assert shardkit.osft_leak(model) < 1e-6
+    return found
 
 
 one = Ranks(__name__, 1, first=make_source)
@@ -91,7 +108,7 @@ HYBRID = {
 
 
 def check(way: Way, out: Path) -> None:
-    """All ranks together hold what one process computes, bit for bit."""
+    """All ranks together hold what one process computes, bit for bit, and train as it does."""
     model, ctx = prepared(out)
     assert {name for name, _ in model.named_parameters()} == set(torch.load(out / "expected.pt"))
     computed, compute = list[str](), factorise.factorise
@@ -111,6 +128,9 @@ def check(way: Way, out: Path) -> None:
     with torch.no_grad():
         logits = model(**inputs("llama")).logits
         assert (logits - reference("llama", **CHANGES)(**inputs("llama")).logits).abs().max() < 1e-5
+    reshard(model)
+    found, expected = losses(model), torch.load(out / "losses.pt")
+    assert found == pytest.approx(expected, abs=1e-5), (found, expected)
 
 
 @one.test

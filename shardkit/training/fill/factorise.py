@@ -93,7 +93,8 @@ def fill_factors(
             if reader is not None:
                 stack.enter_context(reader.files)
         delivery = _Delivery(reader, sources, broadcast_json(_dtypes(supply), min(sources), phase=_PHASE))
-        for each in rounds:
+        for number, each in enumerate(rounds):
+            _say_progress(number, rounds)
             target, found = each[rank], None
             weight, error = delivery.run(each)
             with agreed(_PHASE):
@@ -369,6 +370,12 @@ def _gather_regions(held: Held, targets: Sequence[Target]) -> list[Slices]:
             {target.path: slices[number] for target, number in zip(targets, numbers_of_rank, strict=True)}
         )
     return found
+
+
+def _say_progress(number: int, rounds: Sequence[Round]) -> None:
+    """Log whenever another tenth of the weights is done: all of them may take hours of processors."""
+    if world()[0] == 0 and number * 10 // len(rounds) > (number - 1) * 10 // len(rounds) >= 0:
+        _log.info("weights: %d of %d rounds of decompositions are done", number, len(rounds))
 
 
 def _say(measured: Sequence[tuple[str, float, float]]) -> None:

@@ -46,7 +46,7 @@ from shardkit.keys.select import select_model
 from shardkit.layout.classes import is_transformers
 from shardkit.layout.naming import NameMatch, match_names, transformers_root
 from shardkit.layout.own_code import OwnCode
-from shardkit.osft.plan import Target, factor_of, factored_names, target_of
+from shardkit.osft.plan import Target, factor_of, stored_targets
 from shardkit.training.fill.from_rank import RankSource
 from shardkit.training.fill.presharded import Presharded, open_presharded
 from shardkit.training.fill.reading import KeyRules, Weights
@@ -150,8 +150,7 @@ def find_targets(
     wanted = [fqn for fqn, tensor in names.items() if tensor.persistent]
     stored, _ = _select(source, wanted)
     shapes = {below: source.catalog.tensors[name].shape for name, below in stored.items()}
-    paths = factored_names(shapes)
-    targets = {f"{path}.weight": target_of(path, shapes) for path in paths}
+    targets = {target.weight: target for target in stored_targets(shapes).values()}
     dense = {name: shape for name, shape in shapes.items() if factor_of(name) is None}
     dense |= {name: (target.rows, target.columns) for name, target in targets.items()}
     match = match_names({name: name for name in dense}, wanted, shapes=dense, model=model)
