@@ -194,8 +194,28 @@ class Candidate(NamedTuple):
     """Why it can be no target, e.g. "is tied to model.embed_tokens.weight"; empty if nothing is known against it."""
 
 
+class PlanWording(NamedTuple):
+    """How a plan is written where it was given, so that messages use the same words."""
+
+    targets: str
+    """Name of the option or argument of the targets."""
+    targets_value: str
+    """The option with a value for `{}`."""
+    ranks: str
+    """Name of the option or argument of the ranks."""
+    ranks_value: str
+    """The option with a glob and a rank for both `{}`."""
+
+
+OPTIONS = PlanWording("--osft-targets", "--osft-targets '{}'", "--osft-rank", "--osft-rank '{}={}'")
+ARGUMENT = PlanWording("OsftPlan.targets", "targets='{}'", "OsftPlan.ranks", "ranks={{'{}': {}}}")
+
+
 def choose_targets(
-    plan: OsftPlan, weights: Mapping[str, Candidate], model_type: str | None
+    plan: OsftPlan,
+    weights: Mapping[str, Candidate],
+    model_type: str | None,
+    wording: PlanWording = OPTIONS,
 ) -> tuple[tuple[Target, ...], tuple[str, ...]]:
     """Return the targets of a plan, in the order of the weights, and notes.
 
@@ -203,12 +223,13 @@ def choose_targets(
         plan: what is wanted.
         weights: all parameters of a model by FQN. Only `weight` of a linear layer can be a target.
         model_type: from config.json, which tells the targets of "auto".
+        wording: where the plan was given.
 
     Raises:
         LayoutError: nothing matches; or matrices that match cannot be divided (each is named).
         UsageError: some glob of `ranks` or `targets` matches nothing.
     """
-    chosen, left = _matching(plan, weights, model_type)
+    chosen, left = _matching(plan, weights, model_type, wording)
     problems, targets = list[str](), list[Target]()
     for name in chosen:
         why = _unfit(name, weights[name])
@@ -221,15 +242,15 @@ def choose_targets(
     LayoutError.raise_for(
         problems,
         f"{count(len(problems), 'weight')} cannot be divided into what is frozen and what is trained",
-        hint="leave such weights dense: --osft-targets 'auto,!GLOB'",
+        hint=f"leave such weights dense: {wording.targets_value.format('auto,!GLOB')}",
     )
-    _check_ranks(plan, targets)
-    notes = (f"left dense, as --osft-targets says: {listed(left)}",) if left else ()
+    _check_ranks(plan, targets, wording)
+    notes = (f"left dense, as {wording.targets} says: {listed(left)}",) if left else ()
     return tuple(targets), notes
 
 
 def _matching(
-    plan: OsftPlan, weights: Mapping[str, Candidate], model_type: str | None
+    plan: OsftPlan, weights: Mapping[str, Candidate], model_type: str | None, wording: PlanWording
 ) -> tuple[list[str], list[str]]:
     """Return the weights that a plan's globs name, and those that it leaves dense although they are named."""
     wanted, without = dict[str, None](), dict[str, None]()
@@ -242,9 +263,7 @@ def _matching(
             unused.append(glob)
     if unused:
         raise UsageError(
-            f"--osft-targets: {count(len(unused), 'glob')} matches no weight"
-            if len(unused) == 1
-            else f"--osft-targets: {count(len(unused), 'glob')} match no weight",
+            f"{wording.targets}: {count(len(unused), 'glob')} {'matches' if len(unused) == 1 else 'match'} no weight",
             problems=[f"{escape(glob)}{suggestion(glob, weights)}" for glob in unused],
             hint="globs are compared with names of weights and of their modules: '*.mlp.up_proj'",
         )
@@ -256,7 +275,7 @@ def _matching(
             if not wanted
             else "no weight to divide: all that match are left dense",
             problems=[escape(name) for name in list(weights)[:20]],
-            hint="name them: --osft-targets '*.query,*.key,*.value'",
+            hint=f"name them: {wording.targets_value.format('*.query,*.key,*.value')}",
         )
     return chosen, [name for name in weights if name in wanted and name in without]
 
@@ -319,13 +338,13 @@ def _bad_division(target: Target) -> str:
     return ""
 
 
-def _check_ranks(plan: OsftPlan, targets: Sequence[Target]) -> None:
+def _check_ranks(plan: OsftPlan, targets: Sequence[Target], wording: PlanWording) -> None:
     names = [target.weight for target in targets]
     unused = [glob for glob in plan.ranks if not _named(glob, names, None)]
     UsageError.raise_for(
         [f"{escape(glob)}{suggestion(glob, names)}" for glob in unused],
-        f"--osft-rank: {count(len(unused), 'glob')} without a target",
-        hint="globs are compared with names of targets: '*.mlp.up_proj=256'",
+        f"{wording.ranks}: {count(len(unused), 'glob')} without a target",
+        hint=f"globs are compared with names of targets: {wording.ranks_value.format('*.mlp.up_proj', 256)}",
     )
 
 

@@ -65,7 +65,7 @@ def factorise(weight: torch.Tensor, target: Target, svd: Svd = "exact") -> Facto
         svd: "exact" in float64; "fp32" in float32.
 
     Raises:
-        SourceError: the weight is not finite.
+        SourceError: the weight is not finite, or LAPACK does not get to an end with it.
     """
     import torch
 
@@ -74,7 +74,7 @@ def factorise(weight: torch.Tensor, target: Target, svd: Svd = "exact") -> Facto
             f"{escape(target.weight)}: has values that are not finite, and no singular values",
             hint="the source is damaged, or training diverged: use an earlier checkpoint",
         )
-    with one_blas_thread():
+    with one_blas_thread(), _named(target):
         if svd == "fp32":
             return _measured(weight, _rounded(_by_svd(weight.float()), target), "svd fp32")
         by_gram = _by_gram(weight)
@@ -111,7 +111,10 @@ def _by_gram(weight: torch.Tensor) -> Triplets | None:
 
     is_wide = weight.shape[0] < weight.shape[1]
     tall = (weight.T if is_wide else weight).double()
-    values, vectors = torch.linalg.eigh(tall.T @ tall)  # ascending
+    try:
+        values, vectors = torch.linalg.eigh(tall.T @ tall)  # ascending
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return None
     sizes = values.flip(0).clamp(min=0).sqrt()
     if sizes[-1] <= _LEAST_RATIO * sizes[0]:
         return None
@@ -126,6 +129,20 @@ def _by_gram(weight: torch.Tensor) -> Triplets | None:
     if not torch.equal(order, torch.arange(len(order))):  # hardly ever
         sizes, left, right = sizes[order], left[:, order], right[:, order]
     return [right, sizes, left.T] if is_wide else [left, sizes, right.T]
+
+
+@contextlib.contextmanager
+def _named(target: Target) -> Iterator[None]:
+    """Say of which weight LAPACK tells that it has found nothing."""
+    import torch
+
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise SourceError(
+            f"{escape(target.weight)}: no singular values were found: {str(error).splitlines()[0]}",
+            hint="leave this weight dense",
+        ) from error
 
 
 def _by_svd(weight: torch.Tensor) -> Triplets:

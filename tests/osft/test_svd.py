@@ -161,3 +161,17 @@ def high_water_mark() -> int:
     status = Path("/proc/self/status").read_text()
     Path("/proc/self/clear_refs").write_text("5")
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+def test_what_lapack_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.eye(4)
+    target = Target(path="layers.3.up", rows=4, columns=4, rank=2)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", refuse)
+    assert factorise(weight, target).algorithm == "svd"
+    monkeypatch.setattr(torch.linalg, "svd", refuse)
+    with pytest.raises(SourceError, match=r"^layers\.3\.up\.weight: no singular values were found: did not"):
+        factorise(weight, target)

@@ -165,6 +165,10 @@ def test_what_cannot_be_is_refused(dense: str) -> None:
         with pytest.raises(UsageError) as caught:
             prepare(dense, dense, osft=asked)
         assert message in str(caught.value)
+    plan = OsftPlan(ratio=0.3, ranks={"*.q": 3})
+    with pytest.raises(UsageError, match=r"^OsftPlan\.ranks: 1 glob without a target") as caught:
+        prepare(dense, dense, osft=plan)
+    assert "ranks={'*.mlp.up_proj': 256}" in str(caught.value.hint)
     with pytest.raises(UsageError, match="without a source there are none"):
         prepare(dense, None, osft=0.3)
 

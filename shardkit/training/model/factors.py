@@ -13,7 +13,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.layout.classes import is_transformers
 from shardkit.osft.modules import candidates, factor_modules, osft_modules
-from shardkit.osft.plan import Candidate, OsftPlan, Svd, Target, choose_targets, factor_of
+from shardkit.osft.plan import ARGUMENT, Candidate, OsftPlan, Svd, Target, choose_targets, factor_of
 from shardkit.training.ranks.local import ExpectedTensor
 
 
@@ -96,7 +96,7 @@ def factor_model(
     planned: tuple[Target, ...] = ()
     notes: tuple[str, ...] = ()
     if plan is not None:
-        planned, notes = choose_targets(plan, _dense_candidates(model, own), _model_type(model))
+        planned, notes = choose_targets(plan, _dense_candidates(model, own), _model_type(model), ARGUMENT)
     said = [
         (what, each)
         for what, each in (("the source", stored), ("the model", own), ("osft=", planned))
