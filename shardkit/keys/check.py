@@ -102,8 +102,8 @@ def refuse_factors(names: Iterable[str], wanted: Iterable[str] = ()) -> None:
         f"{count(len(modules), 'matrix is', 'matrices are')} stored as factors of orthogonal subspace fine-tuning "
         f"(OSFT), which are not weights{lost}",
         problems=[f"{escape(module)}: {escape(name)}" for module, name in reversed(modules.items())],
-        hint="consolidate folds whole sets of factors: name the checkpoint that has all of them; PEFT's merge_and_unload "
-        "merges an adapter of its own",
+        hint="consolidate folds whole sets of factors: name the checkpoint that has all of them; of PEFT's OSF name the "
+        "adapter's own directory, and --base",
     )
 
 

@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from shardkit.errors import LayoutError
 from shardkit.osft.modules import candidates, factor_modules, osft_modules
 from shardkit.osft.plan import FACTORS, OsftPlan, auto_targets, choose_targets
 from shardkit.osft.svd import fold
+from tests.operations.consolidate.checkpoints import load
 
 pytest.importorskip("rich")
 _found = importlib.util.find_spec("mini_trainer")
@@ -179,3 +181,31 @@ def test_the_same_steps_from_its_factors(name: str, theirs: Any) -> None:
     for path, layer in osft_modules(ours).items():
         weight = fold({key: layer.get_parameter(key).detach() for key in FACTORS})
         assert float((weight - folded[f"{path}.weight"]).abs().max()) <= 2e-6
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore::FutureWarning", "ignore::UserWarning"
+)
+def test_its_checkpoint_is_folded_as_it_folds(theirs: Any, tmp_path: Path) -> None:
+    """Saved by its own checkpointer after some steps; inspect and verify know it too."""
+    saver = importlib.import_module("mini_trainer.full_state_checkpoint")
+    model, _ = pair(theirs, "llama")
+    train(model, lambda model, optimizer: theirs.optim_wrapper(optimizer, model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    saver.FullStateCheckpointer(str(tmp_path), 0, 1, str(tmp_path / "trigger")).save(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
+        training_state={"step": 8},
+        checkpointer_state={},
+        data_loader=SimpleNamespace(sampler=SimpleNamespace(epoch=0)),
+        device=torch.device("cpu"),
+    )
+    checkpoint = tmp_path / "step_8"
+    assert sum(each.count for each in shardkit.inspect(checkpoint).osft) == 14
+    assert shardkit.verify(checkpoint, full=True).ok
+    shardkit.consolidate(checkpoint, tmp_path / "out")
+    found, expected = load(tmp_path / "out"), model.prepare_state_dict_for_save(dict(model.state_dict()))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float((found[name] - value).abs().max()) <= 2e-6, name

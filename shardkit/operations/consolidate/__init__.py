@@ -23,6 +23,7 @@ from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
 from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, build_job
+from shardkit.operations.consolidate.osf import adapter_file, merge_osf
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
 from shardkit.operations.destination import is_hub_model, write_sidecar
 from shardkit.operations.resolve import ResolvedCheckpoint, take
@@ -83,7 +84,8 @@ def consolidate(
     """Write a sharded checkpoint as a Hub model: safetensors, config, tokenizer.
 
     Args:
-        checkpoint: a checkpoint, or a run's directory, whose newest complete checkpoint is taken.
+        checkpoint: a checkpoint, or a run's directory, whose newest complete checkpoint is taken. Or the directory of a
+            PEFT adapter of type OSF, which is merged into `base`.
         output: the directory to make; by default beside the checkpoint and named after it.
         base: the model that it was trained from, a directory or a repo id. Config and tokenizer are taken from it, and
             names and shapes must be the same. By default it is what the trainer put into the checkpoint.
@@ -246,17 +248,19 @@ def _consolidate(
         raise UsageError("--base-revision belongs to --base, which is not given")
     recording.check()
     publishing.check()
-    taken = take(request.checkpoint, strict=request.strict)
+    adapter = adapter_file(request.checkpoint)
+    taken = take(adapter or request.checkpoint, strict=request.strict)
     resolved = taken.resolved
     writer.warn(resolved.warnings)
-    path = writer.check_destination(request.output or default_output(resolved.path), resolved.path)
+    beside = request.checkpoint if adapter else resolved.path
+    path = writer.check_destination(request.output or default_output(beside), resolved.path)
     sidecar = recording.check_file([path, resolved.path], overwrite=writer.writing.overwrite)
     plain = dequantized_as(options.dtype, options.dtype_rules)
     opened = take_folded(take_plain(taken.open(), dequantize=request.dequantize, dtype=plain))
     given = request.base
     base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
     base = None if base is None else folded_base(plain_base(base))
-    job = build_job(opened, base, options)
+    job = build_job(merge_osf(opened, base), base, options)
     writer.warn(job.warnings)
     manifests = writer.find_manifests(
         [job.catalog, *(module.catalog for module in job.modules)], resolved.path

@@ -402,15 +402,15 @@ def compute_merge(catalog: Catalog, merge: LoraMerge, on_read: OnRead = lambda *
     It is computed in float32 and rounded once, at the end. Beside the tensor and the adapter's, this takes memory for
     one block of rows.
     """
-    base, b = _read_tensor(catalog, merge.base, on_read), _read_tensor(catalog, merge.b, on_read).float()
+    base, b = read_tensor(catalog, merge.base, on_read), read_tensor(catalog, merge.b, on_read).float()
     if merge.kind == "bias":
         base.copy_(base.float() + b * merge.scale)
-        return _bytes(base)
+        return as_bytes(base)
     assert merge.a is not None
-    a = _read_tensor(catalog, merge.a, on_read).float()
+    a = read_tensor(catalog, merge.a, on_read).float()
     magnitude = None
     if merge.magnitude:
-        magnitude = _read_tensor(catalog, merge.magnitude, on_read).float().reshape(-1)
+        magnitude = read_tensor(catalog, merge.magnitude, on_read).float().reshape(-1)
     is_transposed = merge.kind == "transposed"
     # DoRA's norm goes over the inputs, which lie in different rows of a transposed matrix.
     step = max(_BLOCK_BYTES // (4 * max(base.shape[1], 1)), 1)
@@ -424,16 +424,17 @@ def compute_merge(catalog: Catalog, merge: LoraMerge, on_read: OnRead = lambda *
             factor = (magnitude if is_transposed else magnitude[rows]) / norm
             value *= factor if is_transposed else factor[:, None]
         base[rows] = value.to(base.dtype)
-    return _bytes(base)
+    return as_bytes(base)
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's bytes, row-major."""
     import torch
 
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def _read_tensor(catalog: Catalog, name: str, on_read: OnRead) -> torch.Tensor:
+def read_tensor(catalog: Catalog, name: str, on_read: OnRead) -> torch.Tensor:
     """Return a tensor, put together from its chunks in a catalog of raw extents."""
     import numpy as np
     import torch

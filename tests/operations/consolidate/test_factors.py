@@ -160,3 +160,26 @@ def test_a_dense_name_chooses_it(tmp_path: Path) -> None:
     assert list(load(tmp_path / "out")) == [
         f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)
     ]
+
+
+def test_a_checkpoint_of_mini_trainer(tmp_path: Path) -> None:
+    """Its full-state form: DCP in a folder, the optimizer of each rank beside it in a file that nobody can map."""
+    checkpoint = tmp_path / "step_3"
+    state = factored(weights())
+    save({"model": state}, checkpoint / "distributed")
+    hub(tmp_path / "config", None)
+    (checkpoint / "config.json").write_bytes((tmp_path / "config" / "config.json").read_bytes())
+    for name in ("optimizer_rank_0.pt", "rng_state_rank_0.pt", "training_state.pt"):
+        torch.save({"step": 3}, checkpoint / name)
+    result = shardkit.consolidate(checkpoint, tmp_path / "out")
+    assert result.writer == "mini_trainer"
+    assert load(tmp_path / "out").keys() == weights().keys()
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    shardkit.reshard(checkpoint, tmp_path / "other", world_size=3)
+    assert shardkit.diff(checkpoint, tmp_path / "other").is_equal
+    assert (
+        len(
+            shardkit.inspect(tmp_path / "other").osft or shardkit.inspect(tmp_path / "other/distributed").osft
+        )
+        == 2
+    )
