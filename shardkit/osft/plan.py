@@ -98,6 +98,22 @@ class OsftPlan:
         return tuple(glob.strip() for glob in given if glob.strip())
 
 
+def as_plan(osft: float | OsftPlan | None) -> OsftPlan | None:
+    """Return the plan that somebody gave, which a ratio may stand for; None for None.
+
+    Raises:
+        UsageError: it is no plan, or the ratio is not between 0 and 1.
+    """
+    if osft is None or isinstance(osft, OsftPlan):
+        return osft
+    if isinstance(osft, bool) or not isinstance(osft, (int, float)):
+        raise UsageError(
+            f"osft is a {type(osft).__name__}",
+            hint="give the share of each weight's directions that is trained, such as 0.3, or an OsftPlan",
+        )
+    return OsftPlan(ratio=float(osft))
+
+
 def _bad_ratio(what: str, ratio: float) -> str:
     if 0 < ratio < 1:
         return ""

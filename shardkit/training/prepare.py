@@ -25,7 +25,7 @@ from shardkit.keys.names import clean_name
 from shardkit.keys.rules import RuleSet
 from shardkit.layout.classes import BrokenTie, broken_ties, tie
 from shardkit.operations.keys import load_rules
-from shardkit.osft.plan import OsftPlan, Target
+from shardkit.osft.plan import OsftPlan, Target, as_plan
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import Weights
 from shardkit.training.fill.source import (
@@ -43,7 +43,6 @@ from shardkit.training.model.factors import (
     dense_names,
     factor_model,
     from_json,
-    parse_osft,
     to_json,
 )
 from shardkit.training.model.fit import (
@@ -204,7 +203,7 @@ def prepare(
             missing=missing,
             seed=seed,
             rules=rules,
-            osft=parse_osft(osft),
+            osft=as_plan(osft),
             open=cache(partial(open_source, dequantize=dequantize)),
         )
     if dtype is None and isinstance(build_model, (str, os.PathLike)):

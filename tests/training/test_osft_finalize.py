@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import weakref
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.errors import ResourceError
@@ -43,6 +45,9 @@ PLAN = OsftPlan(
 CHANGES = {"num_hidden_layers": 2}
 
 
+MESHES = {"two": "dp_shard=2", "four": "dp_replicate=2,dp_shard=2"}
+
+
 def make_source(out: Path) -> None:
     (out / "kills").mkdir()
     save("llama", out / "dense", **CHANGES)
@@ -50,6 +55,8 @@ def make_source(out: Path) -> None:
     new = factored(dense, PLAN)
     torch.save(new.state_dict(), out / "expected.pt")
     save_file(new.state_dict(), out / "factored.safetensors")
+    for name, mesh in MESHES.items():
+        shardkit.preshard(out / "dense", out / name, mesh=mesh, osft=PLAN, layout="declared", jobs=1)
     torch.save(losses(shardkit.finalize(*prepared(out))), out / "losses.pt")
 
 
@@ -176,6 +183,28 @@ def test_what_was_saved_is_read_without_computing(out: Path) -> None:
         same(whole(shardkit.load_into(model, out / "saved")), expected, "loaded")
     finally:
         factorise.factorise = computing
+
+
+def check_presharded(name: str, wrap: Callable[[nn.Module], nn.Module], out: Path) -> None:
+    """What was computed offline is the same, and is cut as the ranks cut it."""
+    model, ctx = prepared(out, str(out / name), osft=None)
+    assert ctx.factoring.svd is None
+    model = shardkit.finalize(wrap(model), ctx)
+    same(whole(model), torch.load(out / "expected.pt"), "computed offline")
+    said = json.loads((out / name / "shardkit.json").read_text())["tensors"]
+    for fqn, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert [str(each) for each in parameter.placements] == said[fqn]["placements"], fqn
+
+
+@two.test
+def test_presharded_for_two(out: Path) -> None:
+    check_presharded("two", wrapped, out)
+
+
+@four.test
+def test_presharded_for_replicas(out: Path) -> None:
+    check_presharded("four", replicated, out)
 
 
 @two.test_each({"by all": None, "by the second": 0})

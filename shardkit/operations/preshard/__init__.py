@@ -32,11 +32,11 @@ from shardkit.operations.casts import dequantized_as, parse_rules
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space
-from shardkit.operations.preshard.factors import OsftResult, OsftRun, as_plan
+from shardkit.operations.preshard.factors import OsftResult, OsftRun
 from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job
 from shardkit.operations.preshard.profiles import find_profile, write_companions
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
-from shardkit.osft.plan import OsftPlan
+from shardkit.osft.plan import OsftPlan, as_plan
 
 _MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
 

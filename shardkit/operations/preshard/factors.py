@@ -78,11 +78,6 @@ class OsftResult:
     max_orthogonality: float | None
 
 
-def as_plan(osft: OsftPlan | float | None) -> OsftPlan | None:
-    """Return a plan, of a ratio too."""
-    return OsftPlan(ratio=osft) if isinstance(osft, (int, float)) else osft
-
-
 def plan_of_options(
     ratio: float | None, targets: str | None, ranks: Iterable[str], svd: str | None
 ) -> OsftPlan | None:

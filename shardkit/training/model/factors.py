@@ -54,22 +54,6 @@ class Factoring:
         return found
 
 
-def parse_osft(osft: float | OsftPlan | None) -> OsftPlan | None:
-    """Return the plan that `prepare` was given, which a ratio may stand for.
-
-    Raises:
-        UsageError: it is no plan, or the ratio is not between 0 and 1.
-    """
-    if osft is None or isinstance(osft, OsftPlan):
-        return osft
-    if isinstance(osft, bool) or not isinstance(osft, (int, float)):
-        raise UsageError(
-            f"osft is a {type(osft).__name__}",
-            hint="give the share of each weight's directions that is trained, such as 0.3, or an OsftPlan",
-        )
-    return OsftPlan(ratio=float(osft))
-
-
 def factor_model(
     model: nn.Module,
     plan: OsftPlan | None,
