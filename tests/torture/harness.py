@@ -26,6 +26,7 @@ _OF_A_LARGER = {
 }
 """A file that an old output has, and the new one has not."""
 TWO_JOBS = ("--jobs", "2", "--max-memory", "2MiB")  # buffers that hold a part of a file, bands of a tensor
+FACTORS = ("--osft", "0.3", "--osft-targets", "layers.*", "--jobs", "2")
 ONE_JOB = ("--jobs", "1", "--max-memory", "2MiB")
 
 
@@ -192,6 +193,7 @@ def _scenarios(sources: Sources) -> Iterator[Scenario]:
         ("preshard columns", (*preshard, *TWO_JOBS), sources.hub, True, ".metadata"),
         ("preshard cast", (*preshard, *TWO_JOBS, "--dtype", "fp16"), sources.hub, False, ".metadata"),
         ("preshard columns cast", (*preshard, *TWO_JOBS, "--dtype", "bf16"), sources.hub, True, ".metadata"),
+        ("preshard factors", (*preshard, *FACTORS), sources.hub, False, ".metadata"),
         ("consolidate", (*consolidate, *ONE_JOB), sources.trained, False, index),
         ("consolidate manifest", (*consolidate, *TWO_JOBS, "--manifest"), sources.trained, False, index),
         ("consolidate no digests", (*consolidate, *TWO_JOBS, *none), sources.trained, False, index),

@@ -19,11 +19,12 @@ OTHERS = (
         "preshard columns",
         "preshard cast",
         "preshard columns cast",
+        "preshard factors",
     ),
     *("consolidate", "consolidate no digests", "consolidate cast"),
     *("reshard two jobs", "reshard no digests", "reshard cast"),
 )
-NUM_POINTS = {"preshard columns": 4, "preshard columns cast": 4}
+NUM_POINTS = {"preshard columns": 4, "preshard columns cast": 4, "preshard factors": 4}
 
 
 def test_scenarios_are_what_they_are_called(found: Scenarios, server: Server, home: Path) -> None:
@@ -76,7 +77,9 @@ def test_what_makes_it_complete_comes_last(name: str, found: Scenarios, server: 
             here.check_unfinished()
 
 
-@pytest.mark.parametrize("name", ["preshard two jobs", "preshard columns", "reshard two jobs"])
+@pytest.mark.parametrize(
+    "name", ["preshard two jobs", "preshard columns", "preshard factors", "reshard two jobs"]
+)
 def test_killed_again_and_again(name: str, found: Scenarios, server: Server, place: Path) -> None:
     scenario, here = found[name], Place(found[name], place)
     num_killed, num_resumed = 0, 0

@@ -1,0 +1,60 @@
+"""A process that computes factors: what it answers, and that it ends with whoever asked."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardkit.core.catalog import Catalog, SourceFile
+from shardkit.core.dtypes import BY_NAME
+from shardkit.core.regions import full_region
+from shardkit.errors import SourceError
+from shardkit.osft.plan import FACTORS, Target
+from shardkit.osft.svd import factorise
+from shardkit.transfer.factors.workers import Worker
+from shardkit.transfer.sources import SourceFiles
+
+SHAPE = (9, 7)
+TARGET = Target(path="up", rows=9, columns=7, rank=4)
+
+
+def catalog_of(weight: torch.Tensor, path: Path) -> Catalog:
+    path.write_bytes(weight.numpy().tobytes())
+    catalog = Catalog(format="safetensors", directory=str(path.parent))
+    catalog.files = [SourceFile(name=path.name, path=str(path), size=weight.nbytes)]
+    chunk = (0, 0, weight.nbytes, full_region(SHAPE))
+    catalog.add_tensor("up.weight", BY_NAME["float32"], SHAPE, iter([chunk]))
+    return catalog
+
+
+def test_it_answers_and_ends_with_whoever_asked(tmp_path: Path) -> None:
+    weight, out = torch.randn(SHAPE), tmp_path / "file"
+    out.write_bytes(bytes(4 * 9 * 4))
+    hole = (str(out), 0, "osft_U_high", [0, 0], [9, 4])
+    request = {**{key: getattr(TARGET, key) for key in ("path", "rows", "columns", "rank")}, "svd": "exact"}
+    request |= {"dtype": "float32", "holes": [hole, (None, 0, "osft_S_high", [0], [4])]}
+    catalog, stop = catalog_of(weight, tmp_path / "weights"), threading.Event()
+    with Worker(weight.nbytes) as worker, SourceFiles(catalog.files) as files, files.reader() as reader:
+        worker.read(catalog, "up.weight", reader, "up.weight")
+        answer = worker.ask(request, stop)
+        expected = factorise(weight, TARGET)
+        assert out.read_bytes() == expected.tensors["osft_U_high"].numpy().tobytes()
+        assert list(answer["whole"]) == list(FACTORS)
+        assert answer["crcs"] == [answer["whole"]["osft_U_high"], answer["whole"]["osft_S_high"]]
+        assert (answer["error"], answer["algorithm"]) == (expected.error, expected.algorithm)
+
+        catalog_of(torch.full(SHAPE, torch.inf), tmp_path / "weights")
+        worker.read(catalog, "up.weight", reader, "up.weight")
+        with pytest.raises(SourceError, match=r"up\.weight: has values"):
+            worker.ask(request, stop)
+
+        stop.set()
+        with pytest.raises(CancelledError):
+            worker.ask(request, stop)
+        assert worker._process.stdin is not None
+        worker._process.stdin.close()  # as when this process is gone
+        assert worker._process.wait(timeout=600) == 0
