@@ -1,0 +1,217 @@
+"""preshard --osft: its decomposition beside the one of others, its processes beside bare ones, and its memory.
+
+    python benchmarks/osft.py DIRECTORY [--layers 3] [--hidden 1024] [--inner 2816] [--jobs 2] [--runs 3]
+
+DIRECTORY gets a generated Llama in bf16 and in turn every output. Printed are medians of
+
+serial   all targets one after the other in one process with one thread: as shardkit decomposes and measures them, and
+         by `torch.linalg.svd` in float32, as mini_trainer 0.9.0 does when a training starts (create_svd_dict; its way
+         through one process of many). Targets that are nearly singular are apart: shardkit takes longer for them.
+workers  `shardkit preshard --osft` as a whole, and as many bare processes that read the same weights, decompose and
+         measure them, and write nothing, dealt in the same order. What the layout's trace answers is kept from a run before.
+memory   the high-water mark of the largest of these processes, and what a target of that size is reckoned with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+from common import TORCH, run, work_in
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+MODEL = """
+import sys, torch, transformers
+path, hidden, inner, layers = sys.argv[1], *map(int, sys.argv[2:])
+config = transformers.LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+    num_attention_heads=8, num_key_value_heads=4, vocab_size=512, tie_word_embeddings=False)
+torch.manual_seed(0)
+transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+"""
+SERIAL = """
+import json, sys, time, torch
+from safetensors import safe_open
+from shardkit.osft.plan import Candidate, OsftPlan, choose_targets
+from shardkit.osft.svd import factorise
+torch.set_num_threads(1)
+
+def theirs(weight, target):
+    left, sizes, right = torch.linalg.svd(weight.float(), full_matrices=False)
+    k = target.rank
+    parts = left[:, :k], sizes[:k], right[:k], left[:, k:], sizes[k:], right[k:]
+    return left, right, [part.contiguous().clone() for part in parts]
+
+def distance(rows):
+    return float((rows @ rows.T - torch.eye(len(rows), dtype=rows.dtype)).abs().max())
+
+with safe_open(sys.argv[1], "pt") as file:
+    weights = {name: Candidate(tuple(file.get_slice(name).get_shape())) for name in file.keys()}
+    for target in choose_targets(OsftPlan(ratio=0.3), weights, "llama")[0]:
+        weight = file.get_tensor(target.weight)
+        for way in sys.argv[2:]:
+            begun = time.perf_counter()
+            found = factorise(weight, target) if way == "ours" else theirs(weight, target)
+            seconds = time.perf_counter() - begun
+            if way == "ours":
+                algorithm, worst = found.algorithm, found.orthogonality
+            else:
+                worst = max(distance(found[0].T.double()), distance(found[1].double()))
+            print(json.dumps([target.path, way, algorithm, seconds, worst, target.svd_nbytes]), flush=True)
+"""
+BARE = """
+import sys, torch
+from safetensors import safe_open
+from shardkit.osft.plan import Target
+from shardkit.osft.svd import factorise
+torch.set_num_threads(1)
+print(flush=True)
+with safe_open(sys.argv[1], "pt") as file:
+    for line in sys.stdin:
+        path, rank = line.split()
+        weight = file.get_tensor(f"{path}.weight")
+        factorise(weight, Target(path=path, rows=weight.shape[0], columns=weight.shape[1], rank=int(rank)))
+        print(flush=True)
+"""
+
+
+def serial(weights: Path) -> tuple[list[list[object]], int]:
+    """Return a line for each target and way, and the memory that the largest takes."""
+    done = subprocess.run(
+        [sys.executable, "-c", SERIAL, str(weights), "ours", "theirs"],
+        env={**os.environ, **ONE_THREAD},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return lines, max(line[5] for line in lines)
+
+
+def print_serial(rounds: list[list[list[object]]]) -> None:
+    seconds: dict[tuple[object, object], list[float]] = defaultdict(list)
+    worst: dict[tuple[object, object], float] = defaultdict(float)
+    for lines in rounds:
+        totals: dict[tuple[object, object], float] = defaultdict(float)
+        for _, way, algorithm, took, distance, _ in lines:
+            totals[algorithm, way] += took  # type: ignore[operator]
+            worst[algorithm, way] = max(worst[algorithm, way], distance)  # type: ignore[type-var]
+        for key, total in totals.items():
+            seconds[key].append(total)
+    for algorithm, way in sorted(seconds, key=str):
+        number = sum(line[1:3] == [way, algorithm] for line in rounds[0])
+        print(
+            f"{number} targets, {algorithm:5} {way:7} {statistics.median(seconds[algorithm, way]):8.2f} s, orthogonal to "
+            f"{worst[algorithm, way]:.1e}"
+        )
+
+
+def whole(source: Path, output: Path, jobs: int, cache: Path) -> tuple[float, int]:
+    """Run preshard, and return its seconds and the high-water mark of its largest process."""
+    command = [sys.executable, "-m", "shardkit", "preshard", str(source), str(output), "--world-size", "4"]
+    command += ["--osft", "0.3", "--jobs", str(jobs), "--no-progress"]
+    begun = time.monotonic()
+    child = os.posix_spawn(
+        command[0],
+        command,
+        {**os.environ, "SHARDKIT_CACHE": str(cache)},
+        file_actions=[(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)],
+    )
+    _, status, used = os.wait4(child, 0)
+    elapsed_s = time.monotonic() - begun
+    assert not status, command
+    return elapsed_s, used.ru_maxrss * 1024
+
+
+def bare(weights: Path, output: Path, jobs: int) -> float:
+    """Deal the same targets to bare processes, costliest first; return the seconds from their start to their end."""
+    modules = json.loads((output / "shardkit.json").read_text())["osft"]["modules"]
+    costs = {
+        path: 4 * max(m["shape"]) * min(m["shape"]) ** 2 + 9 * min(m["shape"]) ** 3
+        for path, m in modules.items()
+    }
+    left = sorted(modules, key=lambda path: -costs[path])
+    begun = time.monotonic()
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", BARE, str(weights)],
+            env={**os.environ, **ONE_THREAD},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(jobs)
+    ]
+    waiting = set(range(jobs))
+    with selectors.DefaultSelector() as ready:
+        for number, child in enumerate(children):
+            ready.register(child.stdout, selectors.EVENT_READ, number)  # type: ignore[arg-type]
+        while waiting:
+            for key, _ in ready.select():
+                child = children[key.data]
+                assert child.stdin
+                assert child.stdout
+                child.stdout.readline()
+                if left:
+                    path = left.pop(0)
+                    child.stdin.write(f"{path} {modules[path]['rank']}\n")
+                    child.stdin.flush()
+                else:
+                    ready.unregister(key.fileobj)
+                    child.stdin.close()
+                    waiting.remove(key.data)
+        for child in children:
+            assert child.wait() == 0
+    return time.monotonic() - begun
+
+
+def medians(runs: int, measure: Callable[[], tuple[float, ...]]) -> list[float]:
+    return [statistics.median(each) for each in zip(*(measure() for _ in range(runs)), strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path)
+    for name, default in (("layers", 3), ("hidden", 1024), ("inner", 2816), ("jobs", 2), ("runs", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    work = work_in(args.directory)
+    source, output, cache = work / "model", work / "output", work / "cache"
+    run([sys.executable, "-c", MODEL, str(source), *map(str, (args.hidden, args.inner, args.layers))])
+    weights = source / "model.safetensors"
+    print(f"{weights.stat().st_size / 1e6:.0f} MB, cores: {os.cpu_count()}")
+    rounds = [serial(weights) for _ in range(args.runs)]
+    print_serial([lines for lines, _ in rounds])
+    whole(source, output, args.jobs, cache)  # its trace is kept
+
+    def beside() -> tuple[float, ...]:
+        bare_s = bare(weights, output, args.jobs)
+        shutil.rmtree(output)
+        elapsed_s, peak = whole(source, output, args.jobs, cache)
+        return bare_s, elapsed_s, bare_s / elapsed_s, peak
+
+    bare_s, elapsed_s, ratio, peak = medians(args.runs, beside)
+    print(
+        f"{args.jobs} bare processes {bare_s:8.2f} s, preshard --osft --jobs {args.jobs} {elapsed_s:8.2f} s: {ratio:.2f}"
+    )
+    base, formula = int(run([sys.executable, "-c", TORCH])), rounds[0][1]
+    print(
+        f"peak {peak / 2**20:.0f} MiB: {(peak - base) / 2**20:.0f} above an interpreter with torch; reckoned for the "
+        f"largest target {formula / 2**20:.0f} MiB"
+    )
+    shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()
