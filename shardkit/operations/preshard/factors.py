@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections import Counter
@@ -16,6 +17,7 @@ from shardkit.errors import UsageError
 from shardkit.files import manifest
 from shardkit.layout.choice.factored import check_osft_mesh
 from shardkit.layout.layout import Layout
+from shardkit.operations.environment import package_version
 from shardkit.operations.keys import NONE
 from shardkit.operations.preshard.profiles import Profile
 from shardkit.osft.plan import OsftPlan, Target, parse_ranks
@@ -26,6 +28,7 @@ OPERATIONS_PER_S = 12e9
 """Of one core: measured with targets of 1024 to 4096 directions on a server's core of 2023. A weight that is nearly
 singular takes five times as long."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_ENVIRONMENT = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE")
 # Lines of /proc/cpuinfo that tell one type of CPU from another.
 _CPU_LINES = (
     "vendor_id",
@@ -233,9 +236,7 @@ def describe_osft(plan: OsftPlan, layout: Layout, dtypes: Mapping[str, DType], r
 
 
 def computed_by() -> dict[str, object]:
-    """Return what the bits of a decomposition depend upon: torch and the type of the CPU."""
-    import torch
-
+    """Return what the bits of a decomposition depend upon: torch, the type of the CPU, and what picks code for it."""
     lines: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
@@ -245,8 +246,7 @@ def computed_by() -> dict[str, object]:
     except OSError:
         lines["model name"] = platform.processor() or platform.machine()
     return {
-        "torch": torch.__version__,
-        "built": torch.__config__.show(),
+        "torch": package_version("torch"),
         "cpu": [lines.get(name) for name in _CPU_LINES],
-        "capability": torch.backends.cpu.get_cpu_capability(),
+        "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     }

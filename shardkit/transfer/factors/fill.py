@@ -31,6 +31,16 @@ from shardkit.transfer.sources import SourceFiles
 from shardkit.transfer.stream import read_back
 
 _CHECK_BUFFER = 1 << 20
+# Limit and use of a container, and what of it are pages of files, by the second and the first version of control groups.
+_CONTAINER_LIMITS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "file"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+        "total_cache",
+    ),
+)
 _DAMAGED = "use another copy of the checkpoint; --check-source off takes the damaged bytes as they are"
 
 
@@ -79,13 +89,21 @@ def choose_num_workers(targets: Collection[Target], jobs: int, memory_bytes: int
 
 
 def _available_bytes() -> int:
-    """Return the memory that new processes can have."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    """Return the memory that new processes can have: what the machine has left, and a container's limit."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = dict(line.split(":", 1) for line in _text_of("/proc/meminfo").splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    for limit, used, stat, of_files in _CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, KeyError, ValueError):  # no such file, or "max"
+            lines = dict(line.split() for line in _text_of(stat).splitlines())
+            found.append(int(_text_of(limit)) - int(_text_of(used)) + int(lines[of_files]))
+    return max(min(found), 0)
+
+
+def _text_of(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

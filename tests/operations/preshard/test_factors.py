@@ -199,6 +199,34 @@ def test_another_cpu_begins_anew(source: Path, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("fast_factors")
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_is_factored_is_compared_with_its_checksums(
+    is_damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    torch.save(weights(), source / "pytorch_model.bin")
+    if is_damaged:
+        data = bytearray((source / "pytorch_model.bin").read_bytes())
+        place = data.find(weights()[ATTENTION.format(0, "k")].numpy().tobytes())
+        data[place + 100] ^= 1
+        (source / "pytorch_model.bin").write_bytes(data)
+        with pytest.raises(IntegrityError, match="does not have the CRC-32") as caught:
+            preshard(source, tmp_path / "out")
+        assert ATTENTION.format(0, "k") in str(caught.value)
+        return
+    whole = preshard(source, tmp_path / "whole")
+    assert (whole.checked_bytes, whole.unchecked) == (whole.read_bytes, ())
+    with monkeypatch.context() as patch:
+        patch.setattr(fill, "Worker", Killed)
+        with pytest.raises(IncompleteError):
+            preshard(source, tmp_path / "out", jobs=1)
+    resumed = preshard(source, tmp_path / "out", jobs=1)
+    assert resumed.checked_bytes == whole.checked_bytes  # what the first run read counts
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("fast_factors")
 def test_values_that_are_not_finite_are_refused_by_name(make_hub: MakeHub, tmp_path: Path) -> None:
     held = weights()
     held[ATTENTION.format(1, "q")][3, 4] = torch.nan
