@@ -26,7 +26,8 @@ def convert(source: str) -> str:
 
 
 def train(source: str, mesh: DeviceMesh) -> None:
-    context = shardkit.prepare(source, source, dtype="fp32")
+    shardkit.prepare(source, source, osft=shardkit.OsftPlan(ratio=0.3, ranks={"*.o_proj": 64}))
+    context = shardkit.prepare(source, source, dtype="fp32", osft=0.3)
     assert_type(context, ModelInitializationContext)
     model = shardkit.finalize(shardkit.wrap(context.model, mesh), context)
     assert_type(model, nn.Module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 import weakref
 from collections.abc import Callable
@@ -55,6 +56,16 @@ def make_source(out: Path) -> None:
     new = factored(dense, PLAN)
     torch.save(new.state_dict(), out / "expected.pt")
     save_file(new.state_dict(), out / "factored.safetensors")
+    shardkit.preshard(out / "dense", out / "recorded", world_size=4, layout="declared")
+    damaged = shutil.copytree(out / "recorded", out / "damaged") / "__2_0.distcp"
+    row = 21  # of 37, on the third rank; in a target
+    place = damaged.read_bytes().find(
+        dense.model.layers[1].mlp.up_proj.weight.detach()[row].numpy().tobytes()
+    )
+    assert place > 0
+    with damaged.open("r+b") as file:
+        file.seek(place)
+        file.write(b"\x01")
     for name, mesh in MESHES.items():
         shardkit.preshard(out / "dense", out / name, mesh=mesh, osft=PLAN, layout="declared", jobs=1)
     torch.save(losses(shardkit.finalize(*prepared(out))), out / "losses.pt")
@@ -272,12 +283,43 @@ def test_no_rank_has_two_weights(out: Path) -> None:
     assert len(had) == (14 if dist.get_rank() == 0 else 0)
 
 
-@two.test_killing(1)
-def test_a_killed_rank_ends_all(out: Path) -> None:
+@two.test_each(("direct", "broadcast"))
+def test_weights_are_compared_with_their_checksums(strategy: str, out: Path) -> None:
+    model, ctx = prepared(out, str(out / "recorded"))
+    same(
+        whole(shardkit.finalize(wrapped(model), ctx, strategy=strategy)),
+        torch.load(out / "expected.pt"),
+        "read",
+    )
+    assert ctx.checked is not None
+    assert not ctx.checked.unchecked
+    assert ctx.checked.checked_bytes == sum(p.nbytes for p in reference("llama", **CHANGES).parameters())
+    model, ctx = prepared(out, str(out / "damaged"))
+    error = same_error(partial(shardkit.finalize, wrapped(model), ctx, strategy=strategy))
+    assert error["error"] == "IntegrityError"
+    assert "model.layers.1.mlp.up_proj.weight" in str(error)
+
+
+class Kill(NamedTuple):
+    place: str
+    victim: int = 1
+
+    def prepare(self) -> None:
+        def kill(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if self.place == "decomposing":
+            factorise.factorise = kill
+        else:
+            factorise._Exchange._keep = kill
+
+
+@two.test_each_killing({each.place: each for each in (Kill("decomposing"), Kill("sending"))})
+def test_a_killed_rank_ends_all(kill: Kill, out: Path) -> None:
     model, ctx = prepared(out)
     model = wrapped(model)
-    if dist.get_rank() == 1:
-        factorise.factorise = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == kill.victim:
+        kill.prepare()
     with pytest.raises(ResourceError) as caught:
         shardkit.finalize(model, ctx)
     assert "another rank was lost during computing factors" in str(caught.value)
