@@ -194,6 +194,16 @@ def recorded_root(checkpoint: Checkpoint) -> str:
     return (found.root or "") if isinstance(found, manifest.Presharded) else ""
 
 
+def recorded_osft(checkpoint: Checkpoint) -> manifest.Osft | None:
+    """Return how weights of a pre-sharded checkpoint became factors, if they did.
+
+    Raises:
+        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+    """
+    found = _manifest_of(checkpoint)
+    return found.osft if isinstance(found, manifest.Presharded) else None
+
+
 def source_key_rules(found: manifest.Presharded) -> tuple[KeyRule, ...] | None:
     """Return the rules from the model's names to the source's; None if preshard kept the names.
 

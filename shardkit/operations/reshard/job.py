@@ -31,7 +31,13 @@ from shardkit.formats.contract.optimizer import OptimizerState
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
 from shardkit.formats.dequantize import take_plain
-from shardkit.formats.hub.base import recorded_file_names, recorded_root, saved_derived, saved_key_rules
+from shardkit.formats.hub.base import (
+    recorded_file_names,
+    recorded_osft,
+    recorded_root,
+    saved_derived,
+    saved_key_rules,
+)
 from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import ZipReader, read_directory
 from shardkit.keys.expressions import Expression
@@ -84,6 +90,8 @@ class Part:
     """Names in the files that `preshard` read, as it recorded them; carried over too."""
     root: str = ""
     """What stands before the model's own names, as `preshard` recorded it; carried over too."""
+    osft: manifest.Osft | None = None
+    """How weights became factors, as `preshard` recorded it; carried over too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +140,7 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
         _open_part(folder, _open_folder(os.path.join(path, folder), models)) for folder in found.folders
     )
     root, names = recorded_root(checkpoint), recorded_file_names(checkpoint)
+    osft = recorded_osft(checkpoint)
     home = os.path.relpath(checkpoint.catalog.directory, path) if root else os.curdir  # a trainer's folder
     parts = tuple(
         replace(
@@ -140,6 +149,7 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
             derived={root + name: made for name, made in derived.items()},
             file_names=names,
             root=root,
+            osft=osft,
         )
         if (part.folder or os.curdir) == home
         else part
@@ -430,11 +440,18 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
         derived=part.derived,
         file_names=part.file_names,
         root=part.root,
+        osft=_osft(part.osft, cast),
         optimizer_cast=optimizer_cast,
         objects=part.objects,
         optimizer=optimizer,
         output=DcpImages(layout, dtypes, sources, _no_phase, objects=objects),
     )
+
+
+def _osft(osft: manifest.Osft | None, cast: str) -> manifest.Osft | None:
+    if osft is None or cast not in CASTS:
+        return osft
+    return replace(osft, dense_dtype=CASTS[cast].name)
 
 
 def _no_phase(fqn: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import shardkit
 from shardkit.files import manifest
 from tests.bits import raw
-from tests.operations.consolidate.checkpoints import save, training_state, weights
+from tests.operations.consolidate.checkpoints import hub, save, training_state, weights
 from tests.osft.factored import Q, factored
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
@@ -46,3 +47,18 @@ def test_no_cast_rounds_a_factor(tmp_path: Path) -> None:
         is_factor = ".osft_" in name
         assert found[name].dtype == (torch.float32 if is_factor else torch.bfloat16)
         assert not is_factor or raw(found[name]) == raw(value)
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_what_preshard_recorded_is_carried_over(dtype: str, tmp_path: Path) -> None:
+    shardkit.preshard(hub(tmp_path / "hub", weights()), tmp_path / "one", world_size=2, osft=0.3)
+    shardkit.reshard(tmp_path / "one", tmp_path / "two", world_size=3, dtype=dtype)
+    one, two = (manifest.read(str(tmp_path / name)) for name in ("one", "two"))
+    assert isinstance(one, manifest.Presharded)
+    assert isinstance(two, manifest.Presharded)
+    assert one.osft is not None
+    dense = "float32" if dtype == "keep" else "bfloat16"
+    assert two.osft == replace(one.osft, dense_dtype=dense)
+    assert shardkit.verify(tmp_path / "two", full=True).ok
+    shardkit.consolidate(tmp_path / "two", tmp_path / "back", base=tmp_path / "hub")
+    assert shardkit.diff(tmp_path / "two", tmp_path / "back").is_equal_after_rounding
