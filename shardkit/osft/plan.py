@@ -30,6 +30,7 @@ HIGH = ("osft_U_high", "osft_S_high", "osft_V_high")
 LOW = ("osft_params.U_low", "osft_params.S_low", "osft_params.V_low")
 FACTORS = (*HIGH, *LOW)
 """What stands for `weight` in a module; the first three are frozen."""
+_ENDS = tuple(f".{name}" for name in FACTORS)
 
 Svd = Literal["exact", "fp32"]
 
@@ -410,7 +411,7 @@ def stored_targets(shapes: Mapping[str, Shape]) -> dict[str, Target]:
         LayoutError: a factor is missing, the dense weight is there too, or shapes do not fit; lists all.
     """
     frozen = {path for name in shapes if name.endswith(HIGH) and (path := factor_of(name)) is not None}
-    names = [name for name in shapes if (path := factor_of(name) or name) in frozen or path == name]
+    names = [name for name in shapes if weight_of(name).removesuffix(".weight") in frozen] if frozen else []
     found, problems = dict[str, Target](), list[str]()
     for path in factored_names(names):
         try:
@@ -429,7 +430,9 @@ def factor_of(name: str) -> str | None:
     """Return the path of the module that a tensor is a factor of; None if it is none."""
     if "osft_" not in name:  # quick: there may be 100,000 names
         return None
-    return next((name[: -len(end) - 1] for end in FACTORS if name.endswith(f".{end}")), None)
+    if not name.endswith(_ENDS):  # nearly every name: there may be a hundred thousand
+        return None
+    return next(name[: -len(end)] for end in _ENDS if name.endswith(end))
 
 
 def shard_dim(name: str, shape: Shape, num_shards: int) -> int:
