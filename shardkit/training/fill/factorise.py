@@ -38,6 +38,7 @@ from shardkit.transfer.sources import SourceFiles
 
 _PHASE = "computing factors"
 _PIECE_NBYTES = 16 * MIB  # of a weight that is sent to its owner
+_NUM_PEERS = 32  # whom a rank sends to at once
 _OK, _FAILED = 1, 2
 _log = logging.getLogger("shardkit")
 
@@ -290,33 +291,38 @@ class _Exchange:
             found: the factors that this rank has computed.
         """
         rank, num_ranks = world()
-        wire = list[dist.P2POp]()
-        arrived = list[tuple[torch.Tensor, torch.Tensor]]()
+        target = targets[rank]
         cut = dict[tuple[str, Region], torch.Tensor]()
-        for owner, target in enumerate(targets):
-            if target is None:
-                continue
-            if owner != rank:
-                for staged, memory in self._memory(target):
-                    wire.append(dist.P2POp(dist.irecv, flat_bytes(staged), owner))
-                    arrived.append((staged, memory))
-                continue
+        if target is not None:
             assert found is not None
             self._keep(target, found)
-            for other in (each for each in range(num_ranks) if each != rank):
-                for key in self._regions[other][target.path]:
-                    piece = cut.get(key)
-                    if piece is None:
-                        name, region = key
-                        piece = cut[key] = found.tensors[name][window(region)].to(self._device).contiguous()
-                    wire.append(dist.P2POp(dist.isend, flat_bytes(piece), other))
+        for first in range(1, num_ranks, _NUM_PEERS):
+            wire, staged = list[dist.P2POp](), list[tuple[torch.Tensor, torch.Tensor]]()
+            # Each rank sends to the one that is `shift` above it: every pair meets in the same step.
+            for shift in range(first, min(first + _NUM_PEERS, num_ranks)):
+                above, below = (rank + shift) % num_ranks, (rank - shift) % num_ranks
+                if target is not None and found is not None:
+                    for key in self._regions[above][target.path]:
+                        if key not in cut:
+                            cut[key] = self._slice(found, *key)
+                        wire.append(dist.P2POp(dist.isend, flat_bytes(cut[key]), above))
+                for arriving, memory in self._memory(targets[below]):
+                    wire.append(dist.P2POp(dist.irecv, flat_bytes(arriving), below))
+                    staged.append((arriving, memory))
+            self._move(wire, staged)
+
+    def _slice(self, found: Factors, name: str, region: Region) -> torch.Tensor:
+        return found.tensors[name][window(region)].to(self._device).contiguous()
+
+    def _move(self, wire: list[dist.P2POp], staged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Carry out sends and receives, and put what arrived beside its place into it."""
         with _wire():
             for work in dist.batch_isend_irecv(wire) if wire else ():
                 work.wait()
         with torch.no_grad():
-            for staged, memory in arrived:
-                if staged is not memory:
-                    memory.copy_(staged)
+            for arrived, memory in staged:
+                if arrived is not memory:
+                    memory.copy_(arrived)
 
     def _parts(self, target: Target) -> Iterator[tuple[str, Region, torch.Tensor]]:
         """Yield what this rank holds of a target's factors: factor, region, memory."""
@@ -328,9 +334,9 @@ class _Exchange:
                     self.elements[shard.fqn] += found[0].num_elements
                     yield name, *found
 
-    def _memory(self, target: Target) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _memory(self, target: Target | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield where each slice arrives, and where it belongs: the same if it can be received there."""
-        for _, region, memory in self._parts(target):
+        for _, region, memory in self._parts(target) if target is not None else ():
             is_straight = (
                 memory.is_contiguous() and memory.dtype is torch.float32 and memory.device == self._device
             )
