@@ -4,7 +4,7 @@
 
 DIRECTORY gets a generated Llama in bf16 and in turn every output. Printed are medians of
 
-serial   all targets one after the other in one process with one thread: as shardkit decomposes and measures them, and
+serial   all targets one after the other in one process with one thread, in seconds of the processor: as shardkit decomposes and measures them, and
          by `torch.linalg.svd` in float32, as mini_trainer 0.9.0 does when a training starts (create_svd_dict; its way
          through one process of many). Targets that are nearly singular are apart: shardkit takes longer for them.
 workers  `shardkit preshard --osft` as a whole, and as many bare processes that read the same weights, decompose and
@@ -59,13 +59,16 @@ with safe_open(sys.argv[1], "pt") as file:
     for target in choose_targets(OsftPlan(ratio=0.3), weights, "llama")[0]:
         weight = file.get_tensor(target.weight)
         for way in sys.argv[2:]:
-            begun = time.perf_counter()
+            begun = time.process_time()  # of a process with one thread: others on the machine count less
             found = factorise(weight, target) if way == "ours" else theirs(weight, target)
-            seconds = time.perf_counter() - begun
+            seconds = time.process_time() - begun
             if way == "ours":
-                algorithm, worst = found.algorithm, found.orthogonality
-            else:
-                worst = max(distance(found[0].T.double()), distance(found[1].double()))
+                algorithm, six = found.algorithm, found.tensors
+                found = (
+                    torch.cat((six["osft_U_high"], six["osft_params.U_low"]), 1),
+                    torch.cat((six["osft_V_high"], six["osft_params.V_low"])),
+                )
+            worst = max(distance(found[0].T.double()), distance(found[1].double()))
             print(json.dumps([target.path, way, algorithm, seconds, worst, target.svd_nbytes]), flush=True)
 """
 BARE = """

@@ -243,9 +243,10 @@ class OsftModule:
     algorithm: str | None = None
     """How the factors were computed: "gram", "svd" or "svd fp32"."""
     error: Measure | None = None
-    """Frobenius norm of what folding them misses, to the weight's; the norm itself if the weight is zero."""
+    """Frobenius norm of what folding them misses, to the weight's; the norm itself if the weight is zero. Estimated."""
     orthogonality: Measure | None = None
-    """Largest absolute value of U'U - I and of VV' - I, over frozen and trained directions together."""
+    """Largest absolute value that U'U - I and VV' - I, over frozen and trained directions, make of vectors of ones and
+    minus ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ from shardkit.osft.plan import FACTORS, Svd, Target
 if TYPE_CHECKING:
     import torch
 
-_BLOCK = 1 << 20  # numbers that are measured at a time
+_BLOCK = 1 << 20  # numbers that are taken in float64 at a time
+_NUM_VECTORS = 16
 _LEAST_RATIO = 1e-4  # of the smallest singular value to the largest, for the Gram matrix: its square is 1e-8
 MAX_ERROR = 1e-6
 """What is promised of factors: see `Factors.error` and `Factors.orthogonality`."""
@@ -38,9 +39,11 @@ class Factors:
     algorithm: str
     """"gram", "svd" or "svd fp32"."""
     error: float
-    """Frobenius norm of what folding misses, to the weight's; the norm itself if the weight is zero."""
+    """Frobenius norm of what folding misses, to the weight's; the norm itself if the weight is zero. An estimate by 16
+    random vectors."""
     orthogonality: float
-    """Largest absolute value of U'U - I and of VV' - I, over frozen and trained directions together."""
+    """Largest absolute value that U'U - I and VV' - I, over frozen and trained directions together, make of 16 vectors of
+    ones and minus ones: nearly always above their largest entry."""
 
 
 @contextlib.contextmanager
@@ -187,36 +190,48 @@ def _halves(whole: torch.Tensor, k: int, *, dim: int) -> tuple[torch.Tensor, tor
 
 
 def _measured(weight: torch.Tensor, tensors: dict[str, torch.Tensor], algorithm: str) -> Factors:
-    """Measure factors, some rows at a time."""
-    norm, missed = 0.0, 0.0
-    step = max(_BLOCK // weight.shape[1], 1)
-    wide = {name: x.double() if name.endswith(("V_high", "V_low")) else x for name, x in tensors.items()}
+    """Measure factors by what they make of random vectors of ones and minus ones.
+
+    All products would cost two thirds of the decomposition. The mean of the squares of E x is that of E's norm; and
+    where an entry of U'U - I is larger than what is allowed, one of 16 results is with probability 1 - 2^-16.
+    """
+    import torch
+
+    u_high, s_high, v_high, u_low, s_low, v_low = (tensors[name].double() for name in FACTORS)
+    vectors = _vectors(weight.shape[1])
+    missed = u_high @ (s_high[:, None] * (v_high @ vectors)) + u_low @ (s_low[:, None] * (v_low @ vectors))
+    orthogonality = max(_distance(u_high.T, u_low.T), _distance(v_high, v_low))
+    del u_high, u_low, v_high, v_low
+    step, norm = max(_BLOCK // weight.shape[1], 1), 0.0
     for first in range(0, len(weight), step):
         part = weight[first : first + step].double()
-        norm += float(part.square().sum())
-        missed += float(fold(wide, slice(first, first + step)).sub_(part).square_().sum())
-    del wide
-    u_high, _, v_high, u_low, _, v_low = (tensors[name] for name in FACTORS)
+        norm += float(torch.linalg.vector_norm(part)) ** 2
+        missed[first : first + step] -= part @ vectors
+    error = float(torch.linalg.vector_norm(missed)) / sqrt(_NUM_VECTORS)
     return Factors(
         tensors=tensors,
         algorithm=algorithm,
-        error=sqrt(missed / norm) if norm else sqrt(missed),
-        orthogonality=max(_distance(u_high.T, u_low.T), _distance(v_high, v_low)),
+        error=error / sqrt(norm) if norm else error,
+        orthogonality=orthogonality,
     )
 
 
-def _distance(high: torch.Tensor, low: torch.Tensor) -> float:
-    """Return how far rows are from an orthonormal set: the largest entry of their products less the identity."""
+def _vectors(size: int) -> torch.Tensor:
+    """Return random vectors of ones and minus ones as columns, always the same."""
     import torch
 
-    rows = torch.empty((len(high) + len(low), high.shape[1]), dtype=torch.float64)
-    rows[: len(high)], rows[len(high) :] = high, low
-    step, largest = max(_BLOCK // len(rows), 1), 0.0
-    for first in range(0, len(rows), step):
-        products = rows[first : first + step] @ rows[first:].T  # the rest is the same by symmetry
-        products.diagonal().sub_(1)
-        largest = max(largest, float(products.abs_().max()))
-    return largest
+    random = torch.Generator().manual_seed(size)
+    return torch.randint(0, 2, (size, _NUM_VECTORS), generator=random).double().mul_(2).sub_(1)
+
+
+def _distance(high: torch.Tensor, low: torch.Tensor) -> float:
+    """Return how far rows are from an orthonormal set: the largest entry that their products, less I, make of vectors."""
+    vectors = _vectors(len(high) + len(low))
+    sums = high.T @ vectors[: len(high)] + low.T @ vectors[len(high) :]
+    return max(
+        float((high @ sums - vectors[: len(high)]).abs().max()),
+        float((low @ sums - vectors[len(high) :]).abs().max()),
+    )
 
 
 def fold(factors: dict[str, torch.Tensor], rows: slice = slice(None)) -> torch.Tensor:

@@ -69,6 +69,13 @@ def test_factors_are_the_weight(name: str) -> None:
     assert torch.allclose(sizes.double(), exact, rtol=1e-6, atol=1e-6 * float(exact[0]))
     assert found.error <= MAX_ERROR
     assert found.orthogonality <= MAX_ERROR
+    distances = [
+        products - torch.eye(len(products)).double() for products in (left.T @ left, right @ right.T)
+    ]
+    worst = max(float(distance.abs().max()) for distance in distances)
+    assert worst <= found.orthogonality <= 100 * worst + 1e-12
+    missed = float((fold(found.tensors) - weight.double()).norm())
+    assert found.error * (norm or 1) == pytest.approx(missed, rel=0.5, abs=1e-12)
 
 
 def test_which_algorithm() -> None:
