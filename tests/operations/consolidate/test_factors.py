@@ -183,3 +183,30 @@ def test_a_checkpoint_of_mini_trainer(tmp_path: Path) -> None:
         )
         == 2
     )
+
+
+def test_averaged_factors(tmp_path: Path) -> None:
+    """Each set is folded by itself, whatever part of the checkpoint it belongs to."""
+    state = factored(weights())
+    ema = {name: value * 1.5 if name.endswith("S_low") else value for name, value in state.items()}
+    checkpoint = save({"model": state, "ema": ema}, tmp_path / "step-3")
+    shardkit.consolidate(checkpoint, tmp_path / "out", weights="ema")
+    found, expected = load(tmp_path / "out"), folded(ema)
+    for path in (Q, K):
+        torch.testing.assert_close(found[f"{path}.weight"], expected[f"{path}.weight"].float())
+
+
+@pytest.mark.parametrize("form", ["it.pt", "model.safetensors", "pytorch_model.bin"])
+def test_factors_in_other_files(form: str, tmp_path: Path) -> None:
+    """Turned matrices of torch, and its format before zips, are decoded; the factors are the same."""
+    state = factored(weights())
+    source = hub(tmp_path / "it", state if form == "model.safetensors" else None)
+    if form != "model.safetensors":
+        turned = {name: value.T.contiguous().T if value.ndim == 2 else value for name, value in state.items()}
+        torch.save(turned, source / form, _use_new_zipfile_serialization=form == "it.pt")
+    source = source / form if form == "it.pt" else source
+    shardkit.consolidate(source, tmp_path / "out", base=hub(tmp_path / "base", weights()))
+    found, expected = load(tmp_path / "out"), folded(state)
+    assert found.keys() == expected.keys()
+    for path in (Q, K):
+        assert raw(found[f"{path}.weight"]) == raw(expected[f"{path}.weight"].float())
