@@ -122,19 +122,21 @@ def _name(found: Mapping[str, Trained], adapter: Catalog, base: Catalog) -> dict
     """
     theirs = {name: entry.shape for name, entry in base.tensors.items()}
     shapes = {
-        path: (adapter.tensors[each.u].shape[0], adapter.tensors[each.v].shape[-1])
+        path: (*adapter.tensors[each.u].shape[:1], *adapter.tensors[each.v].shape[-1:])
         for path, each in found.items()
     }
     named = name_as_hub({path: f"{path}.weight" for path in found}, shapes, None, theirs).names
     problems = list[str]()
     for path, each in found.items():
         name, rank = named[path], adapter.tensors[each.s].shape
-        wanted = ((shapes[path][0], *rank), rank, (*rank, shapes[path][1]))
-        if theirs.get(name) is None:
+        held = [adapter.tensors[factor].shape for factor in each]
+        fits = len(rank) == 1 and len(shapes[path]) == 2
+        fits = fits and held == [(shapes[path][0], *rank), rank, (*rank, shapes[path][1])]
+        if name not in theirs:
             problems.append(f"{escape(path)}: the base has no {escape(name)}")
-        elif theirs[name] != shapes[path] or tuple(adapter.tensors[each_].shape for each_ in each) != wanted:
-            held = " x ".join(str(list(adapter.tensors[each_].shape)) for each_ in each)
-            problems.append(f"{escape(path)}: {held} do not fit {list(theirs[name])}")
+        elif theirs[name] != shapes[path] or not fits or rank[0] > min(shapes[path]):
+            factors = " x ".join(str(list(shape)) for shape in held)
+            problems.append(f"{escape(path)}: {factors} do not fit {list(theirs[name])}")
         elif not base.tensors[name].dtype.is_convertible:
             problems.append(f"{escape(path)}: {base.tensors[name].dtype.name} cannot be added to")
     SourceError.raise_for(

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 _NUM_VECTORS = 16  # lengths are told to a fifth or so
 _BAND_BYTES = 4 * MIB
-_MOST = {
-    2: 5e-2
-}  # root mean square of a row of U'U - I, by item size: of factors that were rounded to half precision
-_MOST_WIDE = 1e-5  # a decomposition in float32 gives 1e-7, one in float64 1e-9
+# Root mean square of a row of U'U - I. A decomposition in float32 gives 1e-7, one in float64 1e-9.
+_MOST_HALF, _MOST_WIDE = 5e-2, 1e-5  # of factors that were rounded to half precision, and of others
 
 
 def check_factors(checkpoint: Checkpoint, report: Report, *, full: bool) -> None:
@@ -56,19 +54,18 @@ def check_factors(checkpoint: Checkpoint, report: Report, *, full: bool) -> None
         with SourceFiles(catalog.files) as files, files.reader() as reader:
             for name in names:
                 found = distance(catalog, name, reader)
-                allowed = _MOST.get(catalog.tensors[name].dtype.itemsize, _MOST_WIDE)
-                if not found <= allowed:  # NaN too
+                allowed = _MOST_HALF if catalog.tensors[name].dtype.itemsize == 2 else _MOST_WIDE
+                is_fine = found <= allowed  # not NaN either
+                if not is_fine:
                     report.problem(
                         f"frozen directions are not orthonormal: a row of their products is {found:.2g} off (root "
                         f"mean square), and at most {allowed:g} is expected",
                         tensor=name,
                     )
-                most = max(most, found)
-        report.add_notes(
-            [f"frozen directions of {count(len(targets), 'weight')} are orthonormal within {most:.1g}"]
-            if most <= _MOST_WIDE
-            else []
-        )
+                most = max(most, found) if is_fine else float("inf")
+        if most <= _MOST_HALF:
+            number = count(len(targets), "weight")
+            report.add_notes([f"frozen directions of {number} are orthonormal within {most:.1g}"])
 
 
 def distance(catalog: Catalog, name: str, reader: Reader) -> float:
