@@ -225,7 +225,9 @@ def main() -> None:
     parser.add_argument("--output", required=True, type=Path, help="directory for all output; removed first")
     parser.add_argument("--tasks", choices=sorted(FIRST), default="topics", help="see tasks.py")
     parser.add_argument("--ratio", type=float, default=0.3, help="share of directions that OSFT trains")
-    parser.add_argument("--rates", default="1e-4,3e-4,1e-3", help="learning rates, the same for both methods")
+    parser.add_argument(
+        "--rates", default="3e-5,1e-4,3e-4,1e-3", help="learning rates, the same for both methods"
+    )
     parser.add_argument("--seeds", default="0", help="1,2,3 for three runs of everything")
     parser.add_argument("--steps", type=int, default=60, help="of each task")
     parser.add_argument("--tests", type=int, default=300, help="examples by which a task is judged")
