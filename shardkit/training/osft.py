@@ -126,7 +126,8 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
 
     Args:
         model: with OSFT layers, wrapped already.
-        optimizer: of its parameters. A closure that it is given is run as it is, and gradients are projected after it.
+        optimizer: of its parameters; accelerate's stands for the one that it wraps. A closure that it is given is run as
+            it is, and gradients are projected after it.
 
     Returns:
         The same optimizer.
@@ -135,11 +136,12 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
         LayoutError: the model has no OSFT layers.
         UsageError: the optimizer steps frozen factors, or none of those that are trained.
     """
+    given, optimizer = optimizer, _unwrapped(optimizer)
     layers = _layers(model)
     _check_parameters(layers.values(), optimizer)
     hooked = _HOOKED.setdefault(optimizer, [])
     if any(each() is model for each in hooked):
-        return optimizer
+        return given
     hooked.append(ref(model))
 
     def before(
@@ -158,7 +160,13 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-    return optimizer
+    return given
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that takes the steps: accelerate's has one inside, and no hooks of its own."""
+    inside = getattr(optimizer, "optimizer", None)
+    return _unwrapped(inside) if isinstance(inside, torch.optim.Optimizer) else optimizer
 
 
 def _projecting(closure: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:

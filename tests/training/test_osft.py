@@ -134,6 +134,24 @@ def test_a_closure_is_projected_too() -> None:
     assert shardkit.osft_leak(model) <= 1e-6
 
 
+def test_an_optimizer_of_accelerate_is_projected() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    accelerator = Accelerator(cpu=True)
+    model = model_of(OsftPlan(ratio=0.3))
+    inside = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = accelerator.prepare(inside)
+    assert optimizer is not inside
+    assert shardkit.osft_optimizer(model, optimizer) is optimizer
+    shardkit.osft_optimizer(model, inside)  # the same one
+    try:
+        step(model, optimizer, 0)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert shardkit.osft_leak(model) <= 1e-6
+
+
 def test_half_precision_is_projected_in_fp32() -> None:
     model = model_of(OsftPlan(ratio=0.3)).bfloat16()
     before = shardkit.osft_leak(model)
