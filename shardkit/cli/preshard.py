@@ -186,6 +186,8 @@ def _factors(osft: OsftResult, *, dry_run: bool) -> Iterator[tuple[str, str]]:
             f"{count(number, 'weight')}, {size}; error at most {osft.max_error:.1e}, orthogonal to "
             f"{osft.max_orthogonality:.1e}",
         )
+        if osft.num_resumed:
+            yield "resumed", f"{count(osft.num_resumed, 'weight')} had been computed before"
         return
     yield "factors", f"{count(number, 'weight')}, {size}"
     lines = [

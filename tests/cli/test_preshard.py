@@ -116,6 +116,7 @@ OSFT = OsftResult(
     memory_bytes=4 << 30,
     expected_s=1920.0,
     operations_per_s=12e9,
+    num_resumed=3,
     max_error=4e-8,
     max_orthogonality=2e-8,
 )
@@ -131,6 +132,7 @@ def test_factors_are_told():
     ]
     lines = preshard_command.render(replace(RESULT, osft=OSFT))
     assert "  factors  32 weights, 8.0 GiB; error at most 4.0e-08, orthogonal to 2.0e-08" in lines
+    assert "  resumed  3 weights had been computed before" in lines
     assert "  context = shardkit.prepare('org/model', '/data/model-dp_shard4')" in lines
 
 

@@ -76,6 +76,8 @@ class OsftResult:
     """For all targets, with these processes on a core each."""
     operations_per_s: float
     """What that is reckoned with."""
+    num_resumed: int
+    """Weights that an interrupted run had computed."""
     max_error: float | None
     """The largest of all targets; None before they are computed."""
     max_orthogonality: float | None
@@ -175,6 +177,7 @@ class OsftRun:
             memory_bytes=sum(largest),
             expected_s=round(max([sum(seconds) / workers, *seconds]), 3),
             operations_per_s=OPERATIONS_PER_S,
+            num_resumed=sum(each.is_resumed for each in found),
             max_error=max((each.error for each in found), default=None),
             max_orthogonality=max((each.orthogonality for each in found), default=None),
         )

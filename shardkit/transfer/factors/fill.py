@@ -54,6 +54,8 @@ class Measured:
     orthogonality: float
     whole: Mapping[str, int]
     """CRC-32 of each factor's bytes, by its name in the catalog."""
+    is_resumed: bool
+    """An interrupted run had computed them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +227,7 @@ class FactorRun:
         holes = [each for name in weight.factors for each in self._plan.filled[name]]
         return [(self._plan.images[number], hole) for number, hole in sorted(holes, key=lambda each: each[0])]
 
-    def _take(self, weight: FactoredWeight, answer: Mapping[str, Any]) -> None:
+    def _take(self, weight: FactoredWeight, answer: Mapping[str, Any], *, is_resumed: bool = False) -> None:
         """Take note of a target's factors."""
         shorts = {short: name for name, short in weight.factors.items()}
         measured = Measured(
@@ -233,6 +235,7 @@ class FactorRun:
             error=answer["error"],
             orthogonality=answer["orthogonality"],
             whole={shorts[short]: crc for short, crc in answer["whole"].items()},
+            is_resumed=is_resumed,
         )
         with self._lock:
             self._found[weight.target.path] = measured
@@ -252,7 +255,7 @@ class FactorRun:
             return False
         if self._check is not None and not self._check.load(line.get("source")):
             return False
-        self._take(weight, told)
+        self._take(weight, told, is_resumed=True)
         self._count(weight)
         return True
 

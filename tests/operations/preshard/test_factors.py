@@ -145,7 +145,9 @@ def test_a_killed_process_is_told_and_what_it_had_computed_is_kept(
     assert not out.exists()
     Counting.asked = []
     monkeypatch.setattr(fill, "Worker", Counting)
-    preshard(source, out, jobs=1)
+    resumed = preshard(source, out, jobs=1)
+    assert resumed.osft is not None
+    assert resumed.osft.num_resumed == 3
     again, Counting.asked = Counting.asked, []
     preshard(source, tmp_path / "whole", jobs=1)
     assert files(out) == files(tmp_path / "whole")
