@@ -257,7 +257,7 @@ class PlannedUnit:
     parameters: tuple[nn.Parameter, ...] | None = None
     """The parameters that were split off; None for all that no other unit has."""
     factors_of: torch.dtype | None = None
-    """They are factors of weights, computed in this dtype, that of the unit around, if no policy names one."""
+    """It has factors alone, computed in this dtype, that of the weights around it, if no policy names one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +301,7 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
             stored dtypes alone.
     """
     units, split, outside = list[PlannedUnit](), list[PlannedUnit](), dict[str, nn.Parameter]()
+    of_weights = dict[str, torch.dtype | None]()
     members = _members(model, paths, wide)
     inner_first = sorted(paths, key=lambda path: -path.count("."))  # stable: module order within a depth
     for path in (*inner_first, ""):
@@ -310,6 +311,9 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
         kinds = _by_kind(cut, has_wide=wide is not None)
         main = _main(kinds, is_root=not path)
         units.append(PlannedUnit(path=path, around=path, is_wide=main is not None and main.is_wide))
+        of_weights[path] = _dtype_of(
+            [each for each in kinds.get(main, ()) if not each.is_factor] if main else ()
+        )
         taken = {path}
         for kind, held in kinds.items():
             if kind == main:
@@ -336,7 +340,25 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
                 for host, parameters in hosts.items()
             ]
     split.sort(key=lambda unit: -unit.path.count("."))
-    return UnitPlan(units=(*units, *split), outside=outside)
+    planned = (_with_dtype_around(unit, members.get(unit.path, ()), of_weights) for unit in units)
+    return UnitPlan(units=(*planned, *split), outside=outside)
+
+
+def _with_dtype_around(
+    unit: PlannedUnit, members: Sequence[_Member], of_weights: Mapping[str, torch.dtype | None]
+) -> PlannedUnit:
+    """Return a unit of the policy, which is computed as the weights around it if it has factors alone.
+
+    Args:
+        unit: of the policy.
+        members: its parameters.
+        of_weights: path of each unit of the policy -> dtype of its weights; None if it has none.
+    """
+    if not members or not all(each.is_factor for each in members):
+        return unit
+    parts = unit.path.split(".")
+    around = (".".join(parts[:size]) for size in range(len(parts) - 1, -1, -1))
+    return replace(unit, factors_of=next((found for path in around if (found := of_weights.get(path))), None))
 
 
 def shard_units(

@@ -404,9 +404,9 @@ def _unit_precision(
     """
     if unit.is_wide:
         return replace(precision, param_dtype=torch.float32, cast_forward_inputs=False)
+    if unit.factors_of is not None and precision.param_dtype is None:
+        precision = replace(precision, param_dtype=unit.factors_of, reduce_dtype=torch.float32)
     if unit.parameters is not None:  # the unit around it has cast
-        if unit.factors_of is not None and precision.param_dtype is None:
-            precision = replace(precision, param_dtype=unit.factors_of, reduce_dtype=torch.float32)
         return replace(precision, cast_forward_inputs=False, output_dtype=None)
     if wide is None or not unit.path:
         return precision

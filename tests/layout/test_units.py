@@ -164,3 +164,15 @@ def test_factors_beside_weights_of_their_dtype_are_no_unit() -> None:
         with torch.device("meta"):
             model = nn.Sequential(Divided(trained=trained), Divided(trained=trained)).float()
         assert split(plan_units(model, ["0", "1"], BF16)) == {}
+
+
+def test_a_unit_of_factors_alone_is_computed_as_the_weights_around_it() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Divided(), Divided())
+    for paths in (
+        ["0", "0.inner"],
+        ["0.inner"],
+    ):  # the root of the second has weights: those of the other block
+        plan = plan_units(model, paths, None)
+        found = {unit.path: unit.factors_of for unit in plan.units if unit.parameters is None}
+        assert found == {path: torch.bfloat16 if path == "0.inner" else None for path in ("", *paths)}

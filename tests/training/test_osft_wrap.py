@@ -36,6 +36,12 @@ CASES = {
     "fp32, computed in bf16": Case(torch.float32, {}, LAYERS, 0.1),
     "bf16": Case(torch.bfloat16, {}, LAYERS | BESIDE, 0.1),
     "bf16 without a policy": Case(torch.bfloat16, {"mixed_precision": None}, LAYERS | BESIDE, 0.1),
+    "units of factors alone": Case(
+        torch.bfloat16,
+        {"mixed_precision": None, "policy": {"LlamaMLP", "LlamaAttention"}},
+        {"", *BESIDE},
+        0.1,
+    ),
     "fp32": Case(torch.float32, {"mixed_precision": None}, LAYERS, 1e-5),
     "checkpointed": Case(torch.bfloat16, {"activation_checkpointing": True}, LAYERS | BESIDE, 0.1),
     "one unit": Case(torch.bfloat16, {"policy": "none"}, {"", "model"}, 0.1),
