@@ -12,6 +12,7 @@ from shardkit.cli import options as opt
 from shardkit.cli.output import Output, count, ending, facts, headline, limited, make_progress, size_runs
 from shardkit.core.text import escape, format_size
 from shardkit.files import storage
+from shardkit.osft.plan import FACTORS
 
 if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
@@ -158,7 +159,10 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     yield "layout", _layout(result)
     if result.download_bytes:
         yield "to fetch", f"{format_size(result.download_bytes)} from the Hub; so far only headers were read"
-    yield f"{would}read", f"{count(result.num_tensors, 'tensor')}, {format_size(result.read_bytes)}"
+    num_read = result.num_tensors
+    if result.osft is not None:  # six factors are made of one weight
+        num_read -= (len(FACTORS) - 1) * sum(kind.num_targets for kind in result.osft.kinds)
+    yield f"{would}read", f"{count(num_read, 'tensor')}, {format_size(result.read_bytes)}"
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
     yield "balance", f"largest file over mean {result.imbalance:.4f}"
     if result.dry_run:

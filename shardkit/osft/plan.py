@@ -85,6 +85,10 @@ class OsftPlan:
             problems.append(f'svd is "exact" or "fp32", not {escape(repr(self.svd))}')
         if not self.globs:
             problems.append("targets names nothing")
+        elif all(glob.startswith("!") for glob in self.globs):
+            problems.append(
+                f"targets says only what stays dense: begin with {AUTO}, or a glob: '{AUTO},{escape(','.join(self.globs))}'"
+            )
         found = [each for each in problems if each]
         UsageError.raise_for(
             found,

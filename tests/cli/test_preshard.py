@@ -130,7 +130,8 @@ def test_factors_are_told():
         "2.0 GiB of memory, 64 min",
         "computing  2 processes, 4.0 GiB of memory, about 32 min at 12e9 operations/s for each core",
     ]
-    lines = preshard_command.render(replace(RESULT, osft=OSFT))
+    lines = preshard_command.render(replace(RESULT, num_tensors=6 * 32 + 7, osft=OSFT))
+    assert "  read     39 tensors, 8.0 GiB" in lines
     assert "  factors  32 weights, 8.0 GiB; error at most 4.0e-08, orthogonal to 2.0e-08" in lines
     assert "  resumed  3 weights had been computed before" in lines
     assert "  context = shardkit.prepare('org/model', '/data/model-dp_shard4')" in lines

@@ -84,6 +84,11 @@ def test_ratios_that_are_none(ratio: float, why: str) -> None:
     assert why in str(caught.value)
 
 
+def test_targets_that_say_only_what_stays_dense() -> None:
+    with pytest.raises(UsageError, match=r"what stays dense.*'auto,!\*\.q_proj'"):
+        OsftPlan(ratio=0.5, targets="!*.q_proj")
+
+
 def test_globs_name_weights_or_modules_and_leave_some_out() -> None:
     assert list(chosen(OsftPlan(ratio=0.5, targets="*.up_proj,*.q_proj.weight"))) == [
         "model.layers.0.self_attn.q_proj.weight",
