@@ -17,6 +17,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import isnan, nan
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -97,12 +98,13 @@ def osft_leak(model: nn.Module) -> float:
 
     Returns:
         The largest of all layers' norm of H'L to the norm of L (Frobenius), for U and V; the same on every rank.
-        After `project_parameters_` in float32 it is below 1e-6; a step of AdamW without it leaves about 1e-2.
+        After `project_parameters_` in float32 it is below 1e-6; a step of AdamW without it leaves about 1e-2. It is
+        nan where training has diverged.
 
     Raises:
         As `project_gradients_`.
     """
-    largest = 0.0
+    found = [0.0]
     with _exactly():
         for pairs in _buckets(_pairs(model, lambda parameter: parameter)):
             for pair, inside in zip(pairs, _coefficients(pairs), strict=True):
@@ -114,8 +116,8 @@ def osft_leak(model: nn.Module) -> float:
                     shared = _shard_groups(pair.gathered)
                     parts = [_summed(part, shared, pair.device) for part in parts]
                 leak, whole = (float(part.sqrt()) for part in parts)
-                largest = max(largest, leak / whole if whole else 0.0)
-    return largest
+                found.append(leak / whole if whole else 0.0)
+    return nan if any(map(isnan, found)) else max(found)
 
 
 def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

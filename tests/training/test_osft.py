@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from math import isnan
 from typing import Any
 
 import pytest
@@ -88,6 +89,13 @@ def test_without_projections_it_leaks() -> None:
     assert shardkit.osft_leak(model) > 1e-4
     shardkit.project_parameters_(model)
     assert shardkit.osft_leak(model) <= 1e-6
+
+
+def test_what_has_diverged_is_told() -> None:
+    model = model_of(OsftPlan(ratio=0.3))
+    with torch.no_grad():
+        next(parameter for name, parameter in model.named_parameters() if "U_low" in name).mul_(float("nan"))
+    assert isnan(shardkit.osft_leak(model))
 
 
 def test_gradients_are_projected() -> None:

@@ -22,6 +22,11 @@ from shardkit.osft.plan import Candidate, OsftPlan, Target, choose_targets, shar
 # Models whose linear layers are transformers' Conv1D, by model_type; and how the paths of these layers end.
 _WITH_CONV1D = frozenset(("gpt2", "openai-gpt", "imagegpt", "decision_transformer"))
 _CONV1D = frozenset(("c_attn", "q_attn", "c_proj", "c_fc"))
+# How the paths of embeddings end: those of decoders and encoders that are in use.
+_EMBEDDINGS = frozenset(
+    "embed_tokens embed_positions embed_in wte wpe tok_embeddings shared word_embeddings position_embeddings "
+    "token_type_embeddings".split()
+)
 
 
 def check_osft_mesh(mesh: Mesh) -> None:
@@ -66,16 +71,19 @@ def _candidates(
     layout: Layout, entries: Mapping[str, TensorEntry], model_type: str | None
 ) -> dict[str, Candidate]:
     """Return the tensors of a layout, and what is known against each without a model."""
-    ties = {name: other for group in layout.ties for name, other in zip(group, group[::-1], strict=True)}
+    ties = {name: group[group[0] == name] for group in layout.ties for name in group}
     found = {}
     for fqn, tensor in layout.tensors.items():
         dtype, why = entries[layout.sources[fqn]].dtype, ""
+        kind = fqn.removesuffix(".weight").rpartition(".")[2]
         if fqn in ties:
             why = f"it is tied to {escape(ties[fqn])}"
         elif not dtype.is_convertible:
             why = f"it is {dtype.name}: quantised, or no weight"
-        elif model_type in _WITH_CONV1D and fqn.removesuffix(".weight").rpartition(".")[2] in _CONV1D:
+        elif model_type in _WITH_CONV1D and kind in _CONV1D:
             why = "it belongs to Conv1D, and only a Linear can be divided"
+        elif kind in _EMBEDDINGS:
+            why = "by its name it belongs to an Embedding, and only a Linear can be divided"
         found[fqn] = Candidate(tensor.shape, None, why)
     return found
 

@@ -96,6 +96,7 @@ def test_a_declared_layout_takes_names_for_it() -> None:
     [
         (("a.q.weight", (8, 8), "int8"), None, "a.q", "quantised"),
         (("a.c_attn.weight", (8, 8), "float32"), {"model_type": "gpt2"}, "a.c_attn", "Conv1D"),
+        (("a.embed_tokens.weight", (8, 8), "float32"), None, "a.embed_tokens", "Embedding"),
         (("a.experts.up", (4, 8, 8), "float32"), None, "a.experts.up", "experts stay dense"),
         (("a.q.weight", (1, 8), "float32"), None, "a.q", "one direction"),
         (("a.q.weight", (2, 8), "float32"), None, "a.q", "none would be kept"),
