@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardkit import formats
@@ -20,6 +20,7 @@ from shardkit.files.links import may_follow_links
 from shardkit.files.strict_json import read_small
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import take_plain
+from shardkit.formats.fold import take_folded
 from shardkit.formats.hub.base import find_base, open_base, saved_derived
 from shardkit.keys.expressions import (
     Concat,
@@ -222,6 +223,7 @@ def _open(path: str, base: str | os.PathLike[str] | None) -> _Source:
         path, checkpoint = taken.resolved.path, taken.open()
     else:
         checkpoint = formats.open(path)
+    checkpoint = _without_factors(checkpoint)
     given = None if base is None else open_base(os.fspath(base))
     if checkpoint.hub is not None:
         checkpoint = take_plain(checkpoint, dequantize=True)
@@ -240,6 +242,15 @@ def _open(path: str, base: str | os.PathLike[str] | None) -> _Source:
         shapes={selection.live[name]: catalog.tensors[name].shape for name in selection.names},
         config=found.config if found is not None else None,
     )
+
+
+def _without_factors(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the weights that its OSFT factors fold to, which are what rules are about."""
+    folded = take_folded(checkpoint)
+    if folded.folded is None:
+        return folded
+    note = f"factors of OSFT are shown as the dense weights that they are: {len(folded.folded.targets)}"
+    return replace(folded, notes=(*folded.notes, note))
 
 
 def _result(

@@ -49,7 +49,7 @@ from shardkit.operations.preshard.profiles import (
     with_config,
 )
 from shardkit.operations.write import hash_plan
-from shardkit.osft.plan import OsftPlan
+from shardkit.osft.plan import OsftPlan, factor_of
 from shardkit.transfer.bound import bind
 from shardkit.transfer.converted import group_nbytes, opaque_groups
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight, add_factors, factored_weight
@@ -165,6 +165,7 @@ def build_job(
     _check_keys(options)
     if options.osft is not None:
         check_osft(profile, mesh, options.keys)
+    _check_no_factors(model, options)
     layout = _placed(_choose_layout(model, mesh, options, on_step), options)
     whole = tuple(_taken_whole(model, layout))
     factored = tuple(factored_weight(target, layout.sources) for target in layout.factored.values())
@@ -215,6 +216,23 @@ def _check_keys(options: JobOptions) -> None:
         raise UsageError(
             f"--names hub keeps the names of the files, and {other} gives those of key rules",
             hint="leave out one of the two",
+        )
+
+
+def _check_no_factors(model: HubModel, options: JobOptions) -> None:
+    """Refuse a source with factors of OSFT where its names are held against those of a model, or divided again.
+
+    Raises:
+        UsageError: it has some.
+    """
+    paths = {path for name in model.catalog.tensors if (path := factor_of(name)) is not None}
+    is_declared = options.names == "hub" or options.layout == "declared" or options.keys != NONE
+    is_declared |= options.layout == "auto" and not model.config
+    if paths and (options.osft is not None or not is_declared):
+        raise UsageError(
+            f"the source has {count(len(paths), 'weight')} as factors of OSFT: {listed([escape(path) for path in paths])}",
+            hint="shardkit.prepare and finalize start from it as it is; --layout declared without --osft stores the "
+            "factors for this mesh; shardkit consolidate makes dense weights of them, to divide them anew",
         )
 
 

@@ -22,6 +22,8 @@ from shardkit.keys.rules import bind_names, find_shipped
 from tests.keys.test_expressions import evaluate
 from tests.keys.trainers import SETS, config, numbered
 from tests.models.zoo import ZOO, make_hub
+from tests.operations.consolidate.checkpoints import save, training_state, weights
+from tests.osft.factored import K, Q, factored
 from tests.worlds.processes import ROOT
 
 tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -200,6 +202,18 @@ def test_a_quantised_model_is_shown_as_the_plain_one_that_it_becomes(
     assert any("dequantised to" in note for note in shown.notes)
     assert not shown.dropped
     assert any(each.name.endswith("experts.gate_up_proj") for each in shown.tensors)
+
+
+def test_factors_are_shown_as_the_weights_that_they_are(tmp_path: Path) -> None:
+    state = factored(weights())
+    save_file(state, tmp_path / "model.safetensors")
+    for source in (tmp_path / "model.safetensors", save(training_state(state), tmp_path / "step-3")):
+        shown = shardkit.show_keys(source)
+        assert {f"{Q}.weight", f"{K}.weight"} < {tensor.name for tensor in shown.tensors}
+        assert not any("osft" in name for name in [*shown.dropped, *(each.name for each in shown.tensors)])
+        assert any(
+            "factors of OSFT are shown as the dense weights that they are: 2" in n for n in shown.notes
+        )
 
 
 def test_the_schema_takes_the_shipped_sets_and_refuses_mistakes() -> None:

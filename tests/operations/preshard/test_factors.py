@@ -67,7 +67,7 @@ def files(directory: Path) -> dict[str, bytes]:
 def load(directory: Path) -> dict[str, torch.Tensor]:
     found = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     state = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in found.items()}
-    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    dcp.load(state, checkpoint_id=directory)
     return state
 
 
@@ -271,6 +271,23 @@ def test_factors_are_float32_whatever_the_dtype(
     assert found.tensors["model.layers.0.self_attn.q_proj.bias"].dtype == dense
     assert found.osft is not None
     assert found.osft.dense_dtype == said
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_source_of_factors_is_stored_as_it_is_or_refused(make_hub: MakeHub, tmp_path: Path) -> None:
+    path = "model.layers.0.self_attn.q_proj"
+    tensors = factorise(torch.eye(4), Target(path=path, rows=4, columns=4, rank=2)).tensors
+    state = {f"{path}.{name}": tensor for name, tensor in tensors.items()}
+    source = make_hub(state)
+    with pytest.raises(UsageError, match=f"1 weight as factors of OSFT: {path}"):
+        shardkit.preshard(source, tmp_path / "again", world_size=2, osft=0.5)
+    shardkit.preshard(source, tmp_path / "out", world_size=2)
+    read = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    dcp.load(read, checkpoint_id=tmp_path / "out")
+    assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
+    (source / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    with pytest.raises(UsageError, match="--layout declared"):
+        shardkit.preshard(source, tmp_path / "more", world_size=2)
 
 
 def test_a_dry_run_says_what_it_takes(source: Path, tmp_path: Path) -> None:
