@@ -49,7 +49,7 @@ from shardkit.operations.preshard.profiles import (
     with_config,
 )
 from shardkit.operations.write import hash_plan
-from shardkit.osft.plan import OsftPlan, factor_of
+from shardkit.osft.plan import OsftPlan, factor_of, stored_targets
 from shardkit.transfer.bound import bind
 from shardkit.transfer.converted import group_nbytes, opaque_groups
 from shardkit.transfer.factors.catalog import FACTOR_DTYPE, FactoredWeight, add_factors, factored_weight
@@ -224,6 +224,7 @@ def _check_no_factors(model: HubModel, options: JobOptions) -> None:
 
     Raises:
         UsageError: it has some.
+        LayoutError: they are not complete.
     """
     paths = {path for name in model.catalog.tensors if (path := factor_of(name)) is not None}
     is_declared = options.names == "hub" or options.layout == "declared" or options.keys != NONE
@@ -234,6 +235,7 @@ def _check_no_factors(model: HubModel, options: JobOptions) -> None:
             hint="shardkit.prepare and finalize start from it as it is; --layout declared without --osft stores the "
             "factors for this mesh; shardkit consolidate makes dense weights of them, to divide them anew",
         )
+    stored_targets({name: entry.shape for name, entry in model.catalog.tensors.items()})
 
 
 def _bound(
