@@ -10,6 +10,8 @@ serial   all targets one after the other in one process with one thread, in seco
 workers  `shardkit preshard --osft` as a whole, and as many bare processes that read the same weights, decompose and
          measure them, and write nothing, dealt in the same order. What the layout's trace answers is kept from a run before.
 memory   the high-water mark of the largest of these processes, and what a target of that size is reckoned with.
+loading  `finalize` of the factors in 4 gloo ranks, beside a plain read: each rank reads its own file into fresh memory.
+         Seconds are those of the slowest rank.
 """
 
 from __future__ import annotations
@@ -85,6 +87,44 @@ with safe_open(sys.argv[1], "pt") as file:
         factorise(weight, Target(path=path, rows=weight.shape[0], columns=weight.shape[1], rank=int(rank)))
         print(flush=True)
 """
+LOAD = """
+import os, sys, time, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import shardkit
+torch.set_num_threads(1)
+model, factors, store = sys.argv[1:]
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
+mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+
+def read():
+    path = f"{factors}/__{rank}_0.distcp"
+    view = memoryview(torch.empty(os.path.getsize(path), dtype=torch.uint8).numpy())
+    with open(path, "rb", buffering=0) as file:
+        done = 0
+        while done < len(view):
+            done += file.readinto(view[done : done + (8 << 20)])
+
+def timed(work):
+    dist.barrier()
+    begun = time.monotonic()
+    work()
+    slowest = torch.tensor(time.monotonic() - begun)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+for _ in range(2):
+    plain = timed(read)
+    context = shardkit.prepare(model, factors)
+    wrapped = shardkit.wrap(context.model, mesh)
+    loaded = timed(lambda: shardkit.finalize(wrapped, context))
+    del context, wrapped
+if rank == 0:
+    print(plain, loaded)
+dist.barrier()
+dist.destroy_process_group()
+"""  # the first round brings the files into the page cache
 
 
 def serial(weights: Path) -> tuple[list[list[object]], int]:
@@ -177,6 +217,24 @@ def bare(weights: Path, output: Path, jobs: int) -> float:
     return time.monotonic() - begun
 
 
+def load(source: Path, output: Path, store: Path) -> tuple[float, ...]:
+    """Return the seconds of a plain read, those of `finalize`, and how many times the one the other is."""
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOAD, str(source), str(output), str(store)],
+            env={**os.environ, **ONE_THREAD, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    said = [child.communicate()[0] for child in children]
+    store.unlink(missing_ok=True)
+    plain_s, loaded_s = map(float, said[0].split())
+    return plain_s, loaded_s, loaded_s / plain_s
+
+
 def medians(runs: int, measure: Callable[[], tuple[float, ...]]) -> list[float]:
     return [statistics.median(each) for each in zip(*(measure() for _ in range(runs)), strict=True)]
 
@@ -213,6 +271,9 @@ def main() -> None:
         f"peak {peak / 2**20:.0f} MiB: {(peak - base) / 2**20:.0f} above an interpreter with torch; reckoned for the "
         f"largest target {formula / 2**20:.0f} MiB"
     )
+    plain_s, loaded_s, ratio = medians(args.runs, lambda: load(source, output, work / "store"))
+    size = sum(path.stat().st_size for path in output.glob("*.distcp"))
+    print(f"loading {size / 1e9:.2f} GB: plain read {plain_s:.2f} s, finalize {loaded_s:.2f} s: {ratio:.2f}")
     shutil.rmtree(work)
 
 

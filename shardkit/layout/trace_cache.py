@@ -213,7 +213,7 @@ def evidence(directory: str, read: Iterable[str], asked_ns: int) -> dict[str, di
         return None
     found: dict[str, dict[str, str]] = {"files": {}, "beside": {}}
     for path, by_digest in {**_modules(), **_data(read)}.items():
-        is_new = os.path.exists(path) and os.stat(path).st_mtime_ns > asked_ns - _LATE_NS
+        is_new = storage.exists(path) and storage.stat(path).st_mtime_ns > asked_ns - _LATE_NS
         inside = os.path.relpath(path, directory)
         is_inside = not inside.startswith(os.pardir)
         mark = _mark(path, by_digest=by_digest)
@@ -244,7 +244,7 @@ def _data(read: Iterable[str]) -> dict[str, bool]:
     return {
         path: True
         for path in paths
-        if not path.startswith(system) and ".dist-info/" not in path and os.path.isfile(path)
+        if not path.startswith(system) and ".dist-info/" not in path and storage.isfile(path)
     }
 
 

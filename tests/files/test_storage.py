@@ -44,7 +44,7 @@ CALLS = {
     ),
 }
 """Names in `os` and `os.path` of what asks or changes a file system."""
-# What is not about checkpoints: the traced layout's scratch files, /proc, standard output.
+# What is not about checkpoints: the traced layout's scratch files, /proc, pipes, shared memory, standard output.
 ELSEWHERE = {
     "keys/rules.py": {"open", "os.listdir"},  # the sets that lie in the package
     "layout/trace_child.py": {"open"},
@@ -52,6 +52,9 @@ ELSEWHERE = {
     "cli/errors.py": {"os.open", "os.path.realpath", "shutil.which"},
     "cli/__init__.py": {"open"},
     "formats/torchsave/bin.py": {"open"},
+    "operations/preshard/factors.py": {"open"},
+    "transfer/factors/fill.py": {"open"},
+    "transfer/factors/workers.py": {"os.ftruncate", "os.read"},
     "training/diagnostics/memory.py": {"open"},
 }
 
