@@ -227,11 +227,7 @@ def prepare(
     assert fit is not None
     if found.untied:
         plain = _untie(plain, found.untied)
-    buffers = {
-        place.fqn: place.tensor.detach().clone()
-        for place in buffer_places(plain.model)
-        if not place.tensor.is_meta
-    }
+    buffers = _computed_buffers(plain.model)
     with agreed("checking buffers"):
         _refuse_uncomputed(plain, buffers, fit)
     blueprint = _blueprint(plain.model) if fit.initialised or fit.grown else None
@@ -256,6 +252,13 @@ def prepare(
         buffers=buffers,
         notes=notes,
     )
+
+
+def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the buffers that are not on meta, by FQN: what they are to be again once there is memory."""
+    return {
+        place.fqn: place.tensor.detach().clone() for place in buffer_places(model) if not place.tensor.is_meta
+    }
 
 
 def _stored_dtype(model: str | os.PathLike[str], asked: _Asked) -> str | None:
