@@ -20,7 +20,7 @@ from shardkit.files import storage
 from shardkit.files.digest import combine, crc32, crc32_combine, zeros
 from shardkit.files.storage import BLOCK, shared_part
 from shardkit.transfer.chains import Run
-from shardkit.transfer.convert import Converter
+from shardkit.transfer.convert import Converter, make_converter
 from shardkit.transfer.images import Hole, Image, Piece
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
 from shardkit.transfer.sources import SourceFiles, bands
@@ -203,7 +203,7 @@ class Filler:
     def _converter(self, source: DType, target: DType) -> Converter:
         converter = self._converters.get((source, target))
         if converter is None:
-            converter = self._converters[source, target] = Converter(source, target)
+            converter = self._converters[source, target] = make_converter(source, target)
         return converter
 
     def _clone(self, stream: Stream, move: Move, crc: int) -> int:
@@ -291,7 +291,7 @@ class Scatter:
             return 0, []
         entry, table = self._catalog.tensors[fqn], self._catalog.chunks
         itemsize = entry.dtype.itemsize
-        converter = Converter(entry.dtype, target) if target is not entry.dtype else None
+        converter = make_converter(entry.dtype, target) if target is not entry.dtype else None
         regions = table.regions(entry.chunk_ids)
         are_runs = all(is_contiguous(region, entry.shape) for region in regions)
         with self._sources.reader() as reader:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_offset, is_contiguous
+from shardkit.transfer.convert import needs_torch
 from shardkit.transfer.images import Hole, Image, ImageSet, TensorHoles
 
 # Chunks of a tensor, and chunks of all tensors, from which on numpy is faster than Python.
@@ -159,7 +160,7 @@ def build_plan(
         scattered=scattered,
         filled=filled,
         made_of=made_of,
-        needs_torch=any(holes.dtype is not catalog.tensors[holes.source].dtype for holes in every)
+        needs_torch=any(needs_torch(catalog.tensors[holes.source].dtype, holes.dtype) for holes in every)
         or any(file.compute is not None and file.compute.needs_torch for file in catalog.files),
         read_bytes=sum(catalog.tensors[name].nbytes for name in _read(every, made_of)),
         written_bytes=sum(image.size for image in images),
