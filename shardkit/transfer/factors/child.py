@@ -104,7 +104,7 @@ def _factors(mapped: mmap.mmap, dtype: torch.dtype, target: Target, svd: Svd) ->
 def write(
     found: Factors, holes: Sequence[tuple[str | None, int, str, list[int], list[int]]]
 ) -> Iterator[int]:
-    """Write parts of factors into files that exist, bring them to the disk, and yield the CRC-32 of each.
+    """Write parts of factors into files that exist, and yield the CRC-32 of each; who asked brings them to the disk.
 
     Args:
         found: the factors.
@@ -126,12 +126,11 @@ def write(
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[int]:
-    """Open a file for writing; it is on the disk when this ends well."""
+    """Open a file for writing."""
     try:
         fd = storage.open_fd(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             yield fd
-            storage.fsync(fd)
         finally:
             storage.close_fd(fd)
     except OSError as error:

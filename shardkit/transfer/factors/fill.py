@@ -11,10 +11,12 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
 from shardkit.core.text import escape, format_size
 from shardkit.core.threads import run_all
@@ -128,6 +130,74 @@ class Filling:
     """Told the bytes that filled holes."""
 
 
+class _Written(NamedTuple):
+    """A target whose factors lie in their files, perhaps not on the disk yet."""
+
+    names: Collection[str]
+    """Of these files."""
+    target: Mapping[str, object]
+    source: Mapping[str, object] | None
+    """Both as `Journal.add_target` takes them."""
+
+
+class _Noting:
+    """Brings files to the disk and notes their targets in the journal, while the next ones are computed.
+
+    Targets that come while the disk is busy share the next sync of each file. A context manager that waits for all.
+
+    Args:
+        filling: has the files and the journal.
+        stop: set if that fails.
+    """
+
+    def __init__(self, filling: Filling, stop: threading.Event) -> None:
+        self._filling, self._stop = filling, stop
+        self._lock, self._waiting = threading.Lock(), list[_Written]()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardkit-sync")
+        self._rounds: list[Future[None]] = []
+
+    def __enter__(self) -> _Noting:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown()
+        if error is None or isinstance(error, CancelledError):
+            for each in self._rounds:
+                each.result()
+
+    def add(self, written: _Written) -> None:
+        """Take note of a target. May be called from any thread.
+
+        Raises:
+            CancelledError: an earlier one could not be noted; the context raises why.
+        """
+        if self._stop.is_set():
+            raise CancelledError
+        with self._lock:
+            self._waiting.append(written)
+            self._rounds.append(self._pool.submit(self._note))
+
+    def _note(self) -> None:
+        with self._lock:
+            written, self._waiting = self._waiting, []
+        try:
+            for name in sorted({name for each in written for name in each.names}):
+                try:
+                    storage.sync_file(os.path.join(self._filling.directory, name))
+                except OSError as error:
+                    raise ResourceError(f"cannot write {escape(name)}: {error.strerror}") from error
+            for each in written:
+                self._filling.journal.add_target(each.target, each.source)
+        except BaseException:
+            self._stop.set()
+            raise
+
+
 class FactorRun:
     """Computes the factors of a plan into a directory.
 
@@ -182,12 +252,20 @@ class FactorRun:
             SourceFiles(catalog.files, check=self._check) as files,
             contextlib.ExitStack() as workers,
         ):
-            jobs = [partial(self._compute_one, weight, files, largest, workers) for weight in weights]
-            run_all(jobs, self._factoring.num_workers, self._stop, name="shardkit-svd")
+            with _Noting(self._filling, self._stop) as noting:
+                jobs = [
+                    partial(self._compute_one, weight, files, largest, workers, noting) for weight in weights
+                ]
+                run_all(jobs, self._factoring.num_workers, self._stop, name="shardkit-svd")
             files.check_unchanged()
 
     def _compute_one(
-        self, weight: FactoredWeight, files: SourceFiles, largest: int, workers: contextlib.ExitStack
+        self,
+        weight: FactoredWeight,
+        files: SourceFiles,
+        largest: int,
+        workers: contextlib.ExitStack,
+        noting: _Noting,
     ) -> None:
         worker: Worker | None = getattr(self._thread, "worker", None)
         if worker is None:
@@ -201,7 +279,8 @@ class FactorRun:
         answer = worker.ask(self._request(weight), self._stop)
         self._take(weight, answer)
         told = None if self._check is None else self._check.dump(runs)
-        self._filling.journal.add_target({"path": weight.target.path, **answer}, told)
+        names = {image.name for image, _ in self._holes(weight)} - set(self._filling.finished)
+        noting.add(_Written(names, {"path": weight.target.path, **answer}, told))
         self._count(weight)
 
     def _request(self, weight: FactoredWeight) -> dict[str, Any]:

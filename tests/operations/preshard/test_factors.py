@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -21,16 +22,19 @@ from shardkit.errors import (
     IntegrityError,
     LayoutError,
     MeshError,
+    ResourceError,
     ShardkitError,
     SourceError,
     UsageError,
 )
-from shardkit.files import manifest
+from shardkit.files import manifest, storage
+from shardkit.formats.dcp import chunk_list
 from shardkit.operations.preshard.factors import computed_by
 from shardkit.osft.plan import FACTORS, OsftPlan, Target
 from shardkit.osft.svd import Factors, factorise
 from shardkit.transfer.factors import fill
 from shardkit.transfer.factors.workers import Worker
+from shardkit.transfer.journal import Journal
 from tests.worlds.factors import WorkerHere
 
 MakeHub = Callable[..., Path]
@@ -114,6 +118,47 @@ def test_any_number_of_processes_gives_the_same_bytes(
     preshard(source, tmp_path / "one", jobs=1)
     assert files(tmp_path / "two") == files(tmp_path / "one")
     assert not list(tmp_path.glob(".*"))
+
+
+def test_the_journal_tells_of_factors_only_once_they_are_on_the_disk(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk: dict[str, bytes] = {}
+    sync_file, add_target = storage.sync_file, Journal.add_target
+    noted = []
+
+    def sync(path: str) -> None:
+        on_disk[os.path.basename(path)] = Path(path).read_bytes()
+        sync_file(path)
+
+    def add(self: Journal, target: Any, source: Any) -> None:
+        noted.append((target, dict(on_disk)))
+        add_target(self, target, source)
+
+    monkeypatch.setattr(storage, "sync_file", sync)
+    monkeypatch.setattr(Journal, "add_target", add)
+    preshard(source, tmp_path / "out", jobs=2)
+    written = files(tmp_path / "out")
+    said = manifest.read(str(tmp_path / "out"))
+    assert isinstance(said, manifest.Presharded)
+    assert len(noted) == 5
+    for target, seen in noted:
+        for file in said.files:
+            name = file.name
+            for chunk in chunk_list.read(str(tmp_path / "out"), name).chunks:
+                if chunk.fqn.startswith(f"{target['path']}.osft_"):
+                    part = slice(chunk.data_start, chunk.data_start + chunk.data_nbytes)
+                    assert seen[name][part] == written[name][part]
+
+
+def test_a_disk_that_fails_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync(path: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(storage, "sync_file", sync)
+    with pytest.raises(ResourceError, match=r"cannot write __\d_0\.distcp: Input/output error"):
+        preshard(source, tmp_path / "out", jobs=2)
+    assert not list(tmp_path.glob("out*"))
 
 
 class Killed(Worker):
