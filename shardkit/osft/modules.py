@@ -48,6 +48,7 @@ class OsftLinear(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.path = target.path
         self.in_features, self.out_features, self.rank = target.columns, target.rows, target.rank
         self.osft_params = OsftParams()
         for name in FACTORS:
@@ -71,6 +72,15 @@ class OsftLinear(nn.Module):
         trained = functional.linear(functional.linear(x, low.V_low) * low.S_low, low.U_low)
         y = kept + trained
         return y if self.bias is None else y + self.bias
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter or a part, as every module does; who reads the weight itself is told why there is none."""
+        if name == "weight":
+            raise AttributeError(
+                f"{escape(self.path)} has OSFT factors and no weight, which the model's own code reads; leave it dense: "
+                f"add '!{escape(self.path)}' to the targets of the plan (--osft-targets)"
+            )
+        return super().__getattr__(name)
 
     def extra_repr(self) -> str:
         """Return the sizes, as `nn.Linear` does."""

@@ -65,6 +65,16 @@ def test_it_can_be_copied_pickled_and_autocast() -> None:
     assert "rank=7" in repr(new)
 
 
+def test_code_that_reads_the_weight_itself_is_told_what_to_do() -> None:
+    """As T5 does: it casts to the dtype of `wo.weight` before it calls `wo`."""
+    new, _ = factored(network())
+    assert not hasattr(new[2], "weight")
+    with pytest.raises(AttributeError, match=r"2 has OSFT factors and no weight.* add '!2' to the targets"):
+        new[2].weight  # noqa: B018
+    with pytest.raises(AttributeError, match="other"):
+        new[2].other  # noqa: B018
+
+
 def test_tied_and_other_weights_are_told() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Embedding(4, 4)})
     model["b"].weight = model["c"].weight
