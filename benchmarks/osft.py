@@ -1,6 +1,6 @@
 """preshard --osft: its decomposition beside the one of others, its processes beside bare ones, and its memory.
 
-    python benchmarks/osft.py DIRECTORY [--layers 3] [--hidden 1024] [--inner 2816] [--jobs 2] [--runs 3]
+    python benchmarks/osft.py DIRECTORY [--layers 3] [--hidden 1024] [--inner 2816] [--jobs 2] [--runs 3] [--only PART]
 
 DIRECTORY gets a generated Llama in bf16 and in turn every output. Printed are medians of
 
@@ -30,6 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common import TORCH, run, work_in
+
+from shardkit.osft.plan import Target
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 MODEL = """
@@ -71,7 +73,7 @@ with safe_open(sys.argv[1], "pt") as file:
                     torch.cat((six["osft_V_high"], six["osft_params.V_low"])),
                 )
             worst = max(distance(found[0].T.double()), distance(found[1].double()))
-            print(json.dumps([target.path, way, algorithm, seconds, worst, target.svd_nbytes]), flush=True)
+            print(json.dumps([target.path, way, algorithm, seconds, worst]), flush=True)
 """
 BARE = """
 import sys, torch
@@ -88,7 +90,7 @@ with safe_open(sys.argv[1], "pt") as file:
         print(flush=True)
 """
 LOAD = """
-import os, sys, time, torch
+import mmap, os, sys, time, numpy, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 import shardkit
@@ -98,15 +100,24 @@ rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
 mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
 
+path = f"{factors}/__{rank}_0.distcp"
+size = os.path.getsize(path)
+
 def read():
-    path = f"{factors}/__{rank}_0.distcp"
-    view = memoryview(torch.empty(os.path.getsize(path), dtype=torch.uint8).numpy())
+    view = memoryview(torch.empty(size, dtype=torch.uint8).numpy())
     with open(path, "rb", buffering=0) as file:
         done = 0
         while done < len(view):
             done += file.readinto(view[done : done + (8 << 20)])
 
+def touch():
+    held = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held.madvise(mmap.MADV_HUGEPAGE)
+    numpy.frombuffer(held, numpy.uint8)[::4096] = 1
+    dist.barrier()
+
 def timed(work):
+    touch()
     dist.barrier()
     begun = time.monotonic()
     work()
@@ -124,11 +135,11 @@ if rank == 0:
     print(plain, loaded)
 dist.barrier()
 dist.destroy_process_group()
-"""  # the first round brings the files into the page cache
+"""  # the first round brings the files into the page cache; `touch` has a virtual machine's host give the memory before
 
 
-def serial(weights: Path) -> tuple[list[list[object]], int]:
-    """Return a line for each target and way, and the memory that the largest takes."""
+def serial(weights: Path) -> list[list[object]]:
+    """Return a line for each target and way."""
     done = subprocess.run(
         [sys.executable, "-c", SERIAL, str(weights), "ours", "theirs"],
         env={**os.environ, **ONE_THREAD},
@@ -136,8 +147,7 @@ def serial(weights: Path) -> tuple[list[list[object]], int]:
         text=True,
         check=True,
     )
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return lines, max(line[5] for line in lines)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def print_serial(rounds: list[list[list[object]]]) -> None:
@@ -145,7 +155,7 @@ def print_serial(rounds: list[list[list[object]]]) -> None:
     worst: dict[tuple[object, object], float] = defaultdict(float)
     for lines in rounds:
         totals: dict[tuple[object, object], float] = defaultdict(float)
-        for _, way, algorithm, took, distance, _ in lines:
+        for _, way, algorithm, took, distance in lines:
             totals[algorithm, way] += took  # type: ignore[operator]
             worst[algorithm, way] = max(worst[algorithm, way], distance)  # type: ignore[type-var]
         for key, total in totals.items():
@@ -217,6 +227,31 @@ def bare(weights: Path, output: Path, jobs: int) -> float:
     return time.monotonic() - begun
 
 
+def print_workers(runs: int, jobs: int, source: Path, output: Path, cache: Path) -> None:
+    weights = source / "model.safetensors"
+
+    def beside() -> tuple[float, ...]:
+        bare_s = bare(weights, output, jobs)
+        shutil.rmtree(output)
+        elapsed_s, peak = whole(source, output, jobs, cache)
+        return bare_s, elapsed_s, bare_s / elapsed_s, peak
+
+    bare_s, elapsed_s, ratio, peak = medians(runs, beside)
+    print(
+        f"{jobs} bare processes {bare_s:8.2f} s, preshard --osft --jobs {jobs} {elapsed_s:8.2f} s: {ratio:.2f}"
+    )
+    modules = json.loads((output / "shardkit.json").read_text())["osft"]["modules"]
+    formula = max(
+        Target(path="", rows=each["shape"][0], columns=each["shape"][1], rank=each["rank"]).svd_nbytes
+        for each in modules.values()
+    )
+    base = int(run([sys.executable, "-c", TORCH]))
+    print(
+        f"peak {peak / 2**20:.0f} MiB: {(peak - base) / 2**20:.0f} above an interpreter with torch; reckoned for the "
+        f"largest target {formula / 2**20:.0f} MiB"
+    )
+
+
 def load(source: Path, output: Path, store: Path) -> tuple[float, ...]:
     """Return the seconds of a plain read, those of `finalize`, and how many times the one the other is."""
     children = [
@@ -246,34 +281,24 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     for name, default in (("layers", 3), ("hidden", 1024), ("inner", 2816), ("jobs", 2), ("runs", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--only", choices=("serial", "workers", "loading"))
     args = parser.parse_args()
     work = work_in(args.directory)
     source, output, cache = work / "model", work / "output", work / "cache"
     run([sys.executable, "-c", MODEL, str(source), *map(str, (args.hidden, args.inner, args.layers))])
     weights = source / "model.safetensors"
     print(f"{weights.stat().st_size / 1e6:.0f} MB, cores: {os.cpu_count()}")
-    rounds = [serial(weights) for _ in range(args.runs)]
-    print_serial([lines for lines, _ in rounds])
     whole(source, output, args.jobs, cache)  # its trace is kept
-
-    def beside() -> tuple[float, ...]:
-        bare_s = bare(weights, output, args.jobs)
-        shutil.rmtree(output)
-        elapsed_s, peak = whole(source, output, args.jobs, cache)
-        return bare_s, elapsed_s, bare_s / elapsed_s, peak
-
-    bare_s, elapsed_s, ratio, peak = medians(args.runs, beside)
-    print(
-        f"{args.jobs} bare processes {bare_s:8.2f} s, preshard --osft --jobs {args.jobs} {elapsed_s:8.2f} s: {ratio:.2f}"
-    )
-    base, formula = int(run([sys.executable, "-c", TORCH])), rounds[0][1]
-    print(
-        f"peak {peak / 2**20:.0f} MiB: {(peak - base) / 2**20:.0f} above an interpreter with torch; reckoned for the "
-        f"largest target {formula / 2**20:.0f} MiB"
-    )
-    plain_s, loaded_s, ratio = medians(args.runs, lambda: load(source, output, work / "store"))
-    size = sum(path.stat().st_size for path in output.glob("*.distcp"))
-    print(f"loading {size / 1e9:.2f} GB: plain read {plain_s:.2f} s, finalize {loaded_s:.2f} s: {ratio:.2f}")
+    if args.only in (None, "serial"):
+        print_serial([serial(weights) for _ in range(args.runs)])
+    if args.only in (None, "workers"):
+        print_workers(args.runs, args.jobs, source, output, cache)
+    if args.only in (None, "loading"):
+        plain_s, loaded_s, ratio = medians(args.runs, lambda: load(source, output, work / "store"))
+        size = sum(path.stat().st_size for path in output.glob("*.distcp"))
+        print(
+            f"loading {size / 1e9:.2f} GB: plain read {plain_s:.2f} s, finalize {loaded_s:.2f} s: {ratio:.2f}"
+        )
     shutil.rmtree(work)
 
 
