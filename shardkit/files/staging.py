@@ -33,7 +33,8 @@ from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 
-_IS_THERE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # what a rename onto something says
+IS_THERE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+"""What a rename onto something says."""
 _MAX_NAME_BYTES = 120  # of the destination's name in the staging directory's; a name has at most 255
 
 
@@ -142,7 +143,7 @@ class Staging:
             else:
                 rename_noreplace(self.data, self.destination)
         except OSError as error:
-            if error.errno in _IS_THERE:
+            if error.errno in IS_THERE:
                 raise self._appeared() from error
             raise ResourceError(f"cannot rename to {escape(self.destination)}: {error.strerror}") from error
         self.complete()
@@ -209,7 +210,7 @@ class Staging:
         try:
             rename_noreplace(self._aside, self.destination)
         except OSError as error:
-            if error.errno not in _IS_THERE:
+            if error.errno not in IS_THERE:
                 raise
             raise UsageError(
                 f"{escape(self.destination)} was moved aside by a run that did not end, and something else is there",
@@ -237,10 +238,10 @@ def journal_of(path: str) -> str:
 
 def _staging_path(destination: str, owner: Owner) -> str:
     parent, name = os.path.split(destination)
-    return os.path.join(parent, _prefix(name) + str(owner))
+    return os.path.join(parent, prefix_of(name) + str(owner))
 
 
-def _prefix(name: str) -> str:
+def prefix_of(name: str) -> str:
     """What the names of all staging directories of a destination begin with; short enough for any name."""
     data = os.fsencode(name)
     if len(data) > _MAX_NAME_BYTES:
@@ -251,7 +252,7 @@ def _prefix(name: str) -> str:
 def abandoned(destination: str) -> list[str]:
     """Return the staging directories of `destination` whose owners are provably dead."""
     parent, name = os.path.split(destination)
-    prefix, found = _prefix(name), []
+    prefix, found = prefix_of(name), []
     try:
         entries = sorted(storage.listdir(parent))
     except OSError:
@@ -305,7 +306,7 @@ def named(destination: str, path: str) -> str:
     """
     path = os.path.abspath(path)
     parent, name = storage.realpath(os.path.dirname(path)), os.path.basename(path)
-    home, prefix = os.path.dirname(destination), _prefix(os.path.basename(destination))
+    home, prefix = os.path.dirname(destination), prefix_of(os.path.basename(destination))
     found = os.path.join(parent, name)
     owner = Owner.parse(name.removeprefix(prefix)) if name.startswith(prefix) else None
     if owner is None or parent != home or storage.islink(found) or not storage.isdir(found):

@@ -37,6 +37,8 @@ mkdir = os.mkdir
 rmdir = os.rmdir
 unlink = os.unlink
 rename = os.rename
+hard_link = os.link
+symbolic_link = os.symlink
 open_file = open
 access = os.access
 fstat = os.fstat
@@ -126,6 +128,20 @@ def writing(path: str) -> Iterator[tuple[int, BinaryIO]]:
     finally:
         writer.fd = -1  # after an error the stream holds bytes, and tries again when it is collected
         close_fd(fd)
+
+
+def link(source: str, target: str) -> None:
+    """Give a file a second name; where the file system has no such thing, a symbolic link.
+
+    Raises:
+        OSError: the system refuses both.
+    """
+    try:
+        hard_link(source, target)
+    except OSError as error:
+        if error.errno not in (*_NO_SUCH_CALL, errno.EPERM, errno.EXDEV, errno.EMLINK):
+            raise
+        symbolic_link(source, target)
 
 
 def write_file(path: str, data: bytes) -> None:

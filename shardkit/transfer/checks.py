@@ -449,6 +449,14 @@ class SourceCheck:
         self.add(runs)
         return True
 
+    def has_doubts(self, told: Mapping[str, Any]) -> bool:
+        """True if a `dump` that was loaded has to do with an entry that differs."""
+        entry, entries = 0, list[int]()
+        for step in told["whole"]:
+            entry += step
+            entries.append(entry)
+        return not self._different.keys().isdisjoint((*entries, *told["parts"][::4]))
+
     def joined(self, runs: Iterable[Run]) -> list[Run]:
         """Return runs in the order of entries and bytes, joined with their neighbours up to the next mark."""
         return joined(runs, self.entries.marks)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 from shardkit.core.text import KIB, MIB, escape
 from shardkit.core.threads import Progress, run_all, until_done
@@ -108,6 +109,10 @@ class Execution:
         plan: what to move.
         directory: where the images go; it exists.
         finished: files that an earlier run finished, by name. They are not touched.
+        left: files that other processes write. They are not touched either, and a tensor that is scattered over them
+            alone is not read.
+        scattered: the CRC-32s of scattered tensors that are known already, None for those that have none. These
+            tensors are not read for the sake of it.
         on_finished: told of each file once it is on disk, and of what was read for it; called from any
             thread.
         progress: told of the bytes.
@@ -122,19 +127,22 @@ class Execution:
         options: ExecuteOptions,
         *,
         finished: Mapping[str, FileDigest],
+        left: Collection[str] = (),
+        scattered: Mapping[str, int | None] = MappingProxyType({}),
         on_finished: Callable[[FileDigest, Sequence[Run]], None],
         progress: Progress,
         check: SourceCheck | None = None,
     ) -> None:
         self._plan, self._directory, self._options = plan, directory, options
         self._digests = dict(finished)
-        self._skipped = frozenset(finished)
+        self._left, self._skipped = frozenset(left), frozenset(finished) | frozenset(left)
         self._on_finished, self._source_check = on_finished, check
         self._controls = Controls(digests=options.digests, check=self._check, advance=progress.advance)
         self._stop, self._is_over, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._states: dict[int, _ImageState] = {}
         self._thread = threading.local()
-        self._tensor_crcs: dict[str, int] = {}
+        self.scattered = dict(scattered)
+        """CRC-32 of every scattered tensor that is known so far, None for one that has none."""
         self._scattered_runs: dict[str, list[list[Run]]] = {}
         self._sync_pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-sync")
         self._syncs: list[Future[None]] = []
@@ -172,7 +180,7 @@ class Execution:
                 finally:
                     self._is_over.set()  # on a second Ctrl-C threads may still be there
             sources.finish(hint=_DAMAGED)
-        return self._digests, self._tensor_crcs
+        return self._digests, {fqn: crc for fqn, crc in self.scattered.items() if crc is not None}
 
     def _create_files(self) -> None:
         """Create every unfinished file at its full size: gaps are zeros, and a missing write shows.
@@ -204,11 +212,12 @@ class Execution:
             holes = [
                 (n, hole) for n, hole in self._plan.scattered[fqn] if images[n].name not in self._skipped
             ]
+            if not holes and (self._left or fqn in self.scattered):
+                return
             dtype = self._plan.scattered[fqn][0][1].dtype
             crc, runs = scatter.run(fqn, dtype, holes)
             with self._lock:
-                if crc is not None:
-                    self._tensor_crcs[fqn] = crc
+                self.scattered[fqn] = crc
                 for name in {images[n].name for n, _ in holes}:
                     self._scattered_runs.setdefault(name, []).append(runs)
 

@@ -109,7 +109,7 @@ def read_finished(
         return finished
     for line in _lines(path):
         entry = line.get("file")
-        digest = _parse(entry) if isinstance(entry, dict) else None
+        digest = parse_digest(entry) if isinstance(entry, dict) else None
         if not digest or sizes.get(digest.name) != digest.size or not _is_intact(digest, directory):
             continue
         if check is None or check.load(line.get("source")):
@@ -149,7 +149,8 @@ def _lines(path: str) -> list[dict[str, object]]:
     return found
 
 
-def _parse(entry: Mapping[str, object]) -> FileDigest | None:
+def parse_digest(entry: Mapping[str, object]) -> FileDigest | None:
+    """Return a digest from its plain data; None if that is damaged."""
     name, size, crc, data = (entry.get(key) for key in ("name", "size", "crc32", "data_crcs"))
     if not (isinstance(name, str) and isinstance(size, int) and isinstance(data, list)):
         return None

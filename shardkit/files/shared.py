@@ -1,0 +1,351 @@
+"""The staging directory that several processes share, on one machine or on many.
+
+    .<name>.shardkit-parts-<hash>/    a sibling of the destination, the same for all who carry out one plan
+        plan.json                     what they agree on
+        data/                         becomes the destination
+        done/                         a note for each finished file, by its number in the plan
+        parts/                        who began and who ended, for people
+        work/<owner>/                 what one process is writing
+        replaced/                     what was at the destination; or a note that nothing was
+        committed.json                sizes and times of the files that became the destination
+
+It appears whole, with one rename, and nothing ever makes `data` again: where `data` is missing, it has become the
+destination. Files get their names in `data` by a rename, and whoever writes a file of that name writes the same bytes,
+so that a process may work on what another one was believed to have lost. No locks. Only a commit moves `data`, and only
+a commit or a person removes the rest: the name is not one that `staging.abandoned` takes for a dead run's. Where a part
+commits, what tells others that come late that all is done stays until a person, or the job that comes after, commits too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator
+
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, ShardkitError, UsageError
+from shardkit.files import storage
+from shardkit.files.staging import IS_THERE, Owner, Staging, prefix_of, remove_abandoned, rename_noreplace
+from shardkit.files.strict_json import parse_object, read_small
+
+_MARK = "parts-"
+_HASH_DIGITS = 16
+_NAME = re.compile(_MARK + r"[0-9a-f]{16}", re.ASCII)
+_NOTHING, _COMMITTED = "nothing", "committed.json"
+_MAX_BYTES = 1 << 28
+
+
+class SharedStaging:
+    """The staging directory of one plan and one destination.
+
+    Args:
+        destination: absolute.
+        path: where it lies, or will lie.
+    """
+
+    def __init__(self, destination: str, path: str) -> None:
+        self.destination, self.path = destination, path
+        self.record = os.path.join(path, "plan.json")
+        self.data = os.path.join(path, "data")
+        self.done = os.path.join(path, "done")
+        self.parts = os.path.join(path, "parts")
+        self._work = os.path.join(path, "work")
+        self._replaced = os.path.join(path, "replaced")
+        self._committed = os.path.join(path, "committed.json")
+
+    @classmethod
+    def of_plan(cls, destination: str, plan_hash: str) -> SharedStaging:
+        """Return the one of a plan, whether it exists or not."""
+        parent, name = os.path.split(destination)
+        return cls(destination, os.path.join(parent, prefix_of(name) + _MARK + plan_hash[:_HASH_DIGITS]))
+
+    @property
+    def exists(self) -> bool:
+        """True from `create` until it is removed."""
+        return storage.lexists(self.path)
+
+    @property
+    def is_open(self) -> bool:
+        """True until a commit has moved the data, or everything was removed."""
+        return storage.isdir(self.data)
+
+    @property
+    def is_committed(self) -> bool:
+        """True if the destination is what was committed here, and has not been touched since."""
+        if self.is_open or not self.exists:
+            return False
+        try:
+            files = parse_object(
+                read_small(self._committed, _COMMITTED, _MAX_BYTES, follow=False), _COMMITTED
+            )
+            return all(_state(os.path.join(self.destination, name)) == state for name, state in files.items())
+        except (OSError, ShardkitError):
+            return False
+
+    def create(self, record: bytes, folders: Collection[str]) -> bool:
+        """Make it, unless another process has; return whether it was made here.
+
+        Args:
+            record: content of `plan.json`.
+            folders: directories in `data`, relative to it. Nobody makes any later.
+
+        Raises:
+            ResourceError: the parent does not exist or cannot be written.
+        """
+        if self.exists:
+            return False
+        fresh = Staging.create(self.destination)
+        here = SharedStaging(self.destination, fresh.path)
+        try:
+            for directory in (here.done, here.parts, here._work):
+                storage.mkdir(directory)
+            for folder in sorted(folders):
+                storage.make_directories(os.path.join(here.data, folder))
+            storage.write_file(here.record, record)
+            storage.sync_directories(fresh.path)
+            rename_noreplace(fresh.path, self.path)
+            storage.sync_directory(os.path.dirname(self.path))
+        except OSError as error:
+            fresh.discard()
+            if error.errno in IS_THERE:
+                return False
+            raise ResourceError(f"cannot make {escape(self.path)}: {error.strerror}") from error
+        except BaseException:
+            fresh.discard()
+            raise
+        fresh.release()
+        return True
+
+    @contextlib.contextmanager
+    def workplace(self) -> Iterator[str]:
+        """Give a directory of one's own for unfinished files; it goes afterwards, with those of dead processes.
+
+        Raises:
+            UsageError: the shared directory is a link, or belongs to somebody else.
+            OSError: the system refuses, or the shared directory is gone.
+        """
+        owner = Owner.new_run()
+        path = os.path.join(self._work, str(owner))
+        try:
+            self._remove_dead()
+            storage.mkdir(path)
+            self._check_owner(path)
+            yield path
+        finally:
+            owner.end()
+            storage.remove_tree(path)
+
+    def _remove_dead(self) -> None:
+        for name in storage.listdir(self._work):
+            owner = Owner.parse(name)
+            if owner is not None and owner.is_provably_dead():
+                storage.remove_tree(os.path.join(self._work, name))
+
+    def _check_owner(self, own: str) -> None:
+        """Refuse what somebody else made: its record says what `commit` carries out.
+
+        Users are compared as the file system knows them: on network file systems root may be somebody else.
+        """
+        wanted = storage.lstat(own).st_uid
+        for path in (self.path, self.record):
+            status = storage.lstat(path)
+            if status.st_uid != wanted or stat.S_ISLNK(status.st_mode):
+                raise UsageError(
+                    f"{escape(path)} belongs to another user, or is a link",
+                    hint="parts and commit have to be run by the user who began; or choose another destination",
+                )
+
+    def publish(self, path: str, name: str) -> None:
+        """Give a finished file, which is on the disk, its name in `data`, and bring that to the disk.
+
+        Args:
+            path: in a `workplace`.
+            name: relative to `data`.
+
+        Raises:
+            OSError: the system refuses, or `data` is gone.
+        """
+        target = os.path.join(self.data, name)
+        storage.rename(path, target)
+        storage.sync_directory(os.path.dirname(target))
+
+    def write_note(self, work: str, directory: str, name: str, content: bytes) -> None:
+        """Write a small file into `done` or `parts`: whole, or not at all.
+
+        Raises:
+            OSError: the system refuses, or the directory is gone.
+        """
+        fresh = os.path.join(work, name)
+        storage.write_file(fresh, content)
+        storage.rename(fresh, os.path.join(directory, name))
+        storage.sync_directory(directory)
+
+    def adopt(self, directory: str, kept: Collection[str]) -> None:
+        """Move the files of a directory into `data`; others may be moving the same bytes.
+
+        Args:
+            directory: in a `workplace`.
+            kept: files that stay, by their paths in it.
+
+        Raises:
+            OSError: the system refuses, or `data` is gone.
+        """
+        for here, folders, names in storage.walk(directory):
+            inside = os.path.relpath(here, directory)
+            for folder in folders:
+                with contextlib.suppress(
+                    FileExistsError
+                ):  # `data` itself must never be made: so no make_directories
+                    storage.mkdir(os.path.normpath(os.path.join(self.data, inside, folder)))
+            for name in names:
+                path = os.path.normpath(os.path.join(inside, name))
+                if path not in kept:
+                    storage.rename(os.path.join(here, name), os.path.join(self.data, path))
+
+    def commit(self, work: str, *, overwrite: bool) -> bool:
+        """Make `data` the destination, in one rename; False if another process has. `remove` or `keep_mark` comes next.
+
+        With `overwrite` what is at the destination is moved aside first. Whoever commits does that, or notes that
+        nothing was there, under one name that can be taken once: so a slow committer never moves aside what a faster
+        one has made.
+
+        Args:
+            work: a `workplace` of this process.
+            overwrite: what is there may be replaced.
+
+        Raises:
+            UsageError: the destination exists.
+            ResourceError: the system cannot rename, or bring it to the disk.
+        """
+        try:
+            storage.sync_directories(self.data)
+            if not self.is_open:
+                return False
+            self.write_note(work, self.path, _COMMITTED, self._states())
+            self._move_aside(work, overwrite=overwrite)
+            rename_noreplace(self.data, self.destination)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno in IS_THERE:
+                raise self._appeared() from error
+            raise ResourceError(f"cannot rename to {escape(self.destination)}: {error.strerror}") from error
+        try:
+            storage.sync_directory(os.path.dirname(self.destination))
+        except OSError as error:
+            raise ResourceError(
+                f"cannot bring {escape(self.destination)} to the disk (it is there, and whole): {error.strerror}"
+            ) from error
+        return True
+
+    def _states(self) -> bytes:
+        """Return what tells the files in `data` from others of their names, on any machine."""
+        found = {
+            os.path.relpath(os.path.join(here, name), self.data): _state(os.path.join(here, name))
+            for here, _, names in storage.walk(self.data)
+            for name in names
+        }
+        return json.dumps(found).encode()
+
+    def keep_mark(self) -> None:
+        """Remove what was needed before the commit; what says that there was one stays."""
+        for path in (self.done, self._work, self._replaced):
+            storage.remove_tree(path)
+
+    def _move_aside(self, work: str, *, overwrite: bool) -> None:
+        source = os.path.join(work, "none")
+        if overwrite and storage.lexists(self.destination):
+            try:
+                storage.rmdir(self.destination)  # an empty one is as good as none, and a full one stays
+            except OSError:
+                source = self.destination
+        if source != self.destination:
+            storage.mkdir(source)
+            storage.write_file(os.path.join(source, _NOTHING), b"")
+        try:
+            storage.rename(source, self._replaced)
+        except OSError as error:
+            if error.errno not in IS_THERE:
+                raise
+        storage.sync_directory(self.path)
+
+    def _has_replaced(self) -> bool:
+        """True if an old output lies aside."""
+        note = os.path.join(self._replaced, _NOTHING)
+        return storage.lexists(self._replaced) and not storage.lexists(note)
+
+    def _appeared(self) -> UsageError:
+        """Let the next commit try again, and say what is in the way."""
+        problems = []
+        if self._has_replaced():
+            problems = [f"what was there before: {escape(self._replaced)}"]
+        else:
+            storage.remove_tree(self._replaced)
+        return UsageError(
+            f"{escape(self.destination)} exists: something else was put there",
+            problems=problems,
+            hint="remove it, or replace it with shardkit commit --overwrite",
+        )
+
+    def remove(self) -> None:
+        """Remove all of it: under a name of a run of this process first, so that nobody goes on in it."""
+        owner = Owner.new_run()
+        parent, name = os.path.split(self.destination)
+        taken = os.path.join(parent, prefix_of(name) + str(owner))
+        try:
+            storage.rename(self.path, taken)
+        except FileNotFoundError:  # another process was faster
+            pass
+        except OSError as error:
+            raise ResourceError(f"cannot remove {escape(self.path)}: {error.strerror}") from error
+        else:
+            storage.remove_tree(taken)
+        finally:
+            owner.end()
+        remove_abandoned(self.destination)  # of a process that died while it did this
+
+    def give_up(self) -> None:
+        """Put back what was moved aside, and remove the rest.
+
+        Raises:
+            UsageError: what was moved aside cannot go back, because something else is there by now.
+            ResourceError: the system refuses.
+        """
+        try:
+            if self.is_open and self._has_replaced():
+                rename_noreplace(self._replaced, self.destination)
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                return
+            raise UsageError(
+                f"{escape(self.destination)} was moved aside by a commit that did not end, and cannot go back: "
+                f"{error.strerror}",
+                problems=[f"what was there before: {escape(self._replaced)}"],
+                hint="keep what you want of the two, and remove that directory",
+            ) from error
+        self.remove()
+
+
+def _state(path: str) -> list[int]:
+    """Return size and time of a file, in microseconds, as all machines see them."""
+    status = storage.lstat(path)
+    return [status.st_size, status.st_mtime_ns // 1000]
+
+
+def shared_of(destination: str) -> list[SharedStaging]:
+    """Return the shared staging directories of a destination, whatever their plans."""
+    parent, name = os.path.split(destination)
+    prefix = prefix_of(name)
+    try:
+        entries = sorted(storage.listdir(parent or os.curdir))
+    except OSError:
+        return []
+    return [
+        SharedStaging(destination, os.path.join(parent, entry))
+        for entry in entries
+        if entry.startswith(prefix) and _NAME.fullmatch(entry.removeprefix(prefix))
+    ]
