@@ -29,6 +29,12 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.errors import ShardkitError as ShardkitError
     from shardkit.errors import SourceError as SourceError
     from shardkit.errors import UsageError as UsageError
+    from shardkit.operations.commit import CommitResult as CommitResult
+    from shardkit.operations.commit import PartStatus as PartStatus
+    from shardkit.operations.commit import PlanStatus as PlanStatus
+    from shardkit.operations.commit import StatusResult as StatusResult
+    from shardkit.operations.commit import commit as commit
+    from shardkit.operations.commit import status as status
     from shardkit.operations.consolidate import ConsolidateResult as ConsolidateResult
     from shardkit.operations.consolidate import consolidate as consolidate
     from shardkit.operations.diff import DiffResult as DiffResult
@@ -42,6 +48,7 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.operations.keys import show_keys as show_keys
     from shardkit.operations.manifest import ManifestResult as ManifestResult
     from shardkit.operations.manifest import write_manifest as write_manifest
+    from shardkit.operations.parts.divided import PartResult as PartResult
     from shardkit.operations.preshard import PreshardResult as PreshardResult
     from shardkit.operations.preshard import preshard as preshard
     from shardkit.operations.reshard import ReshardResult as ReshardResult
@@ -84,12 +91,21 @@ _HOMES = {
         "IncompleteError IntegrityError Interrupted LayoutError MeshError PolicyError ResourceError ShardkitError"
         " SourceError UsageError".split()
     ),
+    "shardkit.operations.commit": (
+        "CommitResult",
+        "PartStatus",
+        "PlanStatus",
+        "StatusResult",
+        "commit",
+        "status",
+    ),
     "shardkit.operations.consolidate": ("ConsolidateResult", "consolidate"),
     "shardkit.operations.diff": ("DiffResult", "diff"),
     "shardkit.operations.environment": ("Environment", "environment"),
     "shardkit.operations.inspect": ("InspectResult", "inspect"),
     "shardkit.operations.keys": ("KeysResult", "check_keys", "show_keys"),
     "shardkit.operations.manifest": ("ManifestResult", "write_manifest"),
+    "shardkit.operations.parts.divided": ("PartResult",),
     "shardkit.operations.preshard": ("PreshardResult", "preshard"),
     "shardkit.operations.reshard": ("ReshardResult", "reshard"),
     "shardkit.operations.resolve": ("ResolvedCheckpoint", "resolve_checkpoint"),

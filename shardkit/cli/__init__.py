@@ -26,6 +26,7 @@ from shardkit.errors import Terminated
 
 _COMMANDS = {
     "cache": "Show what is kept of transformers' answers, or remove it.",
+    "commit": "Make the output that parts of a job have written.",
     "consolidate": "Write any trainer's sharded checkpoint as a Hub model.",
     "diff": "Compare two checkpoints of any formats, tensor by tensor.",
     "env": "Show versions and settings, to paste into a bug report.",
@@ -34,6 +35,7 @@ _COMMANDS = {
     "manifest": "Record the checksum of every file of a checkpoint, to verify it later.",
     "preshard": "Write a Hub model as one file for each rank of a mesh.",
     "reshard": "Write a sharded checkpoint, model and optimizer, for another mesh.",
+    "status": "Show how far the parts of a job are, or give it up.",
     "verify": "Check that a checkpoint is whole and holds what was written.",
 }
 """Name -> the line in `shardkit --help`; the module `shardkit.cli.<name>` has the command."""

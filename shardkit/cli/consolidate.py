@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, count, ending, facts, headline, limited, make_progress, size_runs
+from shardkit.cli.output import (
+    Output,
+    count,
+    ending,
+    facts,
+    headline,
+    is_unfinished,
+    limited,
+    make_progress,
+    part_lines,
+    size_runs,
+)
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
@@ -57,6 +68,7 @@ Examples:
 @opt.overwrite("Hub model, whole and in one step")
 @opt.strict
 @opt.writing
+@opt.part
 @opt.moving
 @opt.follow_links
 @opt.reporting
@@ -72,13 +84,16 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
         opt.silence_hub()
     from shardkit.operations.consolidate import consolidate
 
+    part = opt.take_part(out, options.pop("part"))
     progress = make_progress(enabled=out.shows_bars)
-    result = consolidate(checkpoint, output, progress=progress, on_warning=out.warn, **options)
+    result = consolidate(checkpoint, output, part=part, progress=progress, on_warning=out.warn, **options)
     out.result(result, render)
 
 
 def render(result: ConsolidateResult) -> list[str]:
     """Return a result as lines for people."""
+    if is_unfinished(result):
+        return part_lines(result)
     head = headline(result.output, dry_run=result.dry_run)
     if result.unloadable:
         head += f", which from_pretrained would not load whole: {result.unloadable[0]}"

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import click
@@ -104,11 +104,22 @@ def resume_command(args: Sequence[str]) -> str:
     It is the command that was typed, without two options. `--no-resume` would start over. The directory that
     `--resume-from` named now belongs to this run, which is known to be over.
     """
+    return typed_command(args, {"--resume-from"}, {"--no-resume"})
+
+
+def typed_command(args: Sequence[str], without: Collection[str], flags: Collection[str]) -> str:
+    """Return the command that was typed, as the shell takes it.
+
+    Args:
+        args: what was typed after the program's name.
+        without: options that are left out, each with its value.
+        flags: options without a value that are left out.
+    """
     kept, rest = [*_program()], iter(args)
     for arg in rest:
-        if arg == "--resume-from":
+        if arg in without:
             next(rest, None)
-        elif arg != "--no-resume" and not arg.startswith("--resume-from="):
+        elif arg not in flags and not arg.startswith(tuple(f"{name}=" for name in without)):
             kept.append(arg)
     return shlex.join(kept)
 

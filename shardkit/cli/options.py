@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardkit.cli.output import Output
+
+if TYPE_CHECKING:
+    from shardkit.operations.parts.part import Part
 
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
@@ -134,6 +139,27 @@ osft = group(
         help="exact computes in float64 (default); fp32 is a hundredth as exact.",
     ),
 )
+
+
+part = click.option(
+    "--part",
+    metavar="K/N|env|env/N",
+    help="Write this part of the files; env asks the launcher (torchrun, MPI, SLURM, Kubernetes).",
+)
+
+
+def take_part(out: Output, text: str | None) -> Part | None:
+    """Return the part that was asked for, and say what it is where the launcher told it."""
+    if text is None:
+        return None
+    from shardkit.cli.errors import typed_command
+    from shardkit.operations.parts.part import parse_part
+
+    found = parse_part(text, os.environ)
+    if found.found:
+        out.say("part", f"{found}, from {found.found}")
+    typed = typed_command(click.get_current_context().find_root().obj, {"--part"}, {"--dry-run", "-n"})
+    return replace(found, typed=typed)
 
 
 def given(name: str) -> bool:

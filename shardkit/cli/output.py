@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 import click
 
 from shardkit.core.text import count as count
-from shardkit.core.text import escape, format_size
+from shardkit.core.text import escape, format_size, listed
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
     from shardkit.core.threads import Progress
+    from shardkit.operations.commit import CommitResult
     from shardkit.operations.write import WriteResult
 
 MAX_LINES = 20
@@ -29,7 +30,7 @@ _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "floa
 _REDRAW_S = 0.1
 
 
-def check_facts(result: WriteResult) -> Iterator[tuple[str, str]]:
+def check_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]]:
     """Yield what was compared, and what could not be compared and why."""
     if result.checked_bytes:
         size = format_size(result.checked_bytes)
@@ -45,6 +46,27 @@ def headline(path: str, *, dry_run: bool) -> str:
     return f"{'dry run: nothing was written to' if dry_run else 'wrote'} {escape(path)}"
 
 
+def is_unfinished(result: WriteResult) -> bool:
+    """True for a part of an output that is not there yet, and for the dry run of a part."""
+    return result.part is not None and (result.dry_run or not result.part.is_committed)
+
+
+def part_lines(result: WriteResult) -> list[str]:
+    """Return what became of a part as lines for people."""
+    part = result.part
+    assert part is not None
+    head = f"{'dry run: ' if result.dry_run else ''}part {part.part} of {escape(result.output)}"
+    would = "to write" if result.dry_run else "wrote"
+    pairs = [(would, f"{count(part.num_files, 'file')}, {format_size(part.written_bytes)}")]
+    if part.resumed_files:
+        pairs.append(("resumed", f"{count(part.resumed_files, 'file')} had been finished before"))
+    pairs.append(("all parts", f"{part.finished_files} of {count(result.num_files, 'file')} are finished"))
+    if not result.dry_run and part.missing:
+        pairs.append(("missing", f"parts {listed(part.missing)}; the last to finish makes the output"))
+        pairs.append(("time", f"{result.elapsed_s:.2f} s"))
+    return [head, *facts(pairs)]
+
+
 def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True) -> Iterator[tuple[str, str]]:
     """Yield the last facts of a verb that writes: what it would take, or how it went.
 
@@ -57,6 +79,8 @@ def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True)
         yield "memory", f"at most {format_size(result.peak_memory_bytes)} of buffers"
         yield "free disk", format_size(result.free_bytes)
         return
+    if result.part is not None:
+        yield "part", f"{result.part.part}, {count(result.part.num_files, 'file')}; all parts are finished"
     if result.resumed_files:
         yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
     yield from check_facts(result)

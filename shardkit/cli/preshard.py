@@ -9,7 +9,18 @@ import click
 
 from shardkit._version import torch_note
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, count, ending, facts, headline, limited, make_progress, size_runs
+from shardkit.cli.output import (
+    Output,
+    count,
+    ending,
+    facts,
+    headline,
+    is_unfinished,
+    limited,
+    make_progress,
+    part_lines,
+    size_runs,
+)
 from shardkit.core.text import escape, format_size
 from shardkit.files import storage
 from shardkit.osft.plan import FACTORS
@@ -90,6 +101,7 @@ Examples:
 @click.option("--variant", metavar="NAME", help="Use model.NAME.safetensors and the like.")
 @opt.overwrite("checkpoint, whole and in one step")
 @opt.writing
+@opt.part
 @opt.moving
 @click.option(
     "--trust-remote-code", is_flag=True, help="Let the model's own code run while its layout is traced."
@@ -123,8 +135,16 @@ def command(
     if not opt.given("max_memory"):
         options["max_memory"] = None
     progress = make_progress(enabled=out.shows_bars)
+    part = opt.take_part(out, options.pop("part"))
     result = preshard(
-        source, output, osft=plan, progress=progress, on_warning=out.warn, on_step=out.step, **options
+        source,
+        output,
+        osft=plan,
+        part=part,
+        progress=progress,
+        on_warning=out.warn,
+        on_step=out.step,
+        **options,
     )
     out.result(result, render)
 
@@ -146,6 +166,8 @@ def _is_on_the_hub(source: str) -> bool:
 
 def render(result: PreshardResult) -> list[str]:
     """Return a result as lines for people."""
+    if is_unfinished(result):
+        return part_lines(result)
     lines = [headline(result.output, dry_run=result.dry_run), *facts(_facts(result))]
     return lines if result.dry_run else [*lines, "", *_how_to_load(result)]
 

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, count, ending, facts, headline, limited, make_progress, size_runs
+from shardkit.cli.output import (
+    Output,
+    count,
+    ending,
+    facts,
+    headline,
+    is_unfinished,
+    limited,
+    make_progress,
+    part_lines,
+    size_runs,
+)
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
@@ -30,6 +41,7 @@ Examples:
 @opt.overwrite("checkpoint, whole and in one step")
 @opt.strict
 @opt.writing
+@opt.part
 @opt.moving
 @opt.follow_links
 @opt.reporting
@@ -41,13 +53,16 @@ def command(*, out: Output, checkpoint: str, output: str, **options: Any) -> Non
     """
     from shardkit.operations.reshard import reshard
 
+    part = opt.take_part(out, options.pop("part"))
     progress = make_progress(enabled=out.shows_bars)
-    result = reshard(checkpoint, output, progress=progress, on_warning=out.warn, **options)
+    result = reshard(checkpoint, output, part=part, progress=progress, on_warning=out.warn, **options)
     out.result(result, render)
 
 
 def render(result: ReshardResult) -> list[str]:
     """Return a result as lines for people."""
+    if is_unfinished(result):
+        return part_lines(result)
     return [headline(result.output, dry_run=result.dry_run), *facts(_facts(result))]
 
 

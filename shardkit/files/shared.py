@@ -13,7 +13,8 @@ It appears whole, with one rename, and nothing ever makes `data` again: where `d
 destination. Files get their names in `data` by a rename, and whoever writes a file of that name writes the same bytes,
 so that a process may work on what another one was believed to have lost. No locks. Only a commit moves `data`, and only
 a commit or a person removes the rest: the name is not one that `staging.abandoned` takes for a dead run's. Where a part
-commits, what tells others that come late that all is done stays until a person, or the job that comes after, commits too.
+commits, `plan.json` and `committed.json` stay under a name that ends in `.done`, so that parts that come late see that all is
+done; a person, or the job that comes after, removes that with a commit of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, UsageError
@@ -34,6 +35,7 @@ from shardkit.files.strict_json import parse_object, read_small
 
 _MARK = "parts-"
 _HASH_DIGITS = 16
+_DONE = ".done"
 _NAME = re.compile(_MARK + r"[0-9a-f]{16}", re.ASCII)
 _NOTHING, _COMMITTED = "nothing", "committed.json"
 _MAX_BYTES = 1 << 28
@@ -76,15 +78,8 @@ class SharedStaging:
     @property
     def is_committed(self) -> bool:
         """True if the destination is what was committed here, and has not been touched since."""
-        if self.is_open or not self.exists:
-            return False
-        try:
-            files = parse_object(
-                read_small(self._committed, _COMMITTED, _MAX_BYTES, follow=False), _COMMITTED
-            )
-            return all(_state(os.path.join(self.destination, name)) == state for name, state in files.items())
-        except (OSError, ShardkitError):
-            return False
+        places = (self.path + _DONE,) if self.is_open else (self.path, self.path + _DONE)
+        return any(_is_record_of(os.path.join(place, _COMMITTED), self.destination) for place in places)
 
     def create(self, record: bytes, folders: Collection[str]) -> bool:
         """Make it, unless another process has; return whether it was made here.
@@ -206,7 +201,7 @@ class SharedStaging:
                 if path not in kept:
                     storage.rename(os.path.join(here, name), os.path.join(self.data, path))
 
-    def commit(self, work: str, *, overwrite: bool) -> bool:
+    def commit(self, work: str, names: Iterable[str], *, overwrite: bool) -> bool:
         """Make `data` the destination, in one rename; False if another process has. `remove` or `keep_mark` comes next.
 
         With `overwrite` what is at the destination is moved aside first. Whoever commits does that, or notes that
@@ -215,6 +210,7 @@ class SharedStaging:
 
         Args:
             work: a `workplace` of this process.
+            names: the files in `data` that tell the output from others.
             overwrite: what is there may be replaced.
 
         Raises:
@@ -225,7 +221,9 @@ class SharedStaging:
             storage.sync_directories(self.data)
             if not self.is_open:
                 return False
-            self.write_note(work, self.path, _COMMITTED, self._states())
+            # Descriptions may be written by several at once, and have other times then.
+            states = {name: _state(os.path.join(self.data, name)) for name in names}
+            self.write_note(work, self.path, _COMMITTED, json.dumps(states).encode())
             self._move_aside(work, overwrite=overwrite)
             rename_noreplace(self.data, self.destination)
         except FileNotFoundError:
@@ -242,19 +240,23 @@ class SharedStaging:
             ) from error
         return True
 
-    def _states(self) -> bytes:
-        """Return what tells the files in `data` from others of their names, on any machine."""
-        found = {
-            os.path.relpath(os.path.join(here, name), self.data): _state(os.path.join(here, name))
-            for here, _, names in storage.walk(self.data)
-            for name in names
-        }
-        return json.dumps(found).encode()
-
     def keep_mark(self) -> None:
-        """Remove what was needed before the commit; what says that there was one stays."""
-        for path in (self.done, self._work, self._replaced):
+        """After the commit, leave only what says that there was one.
+
+        Raises:
+            ResourceError: the system refuses.
+        """
+        for path in (self.done, self.parts, self._work, self._replaced):
             storage.remove_tree(path)
+        mark = self.path + _DONE
+        try:
+            if storage.lexists(mark):  # of an earlier commit of the same plan
+                _remove(self.destination, mark)
+            storage.rename(self.path, mark)
+        except FileNotFoundError:  # another process has removed all
+            return
+        except OSError as error:
+            raise ResourceError(f"cannot rename {escape(self.path)}: {error.strerror}") from error
 
     def _move_aside(self, work: str, *, overwrite: bool) -> None:
         source = os.path.join(work, "none")
@@ -292,20 +294,12 @@ class SharedStaging:
         )
 
     def remove(self) -> None:
-        """Remove all of it: under a name of a run of this process first, so that nobody goes on in it."""
-        owner = Owner.new_run()
-        parent, name = os.path.split(self.destination)
-        taken = os.path.join(parent, prefix_of(name) + str(owner))
-        try:
-            storage.rename(self.path, taken)
-        except FileNotFoundError:  # another process was faster
-            pass
-        except OSError as error:
-            raise ResourceError(f"cannot remove {escape(self.path)}: {error.strerror}") from error
-        else:
-            storage.remove_tree(taken)
-        finally:
-            owner.end()
+        """Remove all of it.
+
+        Raises:
+            ResourceError: the system refuses.
+        """
+        _remove(self.destination, self.path)
         remove_abandoned(self.destination)  # of a process that died while it did this
 
     def give_up(self) -> None:
@@ -336,16 +330,69 @@ def _state(path: str) -> list[int]:
     return [status.st_size, status.st_mtime_ns // 1000]
 
 
+def _is_record_of(path: str, directory: str) -> bool:
+    """True if all files that a record lists are in a directory, in the state that it says."""
+    try:
+        files = parse_object(read_small(path, _COMMITTED, _MAX_BYTES, follow=False), _COMMITTED)
+        return all(_state(os.path.join(directory, name)) == state for name, state in files.items())
+    except (OSError, ShardkitError):
+        return False
+
+
+def _remove(destination: str, path: str) -> None:
+    """Remove a directory: under a name of a run of this process first, so that nobody goes on in it."""
+    owner = Owner.new_run()
+    parent, name = os.path.split(destination)
+    taken = os.path.join(parent, prefix_of(name) + str(owner))
+    try:
+        storage.rename(path, taken)
+    except FileNotFoundError:  # another process was faster
+        return
+    except OSError as error:
+        raise ResourceError(f"cannot remove {escape(path)}: {error.strerror}") from error
+    else:
+        storage.remove_tree(taken)
+    finally:
+        owner.end()
+
+
+def remove_marks(destination: str, *, only_old: bool = False) -> None:
+    """Remove what says that parts have committed; nothing that is under way.
+
+    Args:
+        destination: absolute.
+        only_old: leave what says it of the output that is there now.
+
+    Raises:
+        ResourceError: the system refuses.
+    """
+    for path in _beside(destination, _DONE):
+        if not (only_old and _is_record_of(os.path.join(path, _COMMITTED), destination)):
+            _remove(destination, path)
+
+
+def has_commits(destination: str) -> bool:
+    """True if what is at a destination was committed by parts, and was not touched since."""
+    marks = [path.removesuffix(_DONE) for path in _beside(destination, _DONE)]
+    return any(SharedStaging(destination, path).is_committed for path in (*marks, *_beside(destination)))
+
+
 def shared_of(destination: str) -> list[SharedStaging]:
     """Return the shared staging directories of a destination, whatever their plans."""
+    return [SharedStaging(destination, path) for path in _beside(destination)]
+
+
+def _beside(destination: str, ending: str = "") -> list[str]:
     parent, name = os.path.split(destination)
     prefix = prefix_of(name)
     try:
-        entries = sorted(storage.listdir(parent or os.curdir))
+        entries = sorted(storage.listdir(parent))
     except OSError:
         return []
     return [
-        SharedStaging(destination, os.path.join(parent, entry))
+        os.path.join(parent, entry)
         for entry in entries
-        if entry.startswith(prefix) and _NAME.fullmatch(entry.removeprefix(prefix))
+        if entry.startswith(prefix)
+        and entry.endswith(ending)
+        and _NAME.fullmatch(entry.removeprefix(prefix).removesuffix(ending))
     ]

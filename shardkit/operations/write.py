@@ -17,15 +17,16 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shardkit._version import __version__
-from shardkit.core.catalog import Catalog, FileStamp, SourceFile
+from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.text import KIB, MIB, escape, parse_size
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import IncompleteError, Interrupted, ResourceError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.files.staging import Staging, abandoned, journal_of, named, remove_abandoned
+from shardkit.files.shared import has_commits
+from shardkit.files.staging import Staging, abandoned, identity_of, journal_of, named, remove_abandoned
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.destination import (
     Replaceable,
@@ -35,6 +36,9 @@ from shardkit.operations.destination import (
     free_bytes,
     is_sharded_checkpoint,
 )
+from shardkit.operations.parts.agreement import Agreement, Command, Committing, Share
+from shardkit.operations.parts.divided import Describer, Divided, PartResult, absolute
+from shardkit.operations.parts.part import Part
 from shardkit.transfer.chains import Run
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
@@ -103,6 +107,22 @@ class Writing:
     """Go on with what a dead run of the same plan left."""
     resume_from: str | os.PathLike[str] | None = None
     """Go on with this staging directory, unless its run is known to be still under way."""
+    share: Share | None = None
+    """What of the job this process carries out, where several do; None for all of it."""
+    command: Command | None = None
+    """The call that other processes repeat; there is one where there is a share."""
+
+    def check(self) -> None:
+        """Refuse what a part cannot do.
+
+        Raises:
+            UsageError: it is asked to begin anew, or to take over what one process left.
+        """
+        if self.share is not None and not (self.resume and self.resume_from is None):
+            raise UsageError(
+                "--part goes without --no-resume and --resume-from: what any part has finished counts",
+                hint="shardkit status OUTPUT --abort gives up what all parts have written",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +153,8 @@ class WriteResult:
     """On the destination's file system, before writing."""
     resumed_files: int
     """Files that an interrupted run had finished."""
+    part: PartResult | None = None
+    """What became of a part; None where one process wrote all."""
     elapsed_s: float
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -140,23 +162,6 @@ class WriteResult:
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
         return asdict(self)
-
-
-class Describer(Protocol):
-    """Writes what lies beside the images."""
-
-    def add_file(self, digest: FileDigest) -> None:
-        """Take note of a finished image; may be called from any thread."""
-        ...
-
-    def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
-        """Write the rest, now that every image is on disk; last of all what makes the directory complete.
-
-        Args:
-            digests: of every file, those of an interrupted run included.
-            scattered: CRC-32 of every scattered tensor, by its source name.
-        """
-        ...
 
 
 class Images(ImageSet, Protocol):
@@ -182,29 +187,51 @@ class Job(Protocol):
         ...
 
     @property
-    def plan_hash(self) -> str:
-        """Stands for inputs, options and version: only a run with an equal one may be resumed."""
+    def decided(self) -> Mapping[str, object]:
+        """Whatever decides what is written, beside sources and images, as plain data; a `ReadFile` may be in a list."""
         ...
 
 
-def hash_plan(job: Job, **described: object) -> str:
-    """Return a digest of a job's inputs, its options and the version of shardkit.
+class ReadFile(NamedTuple):
+    """A file that is read, and its state."""
 
-    Args:
-        job: its source files and images count.
-        described: whatever else decides what is written, as plain data.
-    """
-    described |= {
+    name: str
+    path: str
+    stamp: FileStamp | None = None
+    """None if it is to be asked for."""
+
+
+Stamp = Callable[[ReadFile], object]
+"""Returns what tells a file from another one of its name, as plain data."""
+
+
+def ingredients(job: Job, stamp: Stamp) -> dict[str, object]:
+    """Return what a job's hash is made of, as plain data: inputs, options and the version of shardkit."""
+    sources = [ReadFile(file.name, file.path, file.stamp) for file in job.plan.catalog.files]
+    described: dict[str, object] = {
+        **job.decided,
         "version": __version__,
-        "sources": [(file.name, file.size, _stamp(file)) for file in job.plan.catalog.files],
+        "sources": sources,
         "images": [(image.name, image.size) for image in job.output],
     }
-    return hashlib.sha256(
-        json.dumps(described, sort_keys=True, default=manifest.to_json).encode()
-    ).hexdigest()
+    for key, value in described.items():
+        if isinstance(value, list) and value and isinstance(value[0], ReadFile):
+            described[key] = [(file.name, stamp(file)) for file in value]
+    return described
 
 
-def _stamp(file: SourceFile) -> FileStamp | None:
+def hash_of(described: object) -> str:
+    """Return a digest of plain data."""
+    text = json.dumps(described, sort_keys=True, default=manifest.to_json)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def hash_plan(job: Job) -> str:
+    """Return what stands for inputs, options and version: only a run with an equal one may be resumed."""
+    return hash_of(ingredients(job, _stamp))
+
+
+def _stamp(file: ReadFile) -> FileStamp | None:
     """Return the stamp of a source file: another file may have its name and size."""
     if file.stamp is not None:
         return file.stamp
@@ -212,6 +239,20 @@ def _stamp(file: SourceFile) -> FileStamp | None:
         return FileStamp.of(storage.stat(file.path))
     except OSError:  # the run will say so
         return None
+
+
+def _shared_stamp(file: ReadFile) -> list[int | str] | None:
+    """Return a stamp that is the same on all machines: numbers of inodes and devices are not.
+
+    In the Hub's cache a file is named after its content, and each machine may have a cache of its own.
+    """
+    stamp = _stamp(file)
+    if stamp is None:
+        return None
+    place, name = os.path.split(storage.realpath(file.path))
+    if os.path.basename(place) == "blobs":
+        return [stamp.size, name]
+    return [stamp.size, stamp.modified_ns // 1000]  # some file systems keep no more
 
 
 Describe = Callable[[str], AbstractContextManager[Describer]]
@@ -247,6 +288,7 @@ class Writer:
         progress: Progress | None = None,
         on_warning: OnWarning | None = None,
     ) -> None:
+        writing.check()
         self._begun = time.monotonic()
         self._verb, self._moving, self._why_not = verb, moving, why_not
         self._progress, self._on_warning = progress or NoProgress(), on_warning
@@ -255,6 +297,9 @@ class Writer:
         self.path = ""
         """The destination, absolute, once it has been checked."""
         self.writing = writing
+        self.has_committed = False
+        """True once this process has made the output."""
+        self._before: tuple[int, int] | None = None
         self._warnings: tuple[str, ...] = ()
         self._facts: dict[str, Any] = {}
 
@@ -265,8 +310,11 @@ class Writer:
             output: as the user gave it.
             source: directory that is read, or None for one in a cache of its own.
         """
-        overwrite = self.writing.overwrite
-        self.path = check_destination(output, source, overwrite=overwrite, why_not=self._why_not)
+        overwrite, is_first = self.writing.overwrite, not self.path
+        may_be_ours = overwrite or (isinstance(self.writing.share, Part) and has_commits(absolute(output)))
+        self.path = check_destination(output, source, overwrite=may_be_ours, why_not=self._why_not)
+        if is_first:
+            self._before = identity_of(self.path) if overwrite else None
         return self.path
 
     def warn(self, warnings: Iterable[str]) -> None:
@@ -317,13 +365,19 @@ class Writer:
         self.options = replace(self.options, share_extents=share_extents)
         resume_from = None if writing.resume_from is None else os.fspath(writing.resume_from)
         if resume_from is not None:
-            resume_from = _check_resume_from(resume_from, self.path, job.plan_hash, resume=writing.resume)
-        free = free_bytes(self.path)
-        check_space(self.path, needed_bytes, resume_from=resume_from)
-        if writing.dry_run:
-            finished, source = 0, CheckedSource()
+            resume_from = _check_resume_from(resume_from, self.path, hash_plan(job), resume=writing.resume)
+        free, part = free_bytes(self.path), None
+        if writing.share is not None:
+            assert fill is None, "factors are computed by one process"
+            part, source = self._share(job, describe, writing.share, needed_bytes)
+            finished = 0 if part is None else part.resumed_files
         else:
-            finished, source = self._run(job, describe, resume_from, fill)
+            check_space(self.path, needed_bytes, resume_from=resume_from)
+            if writing.dry_run:
+                finished, source = 0, CheckedSource()
+            else:
+                finished, source = self._run(job, describe, resume_from, fill)
+                self.has_committed = True
         self._facts |= {
             "num_files": len(sizes),
             "file_bytes": sizes,
@@ -334,6 +388,7 @@ class Writer:
             "peak_memory_bytes": self.options.peak_bytes,
             "free_bytes": free,
             "resumed_files": finished,
+            "part": part,
         }
 
     def facts(self, warnings: Iterable[str]) -> dict[str, Any]:
@@ -350,18 +405,86 @@ class Writer:
             "warnings": (*warnings, *self._warnings),
         }
 
+    def _share(
+        self, job: Job, describe: Describe, share: Share, needed_bytes: int
+    ) -> tuple[PartResult | None, CheckedSource]:
+        """Carry out a part, or what comes after all parts; return what became of it, and what was compared."""
+        divided = self._divided(job, share)
+        rest = max(needed_bytes - job.plan.written_bytes, 0)
+        check_space(self.path, divided.bytes_left(share) if isinstance(share, Part) else rest)
+        if self.writing.dry_run:
+            return divided.result(share) if isinstance(share, Part) else None, CheckedSource()
+        result: PartResult | None = None
+        try:
+            if isinstance(share, Part):
+                if not (self.writing.overwrite or divided.is_committed):
+                    check_destination(self.path, None, overwrite=False)
+                result = divided.run(share)
+                if result.missing or result.is_committed:
+                    return result, CheckedSource()
+                result = replace(result, is_committed=True)
+            self.has_committed = divided.commit(
+                describe, overwrite=self.writing.overwrite, check_replaceable=self._check_replaceable
+            )
+        except KeyboardInterrupt as interrupt:
+            raise Interrupted(
+                f"interrupted: {escape(self.path)} is not whole; the files that were finished are kept beside it",
+                signum=getattr(interrupt, "signum", signal.SIGINT),
+                hint="run the same command again to resume",
+            ) from interrupt
+        finally:
+            self._progress.finish()
+        if isinstance(share, Committing):
+            share.on_end(self.has_committed)
+        if self.has_committed:
+            divided.clean_up(keeps_mark=isinstance(share, Part))
+        return result, _summary(divided.check, job.plan, self.options)
+
+    def _check_replaceable(self) -> None:
+        """Refuse to replace what is at the destination by now."""
+        check_replaceable(self.path, escape(self.path), overwrite=True, why_not=self._why_not)
+
+    def _divided(self, job: Job, share: Share) -> Divided:
+        """Return what parts carry out: they agree on the plan, and on what the descriptions say."""
+        command = self.writing.command
+        assert command is not None
+        made_of = {**ingredients(job, _shared_stamp), "settings": command.settings()}
+        agreement = Agreement(
+            plan=hash_of(made_of),
+            version=__version__,
+            ingredients={
+                key: dict(value) if key == "sources" and isinstance(value, list) else hash_of(value)[:16]
+                for key, value in made_of.items()
+            },
+            command=command,
+            typed=share.typed if isinstance(share, Part) else "",
+            num_parts=share.count if isinstance(share, Part) else 1,
+            files=[(image.name, image.size) for image in job.output],
+        )
+        if isinstance(share, Committing):
+            share.check(agreement)
+        return Divided(
+            self.path,
+            agreement,
+            job.plan,
+            job.output.data_nbytes,
+            self.options,
+            self._progress,
+            before=self._before,
+        )
+
     def _run(
         self, job: Job, describe: Describe, resume_from: str | None, fill: Fill | None
     ) -> tuple[int, CheckedSource]:
         """Return how many files an interrupted run had finished, and how much of the source was compared."""
-        plan_hash, path, overwrite = job.plan_hash, self.path, self.writing.overwrite
+        plan_hash, path, overwrite = hash_plan(job), self.path, self.writing.overwrite
         check = SourceCheck(job.plan.catalog) if self.options.check_source else None
         staging: Staging | None = None
         try:
             staging = self._staging(plan_hash, resume_from)
             remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
             self._progress.start(job.plan.hole_bytes, self._verb)
-            finished = _finished(job, staging, self._progress, check)
+            finished = _finished(job, plan_hash, staging, self._progress, check)
             with (
                 _translated(staging.path),
                 contextlib.closing(Journal(staging.journal, plan_hash, staging.data)) as journal,
@@ -369,7 +492,7 @@ class Writer:
             ):
                 self._move(job, staging, journal, descriptions, finished, check, fill)
             if overwrite and storage.lexists(path):
-                check_replaceable(path, escape(path), overwrite=True, why_not=self._why_not)
+                self._check_replaceable()
             staging.commit(overwrite=overwrite)
         except KeyboardInterrupt as interrupt:
             if staging is not None and staging.is_committed:
@@ -493,7 +616,7 @@ def _adopted(path: str, plan_hash: str) -> Staging | None:
 
 
 def _finished(
-    job: Job, staging: Staging, progress: Progress, check: SourceCheck | None
+    job: Job, plan_hash: str, staging: Staging, progress: Progress, check: SourceCheck | None
 ) -> dict[str, FileDigest]:
     """Return what an interrupted run had finished, and remove everything else that lies there.
 
@@ -503,7 +626,7 @@ def _finished(
     """
     sizes = {image.name: image.size for image in job.output}
     kept = set[str]()
-    if is_journal_of(staging.journal, job.plan_hash, staging.data):
+    if is_journal_of(staging.journal, plan_hash, staging.data):
         kept |= {job.plan.images[number].name for holes in job.plan.filled.values() for number, _ in holes}
     finished = read_finished(staging.journal, staging.data, sizes, check)
     for number, image in enumerate(job.output):

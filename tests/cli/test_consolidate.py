@@ -205,6 +205,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "follow_links": True,
         "resume": False,
         "resume_from": None,
+        "part": None,
         "check_source": True,
         "source_manifest": None,
         "digest": "none",

@@ -195,6 +195,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "dry_run": True,
         "resume": False,
         "resume_from": None,
+        "part": None,
         "sha256": False,
         "check_source": True,
         "source_manifest": None,

@@ -9,6 +9,7 @@ from shardkit.cli import main
 
 SURFACE = {
     "cache": ["--clear", "--json"],
+    "commit": ["--json", "--no-progress", "--overwrite", "--wait", "OUTPUT"],
     "consolidate": [
         "--adapter-config",
         "--add-prefix",
@@ -40,6 +41,7 @@ SURFACE = {
         "--no-progress",
         "--no-resume",
         "--overwrite",
+        "--part",
         "--private",
         "--push-to-hub",
         "--rename",
@@ -117,6 +119,7 @@ SURFACE = {
         "--osft-targets",
         "--overwrite",
         "--parallel-rule",
+        "--part",
         "--profile",
         "--resume",
         "--resume-from",
@@ -146,6 +149,7 @@ SURFACE = {
         "--no-resume",
         "--optimizer-dtype",
         "--overwrite",
+        "--part",
         "--resume",
         "--resume-from",
         "--sha256",
@@ -156,6 +160,7 @@ SURFACE = {
         "CHECKPOINT",
         "OUTPUT",
     ],
+    "status": ["--abort", "--json", "OUTPUT"],
     "verify": [
         "--against",
         "--follow-links",

@@ -22,7 +22,7 @@ from shardkit.files.staging import journal_of
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.operations.destination import is_hub_model
-from shardkit.operations.write import Describe, Moving, Writer, Writing, hash_plan
+from shardkit.operations.write import Describe, Moving, Writer, Writing
 from shardkit.transfer.checks import OFF
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.journal import read_finished
@@ -48,8 +48,8 @@ class Copy:
     option: str = ""
 
     @property
-    def plan_hash(self) -> str:
-        return hash_plan(self, option=self.option)
+    def decided(self) -> dict[str, object]:
+        return {"option": self.option}
 
 
 def copy_of(source: Path, option: str = "") -> Copy:

@@ -14,7 +14,7 @@ from shardkit.files import storage
 
 READS = ("pread", "preadv")
 WRITES = ("pwrite", "write")
-CHANGES = (*WRITES, "ftruncate", "fsync", "mkdir", "rmdir", "unlink", "rename", "renameat2")
+CHANGES = (*WRITES, "ftruncate", "fsync", "mkdir", "rmdir", "unlink", "rename", "renameat2", "hard_link")
 CALLS = ("open_fd", "close_fd", *READS, *CHANGES)
 SPACE = (*WRITES, "ftruncate", "fsync", "mkdir")
 """Calls that a full disk refuses; and `open_fd` where it makes a file."""

@@ -26,6 +26,7 @@ from shardkit.operations.consolidate.job import ConsolidateJob, JobOptions, buil
 from shardkit.operations.consolidate.osf import adapter_file, merge_osf
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
 from shardkit.operations.destination import is_hub_model, write_sidecar
+from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.resolve import ResolvedCheckpoint, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
@@ -71,6 +72,7 @@ def consolidate(
     dry_run: bool = False,
     resume: bool = True,
     resume_from: str | os.PathLike[str] | None = None,
+    part: str | Share | None = None,
     digest: str = "crc32",
     jobs: int = 2,
     max_memory: str | int = 256 * MIB,
@@ -128,6 +130,8 @@ def consolidate(
         dry_run: decide and check everything, and write nothing.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
+        part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
+            mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
         digest: "crc32" or "none".
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
@@ -146,6 +150,9 @@ def consolidate(
         ResourceError: disk, permission or network.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
+    command, share = None if part is None else Command.of("consolidate", locals()), as_share(part)
+    if share is not None:
+        _refuse_in_parts(check, push_to_hub, manifest_file)
     naming = Naming(
         weights=weights,
         root=root,
@@ -177,7 +184,14 @@ def consolidate(
         check_source=check_source,
         source_manifest=source_manifest,
     )
-    writing = Writing(overwrite=overwrite, dry_run=dry_run, resume=resume, resume_from=resume_from)
+    writing = Writing(
+        overwrite=overwrite,
+        dry_run=dry_run,
+        resume=resume,
+        resume_from=resume_from,
+        share=share,
+        command=command,
+    )
     request = _Request(
         checkpoint=os.fspath(checkpoint),
         output=None if output is None else os.fspath(output),
@@ -194,6 +208,25 @@ def consolidate(
         "consolidate", moving, writing, why_not=is_hub_model, progress=progress, on_warning=on_warning
     )
     return _consolidate(request, options, recording, publishing, writer)
+
+
+def _refuse_in_parts(check: bool, push_to_hub: str | None, manifest_file: object) -> None:
+    """Refuse what is for one process to do.
+
+    Raises:
+        UsageError: says what to do instead.
+    """
+    if check:
+        raise UsageError(
+            "--check with --part would read all of the checkpoint once for each part",
+            hint="leave it out: what is read is compared as it moves; or run shardkit verify before",
+        )
+    if push_to_hub is not None:
+        raise UsageError("--push-to-hub with --part", hint="upload the directory once it is committed")
+    if manifest_file is not None:
+        raise UsageError(
+            "--manifest-file with --part", hint="--manifest puts the manifest into the output, for all parts"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,9 +313,9 @@ def _consolidate(
         needed = job.plan.written_bytes + sum(asset.nbytes for asset in job.assets)
         needed += sum(module.plan.written_bytes for module in job.modules)
         writer.write(job, describe, needed_bytes=needed)
-        settled = asked.settle()
+        settled = asked.settle() if writer.has_committed or writer.writing.dry_run else job
     address = None
-    if not writer.writing.dry_run:
+    if writer.has_committed:
         if sidecar is not None:
             write_sidecar(sidecar, written[-1], overwrite=writer.writing.overwrite)
         address = publishing.push(path)

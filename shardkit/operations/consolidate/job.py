@@ -65,7 +65,6 @@ from shardkit.operations.consolidate.fit import Fit, base_shapes, check_fit
 from shardkit.operations.consolidate.globs import Sieve, make_sieve
 from shardkit.operations.keys import AUTO, NONE, load_rules
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
-from shardkit.operations.write import hash_plan
 from shardkit.transfer.bound import bind
 from shardkit.transfer.computed.fold import is_folded
 from shardkit.transfer.plan import TransferPlan, build_plan
@@ -137,9 +136,9 @@ class ConsolidateJob:
     """What the class says of the output's names, where it was to be asked."""
 
     @property
-    def plan_hash(self) -> str:
-        """Stand for inputs, options and version: an interrupted run resumes only under an equal one."""
-        return hash_plan(self, description=self.describe())
+    def decided(self) -> dict[str, object]:
+        """See `operations.write.Job`."""
+        return {"description": self.describe()}
 
     def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.HubModel:
         """Return the manifest, as far as it is known before a byte moves; `crcs` are those of tensors."""

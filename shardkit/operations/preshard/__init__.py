@@ -20,6 +20,7 @@ from shardkit import formats
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.text import MIB
 from shardkit.core.threads import Progress
+from shardkit.errors import UsageError
 from shardkit.files import storage
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
@@ -32,6 +33,7 @@ from shardkit.operations.casts import dequantized_as, parse_rules
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space
+from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.preshard.factors import OsftResult, OsftRun
 from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job
 from shardkit.operations.preshard.profiles import find_profile, write_companions
@@ -99,6 +101,7 @@ def preshard(
     dry_run: bool = False,
     resume: bool = True,
     resume_from: str | os.PathLike[str] | None = None,
+    part: str | Share | None = None,
     digest: str = "crc32",
     sha256: bool = False,
     check_source: bool = True,
@@ -147,6 +150,8 @@ def preshard(
             the cache, only the headers are read.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
+        part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
+            mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
         digest: "crc32" or "none".
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
@@ -172,7 +177,12 @@ def preshard(
         IncompleteError: a process died that computed factors; what was finished is kept.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
+    command, share = None if part is None else Command.of("preshard", locals()), as_share(part)
     source, plan = os.fspath(source), as_plan(osft)
+    if share is not None and plan is not None:
+        raise UsageError(
+            "--part with --osft: factors are computed by one machine", hint="leave out one of the two"
+        )
     dtype = dtype or ("keep" if plan is None else "fp32")
     parsed = parse_mesh(mesh, world_size)
     options = JobOptions(
@@ -202,7 +212,14 @@ def preshard(
             check_source=check_source,
             source_manifest=source_manifest,
         ),
-        Writing(overwrite=overwrite, dry_run=dry_run, resume=resume, resume_from=resume_from),
+        Writing(
+            overwrite=overwrite,
+            dry_run=dry_run,
+            resume=resume,
+            resume_from=resume_from,
+            share=share,
+            command=command,
+        ),
         progress=progress,
         on_warning=on_warning,
     )

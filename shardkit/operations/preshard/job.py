@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardkit.core.catalog import Catalog, FileStamp
+from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, format_size, listed
 from shardkit.errors import UsageError
-from shardkit.files import storage
 from shardkit.formats.contract import Checkpoint, Dequantized, HubModel
 from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
@@ -48,7 +47,7 @@ from shardkit.operations.preshard.profiles import (
     find_assets,
     with_config,
 )
-from shardkit.operations.write import hash_plan
+from shardkit.operations.write import ReadFile
 from shardkit.osft.plan import OsftPlan, factor_of, stored_targets
 from shardkit.transfer.bound import bind
 from shardkit.transfer.converted import group_nbytes, opaque_groups
@@ -125,17 +124,16 @@ class PreshardJob:
         return sum(map(len, self.output))
 
     @property
-    def plan_hash(self) -> str:
-        """Stand for inputs, options and version; see `operations.write.Job`."""
-        return hash_plan(
-            self,
-            identity=self.part.identity,
-            description=self.part.describe(),
-            profile=self.profile.name,
-            companions=_hex(self.profile.companions),
-            computed_by=computed_by() if self.factored else None,
-            assets=[(name, FileStamp.of(storage.stat(path))) for name, path in self.assets.items()],
-        )
+    def decided(self) -> dict[str, object]:
+        """See `operations.write.Job`."""
+        return {
+            "identity": self.part.identity,
+            "description": self.part.describe(),
+            "profile": self.profile.name,
+            "companions": _hex(self.profile.companions),
+            "computed_by": computed_by() if self.factored else None,
+            "assets": [ReadFile(name, path) for name, path in self.assets.items()],
+        }
 
 
 def _hex(files: Mapping[str, bytes]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from shardkit.files.links import may_follow_links
 from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.companions import copy_file
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
+from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.reshard.job import ReshardJob, build_job, take_apart
 from shardkit.operations.resolve import ResolvedCheckpoint, take
 from shardkit.operations.write import (
@@ -93,6 +94,7 @@ def reshard(
     dry_run: bool = False,
     resume: bool = True,
     resume_from: str | os.PathLike[str] | None = None,
+    part: str | Share | None = None,
     digest: str = "crc32",
     sha256: bool = False,
     check_source: bool = True,
@@ -117,6 +119,8 @@ def reshard(
         dry_run: decide and check everything, and write nothing.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
+        part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
+            mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
         digest: "crc32" or "none".
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
@@ -137,6 +141,7 @@ def reshard(
         ResourceError: disk or permission.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
+    command, share = None if part is None else Command.of("reshard", locals()), as_share(part)
     source, parsed = os.fspath(checkpoint), parse_mesh(mesh, world_size)
     if parsed.pp > 1:
         raise MeshError(
@@ -152,7 +157,14 @@ def reshard(
             check_source=check_source,
             source_manifest=source_manifest,
         ),
-        Writing(overwrite=overwrite, dry_run=dry_run, resume=resume, resume_from=resume_from),
+        Writing(
+            overwrite=overwrite,
+            dry_run=dry_run,
+            resume=resume,
+            resume_from=resume_from,
+            share=share,
+            command=command,
+        ),
         progress=progress,
         on_warning=on_warning,
     )

@@ -48,7 +48,6 @@ from shardkit.operations.casts import check_cast
 from shardkit.operations.companions import BesideFile, Survey, check_survey, survey
 from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.resolve import Taken
-from shardkit.operations.write import hash_plan
 from shardkit.osft.plan import factor_of, shard_dim
 from shardkit.transfer.plan import TransferPlan, build_plan
 
@@ -360,10 +359,10 @@ class ReshardJob:
     notes: tuple[str, ...]
 
     @property
-    def plan_hash(self) -> str:
-        """Stand for inputs, options and version; see `operations.write.Job`."""
+    def decided(self) -> dict[str, object]:
+        """See `operations.write.Job`."""
         folders = {folder: job.describe() for folder, job in self.folders.items()}
-        return hash_plan(self, folders=folders, siblings=self.parts.siblings)
+        return {"folders": folders, "siblings": self.parts.siblings}
 
 
 def build_job(parts: Parts, mesh: Mesh, *, dtype: str, optimizer_dtype: str, digest: str) -> ReshardJob:

@@ -1,0 +1,359 @@
+"""commit and status: what becomes of a job that was divided into parts.
+
+Internal: import from `shardkit`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from inspect import signature
+from typing import Any
+
+from shardkit._version import __version__
+from shardkit.core.text import escape, listed
+from shardkit.core.threads import Progress
+from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.files import storage
+from shardkit.files.shared import SharedStaging, has_commits, remove_marks, shared_of
+from shardkit.files.staging import identity_of, remove_abandoned
+from shardkit.files.strict_json import parse_object, read_small
+from shardkit.operations.consolidate import consolidate
+from shardkit.operations.parts.agreement import Agreement, Committing, read_all
+from shardkit.operations.parts.divided import absolute, incomplete
+from shardkit.operations.parts.notes import name_of, noted_in
+from shardkit.operations.preshard import preshard
+from shardkit.operations.reshard import reshard
+from shardkit.operations.write import OnWarning, WriteResult
+from shardkit.transfer.checks import Unchecked
+
+_VERBS: Mapping[str, Callable[..., WriteResult]] = {
+    "preshard": preshard,
+    "consolidate": consolidate,
+    "reshard": reshard,
+}
+_LOOK_AGAIN_S = 1.0
+_MAX_NOTE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitResult:
+    """What became of an output that parts have written."""
+
+    output: str
+    """The directory; absolute."""
+    by_another: bool
+    """It was there already, or another process was faster: nothing was left to do."""
+    num_files: int
+    """Files with tensors in them; 0 where there was nothing to do."""
+    written_bytes: int
+    """Size of all these files."""
+    checked_bytes: int
+    """Bytes of the source that were compared with the CRC-32 recorded for them, by all parts."""
+    unchecked: tuple[Unchecked, ...]
+    """What could not be compared, by reason."""
+    source_manifests: tuple[str, ...]
+    """Manifests by shardkit that the source was compared with, beside what its files record."""
+    elapsed_s: float
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartStatus:
+    """A part of which something is known."""
+
+    part: str
+    """Such as "3/16"."""
+    host: str
+    """The machine that began it last."""
+    pid: int
+    found: str
+    """What told the number; empty where a person did."""
+    is_done: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStatus:
+    """How far the parts of a plan are."""
+
+    staging: str
+    """The directory that they share."""
+    plan: str
+    """Hash of what they agree on."""
+    verb: str
+    num_parts: int
+    """Of the process that began."""
+    num_files: int
+    file_bytes: int
+    finished_files: int
+    finished_bytes: int
+    parts: tuple[PartStatus, ...]
+    missing: tuple[tuple[str, int, str], ...]
+    """(part, files that it lacks, what to type) of each part that lacks something."""
+    is_committed: bool
+    """The output was made, and only the rest was not removed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusResult:
+    """What parts have written for a destination."""
+
+    output: str
+    """The directory; absolute."""
+    is_there: bool
+    """Something has its name."""
+    plans: tuple[PlanStatus, ...]
+    """One, unless several were begun at the same moment."""
+    aborted: bool
+    """What parts had written was removed."""
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return asdict(self)
+
+
+def commit(
+    output: str | os.PathLike[str],
+    *,
+    wait: float = 0,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    on_warning: OnWarning | None = None,
+) -> CommitResult:
+    """Make the output of what all parts of a job have written. May run any number of times, and several at once.
+
+    Args:
+        output: the destination that the parts were given.
+        wait: seconds to wait for parts that are not finished, or that a network file system does not show yet.
+        overwrite: replace what is there, if it is of the same kind, even if the parts were not told to.
+        progress: told of the bytes that are read to compare what parts read of the source.
+        on_warning: told each warning.
+
+    Raises:
+        IncompleteError: parts lack something; says which, and what to type.
+        UsageError: no part was begun, something else is at the destination, or the plan is another one by now.
+        IntegrityError: what the parts read is not what the source records.
+        ResourceError: disk or permission.
+    """
+    begun, path = time.monotonic(), absolute(os.fspath(output))
+    before = identity_of(path)
+    staging = _only_one(path)
+    if staging is None or not staging.is_open:
+        if staging is not None:
+            staging.remove()
+        return _was_there(path, begun)
+    try:
+        agreement = Agreement.read(staging)
+        _wait_for_all(staging, agreement, wait)
+        result, is_ours = _carry_out(staging, agreement, overwrite, progress, on_warning)
+    except ShardkitError:
+        if staging.is_open or identity_of(path) in (None, before):
+            raise
+        return _was_there(path, begun)
+    if not is_ours:
+        return _was_there(path, begun)
+    return CommitResult(
+        output=path,
+        by_another=False,
+        num_files=result.num_files,
+        written_bytes=result.written_bytes,
+        checked_bytes=result.checked_bytes,
+        unchecked=result.unchecked,
+        source_manifests=result.source_manifests,
+        elapsed_s=round(time.monotonic() - begun, 3),
+        notes=result.notes,
+        warnings=result.warnings,
+    )
+
+
+def _carry_out(
+    staging: SharedStaging,
+    agreement: Agreement,
+    overwrite: bool,
+    progress: Progress | None,
+    on_warning: OnWarning | None,
+) -> tuple[WriteResult, bool]:
+    """Plan once more, as each part did, and let the verb describe what they wrote; tell too whether it was first."""
+    command = agreement.command
+    if agreement.version != __version__:
+        raise UsageError(
+            f"the parts were written by shardkit {escape(agreement.version)}, and this is {__version__}",
+            hint="commit with the same version; or begin anew after shardkit status --abort",
+        )
+    verb = _VERBS.get(command.verb)
+    if verb is None or not command.options.keys() <= signature(verb).parameters.keys():
+        raise SourceError(f"{escape(staging.record)} is damaged")
+    with staging.workplace():  # refuses what another user has put there
+        options = {**command.options, "overwrite": overwrite or bool(command.options.get("overwrite"))}
+    ended = list[bool]()
+    share = Committing(check=lambda here: _check_same(agreement, here), on_end=ended.append)
+    result = verb(output=staging.destination, part=share, progress=progress, on_warning=on_warning, **options)
+    return result, ended == [True]
+
+
+def _check_same(agreement: Agreement, here: Agreement) -> None:
+    if here.plan == agreement.plan:
+        return
+    differences = agreement.differences(replace(here, command=agreement.command))
+    raise UsageError(
+        f"the plan is another one by now: {agreement.plan[:16]} was carried out, {here.plan[:16]} is it here",
+        problems=differences,
+        hint="commit with the same version of shardkit and an unchanged source; or begin anew after shardkit status "
+        "--abort",
+    )
+
+
+def _wait_for_all(staging: SharedStaging, agreement: Agreement, wait_s: float) -> None:
+    """Return once every file has a note.
+
+    Raises:
+        IncompleteError: some have none when the time is over.
+    """
+    until = time.monotonic() + wait_s
+    missing = list(range(len(agreement.files)))
+    while True:
+        with_notes = noted_in(staging)  # listing also lets network file systems look again
+        missing = [
+            number for number in missing if number not in with_notes and not _has_note(staging, number)
+        ]
+        if not missing:
+            return
+        if time.monotonic() >= until or not staging.is_open:
+            raise incomplete(staging.destination, agreement, missing)
+        time.sleep(min(_LOOK_AGAIN_S, max(until - time.monotonic(), 0)))
+
+
+def _has_note(staging: SharedStaging, number: int) -> bool:
+    return storage.lexists(os.path.join(staging.done, name_of(number)))
+
+
+def _only_one(path: str) -> SharedStaging | None:
+    found = shared_of(path)
+    if len(found) > 1:
+        raise UsageError(
+            f"parts of {len(found)} plans were begun for {escape(path)}: {listed([_hash_in(each) for each in found])}",
+            hint=f"see shardkit status {escape(path)}; give up all of them with --abort, and begin anew",
+        )
+    return found[0] if found else None
+
+
+def _hash_in(staging: SharedStaging) -> str:
+    return staging.path.rpartition("-")[2]
+
+
+def _was_there(path: str, begun: float) -> CommitResult:
+    if not storage.lexists(path):
+        raise UsageError(
+            f"no part was begun for {escape(path)}, and nothing is there",
+            hint="run the parts first: shardkit preshard ... --part 1/16",
+        )
+    remove_marks(path)
+    remove_abandoned(path)  # of a process that died after it had committed
+    return CommitResult(
+        output=path,
+        by_another=True,
+        num_files=0,
+        written_bytes=0,
+        checked_bytes=0,
+        unchecked=(),
+        source_manifests=(),
+        elapsed_s=round(time.monotonic() - begun, 3),
+        notes=(f"{escape(path)} is there, and no parts of it are under way: nothing is left to commit",),
+        warnings=(),
+    )
+
+
+def status(output: str | os.PathLike[str], *, abort: bool = False) -> StatusResult:
+    """Tell what the parts of a job have written so far, and who is missing; or give it up.
+
+    Args:
+        output: the destination that the parts were given.
+        abort: remove everything that parts have written and nobody has committed. Parts that are still at work end with
+            an error.
+
+    Raises:
+        UsageError: a commit that did not end has moved an old output aside, and it cannot go back.
+        SourceError, ResourceError: the record of the parts cannot be read, or not be removed.
+    """
+    path = absolute(os.fspath(output))
+    found = shared_of(path)
+    plans: tuple[PlanStatus, ...] = ()
+    try:
+        plans = tuple(_plan_status(staging, agreement) for staging, agreement in read_all(found))
+    except SourceError:
+        if not abort:
+            raise
+    if abort:
+        for staging in found:
+            staging.give_up()
+        remove_marks(path)
+    notes = []
+    if not found:
+        is_theirs = " since they have committed it" if has_commits(path) else ""
+        notes.append(f"no parts are under way for {escape(path)}{is_theirs}")
+    return StatusResult(
+        output=path,
+        is_there=storage.lexists(path),
+        plans=plans,
+        aborted=abort and bool(found),
+        notes=tuple(notes),
+    )
+
+
+def _plan_status(staging: SharedStaging, agreement: Agreement) -> PlanStatus:
+    noted, files = noted_in(staging), agreement.files
+    finished = [number for number in range(len(files)) if number in noted]
+    missing = [number for number in range(len(files)) if number not in noted]
+    return PlanStatus(
+        staging=staging.path,
+        plan=agreement.plan,
+        verb=agreement.command.verb,
+        num_parts=agreement.num_parts,
+        num_files=len(files),
+        file_bytes=sum(size for _, size in files),
+        finished_files=len(finished),
+        finished_bytes=sum(files[number][1] for number in finished),
+        parts=tuple(_parts(staging)),
+        missing=tuple(
+            (str(part), number, agreement.command_of(part))
+            for part, number in agreement.missing_parts(missing)
+        ),
+        is_committed=not staging.is_open,
+    )
+
+
+def _parts(staging: SharedStaging) -> Iterator[PartStatus]:
+    """Yield what parts said of themselves, in the order of their numbers."""
+    try:
+        names = storage.listdir(staging.parts)
+    except OSError:
+        return
+    told = []
+    for name in names:
+        number, _, count = name.removesuffix(".json").partition("-of-")
+        if number.isdecimal() and count.isdecimal():
+            told.append((int(count), int(number), name))
+    for of, place, name in sorted(told):
+        try:
+            content = parse_object(
+                read_small(os.path.join(staging.parts, name), name, _MAX_NOTE_BYTES, follow=False), name
+            )
+        except ShardkitError:
+            continue
+        pid = content.get("pid")
+        yield PartStatus(
+            part=f"{place}/{of}",
+            host=str(content.get("host", "")),
+            pid=pid if isinstance(pid, int) else 0,
+            found=str(content.get("found", "")),
+            is_done=content.get("is_done") is True,
+        )

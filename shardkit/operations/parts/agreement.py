@@ -1,0 +1,183 @@
+"""What the parts of a job agree on, in `plan.json` of their staging directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import ResourceError, SourceError
+from shardkit.files import storage
+from shardkit.files.shared import SharedStaging
+from shardkit.files.strict_json import parse_object, read_small
+from shardkit.operations.parts.part import Part, divide, parse_part
+
+_FORMAT = 1
+_MAX_BYTES = 1 << 28
+_PATHS = ("source", "checkpoint", "base", "keys", "source_manifest", "adapter_config")
+_OWN = {"output", "part", "progress", "on_warning", "on_step", "dry_run", "resume", "resume_from"}
+"""Arguments of a verb that say how one process works, not what is made."""
+_SPEED = {"jobs", "max_memory"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A call of a verb."""
+
+    verb: str
+    options: Mapping[str, Any]
+    """Its arguments, without those of one process alone; plain data."""
+
+    @classmethod
+    def of(cls, verb: str, arguments: Mapping[str, Any]) -> Command:
+        """Return a call that another process, in another directory, can repeat.
+
+        Args:
+            verb: its name.
+            arguments: all of them, as the verb got them.
+        """
+        options = {name: _plain(value) for name, value in arguments.items() if name not in _OWN}
+        for name in _PATHS:
+            given = options.get(name)
+            if isinstance(given, str) and storage.exists(given):
+                options[name] = os.path.abspath(given)
+        return cls(verb=verb, options=options)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options of the descriptions, which a plan alone does not tell."""
+        return {name: self.options.get(name) for name in ("sha256", "manifest", "check_source")}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What is written, by which call, in how many parts."""
+
+    plan: str
+    """Hash of the plan."""
+    version: str
+    """Of shardkit."""
+    ingredients: Mapping[str, Any]
+    """What the hash is made of: the state of each source file, and digests of the rest."""
+    command: Command
+    typed: str
+    """The command as it was typed, without its part; empty where there was none."""
+    num_parts: int
+    """Of the process that began."""
+    files: Sequence[tuple[str, int]]
+    """Name and size of every file with tensors in it, in the order of the plan."""
+
+    def dump(self) -> bytes:
+        """Return the content of `plan.json`."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
+
+    @classmethod
+    def read(cls, staging: SharedStaging) -> Agreement:
+        """Return what the parts in a directory agreed on.
+
+        Raises:
+            SourceError: the file is missing or not what shardkit writes.
+            ResourceError: it cannot be read.
+        """
+        name = os.path.join(os.path.basename(staging.path), "plan.json")
+        content = parse_object(read_small(staging.record, name, _MAX_BYTES, follow=False), name)
+        if content.pop("format", None) != _FORMAT:
+            raise SourceError(f"{escape(name)} was written by another version of shardkit")
+        try:
+            command = content.pop("command")
+            files = content.pop("files")
+            assert isinstance(command, dict)
+            assert isinstance(files, list)
+            found = cls(
+                command=Command(**command),
+                files=[(str(n), int(s)) for n, s in files],
+                **content,  # type: ignore[arg-type]
+            )
+            assert isinstance(found.command.options, dict)
+            assert isinstance(found.num_parts, int)
+            assert isinstance(found.ingredients, dict)
+        except (AssertionError, KeyError, TypeError, ValueError):
+            raise SourceError(f"{escape(name)} is damaged") from None
+        return found
+
+    def differences(self, other: Agreement) -> Iterator[str]:
+        """Yield what another process decided otherwise."""
+        if self.version != other.version:
+            yield f"shardkit {escape(self.version)} there, {escape(other.version)} here"
+        theirs, ours = self.command, other.command
+        if theirs.verb != ours.verb:
+            yield f"{escape(theirs.verb)} there, {escape(ours.verb)} here"
+        for name in sorted(theirs.options.keys() | ours.options.keys()):
+            there, here = theirs.options.get(name), ours.options.get(name)
+            if there != here and name not in _SPEED and theirs.verb == ours.verb:
+                yield f"{escape(name)}: {escape(repr(there))} there, {escape(repr(here))} here"
+        yield from self._other_ingredients(other)
+
+    def _other_ingredients(self, other: Agreement) -> Iterator[str]:
+        changed = []
+        for name in sorted(self.ingredients.keys() | other.ingredients.keys()):
+            there, here = self.ingredients.get(name), other.ingredients.get(name)
+            if isinstance(there, dict) and isinstance(here, dict):
+                files = [each for each in {**there, **here} if there.get(each) != here.get(each)]
+                if files:
+                    yield f"{count(len(files), 'file')} of the source: {listed([escape(each) for each in files])}"
+            elif there != here and name != "version":
+                changed.append(escape(name))
+        if changed:
+            yield f"what is made of it: {', '.join(changed)}"
+
+    def command_of(self, part: Part) -> str:
+        """Return what to type to carry out a part."""
+        if self.typed:
+            return f"{self.typed} --part {part}"
+        options = ", ".join(f"{name}={value!r}" for name, value in self.command.options.items() if value)
+        return f"shardkit.{self.command.verb}({options}, part={str(part)!r})"
+
+    def missing_parts(self, files: Sequence[int]) -> list[tuple[Part, int]]:
+        """Return the parts that lack something, with how many files each lacks.
+
+        Args:
+            files: numbers of the files that are not finished.
+        """
+        parts, lacking = divide([size for _, size in self.files], self.num_parts), dict[int, int]()
+        for file in files:
+            lacking[parts[file]] = lacking.get(parts[file], 0) + 1
+        return [(Part(number=part, count=self.num_parts), lacking[part]) for part in sorted(lacking)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committing:
+    """Not a part: all parts are done, and what they wrote becomes the output."""
+
+    check: Callable[[Agreement], object]
+    """Refuses a plan that is not the parts' own."""
+    on_end: Callable[[bool], object]
+    """Is told whether this process made the output; otherwise another one has."""
+
+
+Share = Part | Committing
+
+
+def as_share(part: str | Share | None) -> Share | None:
+    """Return what of a job a process carries out, however it was said; errors as `parse_part`."""
+    return parse_part(part, os.environ) if isinstance(part, str) else part
+
+
+def read_all(stagings: Sequence[SharedStaging]) -> list[tuple[SharedStaging, Agreement]]:
+    """Return what is agreed on in each directory; one that is going away meanwhile is left out."""
+    found = []
+    for staging in stagings:
+        try:
+            found.append((staging, Agreement.read(staging)))
+        except (SourceError, ResourceError):
+            if staging.exists:
+                raise
+    return found

@@ -1,0 +1,91 @@
+"""A note for each finished file of a divided job: found by the file's number, written once the file has its name.
+
+Whoever finishes a file writes the note, whatever part it belongs to; so parts may run twice, and their number may change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardkit.errors import ShardkitError
+from shardkit.files import storage
+from shardkit.files.shared import SharedStaging
+from shardkit.files.strict_json import parse_object, read_small
+from shardkit.transfer.execute import FileDigest
+from shardkit.transfer.journal import parse_digest
+
+_MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A finished file."""
+
+    digest: FileDigest
+    source: Mapping[str, Any] | None
+    """What was read for it, from `SourceCheck.dump`; None if nothing was compared."""
+    scattered: Sequence[tuple[int, int | None]]
+    """Number in the plan, and CRC-32 if it has one, of each scattered tensor that it has a region of."""
+
+    def dump(self) -> bytes:
+        """Return the note as it is written."""
+        return json.dumps(asdict(self)).encode()
+
+
+def name_of(number: int) -> str:
+    """Return the name of the note of a file."""
+    return f"{number}.json"
+
+
+def read_note(staging: SharedStaging, number: int, name: str, size: int) -> Note | None:
+    """Return the note of a file that is finished and lies in `data` with its size.
+
+    Args:
+        staging: where.
+        number: of the file in the plan.
+        name: of the file.
+        size: in bytes.
+    """
+    path = os.path.join(staging.done, name_of(number))
+    try:
+        if storage.lstat(os.path.join(staging.data, name)).st_size != size:
+            return None
+        content = parse_object(read_small(path, name_of(number), _MAX_BYTES, follow=False), name_of(number))
+    except (OSError, ShardkitError):
+        return None
+    entry, source, scattered = content.get("digest"), content.get("source"), content.get("scattered")
+    digest = parse_digest(entry) if isinstance(entry, dict) else None
+    if digest is None or (digest.name, digest.size) != (name, size) or not isinstance(scattered, list):
+        return None
+    if not (source is None or isinstance(source, dict)) or not all(map(_is_tensor, scattered)):
+        return None
+    return Note(digest=digest, source=source, scattered=[(tensor, crc) for tensor, crc in scattered])
+
+
+def noted_in(staging: SharedStaging) -> set[int]:
+    """Return the numbers of the files that have a note. Network file systems may show one later."""
+    try:
+        names = storage.listdir(staging.done)
+    except OSError:
+        return set()
+    return {int(name.removesuffix(".json")) for name in names if name.removesuffix(".json").isdecimal()}
+
+
+def _is_tensor(entry: object) -> bool:
+    if not isinstance(entry, list) or len(entry) != 2:
+        return False
+    number, crc = entry
+    return type(number) is int and (crc is None or type(crc) is int)
+
+
+def remove_notes(staging: SharedStaging, numbers: Sequence[int]) -> None:
+    """Forget that files are finished."""
+    for number in numbers:
+        try:
+            storage.unlink(os.path.join(staging.done, name_of(number)))
+        except OSError:
+            continue

@@ -1,0 +1,176 @@
+"""Which part of a job a process carries out: as a person says it, or as a launcher tells it."""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardkit.core.text import escape
+from shardkit.errors import UsageError
+
+_MAX_PARTS = 100_000
+_FORM = "--part takes K/N such as 3/16, env, or env/N"
+_RANKS = (
+    ("RANK", "WORLD_SIZE"),  # torchrun, and what follows it
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
+    ("PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI
+)
+_STEP = ("SLURM_PROCID", "SLURM_NTASKS")
+_ARRAY = (
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_ARRAY_TASK_MIN",
+    "SLURM_ARRAY_TASK_STEP",
+    "SLURM_ARRAY_TASK_COUNT",
+)
+_INDEX = "JOB_COMPLETION_INDEX"  # Kubernetes: an Indexed Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One of the parts of a job."""
+
+    number: int
+    """From 1 on."""
+    count: int
+    found: str = ""
+    """What told it; empty where a person did."""
+    typed: str = ""
+    """The command without its part, as it was typed; empty where there was none."""
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+def parse_part(text: str, environ: Mapping[str, str]) -> Part:
+    """Return the part that `--part` asks for.
+
+    Args:
+        text: "3/16", "env", or "env/16" where the launcher tells an index and no number.
+        environ: the environment, for "env".
+
+    Raises:
+        UsageError: it is none of these, the launcher tells nothing, or it contradicts the number.
+    """
+    if text == "env":
+        return _checked(*_from_launcher(environ))
+    if match := re.fullmatch(r"env/(\d{1,6})", text, re.ASCII):
+        return _of_count(int(match[1]), environ)
+    if match := re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII):
+        return _checked(int(match[1]), int(match[2]), "")
+    raise UsageError(f"--part {escape(text)!r}: {_FORM}")
+
+
+def _checked(number: int, count: int, found: str) -> Part:
+    where = f" ({found})" if found else ""
+    if not 1 <= count <= _MAX_PARTS:
+        raise UsageError(f"--part: {count} parts{where}", hint=f"1 to {_MAX_PARTS} are possible")
+    if not 1 <= number <= count:
+        raise UsageError(
+            f"--part: there is no part {number} of {count}{where}",
+            hint=f"parts are numbered from 1 to {count}",
+        )
+    return Part(number=number, count=count, found=found)
+
+
+def _of_count(count: int, environ: Mapping[str, str]) -> Part:
+    """Return the part whose index a launcher tells without their number; another launcher must agree on it."""
+    index = _number(environ, _INDEX)
+    if index is not None:
+        return _checked(index + 1, count, _told(environ, _INDEX))
+    number, told, found = _from_launcher(environ)
+    if told != count:
+        raise UsageError(
+            f"--part env/{count}: the launcher started {told} ({found})",
+            hint="say --part env, or the same number",
+        )
+    return _checked(number, count, found)
+
+
+def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, str]:
+    """Return (number from 1 on, count, what told it) of the first launcher that tells both."""
+    for found in _launchers(environ):
+        return found
+    if _number(environ, _INDEX) is not None:
+        raise UsageError(
+            f"--part env: {_told(environ, _INDEX)} does not tell how many parts there are",
+            hint="say --part env/N, with the completions of the Job as N",
+        )
+    names = ", ".join(" and ".join(names) for names in (*_RANKS, _ARRAY[:1], _STEP, (_INDEX,)))
+    raise UsageError(
+        "--part env: no launcher has told which part this is",
+        problems=[f"looked for {names}"],
+        hint="start it with torchrun, mpirun, srun or in an array job, or say --part K/N",
+    )
+
+
+def _launchers(environ: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
+    for rank, size in _RANKS:
+        found = _pair(environ, rank, size)
+        if found is not None:
+            yield (*found, _told(environ, rank, size))
+    array, step = _array(environ), _pair(environ, *_STEP)
+    if array is not None and step is not None and "SLURM_STEP_NUM_TASKS" in environ:
+        # srun within a task of an array: each task of the array has as many parts as the step has tasks
+        number, count = (array[0] - 1) * step[1] + step[0], array[1] * step[1]
+        yield number, count, _told(environ, *_ARRAY, *_STEP)
+    elif array is not None:
+        yield (*array, _told(environ, *_ARRAY))
+    elif step is not None:
+        yield (*step, _told(environ, *_STEP))
+
+
+def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
+    number, count = _number(environ, rank), _number(environ, size)
+    return None if number is None or count is None else (number + 1, count)
+
+
+def _array(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the place of a task in an array of SLURM, whose ids may begin anywhere and have gaps of one size.
+
+    Raises:
+        UsageError: the ids do not follow one another at one distance.
+    """
+    task, first, step, count = (_number(environ, name) for name in _ARRAY)
+    if task is None or first is None or count is None:
+        return None
+    place, rest = divmod(task - first, step or 1)
+    last = _number(environ, "SLURM_ARRAY_TASK_MAX")
+    if rest or not 0 <= place < count or (last is not None and last - first != (count - 1) * (step or 1)):
+        raise UsageError(
+            f"--part env: the tasks of the array are not evenly spaced ({_told(environ, *_ARRAY)})",
+            hint="use --array=1-16 or the like; to run single tasks again, say --part K/N",
+        )
+    return place + 1, count
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+        raise UsageError(f"--part env: {name}={escape(text)} is not a number")
+    return int(text)
+
+
+def _told(environ: Mapping[str, str], *names: str) -> str:
+    return ", ".join(f"{name}={escape(environ[name])}" for name in names if name in environ)
+
+
+def divide(sizes: Sequence[int], count: int) -> list[int]:
+    """Return the part of each file, from 1 on: the largest first, each to the part that has the least so far.
+
+    Every process comes to the same answer, whatever is finished by then.
+
+    Args:
+        sizes: bytes of each file.
+        count: number of parts.
+    """
+    loads = [(0, number) for number in range(1, count + 1)]
+    found = [0] * len(sizes)
+    for file in sorted(range(len(sizes)), key=lambda each: (-sizes[each], each)):
+        load, number = loads[0]
+        heapq.heapreplace(loads, (load + sizes[file], number))
+        found[file] = number
+    return found

@@ -1,0 +1,207 @@
+"""Parts from Python, and what belongs to no part: each in this process, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardkit
+from shardkit.errors import IncompleteError, SourceError, UsageError
+from shardkit.files import storage
+
+
+@pytest.fixture
+def model(make_hub: Callable[..., Path]) -> Path:
+    return make_hub({f"layers.{n}.weight": torch.randn(8, 6) for n in range(4)})
+
+
+def preshard(model: Path, out: Path, part: str | None = None, **options: Any) -> shardkit.PreshardResult:
+    return shardkit.preshard(model, out, world_size=4, layout="declared", part=part, **options)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.fixture
+def whole(model: Path, tmp_path: Path) -> dict[str, bytes]:
+    preshard(model, tmp_path / "whole", sha256=True)
+    return files(tmp_path / "whole")
+
+
+def test_parts_and_commit_from_another_directory(
+    model: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out"
+    first = preshard(Path("model"), Path("out"), "1/2", sha256=True)
+    assert first.part is not None
+    assert (first.part.num_files, first.part.finished_files, first.part.missing) == (2, 2, ("2/2",))
+    assert not out.exists()
+    (plan,) = shardkit.status(out).plans
+    assert plan.missing[0][2].startswith("shardkit.preshard(source=")
+    with pytest.raises(IncompleteError, match=r"2 files of 4 are missing, of 1 part"):
+        shardkit.commit(out)
+    last = preshard(Path("model"), Path("out"), "2/2", sha256=True)
+    assert last.part is not None
+    assert last.part.is_committed
+    assert files(out) == whole
+    monkeypatch.chdir("/")
+    assert shardkit.commit(out).by_another
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "whole"]
+
+
+def test_a_dry_run_tells_what_a_part_would_write(model: Path, tmp_path: Path) -> None:
+    would = preshard(model, tmp_path / "out", "2/3", dry_run=True)
+    assert would.part is not None
+    assert (would.part.num_files, would.part.is_committed) == (1, False)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_relative_source_of_a_commit_elsewhere(
+    model: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last part dies before it commits; the commit runs in another directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    preshard(Path("model"), Path("out"), "1/2", sha256=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "hard_link", full)
+        with pytest.raises(shardkit.ResourceError, match="No space"):
+            preshard(Path("model"), Path("out"), "2/2", sha256=True)
+    monkeypatch.chdir("/")
+    told = shardkit.commit(tmp_path / "out")
+    assert not told.by_another
+    assert files(tmp_path / "out") == whole
+
+
+def test_without_hard_links(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preshard(model, tmp_path / "whole")
+
+    def none(*_: object) -> None:
+        raise OSError(95, os.strerror(95))
+
+    monkeypatch.setattr(storage, "hard_link", none)
+    preshard(model, tmp_path / "out", "1/1")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"resume": False}, "--part goes without --no-resume"),
+        ({"resume_from": "x"}, "--part goes without --no-resume"),
+        ({"osft": 0.3}, "--part with --osft"),
+    ],
+)
+def test_what_a_part_cannot_do(options: dict[str, Any], said: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        preshard(model, tmp_path / "out", "1/2", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"check": True}, {"push_to_hub": "a/b"}, {"manifest_file": "x"}],
+    ids=lambda each: next(iter(each)),
+)
+def test_what_is_for_one_process_alone(options: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="with --part"):
+        shardkit.consolidate(model, tmp_path / "out", part="1/2", **options)
+
+
+def test_a_record_that_somebody_else_wrote_is_not_carried_out(model: Path, tmp_path: Path) -> None:
+    preshard(model, tmp_path / "out", "1/2")
+    (left,) = tmp_path.glob(".out.shardkit-parts-*")
+    record = left / "plan.json"
+    elsewhere = tmp_path / "elsewhere.json"
+    record.rename(elsewhere)
+    record.symlink_to(elsewhere)
+    with pytest.raises(SourceError, match="symbolic link"):
+        shardkit.commit(tmp_path / "out")
+    with pytest.raises(UsageError, match="belongs to another user, or is a link"):
+        preshard(model, tmp_path / "out", "2/2")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_directory_of_another_user_is_refused(model: Path, tmp_path: Path) -> None:
+    preshard(model, tmp_path / "out", "1/2")
+    (left,) = tmp_path.glob(".out.shardkit-parts-*")
+    os.chown(left, 12345, -1)
+    for run in (lambda: preshard(model, tmp_path / "out", "2/2"), lambda: shardkit.commit(tmp_path / "out")):
+        with pytest.raises((UsageError, IncompleteError)):
+            run()
+    os.chown(left, 0, -1)
+    preshard(model, tmp_path / "out", "2/2")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"format": 1}', '{"format": 2}', '{"format": 1, "command": []}']
+)
+def test_a_damaged_record_is_said_and_can_be_given_up(content: str, model: Path, tmp_path: Path) -> None:
+    preshard(model, tmp_path / "out", "1/2")
+    (left,) = tmp_path.glob(".out.shardkit-parts-*")
+    (left / "plan.json").write_text(content)
+    with pytest.raises(SourceError, match=r"plan\.json"):
+        shardkit.commit(tmp_path / "out")
+    assert shardkit.status(tmp_path / "out", abort=True).aborted
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"digest": {"name": 1}}', '{"scattered": [[0, "x"]]}'])
+def test_a_damaged_note_means_that_the_file_is_written_again(
+    damage: str, model: Path, tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    preshard(model, tmp_path / "out", "1/2", sha256=True)
+    (left,) = tmp_path.glob(".out.shardkit-parts-*")
+    note = next((left / "done").iterdir())
+    content = json.loads(note.read_text())
+    note.write_text(
+        json.dumps({**content, **json.loads(damage)}) if damage.startswith("{") and damage != "{}" else damage
+    )
+    again = preshard(model, tmp_path / "out", "1/2", sha256=True)
+    assert again.resumed_files == 1
+    preshard(model, tmp_path / "out", "2/2", sha256=True)
+    assert files(tmp_path / "out") == whole
+
+
+def test_a_file_that_is_gone_is_written_again(model: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
+    preshard(model, tmp_path / "out", "1/2", sha256=True)
+    (left,) = tmp_path.glob(".out.shardkit-parts-*")
+    next((left / "data").glob("*.distcp")).unlink()
+    assert preshard(model, tmp_path / "out", "1/2", sha256=True).resumed_files == 1
+    preshard(model, tmp_path / "out", "2/2", sha256=True)
+    assert files(tmp_path / "out") == whole
+
+
+def test_a_cache_of_the_hub_on_each_machine(make_hub: Callable[..., Path], tmp_path: Path) -> None:
+    """The files have other times there, and the names of their content."""
+    model = make_hub({f"layers.{n}.weight": torch.randn(8, 6) for n in range(4)})
+    caches = []
+    for number in (1, 2):
+        blobs = tmp_path / f"cache{number}" / "models--a--b" / "blobs"
+        snapshot = blobs.parent / "snapshots" / "abc"
+        blobs.mkdir(parents=True)
+        snapshot.mkdir(parents=True)
+        shutil.copyfile(model / "model.safetensors", blobs / "1234")
+        os.utime(blobs / "1234", ns=(number, number))
+        (snapshot / "model.safetensors").symlink_to("../../blobs/1234")
+        caches.append(snapshot)
+    out = tmp_path / "out"
+    first = preshard(caches[0], out, "1/2")
+    last = preshard(caches[1], out, "2/2")
+    assert first.part is not None
+    assert last.part is not None
+    assert first.part.plan == last.part.plan
+    assert last.part.is_committed

@@ -1,0 +1,283 @@
+"""A job that is divided ends with the bytes of one process, whoever is killed, runs twice, or commits at the same time."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.torture.divided import SCENARIOS, attempt, check_whole, committing, good, part, parts
+from tests.torture.harness import Place, Scenarios, Server, restore
+
+NUM_ATTEMPTS = 4
+
+
+@pytest.fixture
+def here(found: Scenarios, place: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
+    made = Place(found[getattr(request, "param", "preshard two jobs")], place)
+    yield made
+    shutil.rmtree(made.path, ignore_errors=True)
+
+
+def die_at_commit(here: Place, server: Server, *extra: str, count: int = 2) -> None:
+    """Let all parts finish, and the last one be killed before it commits."""
+    *others, last = parts(here.scenario, here.out, count, *extra)
+    good(server.together(others))
+    answer = server.together([{**last, "fault": {"of": ["hard_link"], "at": 1, "do": "kill"}}])[0]
+    assert answer.code == -9
+    (left,) = here.staging()
+    assert (
+        len(list((left / "done").iterdir()))
+        == json.loads((left / "plan.json").read_text())["files"].__len__()
+    )
+
+
+@pytest.mark.parametrize("here", SCENARIOS, indirect=True)
+def test_several_at_once_write_what_one_writes(here: Place, server: Server) -> None:
+    whole = good([here.scenario.run(server, here.path / "whole")])[0]
+    shutil.rmtree(here.path / "whole")
+    told = good(server.together(parts(here.scenario, here.out, 3)))
+    assert sum(each["part"]["num_files"] for each in told) == whole["num_files"]
+    assert sum(each["part"]["written_bytes"] for each in told) == whole["written_bytes"]
+    last = [each for each in told if each["checked_bytes"] or each["part"]["is_committed"]]
+    assert last, "the last to finish commits"
+    assert max(each["checked_bytes"] for each in last) == whole["checked_bytes"]
+    check_whole(here, server)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_killed_and_run_again(name: str, found: Scenarios, server: Server, place: Path) -> None:
+    draw = random.Random(name)
+    assert sum(attempt(found[name], server, place, draw) for _ in range(NUM_ATTEMPTS)) > NUM_ATTEMPTS // 2
+
+
+def test_of_two_commits_one_wins_and_the_other_says_so(here: Place, server: Server) -> None:
+    die_at_commit(here, server)
+    told = good(server.together([committing(here.scenario, here.out)] * 3))
+    assert sorted(each["by_another"] for each in told) == [False, True, True]
+    check_whole(here, server)
+    again = good(server.together([committing(here.scenario, here.out)]))[0]
+    assert again["by_another"]
+    check_whole(here, server)
+
+
+def test_a_commit_that_was_killed_is_repeated(here: Place, server: Server) -> None:
+    die_at_commit(here, server)
+    request = committing(here.scenario, here.out)
+    (left,) = here.staging()
+    kept = here.path.parent / "kept-staging"
+    shutil.copytree(left, kept)
+    (whole,) = server.together([request])
+    try:
+        for at in random.Random(0).sample(range(1, len(whole.calls)), 8):
+            shutil.rmtree(here.path)
+            here.path.mkdir()
+            shutil.copytree(kept, left)
+            assert server.together([{**request, "fault": {"at": at, "do": "kill"}}])[0].code == -9
+            here.check_is(None, here.scenario.expected)
+            good(server.together([request]))
+            check_whole(here, server)
+    finally:
+        shutil.rmtree(kept)
+
+
+def test_what_is_missing_is_named_with_what_to_type(here: Place, server: Server) -> None:
+    good(server.together(parts(here.scenario, here.out, 3)[:2]))
+    answer = server.together([committing(here.scenario, here.out, "--wait", "0.1")])[0]
+    assert answer.code == 4
+    (problem,) = json.loads(answer.out)["problems"]
+    assert problem.startswith("part 3/3: ")
+    assert problem.endswith(" --part 3/3")
+    assert str(here.out) in problem
+    here.check_is(None)
+
+
+def test_a_part_again_and_another_number_of_parts(here: Place, server: Server) -> None:
+    first = good(server.together([part(here.scenario, here.out, "1/2")]))[0]
+    again = good(server.together([part(here.scenario, here.out, "1/2")]))[0]
+    assert again["resumed_files"] == first["part"]["num_files"] > 0
+    told = good([server.together([each])[0] for each in parts(here.scenario, here.out, 4)])
+    by_commit = [each["part"]["is_committed"] for each in told]
+    assert by_commit == sorted(by_commit), "parts that come late see that all is done"
+    assert by_commit[-1]
+    late = sum(each["part"]["num_files"] for each in told if each["part"]["is_committed"])
+    assert (
+        again["resumed_files"] <= sum(each["resumed_files"] for each in told) <= again["resumed_files"] + late
+    )
+    check_whole(here, server)
+
+
+def test_a_twin_writes_the_same_files(here: Place, server: Server) -> None:
+    twice = [*parts(here.scenario, here.out, 2), *parts(here.scenario, here.out, 2)]
+    answers = server.together(twice)
+    good(answers)
+    late = good(server.together(parts(here.scenario, here.out, 2)))
+    assert all(each["part"]["is_committed"] for each in late)
+    check_whole(here, server)
+
+
+def test_parts_of_another_plan_are_refused(here: Place, server: Server, found: Scenarios) -> None:
+    good(server.together(parts(here.scenario, here.out, 2)[:1]))
+    (left,) = here.staging()
+    for scenario, said in (
+        (found["preshard cast"], "dtype: None there, 'fp16' here"),
+        (found["consolidate"], "preshard there, consolidate here"),
+    ):
+        answer = server.together([part(scenario, here.out, "2/2")])[0]
+        assert answer.code == 2
+        assert "parts of another plan are under way" in answer.err
+        assert said in json.dumps(json.loads(answer.out)["problems"])
+        assert here.staging() == [left]
+    good(server.together(parts(here.scenario, here.out, 2)[1:]))
+    check_whole(here, server)
+
+
+def test_another_source_is_another_plan(here: Place, server: Server) -> None:
+    good(server.together(parts(here.scenario, here.out, 2)[:1]))
+    path = here.scenario.source / "model.safetensors"
+    before = path.stat()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+    try:
+        part_here = server.together(parts(here.scenario, here.out, 2)[1:])[0]
+        commit_here = server.together([committing(here.scenario, here.out)])[0]
+    finally:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert part_here.code == 2
+    assert "1 file of the source: model.safetensors" in part_here.err
+    assert commit_here.code == 4  # what is missing comes first
+    die_at_commit(here, server)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+    try:
+        commit_here = server.together([committing(here.scenario, here.out)])[0]
+    finally:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert commit_here.code == 2
+    assert "the plan is another one by now" in commit_here.err
+    good(server.together([committing(here.scenario, here.out)]))
+    check_whole(here, server)
+
+
+def test_an_ordinary_run_beside_leaves_the_parts_alone(here: Place, server: Server) -> None:
+    die_at_commit(here, server)
+    (left,) = here.staging()
+    ordinary = here.scenario.run(server, here.out)
+    assert good([ordinary])[0]["resumed_files"] == 0
+    assert here.staging() == [left]
+    mark = here.out.stat().st_ino
+    for request in (committing(here.scenario, here.out), *parts(here.scenario, here.out, 2)):
+        answer = server.together([request])[0]
+        assert answer.code == 2
+        assert "exists" in answer.err
+        assert here.out.stat().st_ino == mark
+    told = good(server.together([committing(here.scenario, here.out, "--overwrite")]))[0]
+    assert not told["by_another"]
+    assert here.out.stat().st_ino != mark
+    check_whole(here, server)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_late_parts_see_what_is_no_longer_theirs(exchange: bool, here: Place, server: Server) -> None:
+    """What parts made was replaced: it is not taken for theirs, and replaced only if that is asked for."""
+    good(server.together(parts(here.scenario, here.out, 2)))
+    restore(here.out, here.scenario.old)
+    late = parts(here.scenario, here.out, 2)[0]
+    assert server.together([late])[0].code == 2
+    here.check_is(here.scenario.old)
+    good(server.together(parts(here.scenario, here.out, 2, "--overwrite", exchange=exchange)))
+    check_whole(here, server)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_overwrite(exchange: bool, here: Place, server: Server) -> None:
+    restore(here.out, here.scenario.old)
+    refused = server.together(parts(here.scenario, here.out, 2))
+    assert [answer.code for answer in refused] == [2, 2]
+    assert not here.staging()
+    good(server.together(parts(here.scenario, here.out, 2, "--overwrite", exchange=exchange)))
+    check_whole(here, server)
+
+
+def test_what_is_no_checkpoint_is_not_replaced(here: Place, server: Server) -> None:
+    die_at_commit(here, server)
+    here.out.mkdir()
+    (here.out / "notes.txt").write_text("mine")
+    answer = server.together([committing(here.scenario, here.out, "--overwrite")])[0]
+    assert answer.code == 2
+    assert "is not a sharded checkpoint" in answer.err
+    assert (here.out / "notes.txt").read_text() == "mine"
+    shutil.rmtree(here.out)
+    good(server.together([committing(here.scenario, here.out)]))
+    check_whole(here, server)
+
+
+def test_a_commit_killed_with_the_old_output_aside(here: Place, server: Server) -> None:
+    restore(here.out, here.scenario.old)
+    die_at_commit(here, server, "--overwrite")
+    request = committing(here.scenario, here.out, exchange=False)
+    renames = [call for call in ("rename",)]
+    for at in range(1, 40):  # the rename after the one that moves the old output aside
+        answer = server.together([{**request, "fault": {"of": renames, "at": at, "do": "kill"}}])[0]
+        if not here.out.exists():
+            break
+    assert answer.code == -9
+    (left,) = here.staging()
+    status = server.together([{"args": ["status", str(here.out), "--abort", "--json"]}])
+    assert good(status)[0]["aborted"]
+    here.check_is(here.scenario.old)
+    assert not left.exists()
+
+
+def test_an_interrupted_part_is_resumed(here: Place, server: Server) -> None:
+    request = part(here.scenario, here.out, "1/1")
+    whole = server.together([request])[0]
+    shutil.rmtree(here.out)
+    at = len(whole.calls) * 2 // 5
+    answer = server.together([{**request, "fault": {"at": at, "do": "signal", "signum": 2}}])[0]
+    assert answer.code == 130
+    assert json.loads(answer.out)["resume_command"].endswith("--part 1/1 --json --no-progress")
+    (left,) = here.staging()
+    assert not list((left / "work").iterdir())
+    here.check_is(None)
+    assert good(server.together([request]))[0]["resumed_files"] > 0
+    check_whole(here, server)
+
+
+def test_status_and_giving_up(here: Place, server: Server) -> None:
+    number = good(server.together(parts(here.scenario, here.out, 2)[:1]))[0]["part"]["num_files"]
+    asked = {"args": ["status", str(here.out), "--json"]}
+    (plan,) = good(server.together([asked]))[0]["plans"]
+    assert (plan["num_files"], plan["finished_files"], plan["num_parts"]) == (5, number, 2)
+    assert [(each["part"], each["is_done"]) for each in plan["parts"]] == [("1/2", True)]
+    assert [each[:2] for each in plan["missing"]] == [["2/2", 5 - number]]
+    text = server.together([{"args": ["status", str(here.out)]}])[0].out
+    assert f"{number} of 5 files" in text
+    assert f"part 2/2: {5 - number} file" in text
+    assert good(server.together([{"args": [*asked["args"], "--abort"]}]))[0]["aborted"]
+    assert not here.staging()
+    assert server.together([committing(here.scenario, here.out)])[0].code == 2
+
+
+def test_a_damaged_source_is_refused_and_nothing_vouches_for_it(
+    found: Scenarios, place: Path, server: Server
+) -> None:
+    here = Place(found["reshard two jobs"], place)
+    shard = next(here.scenario.source.rglob("*.distcp"))
+    good_bytes, stamp = shard.read_bytes(), shard.stat()
+    at = len(good_bytes) // 2
+    shard.write_bytes(good_bytes[:at] + bytes([good_bytes[at] ^ 1]) + good_bytes[at + 1 :])
+    os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    try:
+        codes = [server.together([each])[0].code for each in parts(here.scenario, here.out, 3)]
+    finally:
+        shard.write_bytes(good_bytes)
+        os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert 3 in codes
+    here.check_is(None)
+    good(server.together([each])[0] for each in parts(here.scenario, here.out, 3))
+    here.check_is(here.scenario.expected)
+    here.remove()
