@@ -71,6 +71,7 @@ TOPICS = {
     "operations/preshard/scale": "a thousand ranks",
     "operations/reflink": "shared extents, with every verb that moves bytes",
     "operations/reshard/kept": "trainers' own forms, optimizer and all",
+    "operations/shards_in_folders": "files in folders below .metadata, through every verb",
     "operations/verify/repo": "a repo on the Hub",
     "training/cuda": "all phases, on a GPU",
     "training/dequantize": "plain weights of quantised ones, on real ranks",

@@ -37,6 +37,14 @@ def may_follow_links(operation: Callable[_P, _R]) -> Callable[_P, _R]:
     return run
 
 
+def is_below(name: str) -> bool:
+    """True if a name from a file, taken as relative to a directory, can only lie in it or below it.
+
+    Its parts, between "/", are none of "", "." and "..". Links may still lead elsewhere: see `locate`.
+    """
+    return "\\" not in name and "\0" not in name and not {"", ".", ".."}.intersection(name.split("/"))
+
+
 def locate(directory: str, name: str, trusted: bool = False) -> str:
     """Return the path of a file, which need not be there.
 

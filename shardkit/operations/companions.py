@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
@@ -20,6 +20,7 @@ from shardkit.files.strict_json import FOLLOWS_LINKS, open_regular, read_exactly
 from shardkit.formats.dcp.directory import is_dcp
 
 _MAX_FILES = 20_000
+_SUFFIX = ".distcp"
 _OWN = re.compile(r"(__\d+)?\.metadata|.*\.distcp|__\d+_\d+\.chunks\.json|" + re.escape(manifest.NAME))
 _BLOCK_BYTES = 1 << 20
 _ZEROS = memoryview(bytes(_BLOCK_BYTES))
@@ -84,7 +85,7 @@ def survey(path: str) -> Survey:
     for here, folder, directories, names in walk(path):
         if is_dcp(here):
             found.folders.append(folder)
-        elif ".metadata.tmp" in names or any(name.endswith(".distcp") for name in names):
+        elif ".metadata.tmp" in names or any(name.endswith(_SUFFIX) for name in names):
             found.unfinished.append(folder)
         if folder and not names and not directories:
             found.empty.append(folder)
@@ -99,6 +100,22 @@ def survey(path: str) -> Survey:
     found.files.sort()
     found.links.sort()
     return found
+
+
+def leave_out(found: Survey, names: Iterable[str]) -> None:
+    """Take out what lies in folders below DCP directories, in which these keep their shards.
+
+    Args:
+        found: is changed.
+        names: of the shards that the opened checkpoints use, relative to the path that was surveyed.
+    """
+    folders = {os.path.dirname(name) for name in names}
+    found.unfinished = [folder for folder in found.unfinished if folder not in folders]
+    found.files = [
+        file
+        for file in found.files
+        if os.path.dirname(file.name) not in folders or not file.name.endswith(_SUFFIX)
+    ]
 
 
 def check_survey(path: str, found: Survey) -> None:

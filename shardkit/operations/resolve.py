@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -429,7 +429,8 @@ class _Search:
             self.opened[path] = _open_models(path)
         except SourceError as error:
             return "; ".join((error.message, *error.problems[:1]))
-        return _unfinished_part(path, _MAX_DEPTH)
+        files = (file.path for model in self.opened[path] for file in model.catalog.files)
+        return _unfinished_part(path, _MAX_DEPTH, {os.path.dirname(file) for file in files})
 
     def _children(self, directory: str) -> list[str]:
         """Return the names in a directory that may be checkpoints or hold some."""
@@ -592,13 +593,19 @@ def _last_of_trainer(path: str) -> str | None:
     return _TRAINER_STATE if is_trainer else None
 
 
-def _unfinished_part(path: str, depth: int) -> str | None:
-    """Return what shows that the save of a part, such as the optimizer, did not finish; None if nothing does."""
+def _unfinished_part(path: str, depth: int, held: Collection[str]) -> str | None:
+    """Return what shows that the save of a part, such as the optimizer, did not finish; None if nothing does.
+
+    Args:
+        path: a checkpoint, or a folder of it.
+        depth: levels of folders to look at.
+        held: folders with files that the checkpoint itself uses; its `.metadata` may lie above them.
+    """
     for name in sorted(listing(path)) if depth else ():
         part = os.path.join(path, name)
-        if step_of(name) is not None or storage.islink(part) or not storage.isdir(part):
+        if step_of(name) is not None or part in held or storage.islink(part) or not storage.isdir(part):
             continue
-        reason = None if is_dcp(part) else _unfinished(part) or _unfinished_part(part, depth - 1)
+        reason = None if is_dcp(part) else _unfinished(part) or _unfinished_part(part, depth - 1, held)
         if reason is not None:
             return f"{escape(name)}: {reason}"
     return None

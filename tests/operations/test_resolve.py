@@ -36,7 +36,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_stand_in(path: str) -> object:
         if os.path.exists(os.path.join(path, "damaged")):
             raise SourceError("1 of 2 rank files is missing", problems=["rank_1.pt"])
-        return SimpleNamespace()
+        return SimpleNamespace(catalog=SimpleNamespace(files=()))
 
     monkeypatch.setattr(resolve, "recognise", recognise)
     monkeypatch.setattr(resolve.formats, "open", open_stand_in)

@@ -16,7 +16,7 @@ import os
 import stat
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
@@ -24,8 +24,9 @@ from shardkit.core.regions import Shape, find_tiling_error
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
+from shardkit.files.links import is_below, locate
 from shardkit.files.strict_json import FOLLOW, read_small, status_of
-from shardkit.formats.contract import Checkpoint, Place, asset_directories
+from shardkit.formats.contract import Checkpoint, Place, asset_directories, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import (
     MIN_COLUMNS,
@@ -223,11 +224,13 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
     used = set(metadata.chunks.file) | {place.file for place in metadata.objects.values() if place}
     problems: list[str] = []
     files: list[SourceFile] = []
+    folders = _folder_problems(directory, metadata.files)
     for index, name in enumerate(metadata.files):
-        path = os.path.join(directory, name) if _is_bare(name) else ""
+        path = os.path.join(directory, name) if _is_shard(name) else ""
         size = 0
         if index in used:
-            size, problem = _file_size(path, name)
+            reason = folders.get(os.path.dirname(name))
+            size, problem = (0, reason) if path and reason else _file_size(path)
             if problem:
                 owner = _owner_of_file(metadata, index)
                 problems.append(f"{escape(name)}: {problem} ({_named(owner)} there)")
@@ -240,13 +243,26 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
     return files
 
 
-def _is_bare(name: str) -> bool:
-    return name.endswith(_SUFFIX) and not any(c in name for c in "/\\\0") and name != _SUFFIX
+def _is_shard(name: str) -> bool:
+    return name.endswith(_SUFFIX) and is_below(name) and os.path.basename(name) != _SUFFIX
 
 
-def _file_size(path: str, name: str) -> tuple[int, str | None]:
+def _folder_problems(directory: str, names: Iterable[str]) -> dict[str, str]:
+    """Return, by folder below the directory, why no file in it is read: links lead out of the directory."""
+    problems = dict[str, str]()
+    for folder in {os.path.dirname(name) for name in names if _is_shard(name)} - {""}:
+        try:
+            locate(directory, folder)
+        except SourceError as error:
+            problems[folder] = f"{error.message}; {FOLLOW}"
+        except ValueError as error:  # text that no path can have
+            problems[folder] = str(error)
+    return problems
+
+
+def _file_size(path: str) -> tuple[int, str | None]:
     if not path:
-        return 0, f"not the name of a {_SUFFIX} file in the checkpoint's own directory"
+        return 0, f"not the name of a {_SUFFIX} file in or below the checkpoint's own directory"
     try:
         status = status_of(path)
     except FileNotFoundError:
@@ -284,13 +300,26 @@ def _orphan_notes(metadata: DcpMetadata) -> Iterator[str]:
 
 
 def _stale_notes(directory: str, metadata: DcpMetadata) -> Iterator[str]:
-    names = _listing(directory)
-    ranks = rank_files(names)
+    ranks = rank_files(_listing(directory))
     if metadata.where == METADATA and ranks:
         yield f"{len(ranks)} rank-local metadata files of another save were left alone: {_some(list(ranks.values()))}"
-    stale = sorted(name for name in names - set(metadata.files) if name.endswith(_SUFFIX))
+    stale = unused_shards(directory, metadata.files)
     if stale:
         yield f"{len(stale)} {_SUFFIX} files do not belong to this checkpoint and were left alone: {_some(stale)}"
+
+
+def unused_shards(directory: str, names: Collection[str]) -> list[str]:
+    """Return shard files that a checkpoint does not use, in its directory and in the folders that it has files in.
+
+    Args:
+        directory: the checkpoint's.
+        names: the files that it uses; all names are relative to the directory.
+    """
+    folders = {os.path.dirname(name) for name in names if _is_shard(name)} | {""}
+    found = (
+        os.path.join(folder, name) for folder in folders for name in listing(os.path.join(directory, folder))
+    )
+    return sorted(name for name in set(found).difference(names) if name.endswith(_SUFFIX))
 
 
 def _some(names: Sequence[str]) -> str:

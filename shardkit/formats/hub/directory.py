@@ -14,7 +14,7 @@ from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
-from shardkit.files.links import link_notes, locate, locate_weights, read_inside
+from shardkit.files.links import is_below, link_notes, locate, locate_weights, read_inside
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
 from shardkit.formats.contract import Checkpoint, HubModel, Opener, asset_directories, listing
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
@@ -187,9 +187,7 @@ def _name_problem(file: object) -> str | None:
     """Return why a file name from an index is refused, or None."""
     if not isinstance(file, str):
         return f"expected a file name, found {type(file).__name__}"
-    if not file.isprintable() or "\\" in file or file.startswith("/"):
-        return f"unsafe file name {escape(file)!r}"
-    if any(part in ("", ".", "..") for part in file.split("/")):
+    if not file.isprintable() or not is_below(file):
         return f"unsafe file name {escape(file)!r}"
     return None
 

@@ -45,7 +45,7 @@ from shardkit.keys.renaming import KeyRule
 from shardkit.keys.tree import Kind, object_kind, optimizer_names
 from shardkit.layout.layout import Layout, TensorLayout, Unit
 from shardkit.operations.casts import check_cast
-from shardkit.operations.companions import BesideFile, Survey, check_survey, survey
+from shardkit.operations.companions import BesideFile, Survey, check_survey, leave_out, survey
 from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.resolve import Taken
 from shardkit.osft.plan import factor_of, shard_dim
@@ -131,13 +131,16 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
     found = survey(path)
     if not found.folders or not all(_keeps_folders(os.path.join(path, name)) for name in found.folders):
         return _other(taken.open())
-    check_survey(path, found)
     models = taken.models()  # all of them are resharded
+    opened = {folder: _open_folder(os.path.join(path, folder), models) for folder in found.folders}
+    leave_out(
+        found,
+        (os.path.join(folder, f.name) for folder, each in opened.items() for f in each.catalog.files),
+    )
+    check_survey(path, found)
     checkpoint = models[0]
     rules, derived = saved_key_rules(checkpoint) or (), saved_derived(checkpoint)
-    parts = tuple(
-        _open_part(folder, _open_folder(os.path.join(path, folder), models)) for folder in found.folders
-    )
+    parts = tuple(_open_part(folder, each) for folder, each in opened.items())
     root, names = recorded_root(checkpoint), recorded_file_names(checkpoint)
     osft = recorded_osft(checkpoint)
     home = os.path.relpath(checkpoint.catalog.directory, path) if root else os.curdir  # a trainer's folder

@@ -18,15 +18,13 @@ from shardkit.files.strict_json import named_failures, open_regular
 from shardkit.formats.contract import DcpFolder
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.chunk_list import ListedChunk
-from shardkit.formats.dcp.directory import open_dcp
+from shardkit.formats.dcp.directory import open_dcp, unused_shards
 from shardkit.formats.dcp.records import Packed, check_transforms, difference, packed_file
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner
 from shardkit.operations.verify.bytes import Difference, report_difference, spelling
 from shardkit.operations.verify.manifest import Described, check_tensors
 from shardkit.operations.verify.result import Report
-
-_SUFFIX = ".distcp"
 
 
 def verify_dcp(
@@ -66,11 +64,11 @@ def verify_dcp(
 
 def _stale(directory: str, folder: str, opened: DcpFolder) -> Iterator[str]:
     """Yield a warning for each file of another save."""
-    known = {file.name for file in opened.catalog.files}
+    for name in unused_shards(directory, {file.name for file in opened.catalog.files}):
+        yield f"{escape(os.path.join(folder, name))}: not of this checkpoint"
     has_index = storage.lexists(os.path.join(directory, METADATA))
-    for name in sorted(storage.listdir(directory)):
-        is_stale = name.endswith(_SUFFIX) and name not in known
-        if is_stale or (has_index and name.startswith("__") and name.endswith(METADATA)):
+    for name in sorted(storage.listdir(directory)) if has_index else ():
+        if name.startswith("__") and name.endswith(METADATA):
             yield f"{escape(os.path.join(folder, name))}: not of this checkpoint"
 
 
