@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 _UNHEARD_S = 0.5
@@ -59,12 +61,24 @@ def until_done(futures: Collection[Future[Any]]) -> None:
 
     A signal that arrives just before the main thread waits does not wake it: CPython looks for signals before
     and after the wait. So no wait is long.
+
+    Nor does the main thread take the locks of futures: a signal may come when it has just taken one, which nobody
+    gives back then, and a job that is done waits for it for ever. A thread takes them that hears no signals.
     """
-    others = set(futures)
-    while others:
-        done, others = wait(others, _UNHEARD_S, return_when=FIRST_EXCEPTION)
-        if any(future.exception() for future in done):
-            return
+    if not futures:
+        return
+    over = SimpleQueue[None]()
+
+    def watch() -> None:
+        wait(futures, return_when=FIRST_EXCEPTION)
+        over.put(None)
+
+    _thread.start_new_thread(watch, ())  # a Thread takes locks while it starts
+    while True:
+        try:
+            return over.get(timeout=_UNHEARD_S)
+        except Empty:
+            continue
 
 
 class Progress(Protocol):

@@ -168,7 +168,7 @@ class Execution:
                 self._create_files()
                 self._in_threads(self._scatter_jobs(sources))
                 self._in_threads(self._task_jobs(sources))
-                until_done([sync for sync in self._syncs if not sync.done()])
+                until_done(self._syncs)
                 for sync in self._syncs:
                     sync.result()
             except BaseException:

@@ -24,7 +24,7 @@ def place():
     return frame.f_code.co_name, frame.f_lasti
 
 def job():
-    while len(places := {place() for _ in range(5) if not time.sleep(0.01)}) > 1 or min(places)[0] != "wait":
+    while len(places := {place() for _ in range(5) if not time.sleep(0.01)}) > 1 or min(places)[0] != "until_done":
         pass
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     os.kill(os.getpid(), signal.SIGINT)
@@ -35,6 +35,53 @@ try:
 except KeyboardInterrupt:
     print("heard")
 """
+
+# A signal is heard when a call returns, so also when one has just taken a lock that nobody has promised to give back.
+_ON_RETURN = """
+import sys, threading, time
+from shardkit.core.threads import run_all
+
+def interrupt(at):
+    left, is_waiting, was_heard, stop = at, False, threading.Event(), threading.Event()
+
+    def trace(frame, event, _):
+        nonlocal left, is_waiting
+        is_waiting |= frame.f_code.co_name == "until_done"
+        if event == "return" and is_waiting:
+            left -= 1
+            is_waiting = frame.f_code.co_name != "until_done"
+            if left < 0:
+                was_heard.set()
+                raise KeyboardInterrupt
+        return trace
+
+    def place():
+        frame = sys._current_frames()[threading.main_thread().ident]
+        return frame.f_code.co_name, frame.f_lasti
+
+    def job():
+        while not was_heard.is_set() and len({place() for _ in range(5) if not time.sleep(0.01)}) > 1:
+            pass
+
+    sys.settrace(trace)
+    try:
+        run_all([job, job], 2, stop, name="test")
+    except KeyboardInterrupt:
+        assert stop.is_set()
+    finally:
+        sys.settrace(None)
+    return was_heard.is_set()
+
+at = 0
+while interrupt(at):
+    at += 1
+print("over" if at else "never heard")
+"""
+
+
+def test_a_signal_at_any_return_from_a_call_stops_no_thread_for_good() -> None:
+    done = subprocess.run([sys.executable, "-c", _ON_RETURN], capture_output=True, text=True, timeout=600)
+    assert (done.stdout, done.returncode) == ("over\n", 0), done.stderr
 
 
 def test_a_signal_that_does_not_wake_the_main_thread_is_heard() -> None:
