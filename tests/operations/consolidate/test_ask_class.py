@@ -153,7 +153,13 @@ def projector(name: str) -> bool:
     ],
 )
 def test_what_is_told_is_what_from_pretrained_misses(
-    model: str, drop: Drop, num_missing: int, num_misfits: int, models: dict[str, Path], tmp_path: Path
+    model: str,
+    drop: Drop,
+    num_missing: int,
+    num_misfits: int,
+    models: dict[str, Path],
+    tmp_path: Path,
+    fast_trace: object,
 ) -> None:
     checkpoint = checkpoint_of(models[model], drop, tmp_path / "step-3")
     told = list[str]()

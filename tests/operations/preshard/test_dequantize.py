@@ -38,7 +38,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("architecture", QUANTISED, ids=lambda each: each.name)
 def test_what_stock_torch_loads_is_what_transformers_dequantises(
-    architecture: Architecture, tmp_path: Path
+    architecture: Architecture, tmp_path: Path, fast_trace: object
 ) -> None:
     source = quantise(architecture, tmp_path / "hub")
     expected = by_transformers(source)
@@ -74,7 +74,7 @@ def test_what_is_taken_from_a_quantised_base_is_right(tmp_path: Path, fast_trace
     )
 
 
-def test_ragged_blocks_are_read_by_the_config_and_not_by_the_grid(tmp_path: Path) -> None:
+def test_ragged_blocks_are_read_by_the_config_and_not_by_the_grid(tmp_path: Path, fast_trace: object) -> None:
     """192 and 320 rows in blocks of 128: transformers takes blocks of 96 rows for the first, and refuses the second."""
     config = {
         **DECODER,
@@ -98,7 +98,7 @@ def test_ragged_blocks_are_read_by_the_config_and_not_by_the_grid(tmp_path: Path
         assert raw(found[weight]) == raw(expected.bfloat16()), weight
 
 
-def test_one_scale_for_each_weight(tmp_path: Path) -> None:
+def test_one_scale_for_each_weight(tmp_path: Path, fast_trace: object) -> None:
     make_hub(QWEN3, tmp_path / "hub")
     made = to_fp8(tmp_path / "hub", static=True)
     shardkit.preshard(tmp_path / "hub", tmp_path / "out", world_size=2, dequantize=True)
@@ -112,7 +112,9 @@ def test_one_scale_for_each_weight(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "wanted"), [("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
 )
-def test_other_dtypes_are_rounded_once(dtype: str, wanted: torch.dtype, tmp_path: Path) -> None:
+def test_other_dtypes_are_rounded_once(
+    dtype: str, wanted: torch.dtype, tmp_path: Path, fast_trace: object
+) -> None:
     source = quantise(QWEN3_MOE, tmp_path / "hub")
     whole = by_transformers(source, wanted)
     expected = {name: x for name, x in whole.items() if name.endswith(("_proj", "_proj.weight"))}
@@ -121,7 +123,7 @@ def test_other_dtypes_are_rounded_once(dtype: str, wanted: torch.dtype, tmp_path
     assert_equal(loaded(tmp_path / "out", expected), expected)
 
 
-def test_rules_give_some_tensors_another_dtype(tmp_path: Path) -> None:
+def test_rules_give_some_tensors_another_dtype(tmp_path: Path, fast_trace: object) -> None:
     source = quantise(QWEN3_MOE, tmp_path / "hub")
     half, full = by_transformers(source), by_transformers(source, torch.float32)
     rules = ["*.mlp.*=fp32", "*.mlp.gate.weight=fp16", "model.norm.weight=fp32", "*.mlp.gate.weight=keep"]
@@ -146,7 +148,7 @@ def test_rules_give_some_tensors_another_dtype(tmp_path: Path) -> None:
     ],
 )
 def test_rules_that_cannot_be_meant_are_all_named(
-    rules: list[str], problems: list[str], tmp_path: Path
+    rules: list[str], problems: list[str], tmp_path: Path, fast_trace: object
 ) -> None:
     make_hub(QWEN3, tmp_path / "hub")
     with pytest.raises(UsageError) as caught:
@@ -212,7 +214,7 @@ def test_a_weight_far_larger_than_the_limit_passes_in_pieces(method: str, tmp_pa
     assert int(done.stdout) < 64 << 10
 
 
-def test_a_profile_says_in_its_config_that_weights_are_plain(tmp_path: Path) -> None:
+def test_a_profile_says_in_its_config_that_weights_are_plain(tmp_path: Path, fast_trace: object) -> None:
     source = quantise(QWEN3, tmp_path / "hub")
     for profile, folder in (("transformers", ""), ("verl", "huggingface")):
         out = tmp_path / profile
