@@ -19,8 +19,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardkit
+from shardkit.layout import traced
 from tests.bits import raw
 from tests.distributed.models import LLAMA, build
+from tests.worlds.processes import forked_trace
 from tests.worlds.ranks import Ranks
 
 CONFIG = {**LLAMA, "head_dim": 4, "num_hidden_layers": 3}
@@ -35,11 +37,12 @@ def needs(package: str) -> Callable[[Any], Any]:
 def preshard_all(out: Path) -> None:
     torch.manual_seed(0)
     build(CONFIG).save_pretrained(out / "hub")
-    for profile in PROFILES:
-        shardkit.preshard(out / "hub", out / profile, world_size=WORLD, profile=profile)
-    for profile in ("lightning", "lightning-mp"):  # whose module is the model itself
-        fabric = out / f"fabric-{profile}"
-        shardkit.preshard(out / "hub", fabric, world_size=WORLD, profile=profile, attribute="")
+    with mock.patch.object(traced, "_spawn", forked_trace):
+        for profile in PROFILES:
+            shardkit.preshard(out / "hub", out / profile, world_size=WORLD, profile=profile)
+        for profile in ("lightning", "lightning-mp"):  # whose module is the model itself
+            fabric = out / f"fabric-{profile}"
+            shardkit.preshard(out / "hub", fabric, world_size=WORLD, profile=profile, attribute="")
 
 
 two = Ranks(__name__, WORLD, first=preshard_all)
@@ -420,9 +423,10 @@ def preshard_parallel(out: Path) -> None:
     torch.manual_seed(0)
     for name, config in (("moe", MOE), ("tied", TIED)):
         build(config).save_pretrained(out / f"{name}-hub")
-    for mesh in PARALLEL:
-        shardkit.preshard(out / "moe-hub", out / f"moe-{mesh}", mesh=mesh, profile="transformers")
-    shardkit.preshard(out / "tied-hub", out / "tied", world_size=4, profile="transformers")
+    with mock.patch.object(traced, "_spawn", forked_trace):
+        for mesh in PARALLEL:
+            shardkit.preshard(out / "moe-hub", out / f"moe-{mesh}", mesh=mesh, profile="transformers")
+        shardkit.preshard(out / "tied-hub", out / "tied", world_size=4, profile="transformers")
 
 
 four = Ranks(__name__, 4, first=preshard_parallel)

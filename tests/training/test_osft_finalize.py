@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -32,9 +33,11 @@ from shardkit.training.fill.orthogonal import prove_orthogonal
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import local_shards, reshard
 from shardkit.training.wrap import wrap
+from shardkit.transfer.factors import fill
 from tests.osft.models import factored
 from tests.training.models import inputs, reference, save
 from tests.training.wrapping import same, whole
+from tests.worlds.factors import WorkerHere
 from tests.worlds.ranks import Ranks, on_all, same_error
 
 pytestmark = pytest.mark.dist
@@ -67,8 +70,9 @@ def make_source(out: Path) -> None:
     with damaged.open("r+b") as file:
         file.seek(place)
         file.write(b"\x01")
-    for name, mesh in MESHES.items():
-        shardkit.preshard(out / "dense", out / name, mesh=mesh, osft=PLAN, layout="declared", jobs=1)
+    with mock.patch.object(fill, "Worker", WorkerHere):
+        for name, mesh in MESHES.items():
+            shardkit.preshard(out / "dense", out / name, mesh=mesh, osft=PLAN, layout="declared", jobs=1)
     torch.save(losses(shardkit.finalize(*prepared(out))), out / "losses.pt")
 
 
