@@ -1,6 +1,6 @@
 """preshard and consolidate of a model whose experts transformers fuses, beside `cp -r` of the same bytes.
 
-    python benchmarks/experts.py DIRECTORY [--gigabytes 10] [--experts 64] [--runs 5] [--only preshard]
+    python benchmarks/experts.py DIRECTORY [--gigabytes 10] [--experts 64] [--runs 5] [--only preshard] [--variant "preshard, asked"]
 
 DIRECTORY gets a generated Qwen3-MoE with single experts, its pre-sharded form, where they are fused, and in turn
 every output: three times the model's size, twice with `--only preshard`. Whole processes are timed, from their start to the end of a `sync`,
@@ -60,6 +60,7 @@ def main() -> None:
     parser = common_options(__doc__, gigabytes=10.0, runs=5)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--only", choices=("preshard", "consolidate"))
+    parser.add_argument("--variant", help='one line of the table alone, such as "preshard, asked"')
     args = parser.parse_args()
     work = work_in(args.directory)
     model, sharded = work / "model", work / "sharded"
@@ -80,7 +81,10 @@ def main() -> None:
             f"{name}, {state}": partial(whole, arguments, cache)
             for name, arguments in ((command[0], command), ("--dry-run", [*command, "--dry-run"]))
             for state, cache in (("asked", "off"), ("kept", kept))
+            if args.variant in (None, f"{name}, {state}")
         }
+        if not variants:
+            continue
         rows = alternate(source, work / "output", variants, args.runs)
         print(f"{'cp -r':22} {copies(rows)}")
         for name, row in rows.items():
