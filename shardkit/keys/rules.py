@@ -169,11 +169,7 @@ def parse_rules(data: bytes, name: str) -> RuleSet:
             'others: "keep" is the only value; leave it out to refuse tensors that no rule is about'
         )
     numbers = content.get("numbers", {})
-    for key, value in numbers.items() if isinstance(numbers, dict) else ():
-        if not _is_number(value):
-            problems.append(
-                f"numbers.{escape(key)}: expected a number, a key of config.json, or a list of them"
-            )
+    problems += _number_problems(numbers if isinstance(numbers, dict) else {})
     UsageError.raise_for(
         problems,
         f"{escape(name)} is not a file of key rules: {count(len(problems), 'problem')}",
@@ -295,6 +291,36 @@ def _are_places(value: Any, length: int) -> bool:
     )
 
 
+def _number_problems(numbers: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the numbers of a file, also with those that no step calls."""
+    for key, value in numbers.items():
+        if not _is_number(value):
+            yield f"numbers.{escape(key)}: expected a number, a key of config.json, or a list of them"
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            try:
+                _check_number(each)
+            except ValueError as error:
+                yield f"numbers.{escape(key)}: {error}"
+
+
+def _check_number(said: int | str) -> None:
+    """Raise ValueError for what is no number, name or arithmetic on them."""
+    left: list[ast.expr] = [] if isinstance(said, int) else [_parsed(said)]
+    while left:
+        match left.pop():
+            case ast.BinOp(a, operator, b) if type(operator) in _ARITHMETIC:
+                left += [a, b]
+            case ast.Constant(value=int()) | ast.Name() | ast.Attribute():
+                pass
+            case _:
+                raise ValueError(_not_a_number(said))
+
+
+def _not_a_number(said: object) -> str:
+    return f"{escape(str(said))} is not a number, a name or arithmetic on them"
+
+
 def _is_number(value: Any) -> bool:
     many = value if isinstance(value, list) else [value]
     return all((isinstance(each, (int, str)) and not isinstance(each, bool)) for each in many) and bool(many)
@@ -356,7 +382,7 @@ class _Env:
                 return int(_ARITHMETIC[type(operator)](a, b))
             case ast.Name() | ast.Attribute():
                 return self._named(ast.unparse(node))
-        raise ValueError(f"{escape(said)} is not a number, a name or arithmetic on them")
+        raise ValueError(_not_a_number(said))
 
     def _named(self, name: str) -> int:
         if name in self._numbers and name not in self._busy:
@@ -400,7 +426,7 @@ def _parsed(said: str) -> ast.expr:
     try:
         return ast.parse(said, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"{escape(said)} is not a number, a name or arithmetic on them") from None
+        raise ValueError(_not_a_number(said)) from None
 
 
 def _sizes(said: Sequence[Any], total: int, env: _Env) -> list[int]:

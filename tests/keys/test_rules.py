@@ -251,11 +251,17 @@ def test_what_is_not_toml_is_refused() -> None:
 
 
 def test_a_number_is_arithmetic_and_nothing_else() -> None:
-    text = (
-        HEAD
-        + 'numbers = { n = "__import__(1)" }\n[[rule]]\nhub = "q"\nmodel = "p"\nsteps = [{ rope = "n" }]\n'
-    )
-    assert "is not a number, a name or arithmetic" in problems(text, {"q": (8, 2)}, config={})[0]
+    rule = '[[rule]]\nhub = "q"\nmodel = "p"\nsteps = [{ rope = "%s" }]\n'
+    said = "is not a number, a name or arithmetic"
+    assert said in problems(HEAD + rule % "__import__(1)", {"q": (8, 2)}, config={})[0]
+    for called in ("n", "4"):  # a number that no step calls is looked at too
+        with pytest.raises(UsageError) as caught:
+            parse_rules(
+                f'{HEAD}numbers = {{ n = ["2 ** x", "__import__(1)"] }}\n{rule % called}'.encode(), "mine"
+            )
+        assert [each.startswith("numbers.n: ") and said in each for each in caught.value.problems] == [
+            True
+        ] * 2
 
 
 def test_a_set_is_not_chosen_for_another_architecture() -> None:
