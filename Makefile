@@ -23,7 +23,7 @@ OSFT ?=
 # Of `make matrix`: rows of scripts/matrix.py, by default all.
 VERSIONS ?=
 
-.PHONY: help demo osft test test-newest newest matrix check models fuzz torture powerloss corruption venv
+.PHONY: help demo osft test test-newest newest matrix check models fuzz torture powerloss corruption slurm venv
 
 help:
 	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
@@ -36,6 +36,7 @@ help:
 	@echo "make torture     kill, fail and crowd every operation that writes, thousands of times"
 	@echo "make powerloss   replay what a power loss may leave of every operation that writes"
 	@echo "make corruption  damage every file of every kind of output, and let verify look for it"
+	@echo "make slurm       parts in jobs of a real SLURM on this machine, a node lost; needs root, slurm-wlm and munge"
 	@echo "make fuzz    FUZZ_COUNT=20000 changed inputs for each reader of files, from FUZZ_SEED=0"
 	@echo "make venv    only the environment that the others use, $(VENV)/"
 
@@ -75,6 +76,9 @@ powerloss: $(INSTALLED)
 corruption: $(INSTALLED)
 	$(BIN)/python -m tests.corruption.sweep
 	$(BIN)/python -m tests.corruption.moving
+
+slurm: $(INSTALLED)
+	$(BIN)/python -m tests.slurm
 
 check: $(INSTALLED)
 	@PYTHON=$(BIN)/python scripts/check

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.torture import changes, conditions, errors, kills, reading, syscalls, writers
+from tests.torture import changes, conditions, divided, errors, kills, reading, syscalls, writers
 from tests.torture.harness import Scenario, Scenarios, Server
 from tests.torture.sources import make_sources
 
@@ -168,6 +168,15 @@ class Torture:
             lambda one: "all replace" if one.overwrite else "one may",
         )
 
+    def divided(self) -> None:
+        """Parts and commits, several at once, some of them killed: 600 rounds."""
+
+        def attempt(one: tuple[str, int], server: Server, path: Path) -> int:
+            return divided.attempt(self._found[one[0]], server, path, random.Random(f"{SEED} {one}"))
+
+        found = [(name, number) for name in divided.SCENARIOS for number in range(100)]
+        self._all("parts, and commits", self._chosen(found), attempt, lambda one: one[0])
+
     def system_calls(self) -> None:
         """At least 200 kills and 100 errors in processes as a person starts them."""
         if not syscalls.is_permitted():
@@ -285,7 +294,17 @@ def show(tally: Tally) -> None:
 
 def main() -> int:
     """Run the chosen parts; return the exit code."""
-    parts = ["kills", "errors", "reading", "changes", "writers", "system_calls", "clock", "conditions"]
+    parts = [
+        "kills",
+        "errors",
+        "reading",
+        "changes",
+        "writers",
+        "divided",
+        "system_calls",
+        "clock",
+        "conditions",
+    ]
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*parts, []], metavar="PART", help=", ".join(parts))
     parser.add_argument("--share", default="1/1", metavar="N/M", help="the N-th of M shares of all attempts")

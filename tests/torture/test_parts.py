@@ -86,6 +86,15 @@ def test_a_commit_that_was_killed_is_repeated(here: Place, server: Server) -> No
         shutil.rmtree(kept)
 
 
+def test_a_commit_waits_for_parts_that_begin_later(here: Place, server: Server) -> None:
+    """It is started with them; the last part dies before it could commit."""
+    first, last = parts(here.scenario, here.out, 2)
+    dies = {**last, "fault": {"of": ["hard_link"], "at": 1, "do": "kill"}}
+    answers = server.together([committing(here.scenario, here.out, "--wait", "60"), first, dies])
+    good(answers[:2])
+    check_whole(here, server)
+
+
 def test_what_is_missing_is_named_with_what_to_type(here: Place, server: Server) -> None:
     good(server.together(parts(here.scenario, here.out, 3)[:2]))
     answer = server.together([committing(here.scenario, here.out, "--wait", "0.1")])[0]

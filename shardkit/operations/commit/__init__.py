@@ -34,7 +34,7 @@ _VERBS: Mapping[str, Callable[..., WriteResult]] = {
     "consolidate": consolidate,
     "reshard": reshard,
 }
-_LOOK_AGAIN_S = 1.0
+_LOOK_AGAIN_S = 0.5
 _MAX_NOTE_BYTES = 1 << 16
 
 
@@ -145,15 +145,18 @@ def commit(
         ResourceError: disk or permission.
     """
     begun, path = time.monotonic(), absolute(os.fspath(output))
-    before = identity_of(path)
+    before, until = identity_of(path), begun + wait
     staging = _only_one(path)
+    while staging is None and not storage.lexists(path) and time.monotonic() < until:  # no part has begun
+        time.sleep(_LOOK_AGAIN_S)
+        staging = _only_one(path)
     if staging is None or not staging.is_open:
         if staging is not None:
             staging.remove()
         return _was_there(path, begun)
     try:
         agreement = Agreement.read(staging)
-        _wait_for_all(staging, agreement, wait)
+        _wait_for_all(staging, agreement, until)
         result, is_ours = _carry_out(staging, agreement, overwrite, progress, on_warning)
     except ShardkitError:
         if staging.is_open or identity_of(path) in (None, before):
@@ -212,13 +215,12 @@ def _check_same(agreement: Agreement, here: Agreement) -> None:
     )
 
 
-def _wait_for_all(staging: SharedStaging, agreement: Agreement, wait_s: float) -> None:
+def _wait_for_all(staging: SharedStaging, agreement: Agreement, until: float) -> None:
     """Return once every file has a note.
 
     Raises:
         IncompleteError: some have none when the time is over.
     """
-    until = time.monotonic() + wait_s
     missing = list(range(len(agreement.files)))
     while True:
         with_notes = noted_in(staging)  # listing also lets network file systems look again
@@ -229,7 +231,7 @@ def _wait_for_all(staging: SharedStaging, agreement: Agreement, wait_s: float) -
             return
         if time.monotonic() >= until or not staging.is_open:
             raise incomplete(staging.destination, agreement, missing)
-        time.sleep(min(_LOOK_AGAIN_S, max(until - time.monotonic(), 0)))
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def _has_note(staging: SharedStaging, number: int) -> bool:

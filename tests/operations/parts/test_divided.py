@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,18 @@ def test_parts_and_commit_from_another_directory(
     monkeypatch.chdir("/")
     assert shardkit.commit(out).by_another
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "whole"]
+
+
+def test_a_pool_of_processes_takes_the_parts(model: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
+    options: dict[str, Any] = {"world_size": 4, "layout": "declared", "sha256": True}
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        futures = [
+            pool.submit(shardkit.preshard, model, tmp_path / "out", part=f"{n}/3", **options)
+            for n in (1, 2, 3)
+        ]
+        told = [future.result().part for future in futures]
+    assert any(part.is_committed for part in told)
+    assert files(tmp_path / "out") == whole
 
 
 def test_a_dry_run_tells_what_a_part_would_write(model: Path, tmp_path: Path) -> None:
