@@ -27,6 +27,7 @@ from shardkit.operations.consolidate.osf import adapter_file, merge_osf
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
 from shardkit.operations.destination import is_hub_model, write_sidecar
 from shardkit.operations.parts.agreement import Command, Share, as_share
+from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.resolve import ResolvedCheckpoint, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
@@ -73,6 +74,8 @@ def consolidate(
     resume: bool = True,
     resume_from: str | os.PathLike[str] | None = None,
     part: str | Share | None = None,
+    executor: Executor | None = None,
+    num_parts: int | None = None,
     digest: str = "crc32",
     jobs: int = 2,
     max_memory: str | int = 256 * MIB,
@@ -132,6 +135,9 @@ def consolidate(
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
+        executor: a pool whose workers carry out the parts, anything like `concurrent.futures.Executor`; `output` has to be
+            named, and callbacks stay here.
+        num_parts: how many parts the pool is given.
         digest: "crc32" or "none".
         jobs: threads.
         max_memory: bytes for all buffers, as a number or as "512MiB".
@@ -150,6 +156,8 @@ def consolidate(
         ResourceError: disk, permission or network.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
+    if executor is not None or num_parts is not None:
+        return in_pool(consolidate, locals())
     command, share = None if part is None else Command.of("consolidate", locals()), as_share(part)
     if share is not None:
         _refuse_in_parts(check, push_to_hub, manifest_file)

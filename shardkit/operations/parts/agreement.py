@@ -18,7 +18,18 @@ from shardkit.operations.parts.part import Part, divide, parse_part
 _FORMAT = 1
 _MAX_BYTES = 1 << 28
 _PATHS = ("source", "checkpoint", "base", "keys", "source_manifest", "adapter_config")
-_OWN = {"output", "part", "progress", "on_warning", "on_step", "dry_run", "resume", "resume_from"}
+_OWN = {
+    "output",
+    "part",
+    "executor",
+    "num_parts",
+    "progress",
+    "on_warning",
+    "on_step",
+    "dry_run",
+    "resume",
+    "resume_from",
+}
 """Arguments of a verb that say how one process works, not what is made."""
 _SPEED = {"jobs", "max_memory"}
 

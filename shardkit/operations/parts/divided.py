@@ -103,7 +103,7 @@ class Divided:
         self.staging = SharedStaging.of_plan(destination, agreement.plan)
         self.check = SourceCheck(plan.catalog) if options.check_source else None
         """Compares what is read with what the source records."""
-        self._before = before
+        self._before, self._is_lost = before, False
 
     # A part
 
@@ -127,22 +127,39 @@ class Divided:
         if not self._begin():
             return self.result(part, is_committed=True, resumed_files=len(self.files_of(part)))
         try:
+            self._look_before()
             with self._workplace() as work:
                 self._tell(work, part, is_done=False)
                 resumed = self._move(part, work)
                 self._tell(work, part, is_done=True)
         except (OSError, ShardkitError) as error:
-            if self.staging.is_open:
+            if self._is_open():
                 if isinstance(error, OSError):
                     raise self._cannot_write(error) from error
                 raise
-            if identity_of(self._destination) in (None, self._before):
+            if not self._has_another_committed():
                 raise IncompleteError(
                     f"{escape(self._destination)} was given up while this part was written",
                     hint="run all parts again to begin anew",
                 ) from error
             return self.result(part, is_committed=True)  # by others, who had this part's files too
         return self.result(part, resumed_files=resumed)
+
+    def _look_before(self) -> None:
+        """Remember what is at the destination while nobody has committed."""
+        before = identity_of(self._destination)
+        if self.staging.is_open:
+            self._before = before
+
+    def _is_open(self) -> bool:
+        """True while the shared directory is there in which this process began; there may be another one by now."""
+        return self.staging.is_open and not self._is_lost
+
+    def _has_another_committed(self) -> bool:
+        """True if the shared directory is gone, and the destination is another one than before."""
+        if self._is_open():
+            return False
+        return self.staging.is_committed or identity_of(self._destination) not in (None, self._before)
 
     def result(self, part: Part, *, resumed_files: int = 0, is_committed: bool = False) -> PartResult:
         """Return what became of a part, as far as it can be seen now."""
@@ -217,11 +234,18 @@ class Divided:
 
     @contextlib.contextmanager
     def _workplace(self) -> Iterator[str]:
-        with self.staging.workplace() as work:
-            for folder in sorted({os.path.dirname(image.name) for image in self._images} - {""}):
-                storage.make_directories(os.path.join(work, "data", folder))
-            storage.make_directories(os.path.join(work, "data"))
-            yield work
+        try:
+            with self.staging.workplace() as work:
+                try:
+                    for folder in sorted({os.path.dirname(image.name) for image in self._images}):
+                        storage.make_directories(os.path.join(work, "data", folder))
+                    yield work
+                except BaseException:
+                    self._is_lost = not storage.isdir(work)
+                    raise
+        except FileNotFoundError:
+            self._is_lost = True
+            raise
 
     def _tell(self, work: str, part: Part, *, is_done: bool) -> None:
         """Note for people who carries out a part."""
@@ -313,6 +337,7 @@ class Divided:
             UsageError: something is at the destination.
         """
         try:
+            self._look_before()
             with self._workplace() as work:
                 self._describe(describe, work)
                 if overwrite and storage.lexists(self._destination) and self.staging.is_open:
@@ -320,7 +345,7 @@ class Divided:
                 names = [image.name for image in self._images]
                 return self.staging.commit(work, names, overwrite=overwrite)
         except (OSError, ShardkitError) as error:
-            if not self.staging.is_open and identity_of(self._destination) not in (None, self._before):
+            if self._has_another_committed():
                 return False
             if isinstance(error, OSError):
                 raise self._cannot_write(error) from error

@@ -34,6 +34,7 @@ from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptio
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space
 from shardkit.operations.parts.agreement import Command, Share, as_share
+from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.preshard.factors import OsftResult, OsftRun
 from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job
 from shardkit.operations.preshard.profiles import find_profile, write_companions
@@ -102,6 +103,8 @@ def preshard(
     resume: bool = True,
     resume_from: str | os.PathLike[str] | None = None,
     part: str | Share | None = None,
+    executor: Executor | None = None,
+    num_parts: int | None = None,
     digest: str = "crc32",
     sha256: bool = False,
     check_source: bool = True,
@@ -152,6 +155,9 @@ def preshard(
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
+        executor: a pool whose workers carry out the parts, anything like `concurrent.futures.Executor`; `output` has to be
+            named, and callbacks stay here.
+        num_parts: how many parts the pool is given.
         digest: "crc32" or "none".
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
@@ -177,6 +183,8 @@ def preshard(
         IncompleteError: a process died that computed factors; what was finished is kept.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
+    if executor is not None or num_parts is not None:
+        return in_pool(preshard, locals())
     command, share = None if part is None else Command.of("preshard", locals()), as_share(part)
     source, plan = os.fspath(source), as_plan(osft)
     if share is not None and plan is not None:

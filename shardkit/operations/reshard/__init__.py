@@ -20,6 +20,7 @@ from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.companions import copy_file
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.parts.agreement import Command, Share, as_share
+from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.reshard.job import ReshardJob, build_job, take_apart
 from shardkit.operations.resolve import ResolvedCheckpoint, take
 from shardkit.operations.write import (
@@ -95,6 +96,8 @@ def reshard(
     resume: bool = True,
     resume_from: str | os.PathLike[str] | None = None,
     part: str | Share | None = None,
+    executor: Executor | None = None,
+    num_parts: int | None = None,
     digest: str = "crc32",
     sha256: bool = False,
     check_source: bool = True,
@@ -121,6 +124,9 @@ def reshard(
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
+        executor: a pool whose workers carry out the parts, anything like `concurrent.futures.Executor`; `output` has to be
+            named, and callbacks stay here.
+        num_parts: how many parts the pool is given.
         digest: "crc32" or "none".
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
@@ -141,6 +147,8 @@ def reshard(
         ResourceError: disk or permission.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
+    if executor is not None or num_parts is not None:
+        return in_pool(reshard, locals())
     command, share = None if part is None else Command.of("reshard", locals()), as_share(part)
     source, parsed = os.fspath(checkpoint), parse_mesh(mesh, world_size)
     if parsed.pp > 1:

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +17,12 @@ from shardkit.errors import IncompleteError, SourceError, UsageError
 from shardkit.files import storage
 
 
-@pytest.fixture
-def model(make_hub: Callable[..., Path]) -> Path:
-    return make_hub({f"layers.{n}.weight": torch.randn(8, 6) for n in range(4)})
-
-
 def preshard(model: Path, out: Path, part: str | None = None, **options: Any) -> shardkit.PreshardResult:
     return shardkit.preshard(model, out, world_size=4, layout="declared", part=part, **options)
 
 
 def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-@pytest.fixture
-def whole(model: Path, tmp_path: Path) -> dict[str, bytes]:
-    preshard(model, tmp_path / "whole", sha256=True)
-    return files(tmp_path / "whole")
 
 
 def test_parts_and_commit_from_another_directory(
@@ -58,18 +45,6 @@ def test_parts_and_commit_from_another_directory(
     monkeypatch.chdir("/")
     assert shardkit.commit(out).by_another
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "whole"]
-
-
-def test_a_pool_of_processes_takes_the_parts(model: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
-    options: dict[str, Any] = {"world_size": 4, "layout": "declared", "sha256": True}
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        futures = [
-            pool.submit(shardkit.preshard, model, tmp_path / "out", part=f"{n}/3", **options)
-            for n in (1, 2, 3)
-        ]
-        told = [future.result().part for future in futures]
-    assert any(part.is_committed for part in told)
-    assert files(tmp_path / "out") == whole
 
 
 def test_a_dry_run_tells_what_a_part_would_write(model: Path, tmp_path: Path) -> None:

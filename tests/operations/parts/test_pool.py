@@ -1,0 +1,98 @@
+"""Pools of real processes carry out all parts of a job."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardkit
+from shardkit.errors import SourceError, UsageError
+from tests.operations.parts.test_divided import files
+
+OPTIONS: dict[str, Any] = {"world_size": 4, "layout": "declared", "sha256": True}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as made:
+        yield made
+
+
+def test_the_whole_is_the_result(
+    model: Path, tmp_path: Path, whole: dict[str, bytes], pool: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = shardkit.preshard("model", "out", executor=pool, num_parts=3, **OPTIONS)
+    assert (result.part, result.num_files, result.output) == (None, 4, str(tmp_path / "out"))
+    assert files(tmp_path / "out") == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "whole"]
+
+
+def test_there_and_back(model: Path, tmp_path: Path, pool: Executor) -> None:
+    told: list[str] = []
+    shardkit.preshard(model, tmp_path / "sharded", executor=pool, num_parts=2, **OPTIONS)
+    shardkit.reshard(tmp_path / "sharded", tmp_path / "other", world_size=3, executor=pool, num_parts=2)
+    again = {"max_shard_size": 200, "ask_class": False, "manifest": True}
+    shardkit.consolidate(tmp_path / "other", tmp_path / "one", **again)
+    result = shardkit.consolidate(
+        tmp_path / "other", tmp_path / "parts", executor=pool, num_parts=2, on_warning=told.append, **again
+    )
+    assert files(tmp_path / "parts") == files(tmp_path / "one")
+    assert tuple(told) == result.warnings
+
+
+def test_what_a_worker_raises_is_raised_here(model: Path, tmp_path: Path, pool: Executor) -> None:
+    (model / "model.safetensors").write_bytes(b"")
+    with pytest.raises(SourceError):
+        shardkit.preshard(model, tmp_path / "out", executor=pool, num_parts=2, **OPTIONS)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_lost_worker(model: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
+    """The pool says that it is broken; another one goes on."""
+    shardkit.preshard(model, tmp_path / "out", part="1/2", **OPTIONS)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as broken:
+        broken.submit(die)
+        with pytest.raises(BrokenProcessPool):
+            shardkit.preshard(model, tmp_path / "out", executor=broken, num_parts=2, **OPTIONS)
+    with ThreadPoolExecutor(2) as threads:
+        shardkit.preshard(model, tmp_path / "out", executor=threads, num_parts=2, **OPTIONS)
+    assert files(tmp_path / "out") == whole
+
+
+def test_a_dry_run_asks_no_worker(model: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        threads.shutdown()
+        assert shardkit.preshard(
+            model, tmp_path / "out", executor=threads, num_parts=2, dry_run=True, **OPTIONS
+        ).dry_run
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_parts": 2}, "belong together"),
+        ({"num_parts": 0, "executor": "pool"}, "belong together"),
+        ({"executor": "pool"}, "belong together"),
+        ({"executor": "pool", "num_parts": 2, "part": "1/2"}, "exclude each other"),
+        ({"executor": "pool", "num_parts": 2, "output": None}, "name the output"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], said: str, model: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        given = {"output": tmp_path / "out", **options}
+        if "executor" in given:
+            given["executor"] = threads
+        with pytest.raises(UsageError, match=said):
+            shardkit.preshard(model, **given, **OPTIONS)
