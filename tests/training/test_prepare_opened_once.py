@@ -56,7 +56,9 @@ def test_a_hub_model_is_its_own_source(config: Path, opened: list[str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # nothing but one process is meant
-def test_another_source_tells_the_dtype(config: Path, tmp_path: Path, opened: list[str]) -> None:
+def test_another_source_tells_the_dtype(
+    config: Path, tmp_path: Path, opened: list[str], fast_trace: object
+) -> None:
     shardkit.preshard(config, tmp_path / "sharded", world_size=2, wrap="none")
     state = models.reference("llama").to(torch.bfloat16).state_dict()
     shardkit.save(models.reference("llama").to(torch.bfloat16), tmp_path / "saved")
