@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
+from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.regions import blocks, full_region
 from shardkit.core.text import MIB, count
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import link_notes
 from shardkit.formats.contract import Checkpoint
+from shardkit.formats.dequantize import PLAIN, config_of, take_plain
 from shardkit.formats.fold import take_folded
 from shardkit.formats.hub.base import SAVED_ROOT, hub_key_rules, saved_derived, saved_key_rules
 from shardkit.keys.expressions import Expression
 from shardkit.keys.names import natural
+from shardkit.keys.quantised import can_dequantize, method_of, why_quantised
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import select_model
 from shardkit.layout.traced import ask_names, may_differ_in_memory
@@ -155,8 +159,9 @@ def open_sides(
             else ()
         )
     if not all_tensors:
-        opened, told = _in_one_state(opened)
-        notes += told
+        for alike in (_both_plain, _in_one_state):
+            opened, told = alike(opened)
+            notes += told
     names, said = _name_all(opened) if all_tensors else _name_model(opened)
     kept = tuple(_filter(each, include, exclude) for each in names)
     if not any(kept) and any(names):
@@ -174,6 +179,33 @@ def open_sides(
     if not all_tensors:
         a, b = _in_one_form(a, b), _in_one_form(b, a)
     return a, b, [*notes, *said]
+
+
+def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
+    """Dequantise a side whose weights are quantised, unless both are: these are compared as they are stored.
+
+    Raises:
+        LayoutError: scales do not fit what they scale.
+    """
+    why = [why_quantised(each.catalog.tensors) for each in opened]
+    if (why[0] is None) == (why[1] is None):
+        return opened, []
+    at = 0 if why[1] is None else 1
+    side, other = opened[at], opened[1 - at]
+    if not can_dequantize(method_of(config_of(side))):
+        return opened, [
+            f"{'AB'[at]} is quantised in a way that is not known here ({why[at]}), and {'BA'[at]} is not: what is "
+            "quantised cannot be compared"
+        ]
+    held = Counter[DType]()
+    for entry in other.catalog.tensors.values():
+        held[entry.dtype] += entry.nbytes if entry.dtype in CASTS.values() else 0
+    dtype = held.most_common(1)[0][0] if held.total() else PLAIN
+    plain = take_plain(side, dequantize=True, dtype=dtype)
+    number = count(len(plain.dequantized.names) if plain.dequantized else 0, "weight")
+    return (plain, other) if at == 0 else (other, plain), [
+        f"{'AB'[at]}: dequantised to {dtype.name}: {number}"
+    ]
 
 
 def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
