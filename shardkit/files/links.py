@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError
-from shardkit.files import storage
+from shardkit.files import storage, stores
 from shardkit.files.strict_json import FOLLOW, FOLLOWS_LINKS, read_small
 
 _MAX_LEVELS = 3  # of directories below one commit in the Hub's cache, for checkpoints that were uploaded
@@ -28,6 +28,7 @@ def may_follow_links(operation: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(operation)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        stores.forget()
         token = FOLLOWS_LINKS.set(FOLLOWS_LINKS.get() or bool(kwargs.get("follow_links")))
         try:
             return operation(*args, **kwargs)

@@ -419,7 +419,7 @@ KINDS: tuple[type[Manifest], ...] = (Presharded, SavedState, HubModel, FileList)
 
 def sidecar_of(path: str) -> str:
     """Return where the manifest of a checkpoint lies that is beside it: `run/last.ckpt.shardkit.json`."""
-    return os.path.abspath(path) + _SIDECAR_ENDING
+    return storage.absolute(path) + _SIDECAR_ENDING
 
 
 def all_files(manifest: Manifest) -> tuple[SavedFile, ...]:

@@ -2,14 +2,16 @@
 
 Other modules call these by their names here (`storage.pwrite(...)`) and never those of `os`. Whoever stands in
 front of the names in this module sees everything that is done to a file: a test that dies at the n-th call,
-lets it fail, or records all and replays what a power loss may leave; later, a store that is no file system.
+lets it fail, or records all and replays what a power loss may leave. Paths such as `s3://bucket/key` are answered by
+`stores`, through the same calls, for reading alone.
 
-The first part is the system's own calls, nothing added. The second is what several modules do with them. The third
+The first part is the system's own calls, nothing added but this. The second is what several modules do with them. The third
 finds out whether files can share extents (XFS, Btrfs and some others do), by trying it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -18,17 +20,16 @@ import io
 import os
 import shutil
 import struct
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, cast
 
 from shardkit.core.catalog import Catalog
+from shardkit.files import stores
+from shardkit.files.stores import FIRST_NUMBER, is_remote
 
 BLOCK = 4096
 # Plain calls of the system; each may be replaced by a test, so nothing below keeps a reference of its own.
-open_fd = os.open
-close_fd = os.close
-pread = os.pread
-preadv = os.preadv
 pwrite = os.pwrite
 write = os.write
 ftruncate = os.ftruncate
@@ -40,21 +41,8 @@ rename = os.rename
 hard_link = os.link
 symbolic_link = os.symlink
 open_file = open
-access = os.access
-fstat = os.fstat
-listdir = os.listdir
-lstat = os.lstat
 readlink = os.readlink
-scandir = os.scandir
-stat = os.stat
-walk = os.walk
-exists = os.path.exists
-getsize = os.path.getsize
-isdir = os.path.isdir
-isfile = os.path.isfile
 islink = os.path.islink
-lexists = os.path.lexists
-realpath = os.path.realpath
 disk_usage = shutil.disk_usage
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
@@ -64,6 +52,108 @@ _AT_FDCWD = -100  # fcntl.h
 _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
 _NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _BUFFER_BYTES = 1 << 20
+_CONFIGS, _MAX_CONFIG = (".json", ".py"), 16 << 20
+_copies: dict[tuple[str, frozenset[tuple[str, int]]], str] = {}
+
+_Path = str | os.PathLike[str]
+
+
+def open_fd(path: _Path, flags: int, mode: int = 0o777) -> int:
+    """As `os.open`; an object of a store has a number of its own."""
+    return stores.open_number(str(path), flags) if is_remote(path) else os.open(path, flags, mode)
+
+
+def close_fd(fd: int) -> None:
+    """As `os.close`."""
+    stores.close_number(fd) if fd >= FIRST_NUMBER else os.close(fd)
+
+
+def pread(fd: int, nbytes: int, start: int) -> bytes:
+    """As `os.pread`."""
+    return stores.read(fd, nbytes, start) if fd >= FIRST_NUMBER else os.pread(fd, nbytes, start)
+
+
+def preadv(fd: int, buffers: Sequence[Any], start: int) -> int:
+    """As `os.preadv`."""
+    return stores.read_into(fd, buffers, start) if fd >= FIRST_NUMBER else os.preadv(fd, buffers, start)
+
+
+def fstat(fd: int) -> os.stat_result:
+    """As `os.fstat`."""
+    return stores.status_of_number(fd) if fd >= FIRST_NUMBER else os.fstat(fd)
+
+
+def stat(path: _Path) -> os.stat_result:
+    """As `os.stat`."""
+    return stores.status(str(path)) if is_remote(path) else os.stat(path)
+
+
+def lstat(path: _Path) -> os.stat_result:
+    """As `os.lstat`; a store has no links."""
+    return stores.status(str(path)) if is_remote(path) else os.lstat(path)
+
+
+def access(path: _Path, mode: int) -> bool:
+    """As `os.access`; a store says when it is read what it denies."""
+    return stores.exists(str(path)) if is_remote(path) else os.access(path, mode)
+
+
+def listdir(path: _Path) -> list[str]:
+    """As `os.listdir`."""
+    return stores.names(str(path)) if is_remote(path) else os.listdir(path)
+
+
+def scandir(path: str) -> Any:
+    """As `os.scandir`."""
+    return stores.scan(path) if is_remote(path) else os.scandir(path)
+
+
+def will_need(fd: int, start: int, nbytes: int) -> None:
+    """Have the system fetch a part of a file, if it can; of a store it is fetched when it is read."""
+    if fd < FIRST_NUMBER and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def walk(
+    path: str, topdown: bool = True, onerror: Callable[[OSError], object] | None = None
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As `os.walk`."""
+    return stores.walk(path, topdown) if is_remote(path) else os.walk(path, topdown, onerror)
+
+
+def exists(path: _Path) -> bool:
+    """As `os.path.exists`."""
+    return stores.exists(str(path)) if is_remote(path) else os.path.exists(path)
+
+
+def lexists(path: _Path) -> bool:
+    """As `os.path.lexists`."""
+    return stores.exists(str(path)) if is_remote(path) else os.path.lexists(path)
+
+
+def isdir(path: _Path) -> bool:
+    """As `os.path.isdir`."""
+    return stores.isdir(str(path)) if is_remote(path) else os.path.isdir(path)
+
+
+def isfile(path: _Path) -> bool:
+    """As `os.path.isfile`."""
+    return stores.isfile(str(path)) if is_remote(path) else os.path.isfile(path)
+
+
+def getsize(path: _Path) -> int:
+    """As `os.path.getsize`."""
+    return stores.status(str(path)).st_size if is_remote(path) else os.path.getsize(path)
+
+
+def realpath(path: str) -> str:
+    """As `os.path.realpath`."""
+    return stores.plain(path) if is_remote(path) else os.path.realpath(path)
+
+
+def absolute(path: str) -> str:
+    """As `os.path.abspath`."""
+    return stores.plain(path) if is_remote(path) else os.path.abspath(path)
 
 
 def renameat2(source: str, target: str, flags: int) -> bool:
@@ -166,6 +256,33 @@ def append(fd: int, data: bytes) -> None:
     fsync(fd)
 
 
+def local_config(directory: str) -> str:
+    """Return a directory for a library that opens files by itself: configs and code of one in a store are copied.
+
+    The copy goes when the process ends. Any other directory is returned as it is.
+
+    Raises:
+        OSError, ShardkitError: the store or the disk refuses.
+    """
+    if not is_remote(directory) or not isdir(directory):
+        return directory
+    wanted = {name: os.path.join(directory, name) for name in listdir(directory) if name.endswith(_CONFIGS)}
+    found = {name: (path, stat(path)) for name, path in wanted.items() if isfile(path)}
+    small = {name: (path, is_at) for name, (path, is_at) in found.items() if is_at.st_size <= _MAX_CONFIG}
+    state = (stores.plain(directory), frozenset((name, is_at.st_ino) for name, (_, is_at) in small.items()))
+    if state not in _copies:
+        copy = tempfile.mkdtemp(prefix="shardkit-")
+        atexit.register(remove_tree, copy)
+        for name, (path, is_at) in small.items():
+            fd = open_fd(path, os.O_RDONLY)
+            try:
+                write_file(os.path.join(copy, name), pread(fd, is_at.st_size, 0))
+            finally:
+                close_fd(fd)
+        _copies[state] = copy
+    return _copies[state]
+
+
 def make_directories(path: str) -> None:
     """Make a directory and those above it, where they are missing.
 
@@ -248,7 +365,7 @@ def can_share_extents(catalog: Catalog, directory: str) -> bool:
         for file in catalog.files
         if file.size >= BLOCK and file.compute is None and not file.is_converted
     ]
-    if not files or any(file.decode for file in files):
+    if not files or any(file.decode or is_remote(file.path) for file in files):
         return False
     try:
         with _nameless(directory) as probe:

@@ -97,7 +97,7 @@ def open_regular(path: str, name: str, *, follow: bool = True) -> Iterator[tuple
             )
         yield fd, status.st_size
     finally:
-        os.close(fd)
+        storage.close_fd(fd)
 
 
 def stamp_of(fd: int) -> FileStamp:

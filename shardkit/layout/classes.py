@@ -213,6 +213,7 @@ def find_class(directory: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """
     import transformers  # takes seconds; questions about a live model need not cost that
 
+    directory = storage.local_config(directory)
     raw = _read_config(directory)
     model_class = _find_class(raw, directory, trust_remote_code)
     return model_class, transformers.AutoConfig.from_pretrained(

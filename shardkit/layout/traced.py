@@ -35,6 +35,7 @@ from shardkit.core.placements import Placement
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitError, SourceError, UsageError
+from shardkit.files import storage
 from shardkit.keys.expressions import Expression, from_json
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, Unit
 from shardkit.layout.trace_cache import Slot, slot_for
@@ -254,7 +255,7 @@ def _read_hub_form(said: Mapping[str, Any]) -> HubForm:
 
 def _request(directory: str, names: Mapping[str, Shape] | None, trust_remote_code: bool) -> dict[str, Any]:
     return {
-        "directory": os.path.abspath(directory),
+        "directory": os.path.abspath(storage.local_config(directory)),
         "names": None if names is None else dict(names),
         "trust_remote_code": trust_remote_code,
     }

@@ -18,6 +18,7 @@ from shardkit.files.staging import (
     remove_abandoned,
     rename_noreplace,
 )
+from shardkit.files.stores import is_remote
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.assets import is_asset, is_asset_folder
 
@@ -108,6 +109,7 @@ def check_destination(
         UsageError: it exists, or is the source, lies in it or around it.
         ResourceError: its parent directory is missing or cannot be written.
     """
+    refuse_remote(output)
     path = os.path.join(
         storage.realpath(os.path.dirname(os.path.abspath(output))), os.path.basename(os.path.abspath(output))
     )
@@ -133,7 +135,22 @@ def _check_parent(path: str) -> None:
         raise ResourceError(f"{escape(parent)} cannot be written", hint="choose another destination")
 
 
+def refuse_remote(output: str) -> None:
+    """Refuse to write to an object store.
+
+    Raises:
+        UsageError: the path is one of a store.
+    """
+    if is_remote(output):
+        raise UsageError(
+            f"{escape(output)}: object stores are read only so far",
+            hint="choose a local destination, and copy it with the store's own tool",
+        )
+
+
 def _check_apart(path: str, source: str, shown: str) -> None:
+    if is_remote(source):
+        return
     nested = os.path.commonpath([path, source])
     if nested in (path, source):
         relation = "is" if path == source else "lies inside" if nested == source else "contains"
@@ -206,6 +223,7 @@ def check_sidecar(path: str, *, overwrite: bool, outside: Sequence[str] = ()) ->
         UsageError: it exists, or is not a file, or lies in one of those directories.
         ResourceError: its directory is missing or cannot be written.
     """
+    refuse_remote(path)
     full, shown = os.path.abspath(path), escape(path)
     for directory in outside:
         home = storage.realpath(directory)

@@ -370,7 +370,7 @@ class _Search:
 
     def _is_in_a_checkpoint(self, directory: str) -> bool:
         """True if a directory belongs to a checkpoint, so that it holds parts of one."""
-        inside = os.path.relpath(directory, os.path.dirname(os.path.abspath(self.home)))
+        inside = os.path.relpath(directory, os.path.dirname(storage.absolute(self.home)))
         return any(
             step_of(name) is not None and name[-1].isdigit()  # not ckpt-8b-sft
             for name in inside.split(os.sep)
@@ -575,13 +575,13 @@ def _step_inside(path: str) -> int | None:
 
 def _step_at(path: str) -> int | None:
     """Return the step that a name tells; `last.ckpt` may be a link to one that does."""
-    step = step_of(os.path.basename(os.path.abspath(path)))
+    step = step_of(os.path.basename(storage.absolute(path)))
     return step if step is not None else step_of(os.path.basename(storage.realpath(path)))
 
 
 def _last_of_trainer(path: str) -> str | None:
     """Return the file that transformers' Trainer writes last, if a checkpoint beside this one has it."""
-    parent, name = os.path.split(os.path.abspath(path))
+    parent, name = os.path.split(storage.absolute(path))
     if not _OF_TRAINER.fullmatch(name):
         return None
     beside = (other for other in listing(parent) if _OF_TRAINER.fullmatch(other))

@@ -41,7 +41,7 @@ from shardkit.files.staging import Staging, remove_abandoned
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.keys.names import clean_name
-from shardkit.operations.destination import check_destination
+from shardkit.operations.destination import check_destination, refuse_remote
 from shardkit.training.checkpointable import checkpointable
 from shardkit.training.diagnostics.diagnose import diagnose
 from shardkit.training.fill.source import HubForm, recall
@@ -180,6 +180,7 @@ def _start(
 
 def _make_parents(path: str) -> None:
     """Make missing directories above a destination, and sync their names to the disk."""
+    refuse_remote(path)
     parent = above = os.path.dirname(os.path.abspath(path))
     missing = []
     while not storage.lexists(above):

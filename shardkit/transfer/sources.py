@@ -101,7 +101,7 @@ class SourceFiles:
 
     def __exit__(self, *_: object) -> None:
         for fd in self._open.values():
-            os.close(fd)
+            storage.close_fd(fd)
         self._open.clear()
         self._decoded.clear()
         self.recent = _RecentBlocks(0)
@@ -150,7 +150,7 @@ class SourceFiles:
         if len(self._open) >= self._max_open:
             idle = next((file for file in reversed(self._open) if not self._users.get(file)), None)
             if idle is not None:
-                os.close(self._open.pop(idle))
+                storage.close_fd(self._open.pop(idle))
 
     def _open_checked(self, file: int) -> int:
         source = self._files[file]
@@ -160,7 +160,7 @@ class SourceFiles:
             raise ResourceError(f"cannot open {escape(source.name)}: {error.strerror}") from error
         stamp = FileStamp.of(storage.fstat(fd))
         if stamp.size != source.size or self._stamps.setdefault(file, stamp) != stamp:
-            os.close(fd)
+            storage.close_fd(fd)
             raise _changed([source.name])
         return fd
 

@@ -229,12 +229,12 @@ def inner(path: str, below: str) -> str | None:
 
 def own_name(path: str) -> str:
     """Return the name of a directory itself, however the path is spelled."""
-    return os.path.basename(os.path.abspath(path))
+    return os.path.basename(storage.absolute(path))
 
 
 def parent(path: str) -> str:
     """Return the directory that holds `path`."""
-    return os.path.dirname(os.path.abspath(path))
+    return os.path.dirname(storage.absolute(path))
 
 
 def asset_directories(*candidates: str | None) -> tuple[str, ...]:

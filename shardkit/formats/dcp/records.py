@@ -12,7 +12,6 @@ Source: torch 2.13, torch/distributed/checkpoint/_extension.py.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -24,6 +23,7 @@ from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
+from shardkit.files import storage
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
 from shardkit.formats.contract import Place
 from shardkit.formats.torchsave.archive import crc_of_range
@@ -230,12 +230,10 @@ def _in_order(catalog: Catalog) -> list[int]:
 
 def _ask_for_ends(fd: int, catalog: Catalog, rows: Sequence[int]) -> None:
     """Have the system fetch the ends of large records at once: one by one, each is a wait on a cold disk."""
-    if hasattr(os, "posix_fadvise"):
-        starts, lengths = catalog.chunks.start, catalog.chunks.nbytes
-        for row in rows:
-            if lengths[row] > _READ_AHEAD:
-                at = starts[row] + lengths[row] - _END_BYTES
-                os.posix_fadvise(fd, at, 2 * _END_BYTES, os.POSIX_FADV_WILLNEED)
+    starts, lengths = catalog.chunks.start, catalog.chunks.nbytes
+    for row in rows:
+        if lengths[row] > _READ_AHEAD:
+            storage.will_need(fd, starts[row] + lengths[row] - _END_BYTES, 2 * _END_BYTES)
 
 
 class _BulkPointer:

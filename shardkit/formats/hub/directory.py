@@ -345,7 +345,7 @@ def _notes(
 
 def _label(directory: str) -> str:
     """Return a directory's own name; the repo's name for a commit in the Hub's cache."""
-    path = os.path.abspath(directory)
+    path = storage.absolute(directory)
     top, snapshots = os.path.split(os.path.dirname(path))
     repo = os.path.basename(top)
     if snapshots == "snapshots" and repo.startswith("models--"):

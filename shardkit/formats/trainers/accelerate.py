@@ -126,7 +126,9 @@ def _refuse_empty(directory: str, name: str) -> None:
     """Refuse a directory whose files are all empty: peft lost the weights before they were saved."""
     try:
         sizes = [
-            entry.stat().st_size for entry in storage.scandir(directory) if entry.name.endswith(".distcp")
+            storage.getsize(os.path.join(directory, name))
+            for name in storage.listdir(directory)
+            if name.endswith(".distcp")
         ]
     except OSError:
         return  # opening it says what is wrong

@@ -340,7 +340,7 @@ def _consolidate(
 
 def default_output(checkpoint: str) -> str:
     """Return a sibling named after a checkpoint: `run/last.ckpt` -> `run/last-hf`."""
-    path = os.path.abspath(checkpoint)
+    path = storage.absolute(checkpoint)
     parent, name = os.path.split(path)
     stem = next(
         (name.removesuffix(s) for s in sorted(_SUFFIXES, key=len, reverse=True) if name.endswith(s)), name

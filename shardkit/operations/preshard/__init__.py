@@ -24,6 +24,7 @@ from shardkit.errors import UsageError
 from shardkit.files import storage
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
+from shardkit.files.stores import is_remote
 from shardkit.formats.contract import HubModel
 from shardkit.formats.dequantize import take_plain
 from shardkit.layout.choice.choose import OnStep, silent
@@ -283,7 +284,9 @@ def _describe(
 def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
     """Return a name made of model and mesh: "Qwen3-8B-dp_shard32", "Qwen3-8B-dp_replicate2-dp_shard16"."""
     name = "-".join([model.label, *str(mesh).replace("=", "").split(",")])
-    if source is None or is_snapshot(source):  # the place beside a snapshot belongs to the Hub's cache
+    if (
+        source is None or is_remote(source) or is_snapshot(source)
+    ):  # the place beside a snapshot belongs to the Hub's cache
         return name
     home = storage.realpath(source)
     return (

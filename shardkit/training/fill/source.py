@@ -483,11 +483,18 @@ def _file_digest(directory: str) -> str | None:
     """Return a digest of `.metadata`, which has an id of each save; None if there is none."""
     digest = hashlib.sha256()
     try:
-        with storage.open_file(os.path.join(directory, METADATA), "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        fd = storage.open_fd(os.path.join(directory, METADATA), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+    try:
+        at = 0
+        while block := storage.pread(fd, 1 << 20, at):
+            digest.update(block)
+            at += len(block)
+    except OSError:
+        return None
+    finally:
+        storage.close_fd(fd)
     return digest.hexdigest()
 
 
@@ -503,8 +510,11 @@ def _samples(catalog: Catalog) -> str:
         start = first + nbytes // 2
         size = min(_SAMPLE_NBYTES, first + nbytes - start)
         try:
-            with storage.open_file(file.path, "rb", buffering=0) as stream:
-                digest.update(storage.pread(stream.fileno(), size, start))
+            fd = storage.open_fd(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                digest.update(storage.pread(fd, size, start))
+            finally:
+                storage.close_fd(fd)
         except OSError as error:
             raise ResourceError(f"{escape(file.name)}: {error.strerror}") from error
     return digest.hexdigest()

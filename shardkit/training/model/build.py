@@ -303,9 +303,9 @@ def find_config(what: str, revision: str | None) -> str:
     from shardkit.formats.hub.repo import fetch_files, looks_like_repo_id
 
     if storage.isdir(what):
-        return what
+        return storage.local_config(what)
     if storage.isfile(what):
-        return os.path.dirname(what) or os.curdir
+        return storage.local_config(os.path.dirname(what) or os.curdir)
     if looks_like_repo_id(what):
         return fetch_files(what, _CODE_FILES, revision=revision)
     raise SourceError(
