@@ -200,8 +200,8 @@ def _refuse(error: Exception, path: str) -> NoReturn:
     if isinstance(error, denied) or status in (401, 403):
         raise ResourceError(
             f"{where}: the store denies access ({said})",
-            hint="give credentials that may list and read it, as for the store's own tools (AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ...)",
+            hint="give credentials that may list and read it: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (profiles are "
+            'not read: eval "$(aws configure export-credentials --format env)"), or what the store\'s own tools take',
         ) from None
     if "169.254.169.254" in str(error) or "credential" in str(error).lower():
         raise ResourceError(
@@ -215,8 +215,12 @@ def _refuse(error: Exception, path: str) -> NoReturn:
 
 
 def _describe(meta: Any) -> _Object:
-    modified = int(meta["last_modified"].timestamp() * 1e9)
-    return _Object(meta["size"], meta["e_tag"] or f"{modified}-{meta['size']}", modified)
+    if not meta["e_tag"]:
+        raise ResourceError(
+            f"{escape(meta['path'])}: the store gives no ETag, so a change could not be noticed",
+            hint="copy it to a local disk with the store's own tool",
+        )
+    return _Object(meta["size"], meta["e_tag"], int(meta["last_modified"].timestamp() * 1e9))
 
 
 def _listing(path: str) -> _Listing:

@@ -162,7 +162,7 @@ def inspect(
     if not storage.lexists(path):
         raise SourceError(
             f"{escape(path)}: no such file or directory",
-            hint="inspect reads local paths; bring a Hub model here with: hf download ORGANISATION/NAME",
+            hint="inspect reads local paths and those of object stores; bring a Hub model here with: hf download ORGANISATION/NAME",
         )
     directory = path if storage.isdir(path) else os.path.dirname(path) or os.curdir
     if storage.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
