@@ -27,6 +27,7 @@ from shardkit.errors import IncompleteError, Interrupted, ResourceError, UsageEr
 from shardkit.files import manifest, storage
 from shardkit.files.shared import has_commits
 from shardkit.files.staging import Staging, abandoned, identity_of, journal_of, named, remove_abandoned
+from shardkit.files.stores import is_remote
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.destination import (
     Replaceable,
@@ -244,11 +245,14 @@ def _stamp(file: ReadFile) -> FileStamp | None:
 def _shared_stamp(file: ReadFile) -> list[int | str] | None:
     """Return a stamp that is the same on all machines: numbers of inodes and devices are not.
 
-    In the Hub's cache a file is named after its content, and each machine may have a cache of its own.
+    In the Hub's cache a file is named after its content, and each machine may have a cache of its own. What stands for the
+    inode of an object in a store is its version.
     """
     stamp = _stamp(file)
     if stamp is None:
         return None
+    if is_remote(file.path):
+        return [stamp.size, stamp.inode]
     place, name = os.path.split(storage.realpath(file.path))
     if os.path.basename(place) == "blobs":
         return [stamp.size, name]

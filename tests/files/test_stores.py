@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -227,6 +228,26 @@ def test_the_output_has_the_same_bytes(served: Path, tmp_path: Path, verb: str) 
     WRITES[verb](S3, tmp_path / "remote")
     WRITES[verb](str(served), tmp_path / "local")
     assert written(tmp_path / "remote") == written(tmp_path / "local")
+
+
+def test_parts_read_from_a_store(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they record names the object, wherever they are started; another version of it is another plan."""
+    WRITES["preshard"](str(served), tmp_path / "whole")
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"world_size": 2, "wrap": "none"}
+    shardkit.preshard(f"{S3}/hub", "out", part="1/2", **options)
+    (left,) = tmp_path.glob(".out.shardkit-parts-*")
+    assert json.loads((left / "plan.json").read_text())["command"]["options"]["source"] == f"{S3}/hub"
+    with monkeypatch.context() as other:
+        other.setattr(stores, "_status", lambda said, path, ask=stores._status: ask(said, path + "?"))
+        stores.forget()
+        with pytest.raises(shardkit.UsageError, match="parts of another plan"):
+            shardkit.preshard(f"{S3}/hub", "out", part="2/2", **options)
+    stores.forget()
+    last = shardkit.preshard(f"{S3}/hub", "out", part="2/2", **options)
+    assert last.part is not None
+    assert last.part.is_committed
+    assert written(tmp_path / "out") == written(tmp_path / "whole")
 
 
 def test_reports_are_the_same(served: Path) -> None:

@@ -54,7 +54,7 @@ class Command:
         for name in _PATHS:
             given = options.get(name)
             if isinstance(given, str) and storage.exists(given):
-                options[name] = os.path.abspath(given)
+                options[name] = storage.absolute(given)
         return cls(verb=verb, options=options)
 
     def settings(self) -> dict[str, Any]:

@@ -439,7 +439,7 @@ class Divided:
 
 def absolute(output: str) -> str:
     """Return the path of a destination, with all links above it resolved."""
-    path = os.path.abspath(output)
+    path = storage.absolute(output)
     return os.path.join(storage.realpath(os.path.dirname(path)), os.path.basename(path))
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from shardkit.errors import UsageError
+from shardkit.files import storage
 from shardkit.files.shared import remove_marks
 from shardkit.operations.parts.agreement import Command, Committing
 from shardkit.operations.parts.divided import PartResult
@@ -80,7 +81,7 @@ def in_pool(verb: Callable[..., _R], arguments: Mapping[str, Any]) -> _R:
         raise UsageError("name the output: workers of a pool have working directories of their own")
     options = {name: value for name, value in arguments.items() if name not in _OWN}
     options |= {n: v for n, v in Command.of(verb.__name__, options).options.items() if n in options}
-    options["output"] = os.path.abspath(os.fspath(arguments["output"]))
+    options["output"] = storage.absolute(os.fspath(arguments["output"]))
     if arguments["dry_run"]:
         return verb(**options, **{name: arguments[name] for name in _HERE if name in arguments})
     result = _whole(verb, options, _run_all(verb, options, executor, num_parts))
