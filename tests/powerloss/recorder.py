@@ -15,10 +15,16 @@ CHANGING = (
     *("open_fd", "close_fd", "pwrite", "write", "ftruncate", "fsync", "mkdir", "rmdir", "unlink"),
     *("rename", "renameat2", "clone_range"),
 )
+UNKNOWN = ("hard_link", "symbolic_link")
+"""Calls that change files and that no scenario makes: the log has no links."""
 READING = (
     *("pread", "preadv"),
     *("access", "fstat", "listdir", "lstat", "readlink", "scandir", "stat", "walk"),
 )
+
+
+def _refuse(*arguments: Any, **_: Any) -> None:
+    raise AssertionError(f"a link is made, which is not recorded: {arguments}")
 
 
 class Recorder:
@@ -45,6 +51,8 @@ class Recorder:
         """Put this in front of the names of `storage`."""
         for name in CHANGING:
             setattr(storage, name, self._recorded(getattr(self, f"_{name}")))
+        for name in UNKNOWN:
+            setattr(storage, name, _refuse)
 
     def _recorded(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
