@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import MAX_LINES, Output, count, facts, make_progress, more, short_dtype, table
+from shardkit.cli.output import MAX_LINES, Output, count, facts, make_progress, more, table
+from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, format_size
 from shardkit.operations.diff import SORTS, DiffResult, TensorDiff, diff
 

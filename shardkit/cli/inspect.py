@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import MAX_LINES, Output, count, facts, limited, more, short_dtype, size_runs, table
+from shardkit.cli.output import MAX_LINES, Output, count, facts, limited, more, size_runs, table
+from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, format_size
 from shardkit.operations.inspect import InspectedFile, InspectedTargets, InspectResult, inspect
 

@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli.output import Output
+from shardkit.core.dtypes import short_dtype
 
 if TYPE_CHECKING:
     from shardkit.operations.parts.part import Part
+
+    _Choice = click.Choice[str]
+else:
+    _Choice = click.Choice  # which click 8.1 cannot subscribe
 
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
@@ -42,9 +47,16 @@ def on_or_off(name: str, *, help: str) -> Option:
     )
 
 
+class _DType(_Choice):
+    """A choice of dtypes, which may also be written as torch has them: bfloat16, torch.bfloat16."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(short_dtype(value), param, ctx)
+
+
 def dtype(name: str, *choices: str, help: str, default: str | None = "keep") -> Option:
     """Return an option for the dtype that floating tensors are converted to; `choices` are allowed too."""
-    values = click.Choice(["keep", *choices, "bf16", "fp16", "fp32"])
+    values = _DType(["keep", *choices, "bf16", "fp16", "fp32"])
     return click.option(name, type=values, default=default, show_default=True, help=help)
 
 

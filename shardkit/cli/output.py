@@ -26,7 +26,6 @@ MAX_LINES = 20
 """Most lines of one list for people; --json has all."""
 
 _GAP = "  "
-_SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _REDRAW_S = 0.1
 
 
@@ -230,11 +229,6 @@ def limited(label: str, items: Sequence[str]) -> list[tuple[str, str]]:
 def more(num_items: int) -> str:
     """Return the line that stands for the items after the first MAX_LINES."""
     return f"... {num_items - MAX_LINES} more, see --json"
-
-
-def short_dtype(name: str) -> str:
-    """Return the name that `--dtype` uses, or torch's."""
-    return _SHORT_DTYPES.get(name, name)
 
 
 def size_runs(sizes: Sequence[int]) -> list[tuple[str, str]]:

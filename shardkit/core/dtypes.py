@@ -68,6 +68,13 @@ CASTS: dict[str, DType] = {
     "fp32": BY_NAME["float32"],
 }
 """What `--dtype` may ask for, apart from `keep`."""
+_SHORT = {dtype.name: short for short, dtype in CASTS.items()} | {"float64": "fp64"}
+
+
+def short_dtype(said: object) -> str:
+    """Return the short name of a dtype: "bf16" for "bfloat16" and torch.bfloat16; what has none as torch names it."""
+    name = str(said).removeprefix("torch.")
+    return _SHORT.get(name, name)
 
 
 def wide_among_half(dtypes: Mapping[str, DType]) -> frozenset[str] | None:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.catalog import Catalog
-from shardkit.core.dtypes import BY_NAME, CASTS, DType, most_bytes, narrower, wide_among_half
+from shardkit.core.dtypes import BY_NAME, CASTS, DType, most_bytes, narrower, short_dtype, wide_among_half
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import UsageError
 from shardkit.files import manifest, storage
@@ -88,7 +88,8 @@ def parse_rules(rules: Iterable[str]) -> tuple[DtypeRule, ...]:
     """
     found, problems = list[DtypeRule](), list[str]()
     for rule in rules:
-        glob, is_rule, dtype = rule.rpartition("=")
+        glob, is_rule, said = rule.rpartition("=")
+        dtype = short_dtype(said)
         if not is_rule or not glob or dtype not in (KEEP, *CASTS):
             problems.append(escape(rule))
         found.append(DtypeRule(glob, dtype))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import MIB, count, escape, parse_size
 from shardkit.core.threads import Progress
 from shardkit.errors import IntegrityError, UsageError
@@ -156,6 +157,7 @@ def consolidate(
         ResourceError: disk, permission or network.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
+    dtype = short_dtype(dtype)
     if executor is not None or num_parts is not None:
         return in_pool(consolidate, locals())
     command, share = None if part is None else Command.of("consolidate", locals()), as_share(part)

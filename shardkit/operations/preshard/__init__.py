@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from shardkit import formats
+from shardkit.core.dtypes import short_dtype
 from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.text import MIB
 from shardkit.core.threads import Progress
@@ -184,6 +185,7 @@ def preshard(
         IncompleteError: a process died that computed factors; what was finished is kept.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
+    dtype = None if dtype is None else short_dtype(dtype)
     if executor is not None or num_parts is not None:
         return in_pool(preshard, locals())
     command, share = None if part is None else Command.of("preshard", locals()), as_share(part)

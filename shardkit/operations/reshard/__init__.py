@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from shardkit.core.dtypes import short_dtype
 from shardkit.core.mesh import parse_mesh
 from shardkit.core.text import MIB, escape
 from shardkit.core.threads import Progress
@@ -147,6 +148,7 @@ def reshard(
         ResourceError: disk or permission.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
+    dtype, optimizer_dtype = short_dtype(dtype), short_dtype(optimizer_dtype)
     if executor is not None or num_parts is not None:
         return in_pool(reshard, locals())
     command, share = None if part is None else Command.of("reshard", locals()), as_share(part)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit.core.dtypes import BY_NAME, CASTS
+from shardkit.core.dtypes import BY_NAME, CASTS, short_dtype
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.files import storage
@@ -231,7 +231,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         UsageError: it is not the name of one.
     """
     if isinstance(dtype, str):
-        found = CASTS.get(dtype) or BY_NAME.get(dtype)
+        found = CASTS.get(short_dtype(dtype)) or BY_NAME.get(dtype)
         dtype = getattr(torch, found.name) if found is not None and found.is_convertible else dtype
     if dtype is None or (isinstance(dtype, torch.dtype) and _is_convertible(dtype)):
         return dtype
