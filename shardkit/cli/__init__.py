@@ -27,9 +27,11 @@ from shardkit.errors import Terminated
 _COMMANDS = {
     "cache": "Show what is kept of transformers' answers, or remove it.",
     "commit": "Make the output that parts of a job have written.",
+    "completion": "Print a script that has a shell complete commands, options and paths.",
     "consolidate": "Write any trainer's sharded checkpoint as a Hub model.",
     "diff": "Compare two checkpoints of any formats, tensor by tensor.",
     "env": "Show versions and settings, to paste into a bug report.",
+    "help": "Show what a command does and its options.",
     "inspect": "Show what a model or a checkpoint holds.",
     "keys": "Show what tensors are on the Hub or in a model, and check rules for it.",
     "manifest": "Record the checksum of every file of a checkpoint, to verify it later.",
@@ -38,7 +40,9 @@ _COMMANDS = {
     "status": "Show how far the parts of a job are, or give it up.",
     "verify": "Check that a checkpoint is whole and holds what was written.",
 }
-"""Name -> the line in `shardkit --help`; the module `shardkit.cli.<name>` has the command."""
+"""Name -> the line in `shardkit --help`; the module `shardkit.cli.<name>` has it as `command`."""
+_SHARED = {"commit": "parts", "completion": "shell", "help": "shell", "status": "parts"}
+"""Name -> module, where one has several; it has them as `<name>_command`."""
 
 
 class Commands(click.Group):
@@ -57,7 +61,8 @@ class Commands(click.Group):
         """Import a command."""
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"shardkit.cli.{cmd_name}").command
+        module = import_module(f"shardkit.cli.{_SHARED.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, f"{cmd_name}_command" if cmd_name in _SHARED else "command")
         return command
 
     def resolve_command(
@@ -137,7 +142,7 @@ Examples:
   shardkit consolidate last.ckpt/
   shardkit inspect Qwen3-8B-dp_shard32
 
-Every command has --help, and --json for its result as one JSON document.""",
+Every command has --help; those with a result have --json for it as one JSON document.""",
 )
 @click.version_option(__version__, "-V", "--version", message="shardkit %(version)s")
 def main() -> None:

@@ -36,10 +36,11 @@ Examples:
   shardkit consolidate last.ckpt/
   shardkit consolidate outputs/run1 my-model --base Qwen/Qwen3-8B --dtype bf16 --dry-run""",
 )
-@click.argument("checkpoint")
-@click.argument("output", required=False)
+@click.argument("checkpoint", type=opt.PATH)
+@click.argument("output", type=opt.PATH, required=False)
 @click.option(
     "--base",
+    type=opt.PATH,
     metavar="MODEL",
     help="The model that it was trained from, a Hub directory or repo id: for config, tokenizer, names, shapes.",
 )
@@ -61,7 +62,12 @@ Examples:
 )
 @click.option("--keep-factors", is_flag=True, help="Write the factors of OSFT as they are, not folded.")
 @click.option("--merge-lora", is_flag=True, help="Add an adapter to the weights that it was trained on.")
-@click.option("--adapter-config", metavar="FILE", help="Adapter settings, if base and checkpoint have none.")
+@click.option(
+    "--adapter-config",
+    type=opt.PATH,
+    metavar="FILE",
+    help="Adapter settings, if base and checkpoint have none.",
+)
 @click.option("--check", is_flag=True, help="First compare the checkpoint with the checksums in it.")
 @opt.recording
 @opt.publishing

@@ -29,8 +29,8 @@ Examples:
   shardkit diff last.ckpt last-hf
   shardkit diff run-a run-b --stats --sort difference --include '*.mlp.*'""",
 )
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=opt.PATH)
+@click.argument("b", type=opt.PATH)
 @click.option("--rtol", type=float, metavar="X", help="Equal where |a - b| <= atol + rtol * |b|.")
 @click.option("--atol", type=float, metavar="X", help="The same; each is 0 if only the other is given.")
 @click.option("--stats", is_flag=True, help="Show how much they differ: largest differences, ulps, cosine.")

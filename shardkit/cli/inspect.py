@@ -23,7 +23,7 @@ Examples:
   shardkit inspect Qwen3-8B-dp_shard32
   shardkit inspect last.ckpt --tensors --json""",
 )
-@click.argument("path")
+@click.argument("path", type=opt.PATH)
 @click.option("--tensors", is_flag=True, help="List every tensor; otherwise layers and experts are folded.")
 @opt.follow_links
 @opt.as_json

@@ -30,7 +30,10 @@ def command() -> None:
 
 
 base = click.option(
-    "--base", metavar="MODEL", help="The model whose config.json has the numbers that rules need."
+    "--base",
+    type=opt.PATH,
+    metavar="MODEL",
+    help="The model whose config.json has the numbers that rules need.",
 )
 
 
@@ -42,8 +45,8 @@ Examples:
   shardkit keys check rules.toml last.ckpt
   shardkit keys check torchtitan-llama3 last.ckpt --base meta-llama/Llama-3.1-8B""",
 )
-@click.argument("rules")
-@click.argument("source")
+@click.argument("rules", type=opt.PATH)
+@click.argument("source", type=opt.PATH)
 @base
 @opt.follow_links
 @opt.as_json
@@ -69,7 +72,7 @@ Examples:
   shardkit keys show Qwen/Qwen3-30B-A3B
   shardkit keys show last.ckpt --base meta-llama/Llama-3.1-8B --json""",
 )
-@click.argument("source")
+@click.argument("source", type=opt.PATH)
 @base
 @opt.follow_links
 @opt.as_json

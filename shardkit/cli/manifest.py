@@ -22,9 +22,13 @@ Examples:
   shardkit manifest last.ckpt
   shardkit manifest my-model --sha256 --output my-model.json""",
 )
-@click.argument("path")
+@click.argument("path", type=opt.PATH)
 @click.option(
-    "--output", "-o", metavar="FILE", help="The manifest to make; default PATH.shardkit.json, beside PATH."
+    "--output",
+    "-o",
+    type=opt.PATH,
+    metavar="FILE",
+    help="The manifest to make; default PATH.shardkit.json, beside PATH.",
 )
 @click.option("--inside", is_flag=True, help="Put it into PATH, as shardkit.json.")
 @opt.sha256

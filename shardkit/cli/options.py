@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 else:
     _Choice = click.Choice  # which click 8.1 cannot subscribe
 
+PATH = click.Path(readable=False)
+"""A path as it was typed, which shells complete. Whoever opens it says what is wrong with it."""
+
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
 
@@ -226,7 +229,9 @@ recording = group(
     click.option(
         "--manifest", is_flag=True, help="Put shardkit.json, with sizes and digests, into the output."
     ),
-    click.option("--manifest-file", metavar="FILE", help="Write the manifest to FILE, outside the output."),
+    click.option(
+        "--manifest-file", type=PATH, metavar="FILE", help="Write the manifest to FILE, outside the output."
+    ),
 )
 writing = group(
     dry_run,
@@ -238,6 +243,7 @@ writing = group(
     ),
     click.option(
         "--resume-from",
+        type=PATH,
         metavar="DIR",
         help="Continue from this .OUTPUT.shardkit-... directory, which another host left.",
     ),
@@ -257,6 +263,7 @@ moving = group(
     ),
     click.option(
         "--source-manifest",
+        type=PATH,
         metavar="FILE",
         help="Compare with this manifest of the source too; one in or beside the source is found without this.",
     ),

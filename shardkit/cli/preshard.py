@@ -37,8 +37,8 @@ Examples:
   shardkit preshard Qwen/Qwen3-8B --world-size 32
   shardkit preshard ./my-model out --mesh dp_replicate=2,dp_shard=16 --dtype bf16 --dry-run""",
 )
-@click.argument("source")
-@click.argument("output", required=False)
+@click.argument("source", type=opt.PATH)
+@click.argument("output", type=opt.PATH, required=False)
 @opt.mesh
 @click.option(
     "--wrap",

@@ -33,8 +33,8 @@ Examples:
   shardkit reshard runs/last.ckpt last-64.ckpt --world-size 64
   shardkit reshard checkpoints out --mesh dp_replicate=2,dp_shard=16 --optimizer-dtype bf16 --dry-run""",
 )
-@click.argument("checkpoint")
-@click.argument("output")
+@click.argument("checkpoint", type=opt.PATH)
+@click.argument("output", type=opt.PATH)
 @opt.mesh
 @opt.dtype("--dtype", help="Convert floating tensors outside the optimizer; scalars stay.")
 @opt.dtype("--optimizer-dtype", help="Convert the optimizer's floating tensors; scalars such as step stay.")

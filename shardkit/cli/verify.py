@@ -24,14 +24,21 @@ Examples:
   shardkit verify last.ckpt
   shardkit verify Qwen3-8B-dp_shard32 --full""",
 )
-@click.argument("path")
+@click.argument("path", type=opt.PATH)
 @click.option("--full", is_flag=True, help="Read every byte that has a recorded checksum.")
 @click.option(
     "--read", metavar="AMOUNT", help="Read this much, in chunks chosen at random: 5% of the bytes, or 50GiB."
 )
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed for --read.")
-@click.option("--manifest", metavar="FILE", help="Compare with this manifest, which lies elsewhere.")
-@click.option("--against", metavar="OTHER", help="Compare its weights bit by bit with another checkpoint's.")
+@click.option(
+    "--manifest", type=opt.PATH, metavar="FILE", help="Compare with this manifest, which lies elsewhere."
+)
+@click.option(
+    "--against",
+    type=opt.PATH,
+    metavar="OTHER",
+    help="Compare its weights bit by bit with another checkpoint's.",
+)
 @click.option(
     "--rounded",
     is_flag=True,

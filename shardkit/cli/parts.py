@@ -1,0 +1,105 @@
+"""`shardkit commit` and `shardkit status`, of jobs that are divided into parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from shardkit.cli import options as opt
+from shardkit.cli.output import Output, check_facts, count, facts, headline, limited, make_progress
+from shardkit.core.text import escape, format_size
+
+if TYPE_CHECKING:
+    from shardkit.operations.commit import CommitResult, PartStatus, PlanStatus, StatusResult
+
+
+@click.command(
+    name="commit",
+    epilog="""\b
+Examples:
+  shardkit commit Qwen3-8B-dp_shard1024
+  shardkit commit Qwen3-8B-dp_shard1024 --wait 120""",
+)
+@click.argument("output", type=opt.PATH)
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    default=0,
+    metavar="SECONDS",
+    help="Wait for parts that are not finished, or that a network file system does not show yet.",
+)
+@opt.overwrite("output, even if the parts were not told to")
+@opt.reporting
+def commit_command(*, out: Output, output: str, wait: float, overwrite: bool) -> None:
+    """Make OUTPUT of what all parts of a job have written, with one rename.
+
+    It may run any number of times, and several may run at once. The last part to finish does the same by itself.
+    """
+    from shardkit.operations.commit import commit
+
+    progress = make_progress(enabled=out.shows_bars)
+    out.result(
+        commit(output, wait=wait, overwrite=overwrite, progress=progress, on_warning=out.warn), _render_commit
+    )
+
+
+def _render_commit(result: CommitResult) -> list[str]:
+    """Return a result as lines for people."""
+    if result.by_another:
+        return [f"{escape(result.output)} is there"]
+    return [headline(result.output, dry_run=False), *facts(_commit_facts(result))]
+
+
+def _commit_facts(result: CommitResult) -> Iterator[tuple[str, str]]:
+    yield "parts", f"{count(result.num_files, 'file')}, {format_size(result.written_bytes)}"
+    yield from check_facts(result)
+    yield "time", f"{result.elapsed_s:.2f} s"
+
+
+@click.command(
+    name="status",
+    epilog="""\b
+Examples:
+  shardkit status Qwen3-8B-dp_shard1024
+  shardkit status Qwen3-8B-dp_shard1024 --abort""",
+)
+@click.argument("output", type=opt.PATH)
+@click.option("--abort", is_flag=True, help="Remove what parts have written and nobody has committed.")
+@opt.as_json
+def status_command(*, output: str, abort: bool, as_json: bool) -> None:
+    """Show how far the parts of a job are that write OUTPUT, and who is missing."""
+    from shardkit.operations.commit import status
+
+    Output(as_json=as_json).result(status(output, abort=abort), _render_status)
+
+
+def _render_status(result: StatusResult) -> list[str]:
+    """Return a result as lines for people."""
+    is_there = f"{escape(result.output)} {'is' if result.is_there else 'is not'} there"
+    if result.aborted:
+        return [f"{is_there}; what parts had written was removed"]
+    return [is_there, *(line for plan in result.plans for line in facts(_plan_facts(plan)))]
+
+
+def _plan_facts(plan: PlanStatus) -> Iterator[tuple[str, str]]:
+    yield "plan", f"{escape(plan.verb)} {escape(plan.plan[:16])}, begun in {count(plan.num_parts, 'part')}"
+    if plan.is_committed:
+        yield "state", "committed; parts that come late will see it, and shardkit commit removes what is left"
+        return
+    yield (
+        "finished",
+        f"{plan.finished_files} of {count(plan.num_files, 'file')}, {format_size(plan.finished_bytes)} of "
+        f"{format_size(plan.file_bytes)}",
+    )
+    yield from limited("part", [_part(part) for part in plan.parts])
+    missing = [f"part {part}: {count(number, 'file')}; {typed}" for part, number, typed in plan.missing]
+    yield from limited("missing", missing)
+    if not missing:
+        yield "next", "shardkit commit"
+
+
+def _part(part: PartStatus) -> str:
+    found = f", {escape(part.found)}" if part.found else ""
+    return f"{part.part}: {'ended' if part.is_done else 'begun'} on {escape(part.host)}, process {part.pid}{found}"
