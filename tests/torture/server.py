@@ -29,6 +29,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+import click
 import numpy  # noqa: F401 (what a run would import)
 import torch
 
@@ -148,7 +149,7 @@ def serve(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     for command in COMMANDS:
-        import_module(f"shardkit.cli.{command}")
+        assert main.get_command(click.Context(main), command) is not None  # imports it
         import_module(f"shardkit.operations.{command}")
     for name in ALSO:
         import_module(name)
