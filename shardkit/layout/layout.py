@@ -124,7 +124,7 @@ UNCHECKED = "names were not checked against a model"
 # Buffers of torch's and transformers' modules, by the last segment of their names.
 _BUFFERS = frozenset(
     "running_mean running_var num_batches_tracked inv_freq position_ids token_type_ids relative_position_index"
-    " masked_bias cos_cached sin_cached e_score_correction_bias".split()
+    " masked_bias cos_cached sin_cached e_score_correction_bias final_logits_bias".split()
 )
 
 

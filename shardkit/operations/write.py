@@ -29,6 +29,7 @@ from shardkit.files.shared import has_commits
 from shardkit.files.staging import Staging, abandoned, identity_of, journal_of, named, remove_abandoned
 from shardkit.files.stores import is_remote
 from shardkit.formats.recorded import SourceManifests, find_manifests
+from shardkit.operations.ahead import Ahead, Expected, Underway
 from shardkit.operations.destination import (
     Replaceable,
     check_destination,
@@ -303,6 +304,7 @@ class Writer:
         self.writing = writing
         self.has_committed = False
         """True once this process has made the output."""
+        self._ahead: Ahead[Any] | None = None
         self._before: tuple[int, int] | None = None
         self._warnings: tuple[str, ...] = ()
         self._facts: dict[str, Any] = {}
@@ -338,6 +340,28 @@ class Writer:
         self._facts["source_manifests"] = tuple(found.paths)
         return found
 
+    def ahead(self, expect: Callable[[], Expected[Any] | None]) -> None:
+        """Move what will most likely be written, in the background, while the job is being decided.
+
+        `write` goes on with it if it gets the plan of the expected job, and `close` gives it up. Nothing is done where
+        others have a say: in a dry run, in a part, where an interrupted run may be resumed.
+
+        Args:
+            expect: returns what will be written, or None; called in another thread.
+        """
+        writing = self.writing
+        if not (writing.dry_run or writing.share or writing.resume_from or abandoned(self.path)):
+            self._ahead = Ahead(self.path, self._verb, self._progress, expect)
+
+    def expected(self) -> Any:
+        """Return the job that is moved ahead, once it is known; None if there is none."""
+        return None if self._ahead is None else self._ahead.job()
+
+    def close(self) -> None:
+        """Give up what was moved ahead and not written."""
+        if self._ahead is not None:
+            self._ahead.close()
+
     def write(
         self,
         job: Job,
@@ -370,17 +394,19 @@ class Writer:
         resume_from = None if writing.resume_from is None else os.fspath(writing.resume_from)
         if resume_from is not None:
             resume_from = _check_resume_from(resume_from, self.path, hash_plan(job), resume=writing.resume)
-        free, part = free_bytes(self.path), None
+        underway = None if self._ahead is None else self._ahead.take(job.plan)
+        free, part = free_bytes(self.path) if underway is None else underway.free_bytes, None
         if writing.share is not None:
             assert fill is None, "factors are computed by one process"
             part, source = self._share(job, describe, writing.share, needed_bytes)
             finished = 0 if part is None else part.resumed_files
         else:
-            check_space(self.path, needed_bytes, resume_from=resume_from)
+            if underway is None:
+                check_space(self.path, needed_bytes, resume_from=resume_from)
             if writing.dry_run:
                 finished, source = 0, CheckedSource()
             else:
-                finished, source = self._run(job, describe, resume_from, fill)
+                finished, source = self._run(job, describe, resume_from, fill, underway)
                 self.has_committed = True
         self._facts |= {
             "num_files": len(sizes),
@@ -478,19 +504,29 @@ class Writer:
         )
 
     def _run(
-        self, job: Job, describe: Describe, resume_from: str | None, fill: Fill | None
+        self,
+        job: Job,
+        describe: Describe,
+        resume_from: str | None,
+        fill: Fill | None,
+        underway: Underway | None,
     ) -> tuple[int, CheckedSource]:
         """Return how many files an interrupted run had finished, and how much of the source was compared."""
         plan_hash, path, overwrite = hash_plan(job), self.path, self.writing.overwrite
-        check = SourceCheck(job.plan.catalog) if self.options.check_source else None
         staging: Staging | None = None
+        finished: dict[str, FileDigest] = {}
         try:
-            staging = self._staging(plan_hash, resume_from)
-            remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
-            self._progress.start(job.plan.hole_bytes, self._verb)
-            finished = _finished(job, plan_hash, staging, self._progress, check)
+            if underway is not None:
+                staging, check = underway.staging, underway.check
+            else:
+                check = SourceCheck(job.plan.catalog) if self.options.check_source else None
+                staging = self._staging(plan_hash, resume_from)
+                remove_abandoned(path)  # of other plans, or to begin anew: their room may be needed
+                self._progress.start(job.plan.hole_bytes, self._verb)
+                finished = _finished(job, plan_hash, staging, self._progress, check)
             with (
                 _translated(staging.path),
+                contextlib.closing(self),  # nothing is moved any more when others look at the directory
                 contextlib.closing(Journal(staging.journal, plan_hash, staging.data)) as journal,
                 describe(staging.data) as descriptions,
             ):
@@ -551,16 +587,19 @@ class Writer:
             journal.add(digest, None if check is None else check.dump(runs))
             descriptions.add_file(digest)
 
-        execution = Execution(
-            job.plan,
-            staging.data,
-            self.options,
-            finished=finished,
-            on_finished=on_finished,
-            progress=self._progress,
-            check=check,
-        )
-        digests, scattered = execution.run()
+        if self._ahead is not None and self._ahead.is_taken:
+            digests, scattered = self._ahead.finish(on_finished)
+        else:
+            execution = Execution(
+                job.plan,
+                staging.data,
+                self.options,
+                finished=finished,
+                on_finished=on_finished,
+                progress=self._progress,
+                check=check,
+            )
+            digests, scattered = execution.run()
         descriptions.finish(digests, {**scattered, **crcs})
 
     def _staging(self, plan_hash: str, resume_from: str | None) -> Staging:

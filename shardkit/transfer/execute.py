@@ -133,7 +133,7 @@ class Execution:
         progress: Progress,
         check: SourceCheck | None = None,
     ) -> None:
-        self._plan, self._directory, self._options = plan, directory, options
+        self.plan, self._directory, self._options = plan, directory, options
         self._digests = dict(finished)
         self._left, self._skipped = frozenset(left), frozenset(finished) | frozenset(left)
         self._on_finished, self._source_check = on_finished, check
@@ -158,16 +158,18 @@ class Execution:
             IntegrityError: a source changed, or is not what it records.
             ResourceError: the system cannot read or write.
             KeyboardInterrupt: once no thread writes any more.
+            CancelledError: after `stop`.
         """
-        files = self._plan.catalog.files
+        files = self.plan.catalog.files
         with (
-            one_thread_each(self._plan.needs_torch),
+            one_thread_each(self.plan.needs_torch),
             SourceFiles(files, self._options.recent_bytes, check=self._source_check) as sources,
         ):
             try:
                 self._create_files()
                 self._in_threads(self._scatter_jobs(sources))
                 self._in_threads(self._task_jobs(sources))
+                self._check()  # threads that are stopped between two jobs end in silence
                 until_done(self._syncs)
                 for sync in self._syncs:
                     sync.result()
@@ -182,13 +184,17 @@ class Execution:
             sources.finish(hint=_DAMAGED)
         return self._digests, {fqn: crc for fqn, crc in self.scattered.items() if crc is not None}
 
+    def stop(self) -> None:
+        """Let `run`, in another thread, end soon; files that are whole by then are still handed over."""
+        self._stop.set()
+
     def _create_files(self) -> None:
         """Create every unfinished file at its full size: gaps are zeros, and a missing write shows.
 
         A file in which somebody has filled holes has that size, and nothing else in it but what this plan puts there.
         """
-        kept = {image for holes in self._plan.filled.values() for image, _ in holes}
-        for number, image in enumerate(self._plan.images):
+        kept = {image for holes in self.plan.filled.values() for image, _ in holes}
+        for number, image in enumerate(self.plan.images):
             if image.name in self._skipped:
                 continue
             with self._opened(image, os.O_CREAT | (0 if number in kept else os.O_TRUNC)) as fd:
@@ -197,11 +203,11 @@ class Execution:
                 self._submit_finish(image, _ImageState())
 
     def _scatter_jobs(self, sources: SourceFiles) -> list[Callable[[], None]]:
-        if not self._plan.scattered:
+        if not self.plan.scattered:
             return []
-        images, options = self._plan.images, self._options
+        images, options = self.plan.images, self._options
         scatter = Scatter(
-            self._plan.catalog,
+            self.plan.catalog,
             sources,
             lambda image: self._target(images[image]),
             self._controls,
@@ -209,12 +215,10 @@ class Execution:
         )
 
         def job(fqn: str) -> None:
-            holes = [
-                (n, hole) for n, hole in self._plan.scattered[fqn] if images[n].name not in self._skipped
-            ]
+            holes = [(n, hole) for n, hole in self.plan.scattered[fqn] if images[n].name not in self._skipped]
             if not holes and (self._left or fqn in self.scattered):
                 return
-            dtype = self._plan.scattered[fqn][0][1].dtype
+            dtype = self.plan.scattered[fqn][0][1].dtype
             crc, runs = scatter.run(fqn, dtype, holes)
             with self._lock:
                 self.scattered[fqn] = crc
@@ -226,28 +230,28 @@ class Execution:
                 job(fqn)
 
         # What is made together follows one another, and no two groups are in memory at a time.
-        catalog, whole = self._plan.catalog, dict[str, int]()
-        for fqn in self._plan.scattered:
+        catalog, whole = self.plan.catalog, dict[str, int]()
+        for fqn in self.plan.scattered:
             for row in catalog.tensors[fqn].chunk_ids:
                 if catalog.files[catalog.chunks.file[row]].is_converted:
                     whole[fqn] = catalog.chunks.file[row]
         jobs: list[Callable[[], None]] = [
-            partial(job, fqn) for fqn in self._plan.scattered if fqn not in whole
+            partial(job, fqn) for fqn in self.plan.scattered if fqn not in whole
         ]
         return [partial(one_by_one, sorted(whole, key=whole.__getitem__)), *jobs] if whole else jobs
 
     def _task_jobs(self, sources: SourceFiles) -> list[Callable[[], None]]:
-        tasks = [t for t in self._plan.tasks if self._plan.images[t.image].name not in self._skipped]
+        tasks = [t for t in self.plan.tasks if self.plan.images[t.image].name not in self._skipped]
         for task in tasks:
             self._states.setdefault(task.image, _ImageState()).tasks_left += 1
         return [partial(self._run_task, task, sources) for task in tasks]
 
     def _run_task(self, task: Task, sources: SourceFiles) -> None:
-        image = self._plan.images[task.image]
+        image = self.plan.images[task.image]
         filler = getattr(self._thread, "filler", None)
         if filler is None:
             filler = self._thread.filler = Filler(
-                self._plan,
+                self.plan,
                 sources,
                 self._controls,
                 buffer_bytes=self._options.buffer_bytes,

@@ -9,12 +9,13 @@ Internal: import from `shardkit`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardkit import formats
 from shardkit.core.dtypes import short_dtype
@@ -31,6 +32,7 @@ from shardkit.formats.dequantize import take_plain
 from shardkit.layout.choice.choose import OnStep, silent
 from shardkit.layout.choice.parallel_rules import parse_parallel_rules
 from shardkit.layout.layout import Layout, TensorLayout
+from shardkit.operations.ahead import Expected
 from shardkit.operations.casts import dequantized_as, parse_rules
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
@@ -38,7 +40,7 @@ from shardkit.operations.destination import check_space
 from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.preshard.factors import OsftResult, OsftRun
-from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job
+from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job, expect_job
 from shardkit.operations.preshard.profiles import find_profile, write_companions
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
 from shardkit.osft.plan import OsftPlan, as_plan
@@ -243,21 +245,32 @@ def preshard(
     plain = take_plain(opened, dequantize=dequantize, dtype=dequantized_as(dtype, options.dtype_rules))
     assert plain.hub is not None
     path = writer.check_destination(os.fspath(output or _default_output(plain.hub, local, parsed)), local)
-    job = build_job(plain, parsed, options, on_step or silent)
-    run = OsftRun.of(plan, job.factored, jobs=jobs, max_memory=max_memory)
-    writer.warn(job.warnings)
-    shared = _shareable_bytes(job)
-    shares = shared > 0 and can_share_extents(plain.hub.catalog, os.path.dirname(path))
-    writer.write(
-        job,
-        partial(_describe, job, run, sha256=sha256),
-        needed_bytes=_needed_bytes(job, path, shared if shares else 0),
-        share_extents=shares,
-        fill=None if run is None else run.fill,
-    )
-    is_mostly_shared = shares and shared > job.plan.written_bytes // 2
+
+    def expect() -> Expected[PreshardJob] | None:
+        expected = expect_job(plain, parsed, options)
+        if expected is None:
+            return None
+        room = _room(expected, path)
+        moving = replace(writer.options, share_extents=room.shared_bytes > 0)
+        return Expected(job=expected, needed_bytes=room.needed_bytes, options=moving)
+
+    def on_trace(text: str) -> None:
+        (on_step or silent)(text)
+        writer.ahead(expect)  # the processor and the disk have little to do meanwhile
+
+    with contextlib.closing(writer):
+        job = build_job(plain, parsed, options, on_trace, writer.expected)
+        run, room = OsftRun.of(plan, job.factored, jobs=jobs, max_memory=max_memory), _room(job, path)
+        writer.warn(job.warnings)
+        writer.write(
+            job,
+            partial(_describe, job, run, sha256=sha256),
+            needed_bytes=room.needed_bytes,
+            share_extents=room.shared_bytes > 0,
+            fill=None if run is None else run.fill,
+        )
     facts = {**writer.facts(job.warnings), "osft": None if run is None else run.result()}
-    return _result(job, source, facts, shares_extents=is_mostly_shared)
+    return _result(job, source, facts, shares_extents=room.shared_bytes > job.plan.written_bytes // 2)
 
 
 def _describe(
@@ -294,6 +307,21 @@ def _default_output(model: HubModel, source: str | None, mesh: Mesh) -> str:
     return (
         os.path.join(os.path.dirname(home), name) if os.path.commonpath([home, os.getcwd()]) == home else name
     )
+
+
+class _Room(NamedTuple):
+    needed_bytes: int
+    """That the run takes on the disk of its output."""
+    shared_bytes: int
+    """Of the images; they take no room, as the source has them."""
+
+
+def _room(job: PreshardJob, path: str) -> _Room:
+    """Return what a job takes on the disk of its output; errors as `_needed_bytes`."""
+    shared = _shareable_bytes(job)
+    if shared and not can_share_extents(job.model.catalog, os.path.dirname(path)):
+        shared = 0
+    return _Room(_needed_bytes(job, path, shared), shared)
 
 
 def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:

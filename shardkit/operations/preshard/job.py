@@ -7,14 +7,14 @@ Building a job reads headers, traces a layout, and reads the bytes of tied tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, format_size, listed
-from shardkit.errors import UsageError
+from shardkit.errors import ShardkitError, UsageError
 from shardkit.formats.contract import Checkpoint, Dequantized, HubModel
 from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
@@ -22,6 +22,7 @@ from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
 from shardkit.keys.expressions import Expression, Opaque, Stored, made_name
 from shardkit.keys.rules import RuleSet, bind_names, foreign_type
 from shardkit.layout.choice.choose import OnStep, make_layout, silent
+from shardkit.layout.choice.expected import expect_layout
 from shardkit.layout.choice.factored import factor_layout
 from shardkit.layout.choice.parallel_rules import ParallelRule, data_axes, parallelise
 from shardkit.layout.layout import Layout, declare
@@ -141,7 +142,11 @@ def _hex(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def build_job(
-    checkpoint: Checkpoint, mesh: Mesh, options: JobOptions, on_step: OnStep = silent
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    options: JobOptions,
+    on_step: OnStep = silent,
+    expected: Callable[[], PreshardJob | None] = lambda: None,
 ) -> PreshardJob:
     """Decide how a Hub model is stored for `mesh`.
 
@@ -150,6 +155,7 @@ def build_job(
         mesh: the device mesh of the job that will load it.
         options: what is asked for.
         on_step: told what takes seconds.
+        expected: returns the job of `expect_job`, if there is one. As far as it was right, it is used.
 
     Raises:
         UsageError: an option does not have such a value, or a policy matches nothing.
@@ -165,9 +171,43 @@ def build_job(
         check_osft(profile, mesh, options.keys)
     _check_no_factors(model, options)
     layout = _placed(_choose_layout(model, mesh, options, on_step), options)
+    return _job_of(checkpoint, layout, options, expected())
+
+
+def expect_job(checkpoint: Checkpoint, mesh: Mesh, options: JobOptions) -> PreshardJob | None:
+    """Return the job that `build_job` will most likely decide, without asking the model's class; None if nothing tells.
+
+    Args:
+        checkpoint: an opened Hub model.
+        mesh: as for `build_job`.
+        options: those of `build_job`, which has checked them.
+    """
+    assert checkpoint.hub is not None
+    profile = options.profile
+    is_usual = options.keys == NONE and not options.parallel and options.osft is None
+    is_usual &= options.names == "live" and options.layout != "declared"
+    is_usual &= profile.form == "dcp" and not profile.key_sets and checkpoint.dequantized is None
+    layout = expect_layout(checkpoint.hub, mesh) if is_usual else None
+    if layout is None or any(name in layout.sources for _, *others in layout.ties for name in others):
+        return None  # whether tied tensors are equal is read from them: once is enough
+    try:
+        return _job_of(checkpoint, below(layout, options.root), options, None)
+    except ShardkitError:  # `build_job` will say it
+        return None
+
+
+def _job_of(
+    checkpoint: Checkpoint, layout: Layout, options: JobOptions, expected: PreshardJob | None
+) -> PreshardJob:
+    """Return the job of a layout. As far as the expected one is the same, its plan is taken."""
+    assert checkpoint.hub is not None
+    model, profile = checkpoint.hub, options.profile
     whole = tuple(_taken_whole(model, layout))
     factored = tuple(factored_weight(target, layout.sources) for target in layout.factored.values())
-    model = replace(model, catalog=_bound(model, layout, factored, options))
+    if expected is not None and layout.made != expected.layout.made:
+        expected = None
+    catalog = _bound(model, layout, factored, options) if expected is None else expected.model.catalog
+    model = replace(model, catalog=catalog)
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     made_of = {name: weight.source for weight in factored for name in weight.factors}
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
@@ -177,8 +217,11 @@ def build_job(
     dtypes = apply_rules(options.dtype_rules, held, dtypes)
     dtypes |= dict.fromkeys(sources.keys() - dense.keys(), FACTOR_DTYPE)
     content = _Content(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes, made_of=made_of)
-    part = _part(model, content, options, checkpoint.dequantized)
-    output = _in_folder(part, profile.folder)
+    if expected is not None and not _is_placed_alike(expected, content):
+        expected = None
+    images = None if expected is None or not isinstance(expected.part, DcpOutput) else expected.part.output
+    part = _part(model, content, options, checkpoint.dequantized, images)
+    output = _in_folder(part, profile.folder) if expected is None else expected.output
     assets = find_assets(profile, model)
     if checkpoint.dequantized is not None and assets:
         profile, assets = with_config(profile, assets, model.config)
@@ -190,7 +233,7 @@ def build_job(
         part=part,
         assets=assets,
         output=output,
-        plan=build_plan(output, model.catalog, made_of),
+        plan=build_plan(output, model.catalog, made_of) if expected is None else expected.plan,
         factored=factored,
         notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),
         warnings=(
@@ -201,6 +244,26 @@ def build_job(
             *rounded_wide(held, dtypes),
         ),
     )
+
+
+def _is_placed_alike(expected: PreshardJob, content: _Content) -> bool:
+    """True if images of the expected job are those of some content: the same tensors, from the same bytes, in the same
+    regions and dtypes."""
+    part, layout = expected.part, content.layout
+    return (
+        isinstance(part, DcpOutput)
+        and part.sources == content.sources
+        and part.dtypes == content.dtypes
+        and _places(part.layout) == _places(layout)
+    )
+
+
+def _places(layout: Layout) -> tuple[Mesh, dict[str, object]]:
+    """Return all of a layout that decides where bytes lie."""
+    return layout.mesh, {
+        fqn: (tensor.shape, tensor.placements, tensor.mesh, tensor.stage)
+        for fqn, tensor in layout.tensors.items()
+    }
 
 
 def _check_keys(options: JobOptions) -> None:
@@ -312,11 +375,15 @@ class _Content:
 
 
 def _part(
-    model: HubModel, content: _Content, options: JobOptions, dequantized: Dequantized | None
+    model: HubModel,
+    content: _Content,
+    options: JobOptions,
+    dequantized: Dequantized | None,
+    images: DcpImages | None,
 ) -> DcpOutput | FilesOutput:
-    """Return the files of ranks, in the form that the profile stores tensors in."""
+    """Return the files of ranks, in the form that the profile stores tensors in; their images may be known."""
     if options.profile.form == "dcp":
-        return _dcp_part(model, content, options, dequantized)
+        return _dcp_part(model, content, options, dequantized, images)
     layout, sources = content.layout, content.sources
     arguments = layout, content.dtypes, sources, content.aliases
     is_verls = options.profile.form == "verl"
@@ -333,12 +400,18 @@ def _part(
 
 
 def _dcp_part(
-    model: HubModel, content: _Content, options: JobOptions, dequantized: Dequantized | None
+    model: HubModel,
+    content: _Content,
+    options: JobOptions,
+    dequantized: Dequantized | None,
+    images: DcpImages | None,
 ) -> DcpOutput:
     layout, aliases, sources = content.layout, content.aliases, content.sources
     derived = _derived(content)
+    if images is None:
+        images = DcpImages(layout, content.dtypes, sources, _phase(model, content.dtypes, sources))
     return DcpOutput(
-        output=DcpImages(layout, content.dtypes, sources, _phase(model, content.dtypes, sources)),
+        output=images,
         layout=layout,
         entries={
             fqn: model.catalog.tensors[content.made_of.get(source, source)] for fqn, source in sources.items()

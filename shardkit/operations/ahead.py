@@ -1,0 +1,191 @@
+"""Moving bytes by an expected plan, while it is still being found out what the plan is.
+
+    find the expected job -> a staging directory -> move            in the background
+    decide the real job   -> is its plan the expected one? take it  meanwhile, in the main thread
+
+Until it is taken, nothing vouches for what was moved: there is no journal, and a run that dies leaves a directory
+that the next one removes. If the real plan is another one, the directory is removed and nothing was gained.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from shardkit.core.threads import Progress, until_done
+from shardkit.errors import ShardkitError
+from shardkit.files import storage
+from shardkit.files.staging import Staging
+from shardkit.operations.destination import check_space, free_bytes
+from shardkit.transfer.chains import Run
+from shardkit.transfer.checks import SourceCheck
+from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.plan import TransferPlan
+
+OnFinished = Callable[[FileDigest, Sequence[Run]], None]
+
+
+class Planned(Protocol):
+    """A job that has a plan."""
+
+    @property
+    def plan(self) -> TransferPlan:
+        """What to move."""
+        ...
+
+
+J = TypeVar("J", bound=Planned)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected(Generic[J]):
+    """What will most likely be written."""
+
+    job: J
+    needed_bytes: int
+    """Room on the disk for everything that is written."""
+    options: ExecuteOptions
+
+
+class Underway(NamedTuple):
+    """What is being moved already."""
+
+    staging: Staging
+    check: SourceCheck | None
+    free_bytes: int
+    """On the destination's file system, before anything was written."""
+    options: ExecuteOptions
+    execution: Execution
+
+
+class Ahead(Generic[J]):
+    """Moves bytes in the background, from its making on.
+
+    Args:
+        path: the destination, absolute.
+        verb: what the progress is called.
+        progress: told of the bytes as they move.
+        expect: returns what will most likely be written, or None.
+    """
+
+    def __init__(
+        self, path: str, verb: str, progress: Progress, expect: Callable[[], Expected[J] | None]
+    ) -> None:
+        self._path, self._verb, self._progress, self._expect = path, verb, progress, expect
+        self.is_taken = False
+        """Somebody waits for it."""
+        self._is_given_up, self._lock, self._is_closed = threading.Event(), threading.Lock(), False
+        self._waiting: list[tuple[FileDigest, Sequence[Run]]] = []
+        self._on_finished: OnFinished | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardkit-ahead")
+        # One thread runs them in this order. What the run allows, such as following links, it allows here too.
+        self._found = self._pool.submit(copy_context().run, self._find)
+        self._begun = self._pool.submit(copy_context().run, self._begin)
+        self._moved = self._pool.submit(copy_context().run, self._move)
+
+    def job(self) -> J | None:
+        """Return the expected job, once it is known."""
+        expected = _result(self._found)
+        return None if expected is None else expected.job
+
+    def take(self, plan: TransferPlan) -> Underway | None:
+        """Return what is under way if this is its plan; give it up otherwise.
+
+        Whoever takes it waits for it by `finish`, and says what becomes of its staging directory.
+        """
+        expected = _result(self._found)
+        underway = _result(self._begun) if expected is not None and expected.job.plan is plan else None
+        self.is_taken = underway is not None
+        if underway is None:
+            self.close()
+        return underway
+
+    def finish(self, on_finished: OnFinished) -> tuple[dict[str, FileDigest], dict[str, int]]:
+        """Wait until all is moved; arguments, answer and errors as `Execution` and its `run`."""
+        try:
+            with self._lock:
+                self._on_finished = on_finished
+                for digest, runs in self._waiting:
+                    on_finished(digest, runs)
+            moved = _result(self._moved)
+        except BaseException:  # Ctrl-C too: no thread may outlive the staging directory
+            self._stop()
+            raise
+        assert moved is not None, "what was taken is moved"
+        return moved
+
+    def close(self) -> None:
+        """Give up what was not taken, and leave nothing of it."""
+        self._stop()
+        underway = _result(self._begun)
+        if underway is not None and not (self.is_taken or self._is_closed):
+            self._is_closed = True
+            self._progress.finish()
+            underway.staging.discard()
+
+    def _stop(self) -> None:
+        """Stop the thread, and wait for it."""
+        self._is_given_up.set()
+        if self._begun.done() and (underway := self._begun.result()) is not None:
+            underway.execution.stop()
+        until_done([self._moved])
+        self._pool.shutdown()
+
+    def _find(self) -> Expected[J] | None:
+        try:
+            return self._expect()
+        except ShardkitError:  # whoever decides the real job will say it
+            return None
+
+    def _begin(self) -> Underway | None:
+        expected = self._found.result()
+        if expected is None or self._is_given_up.is_set():
+            return None
+        plan, options = expected.job.plan, expected.options
+        try:
+            free = free_bytes(self._path)
+            check_space(self._path, expected.needed_bytes)
+            staging = Staging.create(self._path)
+        except (ShardkitError, OSError):  # it will be said when the real job begins
+            return None
+        check = SourceCheck(plan.catalog) if options.check_source else None
+        execution = Execution(
+            plan,
+            staging.data,
+            options,
+            finished={},
+            on_finished=self._keep,
+            progress=self._progress,
+            check=check,
+        )
+        return Underway(staging, check, free, options, execution)
+
+    def _move(self) -> tuple[dict[str, FileDigest], dict[str, int]] | None:
+        underway = self._begun.result()
+        if underway is None or self._is_given_up.is_set():
+            return None
+        plan = underway.execution.plan
+        for folder in {os.path.dirname(image.name) for image in plan.images} - {""}:
+            storage.make_directories(os.path.join(underway.staging.data, folder))
+        self._progress.start(plan.hole_bytes, self._verb)
+        return underway.execution.run()
+
+    def _keep(self, digest: FileDigest, runs: Sequence[Run]) -> None:
+        """Hand a finished file on, or keep it for whoever takes all this."""
+        with self._lock:
+            if self._on_finished is None:
+                self._waiting.append((digest, runs))
+                return
+        self._on_finished(digest, runs)
+
+
+def _result(future: Future[T]) -> T:
+    """Return what a future gives; the main thread hears signals meanwhile."""
+    until_done([future])
+    return future.result()
