@@ -63,6 +63,28 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
+def process(command: list[str], **variables: str) -> Found:
+    """Measure a whole process, from its start to the end of a `sync`: seconds, its or a child's peak memory, CPU seconds."""
+    os.sync()
+    begun = time.monotonic()
+    child = os.posix_spawn(
+        command[0],
+        command,
+        {**os.environ, **variables},
+        file_actions=[(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)],
+    )
+    _, status, used = os.wait4(child, 0)
+    os.sync()
+    elapsed_s = time.monotonic() - begun
+    if status:
+        sys.exit(f"{' '.join(command)}: {status}")
+    return {
+        "elapsed_s": elapsed_s,
+        "peak_bytes": used.ru_maxrss * 1024,
+        "cpu_s": used.ru_utime + used.ru_stime,
+    }
+
+
 def copy(source: Path, output: Path, *flags: str) -> float:
     os.sync()
     begun = time.monotonic()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from common import (
     common_options,
     copies,
     median,
+    process,
     run,
     seconds_and_ratio,
     work_in,
@@ -36,24 +36,7 @@ from common import (
 def whole(arguments: list[str], cache: str, output: Path) -> Found:
     """Run a command of shardkit with this SHARDKIT_CACHE, and measure all of it."""
     command = [sys.executable, "-m", "shardkit", *arguments[:2], str(output), *arguments[2:], "--no-progress"]
-    os.sync()
-    begun = time.monotonic()
-    child = os.posix_spawn(
-        command[0],
-        command,
-        {**os.environ, "SHARDKIT_CACHE": cache},
-        file_actions=[(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)],
-    )
-    _, status, used = os.wait4(child, 0)
-    os.sync()
-    elapsed_s = time.monotonic() - begun
-    if status:
-        sys.exit(f"{' '.join(command)}: {status}")
-    return {
-        "elapsed_s": elapsed_s,
-        "peak_bytes": used.ru_maxrss * 1024,
-        "cpu_s": used.ru_utime + used.ru_stime,
-    }
+    return process(command, SHARDKIT_CACHE=cache)
 
 
 def main() -> None:
