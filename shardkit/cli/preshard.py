@@ -159,9 +159,9 @@ def warn_of_torch(out: Output) -> None:
 
 
 def _is_on_the_hub(source: str) -> bool:
-    from shardkit.formats.hub.repo import looks_like_repo_id
+    from shardkit.formats.hub.repo import named_repo
 
-    return not storage.lexists(source) and looks_like_repo_id(source)
+    return not storage.lexists(source) and named_repo(source) is not None
 
 
 def render(result: PreshardResult) -> list[str]:

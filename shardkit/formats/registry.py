@@ -232,7 +232,7 @@ def _open_hub(source: str, *, revision: str | None, variant: str | None, headers
     """Open a Hub model from wherever it is; a path that exists is never looked up on the Hub."""
     # Here, as other formats need none of it.
     from shardkit.formats.hub.directory import as_checkpoint, open_model
-    from shardkit.formats.hub.repo import fetch_model, looks_like_repo_id
+    from shardkit.formats.hub.repo import fetch_model, named_repo
 
     if storage.lexists(source):
         if revision is not None:
@@ -241,8 +241,9 @@ def _open_hub(source: str, *, revision: str | None, variant: str | None, headers
                 hint="leave --revision out, or give a repo id",
             )
         return as_checkpoint(source, open_model(source, variant=variant))
-    if looks_like_repo_id(source):
-        model = fetch_model(source, revision=revision, variant=variant, headers_only=headers_only)
+    repo = named_repo(source, revision)
+    if repo is not None:
+        model = fetch_model(repo.id, revision=repo.revision, variant=variant, headers_only=headers_only)
         return as_checkpoint(model.directory, model)
     raise SourceError(
         f"{escape(source)}: no such path, and not a repo id either",

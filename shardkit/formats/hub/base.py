@@ -24,7 +24,7 @@ from shardkit.formats.contract import Checkpoint, HubModel, has_model_config
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
 from shardkit.formats.hub.directory import open_model, read_config
 from shardkit.formats.hub.files import select_weights
-from shardkit.formats.hub.repo import fetch_files, looks_like_repo_id, open_headers
+from shardkit.formats.hub.repo import fetch_files, named_repo, open_headers
 from shardkit.keys.expressions import Expression, from_json
 from shardkit.keys.renaming import KeyRule, find_rules
 from shardkit.osft.plan import weight_of
@@ -119,9 +119,10 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
         ResourceError: no network, or files that may not be read.
     """
     if not storage.lexists(base):
-        if looks_like_repo_id(base):
+        repo = named_repo(base, revision)
+        if repo is not None:
             try:
-                return _fetch(base, revision)
+                return _fetch(repo.id, repo.revision)
             except ShardkitError as error:
                 # Only a few old models have such names, and misspelt directories often do.
                 if "/" not in base:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import unquote
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
@@ -32,6 +33,10 @@ _SMALL_FILES = ("config.json", "generation_config.json", "*.py")
 # huggingface_hub 2.4, utils/_validators.py, validate_repo_id
 _REPO_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _MAX_REPO_ID = 96
+_PAGE = re.compile(
+    r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(?P<id>[^/@?#]+/[^/@?#]+)"
+    r"(?:@(?P<at>[^/@?#]+)|/tree/(?P<tree>[^/?#]+))?/?(?:[?#].*)?"
+)
 _NUM_CONNECTIONS = 8
 _DOWNLOADED = "{name}: what a legacy file holds can be told only once it is here: the weights were downloaded into the cache"
 # Weights of an earlier upload in other files would be a second model beside the new ones.
@@ -51,6 +56,40 @@ def looks_like_repo_id(text: str) -> bool:
         and not any(pair in text for pair in ("--", ".."))
         and not text.endswith((*_FILE_ENDINGS, "-", "."))
     )
+
+
+class Repo(NamedTuple):
+    """A repo that a person named."""
+
+    id: str
+    """`organisation/name`."""
+    revision: str | None
+    """Branch, tag or commit; None is the default branch."""
+
+
+def named_repo(text: str, revision: str | None = None) -> Repo | None:
+    """Return the repo that is meant by its id, by `hf://organisation/name@revision`, or by the address of its page.
+
+    Args:
+        text: as a person gave it.
+        revision: given beside it.
+
+    Raises:
+        UsageError: the text has another revision.
+    """
+    page = _PAGE.fullmatch(text)
+    if page is None:
+        return Repo(text, revision) if looks_like_repo_id(text) else None
+    repo_id, theirs = page["id"], page["at"] or page["tree"]
+    theirs = None if theirs is None else unquote(theirs)
+    if not looks_like_repo_id(repo_id):
+        return None
+    if theirs is not None and revision not in (None, theirs):
+        raise UsageError(
+            f"{escape(text)} is of revision {escape(theirs)}, and --revision is {escape(str(revision))}",
+            hint="leave out one of the two",
+        )
+    return Repo(repo_id, theirs or revision)
 
 
 def fetch_model(

@@ -12,7 +12,7 @@ from shardkit.files import storage
 from shardkit.files.digest import ByteReader
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.hub.repo import RepoFile, list_repo
+from shardkit.formats.hub.repo import Repo, RepoFile, list_repo, named_repo
 from shardkit.operations.diff import DiffOptions, DiffResult, TensorDiff
 from shardkit.operations.diff import compare as diff
 from shardkit.operations.resolve import Taken, as_it_is, take
@@ -120,7 +120,7 @@ def compare_with_repo(directory: str, repo_id: str, revision: str | None, jobs: 
 
     Args:
         directory: with the files; or one file.
-        repo_id: `organisation/name`.
+        repo_id: `organisation/name`, or its address.
         revision: branch, tag or commit; None is the default branch.
         jobs: threads.
         report: gets the files that differ, that are missing, and that the repo lacks.
@@ -133,7 +133,8 @@ def compare_with_repo(directory: str, repo_id: str, revision: str | None, jobs: 
         SourceError: not a repo id, no such repo or revision.
         ResourceError: no network.
     """
-    commit, remote = list_repo(repo_id, revision=revision)
+    repo = named_repo(repo_id, revision) or Repo(repo_id, revision)
+    commit, remote = list_repo(repo.id, revision=repo.revision)
     is_one_file = not storage.isdir(directory)
     home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
     local = list_files(home, follow=True)

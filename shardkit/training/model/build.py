@@ -300,14 +300,15 @@ def find_config(what: str, revision: str | None) -> str:
     Raises:
         SourceError, ResourceError: there is none, or it cannot be downloaded.
     """
-    from shardkit.formats.hub.repo import fetch_files, looks_like_repo_id
+    from shardkit.formats.hub.repo import fetch_files, named_repo
 
     if storage.isdir(what):
         return storage.local_config(what)
     if storage.isfile(what):
         return storage.local_config(os.path.dirname(what) or os.curdir)
-    if looks_like_repo_id(what):
-        return fetch_files(what, _CODE_FILES, revision=revision)
+    repo = named_repo(what, revision)
+    if repo is not None:
+        return fetch_files(repo.id, _CODE_FILES, revision=repo.revision)
     raise SourceError(
         f"{escape(what)}: no such directory, and not a repo id either",
         hint="the model is built from the config.json there",

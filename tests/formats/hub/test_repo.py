@@ -13,7 +13,7 @@ import pytest
 
 from shardkit import formats
 from shardkit.errors import SourceError, UsageError
-from shardkit.formats.hub.repo import looks_like_repo_id
+from shardkit.formats.hub.repo import looks_like_repo_id, named_repo
 from tests.hub_server import serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -218,6 +218,19 @@ def test_needed_files_only_then_offline(hub, fetch, tmp_path):
     assert "HF_HUB_OFFLINE" in other[1]
 
 
+def test_a_repo_may_be_named_by_its_address(fetch, tmp_path):
+    plain, *others = fetch(
+        tmp_path,
+        "org/good",
+        "hf://org/good",
+        "https://huggingface.co/org/good",
+        f"https://huggingface.co/org/good/tree/{COMMIT}",
+        f"hf://org/good@{COMMIT}",
+    )
+    assert plain[0]["commit"] == COMMIT
+    assert others == [plain] * 4
+
+
 def plan_of(result):
     """What must not depend on whether it is a dry run."""
     return {
@@ -370,6 +383,40 @@ def test_repo_ids(text):
 )  # fmt: skip
 def test_not_repo_ids(text):
     assert not looks_like_repo_id(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "revision"),
+    [
+        ("org/name", None),
+        ("hf://org/name", None),
+        ("hf://org/name@v1.0", "v1.0"),
+        ("https://huggingface.co/org/name/", None),
+        ("http://hf.co/org/name?library=transformers#usage", None),
+        ("https://www.huggingface.co/org/name/tree/main", "main"),
+        ("https://huggingface.co/org/name/tree/refs%2Fpr%2F1", "refs/pr/1"),
+    ],
+)
+def test_addresses_of_repos(text, revision):
+    assert named_repo(text) == ("org/name", revision)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf://datasets/org/name", "https://huggingface.co/datasets/org/name", "https://huggingface.co/org",
+        "https://huggingface.co/org/name/blob/main/model.safetensors", "https://other.co/org/name",
+        "hf://org/name/tree/main/sub", "hf://../name", "s3://org/name",
+    ],
+)  # fmt: skip
+def test_not_addresses_of_models(text):
+    assert named_repo(text) is None
+
+
+def test_one_revision_is_enough():
+    assert named_repo("hf://org/name@v1", "v1") == named_repo("hf://org/name", "v1") == ("org/name", "v1")
+    with pytest.raises(UsageError, match="is of revision v1, and --revision is main"):
+        named_repo("hf://org/name@v1", "main")
 
 
 def test_neither_path_nor_repo():
