@@ -118,7 +118,12 @@ dry_run = click.option(
     "--dry-run", "-n", is_flag=True, help="Check everything, say what would be done, write nothing."
 )
 sha256 = click.option("--sha256", is_flag=True, help="Compute every file's sha256 too, for the manifest.")
-jobs = click.option("--jobs", type=int, default=2, show_default=True, metavar="N", help="Threads.")
+jobs = click.option(
+    "--jobs",
+    type=int,
+    metavar="N",
+    help="Threads; by default the cores that this process may use, from 2 to 8.",
+)
 max_memory = click.option(
     "--max-memory",
     default="256MiB",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
@@ -10,7 +11,27 @@ from contextvars import copy_context
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from shardkit.errors import UsageError
+
 _UNHEARD_S = 0.5
+# One thread waits for the disk while another computes a checksum. More than a few wait for the same memory and disk.
+_FEWEST, _MOST = 2, 8
+
+
+def choose_jobs(jobs: int | None) -> int:
+    """Return how many threads move bytes.
+
+    Args:
+        jobs: what a person asked for; None for the cores that this process may use, but at least 2 and at most 8.
+
+    Raises:
+        UsageError: fewer than one.
+    """
+    if jobs is None:
+        return min(max(len(os.sched_getaffinity(0)), _FEWEST), _MOST)
+    if jobs < 1:
+        raise UsageError(f"--jobs must be at least 1, not {jobs}")
+    return jobs
 
 
 def run_all(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from shardkit._version import __version__
 from shardkit.core.catalog import Catalog, FileStamp
 from shardkit.core.text import KIB, MIB, escape, parse_size
-from shardkit.core.threads import NoProgress, Progress
+from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import IncompleteError, Interrupted, ResourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.shared import has_commits
@@ -60,8 +60,8 @@ OnWarning = Callable[[str], object]
 class Moving:
     """How bytes move, and what they are compared with on the way."""
 
-    jobs: int = 2
-    """Threads."""
+    jobs: int | None = None
+    """Threads; None for as many as `choose_jobs` says."""
     max_memory: str | int = 256 * MIB
     """Bytes for all buffers, as a number or as "512MiB"."""
     digest: str = "crc32"
@@ -80,17 +80,18 @@ class Moving:
         if self.digest not in DIGESTS:
             raise UsageError(f"--digest {escape(self.digest)!r} is not one of {', '.join(DIGESTS)}")
         budget = parse_size(self.max_memory)
-        if self.jobs < 1:
-            raise UsageError(f"--jobs must be at least 1, not {self.jobs}")
+        jobs = choose_jobs(self.jobs)
+        if self.jobs is None:
+            jobs = max(min(jobs, budget // _MIN_MEMORY_PER_JOB), 1)
         if budget < _MIN_MEMORY:
             raise UsageError(f"--max-memory must be at least 2MiB, not {self.max_memory}")
-        if budget < self.jobs * _MIN_MEMORY_PER_JOB:
+        if budget < jobs * _MIN_MEMORY_PER_JOB:
             raise UsageError(
-                f"--max-memory {self.max_memory} is too little for --jobs {self.jobs}: each needs at least 512KiB",
-                hint="a few threads are as fast as many: --jobs 2 is the default",
+                f"--max-memory {self.max_memory} is too little for --jobs {jobs}: each needs at least 512KiB",
+                hint="a few threads are as fast as many: leave --jobs out",
             )
         return ExecuteOptions(
-            jobs=self.jobs,
+            jobs=jobs,
             max_memory_bytes=budget,
             digests=self.digest != "none",
             check_source=self.check_source,

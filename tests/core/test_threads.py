@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from shardkit.core.threads import run_all
+from shardkit.core.threads import choose_jobs, run_all
+from shardkit.errors import UsageError
 
 # What another thread is interrupted by does not wake the main thread; nor does what comes just before it begins to wait.
 _UNHEARD = """
@@ -112,3 +114,14 @@ def test_the_first_error_stops_the_others() -> None:
         run_all([fails, goes_on, lambda: later.append("not begun")], 2, stop, name="test")
     assert stop.is_set()
     assert later == []
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 2), (2, 2), (5, 5), (128, 8)])
+def test_by_default_as_many_threads_as_the_process_may_use_cores(
+    cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert choose_jobs(None) == threads
+    assert choose_jobs(3) == 3
+    with pytest.raises(UsageError, match="--jobs must be at least 1"):
+        choose_jobs(0)

@@ -78,7 +78,7 @@ def consolidate(
     executor: Executor | None = None,
     num_parts: int | None = None,
     digest: str = "crc32",
-    jobs: int = 2,
+    jobs: int | None = None,
     max_memory: str | int = 256 * MIB,
     push_to_hub: str | None = None,
     private: bool = False,
@@ -140,7 +140,7 @@ def consolidate(
             named, and callbacks stay here.
         num_parts: how many parts the pool is given.
         digest: "crc32" or "none".
-        jobs: threads.
+        jobs: threads; by default the cores that this process may use, from 2 to 8.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         push_to_hub: a repo id; the finished directory is uploaded there.
         private: make the repo private if it has to be made.

@@ -16,7 +16,7 @@ from typing import Any
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import is_contiguous
 from shardkit.core.text import count, escape, listed
-from shardkit.core.threads import NoProgress, Progress
+from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import FileBytes, Scan, combine, place_of
@@ -25,7 +25,7 @@ from shardkit.formats.registry import directory_of, format_of
 from shardkit.operations.destination import check_sidecar, write_sidecar
 from shardkit.operations.verify.bytes import scan_whole
 from shardkit.operations.verify.manifest import Listing, list_files
-from shardkit.operations.verify.result import Report, check_jobs, in_threads
+from shardkit.operations.verify.result import Report, in_threads
 from shardkit.operations.verify.structure import Structure, check_structure
 
 _NOT_TAKEN = -1
@@ -69,7 +69,7 @@ def write_manifest(
     *,
     inside: bool = False,
     sha256: bool = False,
-    jobs: int = 2,
+    jobs: int | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
     follow_links: bool = False,
@@ -84,7 +84,7 @@ def write_manifest(
         output: the manifest to make; by default beside the checkpoint, `<path>.shardkit.json`.
         inside: put it into the checkpoint's directory, as `shardkit.json`.
         sha256: take the sha256 of every file too.
-        jobs: threads.
+        jobs: threads; by default the cores that this process may use, from 2 to 8.
         overwrite: replace an existing manifest.
         dry_run: check the structure, say what would be read, and write nothing.
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
@@ -98,7 +98,7 @@ def write_manifest(
         ResourceError: a file cannot be read, or the manifest cannot be written.
     """
     begun, path = time.monotonic(), os.fspath(path)
-    check_jobs(jobs)
+    num_threads = choose_jobs(jobs)
     directory = directory_of(path)
     target = _target(directory, output, inside=inside, overwrite=overwrite)
     report = Report(progress=progress or NoProgress())
@@ -113,7 +113,7 @@ def write_manifest(
         digests = Digests(catalog, sha256=sha256)
         files = _files(structure, listing)
         tasks = [partial(digests.take, name, file) for name, file in files.items()]
-        in_threads(tasks, jobs, report, label="manifest", total_bytes=result.read_bytes)
+        in_threads(tasks, num_threads, report, label="manifest", total_bytes=result.read_bytes)
         _refuse_damaged(path, report)
         tensors = digests.tensors(opened.catalog) if opened is not None else None
         content = manifest.FileList(

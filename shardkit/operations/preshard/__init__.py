@@ -113,7 +113,7 @@ def preshard(
     sha256: bool = False,
     check_source: bool = True,
     source_manifest: str | os.PathLike[str] | None = None,
-    jobs: int = 2,
+    jobs: int | None = None,
     max_memory: str | int | None = None,
     trust_remote_code: bool = False,
     follow_links: bool = False,
@@ -168,7 +168,8 @@ def preshard(
             refused before the output appears.
         source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
             `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
-        jobs: threads; and with `osft` most processes that compute factors.
+        jobs: threads; by default the cores that this process may use, from 2 to 8. With `osft` also the most processes
+            that compute factors.
         max_memory: bytes for all buffers, as a number or as "512MiB"; by default 256 MiB. With `osft` it bounds the processes
             that compute factors too, which by default may take what the machine has left.
         trust_remote_code: the model's own code may run while its layout is traced, and where it converts tensors in a way
@@ -260,7 +261,8 @@ def preshard(
 
     with contextlib.closing(writer):
         job = build_job(plain, parsed, options, on_trace, writer.expected)
-        run, room = OsftRun.of(plan, job.factored, jobs=jobs, max_memory=max_memory), _room(job, path)
+        room = _room(job, path)
+        run = OsftRun.of(plan, job.factored, jobs=writer.options.jobs, max_memory=max_memory)
         writer.warn(job.warnings)
         writer.write(
             job,

@@ -103,7 +103,7 @@ def reshard(
     sha256: bool = False,
     check_source: bool = True,
     source_manifest: str | os.PathLike[str] | None = None,
-    jobs: int = 2,
+    jobs: int | None = None,
     max_memory: str | int = 256 * MIB,
     follow_links: bool = False,
     progress: Progress | None = None,
@@ -134,7 +134,7 @@ def reshard(
             refused before the output appears.
         source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
             `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
-        jobs: threads.
+        jobs: threads; by default the cores that this process may use, from 2 to 8.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
             Weight files of a Hub model are read in any case.

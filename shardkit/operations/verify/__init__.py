@@ -9,14 +9,14 @@ import os
 from functools import partial
 
 from shardkit.core.text import count, parse_size
-from shardkit.core.threads import NoProgress, Progress
+from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import UsageError
 from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint
 from shardkit.operations.resolve import take
 from shardkit.operations.verify.bytes import check_some, check_whole, choose
 from shardkit.operations.verify.factors import check_factors
-from shardkit.operations.verify.result import Level, Report, VerifyResult, check_jobs, in_threads
+from shardkit.operations.verify.result import Level, Report, VerifyResult, in_threads
 from shardkit.operations.verify.structure import check_structure
 
 
@@ -33,7 +33,7 @@ def verify(
     strict: bool = False,
     hub: str | None = None,
     revision: str | None = None,
-    jobs: int = 2,
+    jobs: int | None = None,
     follow_links: bool = False,
     progress: Progress | None = None,
 ) -> VerifyResult:
@@ -57,7 +57,7 @@ def verify(
         strict: with `against`: refuse a run directory in which a newer checkpoint had to be passed over.
         hub: a repo id. Every file must be the repo's, as the ids tell that the Hub keeps. Nothing is downloaded.
         revision: branch, tag or commit of the repo.
-        jobs: threads.
+        jobs: threads; by default the cores that this process may use, from 2 to 8.
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
             Weight files of a Hub model are read in any case.
         progress: told of the bytes as they are read.
@@ -77,7 +77,7 @@ def verify(
     for option, is_given in (("--rounded", rounded), ("--strict", strict)):
         if is_given and against is None:
             raise UsageError(f"{option} belongs to --against, which is not given")
-    check_jobs(jobs)
+    num_threads = choose_jobs(jobs)
     other = take(against, strict=True) if strict and against is not None else None
     level: Level = "full" if full else "structure" if read is None else "sample"
     report = Report(progress=progress or NoProgress())
@@ -85,13 +85,13 @@ def verify(
     if level == "full":
         total = sum(file.read_bytes for file in structure.files)
         whole = [partial(check_whole, file) for file in structure.files]
-        in_threads(whole, jobs, report, label="verify", total_bytes=total)
+        in_threads(whole, num_threads, report, label="verify", total_bytes=total)
     elif level == "sample":
         wanted = size if share is None else -int(-report.tensor_bytes * share // 100)
         chosen = choose(structure.files, wanted, seed)
         total = sum(stretch.nbytes for _, stretches in chosen for stretch in stretches)
         some = [partial(check_some, file, stretches) for file, stretches in chosen]
-        in_threads(some, jobs, report, label="verify", total_bytes=total)
+        in_threads(some, num_threads, report, label="verify", total_bytes=total)
     if structure.checkpoint is not None:
         check_factors(structure.checkpoint, report, full=full)
     if against is not None:
@@ -102,7 +102,7 @@ def verify(
     if hub is not None:
         from shardkit.operations.verify.against import compare_with_repo
 
-        commit = compare_with_repo(structure.directory, hub, revision, jobs, report)
+        commit = compare_with_repo(structure.directory, hub, revision, num_threads, report)
     return _result(
         path,
         level,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from shardkit.core.text import escape
 from shardkit.core.threads import NoProgress, Progress, run_all
-from shardkit.errors import ResourceError, ShardkitError, UsageError
+from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files.digest import Stretch
 
 Level = Literal["structure", "sample", "full"]
@@ -212,16 +212,6 @@ class Report:
 
 
 Task = Callable[[Report], None]
-
-
-def check_jobs(jobs: int) -> None:
-    """Refuse a number of threads below 1.
-
-    Raises:
-        UsageError: it is below 1.
-    """
-    if jobs < 1:
-        raise UsageError(f"--jobs must be at least 1, not {jobs}")
 
 
 def in_threads(tasks: Sequence[Task], jobs: int, report: Report, *, label: str, total_bytes: int) -> None:
