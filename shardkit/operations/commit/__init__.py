@@ -158,7 +158,7 @@ def commit(
         agreement = Agreement.read(staging)
         _wait_for_all(staging, agreement, until)
         result, is_ours = _carry_out(staging, agreement, overwrite, progress, on_warning)
-    except ShardkitError:
+    except (OSError, ShardkitError):  # the directory may have gone meanwhile, with another commit
         if staging.is_open or identity_of(path) in (None, before):
             raise
         return _was_there(path, begun)

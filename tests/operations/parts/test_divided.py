@@ -15,6 +15,8 @@ import torch
 import shardkit
 from shardkit.errors import IncompleteError, SourceError, UsageError
 from shardkit.files import storage
+from shardkit.operations import commit as commit_verb
+from shardkit.operations.parts.agreement import Agreement
 
 
 def preshard(model: Path, out: Path, part: str | None = None, **options: Any) -> shardkit.PreshardResult:
@@ -71,6 +73,35 @@ def test_the_relative_source_of_a_commit_elsewhere(
     monkeypatch.chdir("/")
     told = shardkit.commit(tmp_path / "out")
     assert not told.by_another
+    assert files(tmp_path / "out") == whole
+
+
+def test_a_commit_that_another_overtakes_says_so(
+    model: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one commits, and removes what the parts wrote, when this one has just begun."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    preshard(model, tmp_path / "out", "1/2", sha256=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "hard_link", full)
+        with pytest.raises(shardkit.ResourceError, match="No space"):
+            preshard(model, tmp_path / "out", "2/2", sha256=True)
+    read = Agreement.read
+    others = list[bool]()
+
+    def overtaken(staging: Any) -> Agreement:
+        agreement = read(staging)
+        monkeypatch.setattr(Agreement, "read", read)
+        others.append(shardkit.commit(tmp_path / "out").by_another)
+        return agreement
+
+    monkeypatch.setattr(Agreement, "read", overtaken)
+    monkeypatch.setattr(commit_verb, "_wait_for_all", lambda *_: None)
+    assert shardkit.commit(tmp_path / "out").by_another
+    assert others == [False]
     assert files(tmp_path / "out") == whole
 
 
