@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ pytestmark = pytest.mark.dist
 # A job of eight GPUs becomes one of two processes.
 CHANGES = {'"cuda"': '"cpu"', "(8,)": "(2,)", "dp_shard8": "dp_shard2", "Qwen/Qwen3-8B": "./my-model"}
 TEXTS = {
-    "three phases": ("README.md", "context = shardkit.prepare("),
-    "load_into": ("README.md", "shardkit.load_into(model"),
-    "stock": ("README.md", "torch.distributed.checkpoint.load("),
+    "README": ("README.md", "context = shardkit.prepare("),
+    "three phases": ("docs/start.md", "context = shardkit.prepare("),
+    "load_into": ("docs/start.md", "shardkit.load_into(model"),
+    "stock": ("docs/start.md", "torch.distributed.checkpoint.load("),
     "guide": ("docs/training.md", "context = shardkit.prepare("),
 }
 MODELS = {
@@ -26,7 +28,15 @@ MODELS = {
 
 
 def block_with(text: str, needle: str) -> str:
-    """Return the first indented block of a document that has some words, without its indentation."""
+    """Return the first block of code in a document, fenced or indented, that has some words."""
+    fenced = (
+        block
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        if needle in block
+    )
+    found = next(fenced, None)
+    if found is not None:
+        return str(found)
     lines = text.splitlines()
     at = next(number for number, line in enumerate(lines) if needle in line and line.startswith("    "))
     start = stop = at

@@ -1,0 +1,147 @@
+"""Draw the pictures of README from the tables of docs/performance.md; `--check` only says whether they are of today.
+
+python scripts/charts.py [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+DOCS = Path(__file__).parents[1] / "docs"
+STYLE = """<style>
+text { font: 13px system-ui, sans-serif; fill: #24292f } .title { font-weight: 600 } .small { font-size: 11px; fill: #57606a }
+.ours { fill: #1f883d } .other { fill: #afb8c1 } .idle { fill: none; stroke: #afb8c1 }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .small { fill: #9198a1 } .ours { fill: #3fb950 } .other { fill: #656c76 } .idle { stroke: #656c76 } }
+</style>"""
+
+
+class Bars(NamedTuple):
+    """A group of bars: the rows of one table, by their first cells."""
+
+    title: str
+    units: tuple[str, str]
+    """What is said above the bars of time and of memory."""
+    heading: str
+    """Of the section with the table."""
+    rows: dict[str, str]
+    """How a row begins -> what it is called here."""
+    ratio: int
+    """Column of the seconds, to those of a copy or a plain read."""
+    memory: int
+    """Column of the memory, in MiB."""
+
+
+CHARTS = (
+    Bars(
+        "32 trained shards to a Hub model",
+        ("time, a plain copy = 1", "peak memory, MiB"),
+        "## consolidate",
+        {
+            "`--digest crc32`": "shardkit consolidate",
+            "Lightning's": "Lightning's consolidation",
+            "`dcp_to_torch_save`": "dcp_to_torch_save, then save",
+            "accelerate's `merge": "accelerate's merge_fsdp_weights",
+        },
+        2,
+        4,
+    ),
+    Bars(
+        "Weights into 4 wrapped ranks",
+        ("time, a plain read = 1", "memory beyond the shard, MiB"),
+        "## Loading",
+        {
+            "`finalize`, direct, pre-sharded |": "shardkit finalize, pre-sharded",
+            "`finalize`, broadcast": "shardkit finalize, broadcast",
+            "`dcp.load`, one file": "stock dcp.load of one file",
+            "`set_model_state_dict": "torch's broadcast_from_rank0",
+            "accelerate's `fsdp2": "accelerate's fsdp2_load_full_state_dict",
+        },
+        2,
+        4,
+    ),
+)
+
+
+def figures(bars: Bars, text: str) -> Iterator[tuple[str, float, float]]:
+    """Yield (name, ratio, MiB) of each bar, from the last line of its section that begins with it."""
+    section = text[text.index(bars.heading) :]
+    section = section[: section.find("\n## ", 1)]
+    for begins, name in bars.rows.items():
+        row = [line for line in section.splitlines() if line.startswith(f"| {begins}")][-1]
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        yield name, float(cells[bars.ratio]), float(cells[bars.memory])
+
+
+def speed(text: str) -> str:
+    """Return the chart of time and memory beside the peers."""
+    left, wide, high = 270, 190, 22
+    parts, y = list[str](), 24
+    for bars in CHARTS:
+        rows = list(figures(bars, text))
+        parts.append(f'<text class="title" x="10" y="{y}">{escape(bars.title)}</text>')
+        for x, unit in zip((left, left + wide + 80), bars.units, strict=True):
+            parts.append(f'<text class="small" x="{x}" y="{y}">{unit}</text>')
+        for name, ratio, memory in rows:
+            y += high
+            kind = "ours" if name.startswith("shardkit") else "other"
+            parts.append(f'<text x="10" y="{y + 4}">{escape(name)}</text>')
+            for x, value, most, shown in (
+                (left, ratio, max(row[1] for row in rows), f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"),
+                (left + wide + 80, memory, max(row[2] for row in rows), f"{memory:,.0f}"),
+            ):
+                width = max(value / most * wide, 1.5)
+                parts.append(
+                    f'<rect class="{kind}" x="{x}" y="{y - 8}" width="{width:.1f}" height="14" rx="2"/>'
+                )
+                parts.append(f'<text class="small" x="{x + width + 6:.1f}" y="{y + 3}">{shown}</text>')
+        y += 44
+    return _svg(left + 2 * wide + 140, y - 20, "Time and memory beside other ways", parts)
+
+
+def shards() -> str:
+    """Return the picture of what ranks read: all of the model each, or each its own shard."""
+    ranks, wide, high, parts = 4, 200, 16, list[str]()
+    for x, title, whole in (
+        (10, "usual: each rank reads the whole model", True),
+        (330, "pre-sharded: each reads its own file", False),
+    ):
+        parts.append(f'<text class="title" x="{x}" y="24">{title}</text>')
+        for rank in range(ranks):
+            y = 40 + rank * (high + 10)
+            parts.append(f'<text class="small" x="{x}" y="{y + 12}">rank {rank}</text>')
+            parts.append(f'<rect class="idle" x="{x + 50}" y="{y}" width="{wide}" height="{high}" rx="2"/>')
+            start, width = (0, wide) if whole else (rank * wide // ranks, wide // ranks)
+            kind = "other" if whole else "ours"
+            parts.append(
+                f'<rect class="{kind}" x="{x + 50 + start}" y="{y}" width="{width}" height="{high}" rx="2"/>'
+            )
+    return _svg(620, 40 + ranks * (high + 10), "What each rank reads", parts)
+
+
+def _svg(width: int, height: int, label: str, parts: list[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{label}">'
+    return "\n".join([head, STYLE, *parts, "</svg>\n"])
+
+
+def main() -> None:
+    pictures = {
+        "speed.svg": speed((DOCS / "performance.md").read_text()),
+        "shards.svg": shards(),
+    }
+    old = [name for name, text in pictures.items() if not _is(DOCS / name, text)]
+    if "--check" in sys.argv[1:]:
+        sys.exit(f"run scripts/charts.py: {', '.join(old)}" if old else 0)
+    for name in old:
+        (DOCS / name).write_text(pictures[name])
+
+
+def _is(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
+
+
+if __name__ == "__main__":
+    main()
