@@ -1,8 +1,9 @@
 """Write a Qwen3-like Hub model of random bf16 weights, with nothing but numpy.
 
-python benchmarks/model.py OUTPUT --gigabytes 3 [--hidden 8192] [--experts 64]
+python benchmarks/model.py OUTPUT --gigabytes 3 [--hidden 8192] [--experts 64] [--sparse]
 
-With --experts it is like Qwen3-MoE: every layer has so many experts, each stored by itself, of 768 rows.
+With --experts it is like Qwen3-MoE: every layer has so many experts, each stored by itself, of 768 rows. With
+--sparse files have no data, only their sizes: a terabyte takes no room, and serves what reads headers alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy
 
 VOCAB, HEAD, EXPERT = 32000, 128, 768
-FILE_BYTES = 500_000_000
+FILE_BYTES, SPARSE_BYTES = 500_000_000, 5_000_000_000
 
 
 def layer(index: int, hidden: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -59,7 +60,9 @@ def tensors(num_layers: int, hidden: int, experts: int) -> Iterator[tuple[str, t
     yield "lm_head.weight", (VOCAB, hidden)
 
 
-def write_file(path: Path, shapes: list[tuple[str, tuple[int, ...]]], dtype: str, itemsize: int) -> None:
+def write_file(
+    path: Path, shapes: list[tuple[str, tuple[int, ...]]], dtype: str, itemsize: int, *, sparse: bool
+) -> None:
     header, offset = {}, 0
     for name, shape in shapes:
         stop = offset + prod(shape) * itemsize
@@ -70,6 +73,9 @@ def write_file(path: Path, shapes: list[tuple[str, tuple[int, ...]]], dtype: str
     random = numpy.random.default_rng([*path.name.encode()])  # no two files begin with the same values
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
+        if sparse:
+            file.truncate(file.tell() + offset)
+            return
         for _, shape in shapes:
             values = random.standard_normal(prod(shape), dtype=numpy.float32)
             # The upper half of a float32 is a bfloat16: real exponents, so conversions do real work.
@@ -85,6 +91,7 @@ def main() -> None:
     parser.add_argument("--fp32", action="store_true")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=0)
+    parser.add_argument("--sparse", action="store_true")
     args = parser.parse_args()
     hidden: int = args.hidden
     experts: int = args.experts
@@ -93,14 +100,18 @@ def main() -> None:
     num_layers = max(1, round((args.gigabytes * 1e9 - 2 * VOCAB * hidden * itemsize) / per_layer))
     args.output.mkdir(parents=True)
     files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    held = 0
     for name, shape in tensors(num_layers, hidden, experts):
-        if files[-1] and sum(prod(s) for _, s in [*files[-1], (name, shape)]) * itemsize > FILE_BYTES:
+        nbytes = prod(shape) * itemsize
+        if files[-1] and held + nbytes > (SPARSE_BYTES if args.sparse else FILE_BYTES):
             files.append([])
+            held = 0
         files[-1].append((name, shape))
+        held += nbytes
     weight_map = {}
     for number, shapes in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        write_file(args.output / name, shapes, dtype, itemsize)
+        write_file(args.output / name, shapes, dtype, itemsize, sparse=args.sparse)
         weight_map |= {tensor: name for tensor, _ in shapes}
     total = sum(prod(shape) for _, shape in tensors(num_layers, hidden, experts)) * itemsize
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
