@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/three_phase.py SOURCE [MODEL]
 
 SOURCE is a Hub model (directory or repo id), what `shardkit preshard` made of one, or any sharded checkpoint;
-MODEL is where config.json lies, where SOURCE has none. Runs on CPU with gloo and on CUDA with nccl; without a GPU, put
+MODEL is where config.json lies, if SOURCE has none. Runs on CPU with gloo and on CUDA with nccl; without a GPU, put
 CUDA_VISIBLE_DEVICES= before torchrun.
 """
 

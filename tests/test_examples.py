@@ -95,6 +95,14 @@ def test_three_phases_start_from_the_hub_directory(tmp_path: Path) -> None:
     assert any("model.embed_tokens.weight = lm_head.weight" in line for line in report)
 
 
+@pytest.mark.dist
+def test_three_phases_start_from_the_presharded_directory_alone(tmp_path: Path, fast_trace: object) -> None:
+    loss = make_model(tmp_path / "model")
+    shardkit.preshard(tmp_path / "model", tmp_path / "checkpoint", world_size=2)
+    said = launched(tmp_path / "said", 2, "three_phase.py", tmp_path / "checkpoint")
+    assert float(said.splitlines()[-1].removeprefix("loss ")) == pytest.approx(loss, abs=2e-6)
+
+
 def test_three_phases_ask_for_the_model_where_the_source_has_no_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

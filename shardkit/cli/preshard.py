@@ -21,13 +21,15 @@ from shardkit.cli.output import (
     part_lines,
     size_runs,
 )
-from shardkit.core.text import escape, format_size
+from shardkit.core.text import escape, format_size, listed
 from shardkit.files import storage
 from shardkit.osft.plan import FACTORS
 
 if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
     from shardkit.operations.preshard.factors import OsftResult
+
+_UNEVEN = 1.01  # below, nobody would notice
 
 
 @click.command(
@@ -186,7 +188,10 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
         num_read -= (len(FACTORS) - 1) * sum(kind.num_targets for kind in result.osft.kinds)
     yield f"{would}read", f"{count(num_read, 'tensor')}, {format_size(result.read_bytes)}"
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
-    yield "balance", f"largest file over mean {result.imbalance:.4f}"
+    if result.copied:
+        yield f"{would}copy", f"{count(len(result.copied), 'file')}: {listed(result.copied)}"
+    if result.imbalance >= _UNEVEN:
+        yield "balance", f"the largest file is {result.imbalance:.2f} times the mean"
     if result.dry_run:
         shards = [f"shard {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)]
         yield from limited("per rank", shards)

@@ -49,6 +49,7 @@ RESULT = PreshardResult(
     elapsed_s=4.0,
     ties=(("embed.weight", "lm_head.weight"),),
     omitted=(("ids", "a buffer"),),
+    copied=("config.json", "tokenizer\x1b.json"),
     skipped=(),
     osft=None,
     notes=("a note",),
@@ -62,7 +63,8 @@ wrote /data/model-dp_shard4
   layout   traced from the model, 3 units
   read     20 tensors, 8.0 GiB
   write    4 shard files, 8.0 GiB
-  balance  largest file over mean 1.1429
+  copy     2 files: config.json, tokenizer\\x1b.json
+  balance  the largest file is 1.14 times the mean
   empty    2 tensors with no rows on some ranks
   tied     embed.weight = lm_head.weight (stored once)
   omitted  ids: a buffer
@@ -81,7 +83,8 @@ dry run: nothing was written to /data/model-dp_shard4
   to fetch   6.0 GiB from the Hub; so far only headers were read
   to read    20 tensors, 8.0 GiB
   to write   4 shard files, 8.0 GiB
-  balance    largest file over mean 1.1429
+  to copy    2 files: config.json, tokenizer\\x1b.json
+  balance    the largest file is 1.14 times the mean
   per rank   shard 0-2: 2.0 GiB each
              shard 3: 1.0 GiB
   empty      2 tensors with no rows on some ranks

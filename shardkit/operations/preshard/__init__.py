@@ -76,6 +76,8 @@ class PreshardResult(WriteResult):
     """(name, reason) of source tensors that are not in the output."""
     osft: OsftResult | None
     """What became factors, and what that takes; None without `osft`."""
+    copied: tuple[str, ...]
+    """Files of the model beside its weights, by their names in the output: config, tokenizer and the like."""
     skipped: tuple[tuple[str, str], ...]
     """(name, reason) of files that hold weights beside the model's own; they are not in the output either."""
 
@@ -381,6 +383,7 @@ def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_exte
         download_bytes=job.model.download_bytes,
         ties=tuple((name, *others) for name, others in job.aliases.items()),
         omitted=layout.omitted,
+        copied=tuple(job.assets),
         skipped=job.model.beside,
         notes=job.notes,
     )

@@ -41,6 +41,7 @@ from shardkit.operations.keys import NONE, load_rules
 from shardkit.operations.preshard.factors import check_osft, computed_by, describe_osft
 from shardkit.operations.preshard.profiles import (
     PROFILES,
+    Assets,
     Profile,
     below,
     check_stock,
@@ -171,7 +172,7 @@ def build_job(
         check_osft(profile, mesh, options.keys)
     _check_no_factors(model, options)
     layout = _placed(_choose_layout(model, mesh, options, on_step), options)
-    return _job_of(checkpoint, layout, options, expected())
+    return _job_of(checkpoint, layout, options, find_assets(profile, model), expected())
 
 
 def expect_job(checkpoint: Checkpoint, mesh: Mesh, options: JobOptions) -> PreshardJob | None:
@@ -191,13 +192,17 @@ def expect_job(checkpoint: Checkpoint, mesh: Mesh, options: JobOptions) -> Presh
     if layout is None or any(name in layout.sources for _, *others in layout.ties for name in others):
         return None  # whether tied tensors are equal is read from them: once is enough
     try:
-        return _job_of(checkpoint, below(layout, options.root), options, None)
+        return _job_of(checkpoint, below(layout, options.root), options, Assets({}, ()), None)
     except ShardkitError:  # `build_job` will say it
         return None
 
 
 def _job_of(
-    checkpoint: Checkpoint, layout: Layout, options: JobOptions, expected: PreshardJob | None
+    checkpoint: Checkpoint,
+    layout: Layout,
+    options: JobOptions,
+    assets: Assets,
+    expected: PreshardJob | None,
 ) -> PreshardJob:
     """Return the job of a layout. As far as the expected one is the same, its plan is taken."""
     assert checkpoint.hub is not None
@@ -222,20 +227,27 @@ def _job_of(
     images = None if expected is None or not isinstance(expected.part, DcpOutput) else expected.part.output
     part = _part(model, content, options, checkpoint.dequantized, images)
     output = _in_folder(part, profile.folder) if expected is None else expected.output
-    assets = find_assets(profile, model)
-    if checkpoint.dequantized is not None and assets:
-        profile, assets = with_config(profile, assets, model.config)
+    files = assets.files
+    if checkpoint.dequantized is not None and files:
+        profile, files = with_config(profile, files, model.config)
     return PreshardJob(
         model=model,
         profile=profile,
         layout=layout,
         aliases=aliases,
         part=part,
-        assets=assets,
+        assets=files,
         output=output,
         plan=build_plan(output, model.catalog, made_of) if expected is None else expected.plan,
         factored=factored,
-        notes=(*model.catalog.notes, *layout.notes, *untried, *notes, *_skipped(model)),
+        notes=(
+            *model.catalog.notes,
+            *layout.notes,
+            *untried,
+            *notes,
+            *_skipped(model),
+            *_not_copied(assets.refused),
+        ),
         warnings=(
             *not_for_stock(layout),
             *(foreign_type(load_rules(options.keys), model.config) if options.keys != NONE else ()),
@@ -523,6 +535,14 @@ def _lay_out_by_rules(model: HubModel, mesh: Mesh, wrap: str, rules: RuleSet) ->
 def _skipped(model: HubModel) -> list[str]:
     objects = model.catalog.objects
     return [f"left out, as they are not tensors: {escape(', '.join(objects))}"] if objects else []
+
+
+def _not_copied(links: Sequence[str]) -> list[str]:
+    return (
+        [f"not copied, as they are links out of the model's directory: {escape(', '.join(links))}"]
+        if links
+        else []
+    )
 
 
 def _resolve_ties(

@@ -15,14 +15,15 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.formats.contract import HubModel
-from shardkit.formats.hub.assets import list_assets
+from shardkit.formats.hub.assets import asset_patterns, list_assets
+from shardkit.formats.hub.repo import fetch_files
 from shardkit.formats.torchsave.writer import Plain, plain_record
 from shardkit.keys.rules import shipped
 from shardkit.layout.choice.factored import factors_below
@@ -47,8 +48,10 @@ class Profile:
     """How the names of its shipped key rules begin; "" if it trains models of transformers."""
     companions: Mapping[str, bytes] = field(default_factory=dict)
     """Files that it reads beside the shards, by name."""
-    assets: str | None = None
-    """The folder that config, tokenizer and the like of the model are copied to; None if they are not."""
+    assets: str = ""
+    """The folder that config, tokenizer and the like of the model are copied to."""
+    needs_config: bool = False
+    """The trainer reads config.json there."""
     usage: tuple[str, ...] = ()
     """Lines that start it; `{output}` is the directory."""
 
@@ -138,7 +141,7 @@ PROFILES = {
         Profile(
             name="transformers",
             form="safetensors",
-            assets="",
+            needs_config=True,
             usage=(
                 "transformers: AutoModelForCausalLM.from_pretrained(",
                 "    {output!r}, distributed_config=DistributedConfig(...))",
@@ -148,6 +151,7 @@ PROFILES = {
             name="verl",
             form="verl",
             assets="huggingface",
+            needs_config=True,
             usage=(
                 "verl, with actor.strategy=fsdp2 and checkpoint.load_contents=[model]:",
                 "  FSDPCheckpointManager.load_checkpoint({output!r})",
@@ -224,22 +228,35 @@ def check_stock(profile: Profile, layout: Layout) -> None:
         )
 
 
-def find_assets(profile: Profile, model: HubModel) -> dict[str, str]:
-    """Return the files of the model that a profile has copied: name in the output -> path.
+class Assets(NamedTuple):
+    """What lies beside a model's weights."""
+
+    files: Mapping[str, str]
+    """Name in the output -> path."""
+    refused: tuple[str, ...]
+    """Names of links that leave the directory."""
+
+
+def find_assets(profile: Profile, model: HubModel) -> Assets:
+    """Return the files of the model that are copied, so that the output can be built and exported by itself.
+
+    Those of a repo are downloaded, if they were not.
 
     Raises:
-        SourceError: there is no config.json.
-        ResourceError: the directory cannot be listed.
+        SourceError: there is no config.json, and the trainer needs it.
+        ResourceError: the directory cannot be listed; no network.
     """
-    if profile.assets is None:
-        return {}
-    found, _ = list_assets(model.directory)
-    if "config.json" not in found:
+    identity = model.identity
+    if identity.repo is not None:
+        fetch_files(identity.repo, asset_patterns(), revision=identity.commit)
+    # Of a repo of weights alone, a dry run has downloaded nothing.
+    found, refused = list_assets(model.directory) if storage.isdir(model.directory) else ({}, ())
+    if profile.needs_config and "config.json" not in found:
         raise SourceError(
             f"--profile {profile.name}: there is no config.json beside the weights, and the trainer needs it",
             hint="give the directory of a whole model",
         )
-    return {os.path.join(profile.assets, name): path for name, path in found.items()}
+    return Assets({os.path.join(profile.assets, name): path for name, path in found.items()}, refused)
 
 
 def with_config(
@@ -248,11 +265,11 @@ def with_config(
     """Return a profile that writes another config.json than the model's file, and the files that are still copied.
 
     Args:
-        profile: one that copies assets.
+        profile: whose files.
         assets: from `find_assets`.
         config: what config.json is to say.
     """
-    name = os.path.join(profile.assets or "", "config.json")
+    name = os.path.join(profile.assets, "config.json")
     companions = {**profile.companions, name: _json(config or {})}
     return replace(profile, companions=companions), {
         each: path for each, path in assets.items() if each != name

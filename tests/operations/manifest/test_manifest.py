@@ -377,7 +377,7 @@ def test_a_file_that_cannot_be_read_is_a_problem_of_that_file(
     (problem,) = result.problems
     assert (problem.file, problem.is_unreadable, result.is_only_unreadable) == (SHARD, True, True)
     assert "Input/output error" in problem.message
-    assert result.num_checked_files == 1  # the other shard was read
+    assert result.num_checked_files == 3  # the other shard was read, and config and generation config
     flip(path / "__1_0.distcp", os.path.getsize(path / "__1_0.distcp") // 2)
     both = verify(path, full=True)
     assert {problem.file for problem in both.problems} == {SHARD, "__1_0.distcp"}

@@ -42,6 +42,35 @@ def test_preshard_and_consolidate_give_the_hub_model_again(
     assert diff(sharded, sharded).differences == ()
 
 
+def test_the_output_is_a_source_of_its_own(tmp_path: Path, fast_trace: object) -> None:
+    """What lies beside the weights goes with them, so no base is asked for on the way back."""
+    hub, sharded, back = (tmp_path / name for name in ("hub", "sharded", "back"))
+    make_hub(ZOO["qwen3_moe"], hub)
+    for name, text in {"tokenizer.json": "{}", "trainer.log": "x", "optimizer.pt": "x"}.items():
+        (hub / name).write_text(text)
+    (hub / "chat_template.jinja").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_text("not to be followed")
+    result = preshard(hub, sharded, world_size=2)
+    assert result.copied == ("config.json", "generation_config.json", "tokenizer.json")
+    assert [note for note in result.notes if "chat_template.jinja" in note]
+    assert verify(sharded, full=True).problems == ()
+    reshard(sharded, tmp_path / "resharded", world_size=3)
+    for source in (sharded, tmp_path / "resharded"):
+        result = consolidate(source, back, overwrite=True)
+        assert (result.unloadable, result.missing) == ((), ())
+        names = {*result.file_names, "config.json", "generation_config.json", "tokenizer.json"}
+        assert {path.name for path in back.iterdir()} == names
+        for path in back.iterdir():
+            if path.suffix == ".safetensors":
+                expected, found = load_file(hub / path.name), load_file(path)
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(found[key], expected[key]) for key in expected)
+            else:
+                assert path.read_bytes() == (hub / path.name).read_bytes()
+    (sharded / "tokenizer.json").write_text("other")
+    assert verify(sharded, full=True).problems
+
+
 @pytest.mark.parametrize("knows_how", ["by the manifest", "by the class"])
 def test_globs_are_about_names_in_the_output(knows_how: str, tmp_path: Path, fast_trace: object) -> None:
     """Of experts that were fused, some are taken and some are left out."""
