@@ -30,10 +30,11 @@ from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
+from shardkit.files.home import MANIFEST, root_of
 from shardkit.files.links import locate
 from shardkit.files.strict_json import open_regular, parse_integer, read_exactly, read_small, uncollected
 
-NAME = "shardkit.json"
+NAME = MANIFEST
 FORMAT = 3
 """The newest format. A manifest that says nothing that format 1 cannot say has that; one with `osft` has this."""
 MAX_BYTES = 1 << 30
@@ -419,7 +420,7 @@ KINDS: tuple[type[Manifest], ...] = (Presharded, SavedState, HubModel, FileList)
 
 def sidecar_of(path: str) -> str:
     """Return where the manifest of a checkpoint lies that is beside it: `run/last.ckpt.shardkit.json`."""
-    return storage.absolute(path) + _SIDECAR_ENDING
+    return storage.absolute(root_of(path)) + _SIDECAR_ENDING
 
 
 def all_files(manifest: Manifest) -> tuple[SavedFile, ...]:

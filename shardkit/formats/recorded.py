@@ -12,6 +12,7 @@ from shardkit.core.catalog import Catalog, Checksums, SourceFile
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.files import manifest, storage
+from shardkit.files.home import home_of
 from shardkit.files.strict_json import read_small
 from shardkit.formats.registry import directory_of
 
@@ -120,7 +121,7 @@ def find_manifests(
         if given is not None:
             raise UsageError("--source-manifest is for comparing, and --check-source is off")
         return found
-    homes = [directory_of(path), *(each.directory for each in catalogs if each.directory)]
+    homes = [home_of(directory_of(path)), *(each.directory for each in catalogs if each.directory)]
     homes = list(dict.fromkeys(storage.realpath(home) for home in homes))
     if given is not None:
         read = _read_given(os.fspath(given), homes.pop(0))

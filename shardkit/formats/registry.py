@@ -16,6 +16,7 @@ from importlib import import_module
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.files import manifest, storage
+from shardkit.files.home import home_of
 from shardkit.formats.contract import Checkpoint, Opener, has_any, inner, listing, matching, own_name
 from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
 from shardkit.formats.hub.files import PIPELINE, select_weights
@@ -159,6 +160,7 @@ _HUB_FILES = (
 )
 _OTHERS = (
     (".metadata.tmp", "the save did not finish: .metadata.tmp was never renamed"),
+    ("data-" + "[0-9a-f]" * 16, "the save did not finish: .metadata is missing, which is written last"),
     (
         "*.distcp",
         "the save did not finish, or .metadata was not copied: there are {count} .distcp files without it",
@@ -180,10 +182,10 @@ def recognise(path: str) -> Format | None:
     Args:
         path: a directory, or a file that is a checkpoint or stands for one.
     """
-    row, found = _look(directory_of(path))
+    row, found = _look(home_of(directory_of(path)))
     if found is None:
         return row
-    inside, _ = _look(found.weights)
+    inside, _ = _look(home_of(found.weights))
     name = found.structure.format
     if name is None:
         return inside
@@ -212,17 +214,18 @@ def open_checkpoint(
         )
     if format == _HUB.name or revision is not None or variant is not None or not storage.lexists(source):
         return _open_hub(source, revision=revision, variant=variant, headers_only=headers_only)
-    directory = directory_of(source)
+    directory = home_of(directory_of(source))
     if storage.isdir(directory):
         _check_listing(directory)
     if format is not None:
         return _open(_FORMATS[format], directory)
     row, found = _look(directory)
     if found is not None:
-        inside, _ = _look(found.weights)
+        weights = home_of(found.weights)
+        inside, _ = _look(weights)
         if inside is None:
             raise _nothing(found.weights)
-        return plain_dcp.inside(_open(inside, found.weights), found, directory)
+        return plain_dcp.inside(_open(inside, weights), found, directory)
     if row is None:
         raise _nothing(source)
     return _open(row, directory)

@@ -18,6 +18,7 @@ from shardkit import formats
 from shardkit.core.text import escape, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
+from shardkit.files.home import home_of, is_data_folder
 from shardkit.files.links import locate, read_inside
 from shardkit.formats.contract import Checkpoint, has_any, listing
 from shardkit.formats.dcp.directory import is_dcp
@@ -125,6 +126,7 @@ def _open_models(path: str) -> tuple[Checkpoint, ...]:
         model_directories,  # here, as a Hub model needs none of it
     )
 
+    path = home_of(path)
     models = model_directories(path)
     places = [os.path.join(path, name) for name in models] if len(models) > 1 else [path]
     return tuple(map(formats.open, places))
@@ -430,13 +432,13 @@ class _Search:
         except SourceError as error:
             return "; ".join((error.message, *error.problems[:1]))
         files = (file.path for model in self.opened[path] for file in model.catalog.files)
-        return _unfinished_part(path, _MAX_DEPTH, {os.path.dirname(file) for file in files})
+        return _unfinished_part(home_of(path), _MAX_DEPTH, {os.path.dirname(file) for file in files})
 
     def _children(self, directory: str) -> list[str]:
         """Return the names in a directory that may be checkpoints or hold some."""
         names: list[str] = []
         for entry in self._scan(directory):
-            if is_left_out(entry.name):
+            if is_left_out(entry.name) or is_data_folder(entry.name):
                 continue
             path = entry.path
             if entry.is_symlink() and not storage.exists(path):
@@ -560,7 +562,7 @@ def _what_it_is(found: ResolvedCheckpoint) -> str:
 
 def _step_inside(path: str) -> int | None:
     """Return the step that Lightning keeps in a .ckpt file, or in the meta.pt of a directory."""
-    file = os.path.join(path, _META) if storage.isdir(path) else path
+    file = os.path.join(home_of(path), _META) if storage.isdir(path) else path
     if not file.endswith((_META, *_FILES)) or not storage.isfile(file):
         return None
     from shardkit.formats.torchsave.file import open_torch_file  # here, as most names tell the step
@@ -631,4 +633,6 @@ def _unfinished(path: str) -> str | None:
         return "the save did not finish: .metadata.tmp was never renamed"
     if has_any(names, "*.distcp"):
         return "the save did not finish: there are .distcp files without .metadata"
+    if any(map(is_data_folder, names)):
+        return "the save did not finish: .metadata is missing, which is written last"
     return None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from shardkit.core.catalog import Catalog
 from shardkit.errors import ShardkitError
 from shardkit.files import manifest, storage
+from shardkit.files.home import names_in
 from shardkit.files.links import read_inside
 from shardkit.osft.plan import Target
 
@@ -181,9 +182,9 @@ def _is_same(one: str, other: str) -> bool:
 
 
 def listing(path: str) -> frozenset[str]:
-    """Return the names in a directory; none if it cannot be listed."""
+    """Return the names in a directory, as `names_in`; none if it cannot be listed."""
     try:
-        return frozenset(storage.listdir(path))
+        return frozenset(names_in(path))
     except (OSError, ValueError):  # ValueError: a NUL in the path
         return frozenset()
 

@@ -3,5 +3,4 @@
 Internal: import from `shardkit`.
 """
 
-METADATA = ".metadata"
-"""The file that says what a checkpoint holds. It is written last."""
+from shardkit.files.home import METADATA as METADATA

@@ -17,13 +17,14 @@ import stat
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.regions import Shape, find_tiling_error
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
+from shardkit.files.home import home_of, path_in
 from shardkit.files.links import is_below, locate
 from shardkit.files.strict_json import FOLLOW, read_small, status_of
 from shardkit.formats.contract import Checkpoint, Place, asset_directories, listing
@@ -85,10 +86,7 @@ class DcpDirectory:
 
 def is_dcp(directory: str) -> bool:
     """True if the directory has the marker file of a finished DCP save, or a rank's."""
-    try:
-        names = storage.listdir(directory)
-    except (OSError, ValueError):  # ValueError: a NUL in the path
-        return False
+    names = listing(directory)
     return METADATA in names or bool(rank_files(names))
 
 
@@ -134,6 +132,7 @@ def open_dcp(directory: str) -> DcpDirectory:
         SourceError: missing, damaged, hostile or contradictory; names the file and the tensors.
         ResourceError: a file may not be read.
     """
+    directory = home_of(directory)
     return open_metadata(directory, _read_metadata(directory))
 
 
@@ -197,13 +196,24 @@ def refuse_flat(path: str, catalog: Catalog) -> None:
 
 def _read_metadata(directory: str) -> DcpMetadata:
     """Read `.metadata`; rank-local metadata only if there is none, never instead of a damaged one."""
-    path = os.path.join(directory, METADATA)
+    path = path_in(directory, METADATA)
     if storage.lexists(path):
-        return parse_metadata(read_small(path, METADATA, _MAX_METADATA, follow=False), where=METADATA)
+        metadata = parse_metadata(read_small(path, METADATA, _MAX_METADATA, follow=False), where=METADATA)
+        return metadata if path == os.path.join(directory, METADATA) else _at_home(metadata, directory)
     names = _listing(directory)
     if not rank_files(names):
         raise SourceError(f"{escape(directory)} has no {METADATA}: {_why_missing(names)}")
     return read_rank_metadata(directory, names, _MAX_METADATA)
+
+
+def _at_home(metadata: DcpMetadata, home: str) -> DcpMetadata:
+    """Return metadata that lies above a home, with the files' names in it."""
+    folder = os.path.join(os.path.basename(home.rstrip("/")), "")
+    strays = [escape(name) for name in metadata.files if not name.startswith(folder)]
+    SourceError.raise_for(
+        strays, f"{METADATA} names files in {escape(folder)} and files elsewhere", hint=_ANOTHER_COPY
+    )
+    return replace(metadata, files=tuple(name.removeprefix(folder) for name in metadata.files))
 
 
 def _why_missing(names: Collection[str]) -> str:

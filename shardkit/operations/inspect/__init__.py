@@ -19,6 +19,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape, fold
 from shardkit.errors import LayoutError, SourceError
 from shardkit.files import manifest, storage
+from shardkit.files.home import home_of, path_in
 from shardkit.files.links import may_follow_links
 from shardkit.files.strict_json import status_of
 from shardkit.formats.contract import Checkpoint, HubModel
@@ -164,7 +165,7 @@ def inspect(
             f"{escape(path)}: no such file or directory",
             hint="inspect reads local paths and those of object stores; bring a Hub model here with: hf download ORGANISATION/NAME",
         )
-    directory = path if storage.isdir(path) else os.path.dirname(path) or os.curdir
+    directory = home_of(path if storage.isdir(path) else os.path.dirname(path) or os.curdir)
     if storage.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
         found = manifest.read(directory)
         if isinstance(found, manifest.Presharded):  # else it lies beside a Hub model, or what training saved
@@ -338,7 +339,7 @@ def _differences(directory: str, said: manifest.Presharded) -> Iterator[str]:
     described = [each for file in said.files for each in (file, file.chunks)]
     listed = {file.name: file.size for file in (*([said.metadata] if said.metadata else ()), *described)}
     for name, size in listed.items():
-        held = _file_size(os.path.join(directory, name))
+        held = _file_size(path_in(directory, name))
         if held is None:
             yield f"{escape(name)}: the manifest lists it, and there is no such file"
         elif held != size:

@@ -20,6 +20,7 @@ from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import FileBytes, Scan, combine, place_of
+from shardkit.files.home import home_of, path_in
 from shardkit.files.links import is_snapshot, may_follow_links
 from shardkit.formats.registry import directory_of, format_of
 from shardkit.operations.destination import check_sidecar, write_sidecar
@@ -99,7 +100,7 @@ def write_manifest(
     """
     begun, path = time.monotonic(), os.fspath(path)
     num_threads = choose_jobs(jobs)
-    directory = directory_of(path)
+    directory = home_of(directory_of(path))
     target = _target(directory, output, inside=inside, overwrite=overwrite)
     report = Report(progress=progress or NoProgress())
     structure = check_structure(path, report, is_new=True)
@@ -190,9 +191,9 @@ def _files(structure: Structure, listing: Listing) -> dict[str, FileBytes]:
     known = {place_of(file.path): file for file in structure.files}
     follow, files = _follows(structure), dict[str, FileBytes]()
     for name, size in listing.files.items():
-        file = known.get(place_of(os.path.join(home, name)))
+        file = known.get(place_of(path_in(home, name)))
         if file is None:
-            file = FileBytes(name=name, path=os.path.join(home, name), follow=follow, size=size)
+            file = FileBytes(name=name, path=path_in(home, name), follow=follow, size=size)
         files[name] = replace(file, crc32=None, sha256=None, follow=follow, size=size)
     return files
 

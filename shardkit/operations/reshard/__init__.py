@@ -16,6 +16,7 @@ from shardkit.core.text import MIB, escape
 from shardkit.core.threads import Progress
 from shardkit.errors import MeshError
 from shardkit.files import manifest, storage
+from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
 from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.companions import copy_file
@@ -193,7 +194,7 @@ def reshard(
         partial(
             FolderDescriptions,
             job.folders,
-            partial(copy_files, resolved.path, job, manifests, sha256=sha256),
+            partial(copy_files, home_of(resolved.path), job, manifests, sha256=sha256),
             sha256=sha256,
         ),
         needed_bytes=job.plan.written_bytes + chunks * DESCRIPTION_BYTES + copied,

@@ -25,6 +25,7 @@ from shardkit.core.regions import Region, Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
+from shardkit.files.home import home_of
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint, DcpFolder, Place
 from shardkit.formats.contract.optimizer import OptimizerState
@@ -125,7 +126,7 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
     Raises:
         SourceError, IntegrityError, ResourceError: it cannot be opened, or the save of a part did not finish.
     """
-    path = taken.resolved.path
+    path = home_of(taken.resolved.path)
     if not storage.isdir(path) or not _keeps_folders(path):
         return _other(taken.open())
     found = survey(path)

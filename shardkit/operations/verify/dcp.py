@@ -14,6 +14,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.digest import Archive, FileBytes, Stretch
+from shardkit.files.home import path_in
 from shardkit.files.strict_json import named_failures, open_regular
 from shardkit.formats.contract import DcpFolder
 from shardkit.formats.dcp import METADATA
@@ -66,7 +67,7 @@ def _stale(directory: str, folder: str, opened: DcpFolder) -> Iterator[str]:
     """Yield a warning for each file of another save."""
     for name in unused_shards(directory, {file.name for file in opened.catalog.files}):
         yield f"{escape(os.path.join(folder, name))}: not of this checkpoint"
-    has_index = storage.lexists(os.path.join(directory, METADATA))
+    has_index = storage.lexists(path_in(directory, METADATA))
     for name in sorted(storage.listdir(directory)) if has_index else ():
         if name.startswith("__") and name.endswith(METADATA):
             yield f"{escape(os.path.join(folder, name))}: not of this checkpoint"

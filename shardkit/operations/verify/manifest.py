@@ -20,6 +20,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import FileBytes, crc32, place_of
+from shardkit.files.home import METADATA, path_in, root_of
 from shardkit.files.links import locate
 from shardkit.files.strict_json import FOLLOWS_LINKS, read_small
 from shardkit.formats.dcp import chunk_list
@@ -171,7 +172,7 @@ def _recorded(described: Described, file: manifest.SavedFile, report: Report) ->
     where = os.path.join(described.folder, file.name)
     held = file_size(described.directory, file.name, follow=described.follow)
     if held is None:
-        is_there = storage.lexists(os.path.join(described.directory, file.name))
+        is_there = storage.lexists(path_in(described.directory, file.name))
         reason = "it is no regular file of the directory" if is_there else "there is no such file"
         report.problem(f"{escape(os.path.basename(described.where))} lists it, and {reason}", file=where)
     elif held != file.size:
@@ -184,7 +185,7 @@ def _read_described(described: Described, file: manifest.File, report: Report) -
     where = os.path.join(described.folder, file.name)
     data: bytes | None = None
     with report.failing(where):
-        data = read_small(os.path.join(described.directory, file.name), where, manifest.MAX_BYTES)
+        data = read_small(path_in(described.directory, file.name), where, manifest.MAX_BYTES)
     if data is None:
         return False
     found = crc32(data)
@@ -250,7 +251,7 @@ def add_recorded(described: Iterable[Described], files: list[FileBytes]) -> None
         for name, recorded in {**each.files, **each.others}.items():
             if recorded.crc32 is None and recorded.sha256 is None:
                 continue
-            path = os.path.join(each.directory, name)
+            path = path_in(each.directory, name)
             file = known.get(place_of(path))
             if file is None:
                 file = FileBytes(
@@ -338,6 +339,8 @@ def list_files(directory: str, *, follow: bool) -> Listing:
 
 def _names(directory: str) -> Iterator[str]:
     """Yield the names of everything but directories."""
+    if root_of(directory) != directory:
+        yield METADATA
     for here, folder, inner, names in walk(directory):
         links = [name for name in inner if storage.islink(os.path.join(here, name))]
         inner[:] = [name for name in inner if os.path.join(folder, name) not in _LEFT_OUT]
@@ -352,7 +355,7 @@ def file_size(directory: str, name: str, *, follow: bool) -> int | None:
         name: of a file at any depth.
         follow: as for `list_files`.
     """
-    path = os.path.join(directory, name)
+    path = path_in(directory, name)
     try:
         status = storage.lstat(path)
         if stat.S_ISLNK(status.st_mode) and not (follow or FOLLOWS_LINKS.get()):

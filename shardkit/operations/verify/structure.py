@@ -16,6 +16,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch, place_of
+from shardkit.files.home import home_of, path_in
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint, has_any, inner, listing
 from shardkit.formats.dcp import METADATA
@@ -68,7 +69,7 @@ def check_structure(
         raise SourceError(
             f"{escape(path)}: no such file or directory", hint="check the path of the checkpoint"
         )
-    directory = directory_of(path)
+    directory = home_of(directory_of(path))
     beside = _manifest_beside(directory, manifest_path, report) if not is_new else None
     checkpoint, failure = _open(path, is_known=beside is not None)
     described, folders = _survey(directory, checkpoint, report)
@@ -198,7 +199,7 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
     Returns:
         True if nothing is wrong with it.
     """
-    directory = directory_of(path)
+    directory = home_of(directory_of(path))
     of_the_machine = isinstance(failure, ResourceError)  # it may be over when the folders are looked at
     found = recognise(path) if has_folders and not report.problems and not of_the_machine else None
     if found is not None and found.is_dcp_alone:
@@ -247,7 +248,7 @@ def _lacking(
     covered = {place_of(file.path) for file in files if file.has_digest}
     owners = {each.folder for each in described if each.metadata is not None}
     if any(
-        folder not in owners and place_of(os.path.join(directory, folder, METADATA)) not in covered
+        folder not in owners and place_of(path_in(os.path.join(directory, folder), METADATA)) not in covered
         for folder in folders
     ):
         yield f"{METADATA} has no checksum: that it says what was saved cannot be proved"

@@ -21,6 +21,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import IntegrityError, LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
+from shardkit.files.home import home_of, path_in
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList, ListedChunk
@@ -176,10 +177,11 @@ def open_presharded(directory: str) -> Presharded | None:
         IntegrityError: a file is missing.
         SourceError: the manifest makes no sense, or the run that wrote the directory did not end.
     """
+    directory = home_of(directory)
     said = manifest.read(directory)
     if not isinstance(said, manifest.Presharded):
         return None
-    if not storage.exists(os.path.join(directory, METADATA)):
+    if not storage.exists(path_in(directory, METADATA)):
         raise SourceError(
             f"{escape(directory)} has {manifest.NAME} and no {METADATA}, which is written last",
             hint="copy all of the directory; or preshard again",

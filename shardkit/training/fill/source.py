@@ -20,6 +20,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError
 from shardkit.files import manifest, storage
+from shardkit.files.home import path_in
 from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dequantize import take_plain
@@ -483,7 +484,7 @@ def _file_digest(directory: str) -> str | None:
     """Return a digest of `.metadata`, which has an id of each save; None if there is none."""
     digest = hashlib.sha256()
     try:
-        fd = storage.open_fd(os.path.join(directory, METADATA), os.O_RDONLY | os.O_CLOEXEC)
+        fd = storage.open_fd(path_in(directory, METADATA), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:

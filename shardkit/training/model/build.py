@@ -22,6 +22,7 @@ from shardkit.core.dtypes import BY_NAME, CASTS, short_dtype
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.files import storage
+from shardkit.files.home import home_of
 from shardkit.keys.names import clean_name
 from shardkit.keys.quantised import can_dequantize, method_of, refuse_quantised, why_quantised
 from shardkit.layout.classes import (
@@ -303,9 +304,9 @@ def find_config(what: str, revision: str | None) -> str:
     from shardkit.formats.hub.repo import fetch_files, named_repo
 
     if storage.isdir(what):
-        return storage.local_config(what)
+        return storage.local_config(home_of(what))
     if storage.isfile(what):
-        return storage.local_config(os.path.dirname(what) or os.curdir)
+        return storage.local_config(home_of(os.path.dirname(what) or os.curdir))
     repo = named_repo(what, revision)
     if repo is not None:
         return fetch_files(repo.id, _CODE_FILES, revision=repo.revision)
