@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import MAX_LINES, Output, count, facts, make_progress, more, table
+from shardkit.cli.output import MAX_LINES, Output, answer_facts, count, facts, make_progress, more, table
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, format_size
 from shardkit.operations.diff import SORTS, DiffResult, TensorDiff, diff
@@ -51,23 +51,26 @@ Examples:
 )
 @opt.max_memory
 @click.option("--quiet", "-q", is_flag=True, help="Print no result, only set the exit code.")
+@opt.gathering
 @opt.follow_links
 @opt.reporting
-def command(*, out: Output, a: str, b: str, quiet: bool, **options: Any) -> None:
+def command(*, out: Output, a: str, b: str, quiet: bool, part: str | None, **options: Any) -> None:
     """Compare the weights of A and B: Hub models or sharded checkpoints, in any two formats.
 
     Tensors are paired by their names on the Hub: = equal, ~ equal after rounding, - only in A, + only in B,
     * differs. Bits are compared, unless a tolerance is given. Exit code 0 means equal, perhaps after rounding to
-    bf16 or fp16; 1 means that something differs.
+    bf16 or fp16; 1 means that something differs; 4, with --answers, that parts are missing. A part ends with 0 while
+    others are missing, whatever it found: the last one to finish has the answer.
     """
     if quiet and out.as_json:
         raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
-    result = diff(a, b, progress=make_progress(enabled=out.shows_bars and not quiet), **options)
+    share = opt.take_part(out, part)
+    result = diff(a, b, part=share, progress=make_progress(enabled=out.shows_bars and not quiet), **options)
     for warning in result.warnings:
         out.warn(warning)
     if not quiet:
         out.result(result, render)
-    if not result.is_equal_after_rounding:
+    if not result.is_equal_after_rounding and result.part is None:
         sys.stdout.flush()  # the reader may be gone, and this error is reported like any other
         click.get_current_context().exit(_DIFFERS)
 
@@ -93,6 +96,7 @@ def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
     if result.rtol is not None:
         yield "within", f"rtol {result.rtol:g}, atol {result.atol:g}"
     yield "read", f"{format_size(result.read_bytes)} in {result.elapsed_s:.2f} s"
+    yield from answer_facts(result.part)
 
 
 def _alike(result: DiffResult) -> Iterator[str]:
@@ -173,6 +177,8 @@ def _stats(stats: TensorStats) -> Iterator[str]:
 
 
 def _verdict(result: DiffResult) -> str:
+    if result.part is not None:
+        return f"part {result.part.part}: {len(result.differences)} of {count(len(result.tensors), 'tensor')} differ"
     if result.is_equal_after_rounding and not result.is_equal:
         ways = ["folding"] if result.count("folded") else []
         ways += ["rounding: " + _direction(result)] if result.rounded_side is not None else []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import MAX_LINES, Output, count, facts, headline, make_progress
+from shardkit.cli.output import MAX_LINES, Output, answer_facts, count, facts, headline, make_progress
 from shardkit.core.text import escape, format_size
 
 if TYPE_CHECKING:
@@ -34,10 +34,11 @@ Examples:
 @opt.sha256
 @opt.overwrite("manifest")
 @opt.dry_run
+@opt.gathering
 @opt.jobs
 @opt.follow_links
 @opt.reporting
-def command(*, out: Output, path: str, output: str | None, **options: Any) -> None:
+def command(*, out: Output, path: str, output: str | None, part: str | None, **options: Any) -> None:
     """Record the size and the checksum of every file and tensor of PATH, for `shardkit verify`.
 
     PATH is any checkpoint, whoever made it: a Hub model, a trainer's sharded checkpoint, a pre-sharded directory.
@@ -45,18 +46,29 @@ def command(*, out: Output, path: str, output: str | None, **options: Any) -> No
     """
     from shardkit.operations.manifest import write_manifest
 
-    result = write_manifest(path, output, progress=make_progress(enabled=out.shows_bars), **options)
+    share = opt.take_part(out, part)
+    result = write_manifest(
+        path, output, part=share, progress=make_progress(enabled=out.shows_bars), **options
+    )
     out.result(result, render, max_warnings=MAX_LINES)
 
 
 def render(result: ManifestResult) -> list[str]:
     """Return a result as lines for people."""
-    return [headline(result.manifest, dry_run=result.dry_run), *facts(_facts(result))]
+    head = headline(result.manifest, dry_run=result.dry_run)
+    if result.part is not None:
+        head = f"part {result.part.part} of {escape(result.manifest)}"
+    return [head, *facts(_facts(result))]
 
 
 def _facts(result: ManifestResult) -> Iterator[tuple[str, str]]:
     yield "checkpoint", f"{escape(result.writer)} ({escape(result.format)})"
     would = "to " if result.dry_run else ""
+    if result.part is not None:
+        part = result.part
+        yield "read", f"{count(part.num_questions, 'file')}, {format_size(part.read_bytes)}"
+        yield from answer_facts(part)
+        return
     yield f"{would}read", f"{count(result.num_files, 'file')}, {format_size(result.read_bytes)}"
     if result.dry_run:
         return

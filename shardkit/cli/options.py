@@ -168,6 +168,21 @@ part = click.option(
 )
 
 
+gathering = group(
+    click.option(
+        "--part",
+        metavar="K/N|env|env/N",
+        help="Read this part; env asks the launcher (torchrun, MPI, SLURM, Kubernetes).",
+    ),
+    click.option(
+        "--answers",
+        type=PATH,
+        metavar="DIR",
+        help="Where all parts put what they find; without --part, put that together.",
+    ),
+)
+
+
 def take_part(out: Output, text: str | None) -> Part | None:
     """Return the part that was asked for, and say what it is where the launcher told it."""
     if text is None:

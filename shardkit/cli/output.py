@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from shardkit.core.threads import Progress
+    from shardkit.operations.answers import PartAnswer
     from shardkit.operations.commit import CommitResult
     from shardkit.operations.write import WriteResult
 
@@ -48,6 +49,13 @@ def headline(path: str, *, dry_run: bool) -> str:
 def is_unfinished(result: WriteResult) -> bool:
     """True for a part of an output that is not there yet, and for the dry run of a part."""
     return result.part is not None and (result.dry_run or not result.part.is_committed)
+
+
+def answer_facts(part: PartAnswer | None) -> Iterator[tuple[str, str]]:
+    """Yield what became of a part of an answer, while others lack something."""
+    if part is not None:
+        yield "all parts", f"{part.answered_questions} of {count(part.all_questions, 'answer')} are there"
+        yield "missing", f"parts {listed(part.missing)}; the last to finish makes the report"
 
 
 def part_lines(result: WriteResult) -> list[str]:

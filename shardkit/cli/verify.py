@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import MAX_LINES, Output, count, facts, make_progress, more
+from shardkit.cli.output import MAX_LINES, Output, answer_facts, count, facts, make_progress, more
 from shardkit.core.text import escape, format_size
 from shardkit.errors import ResourceError
 from shardkit.operations.verify import verify
@@ -47,20 +47,23 @@ Examples:
 @opt.strict
 @click.option("--hub", metavar="REPO", help="Compare its files with a Hub repo's, without downloading.")
 @opt.revision
+@opt.gathering
 @opt.jobs
 @opt.follow_links
 @opt.reporting
-def command(*, out: Output, path: str, **options: Any) -> None:
+def command(*, out: Output, path: str, part: str | None, **options: Any) -> None:
     """Check that PATH is whole, and holds the bytes that were written.
 
     PATH is a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint. By default metadata, headers,
     sizes and manifests are compared with each other; --read and --full compare bytes with checksums. A manifest is
     looked for in PATH, then beside it (PATH.shardkit.json). Exit code 0: nothing is wrong; 1: something is wrong;
-    3: not a checkpoint; 5: nothing is wrong, but some files cannot be read.
+    3: not a checkpoint; 4: with --answers, parts are missing; 5: nothing is wrong, but some files cannot be read. A part
+    ends with 0 while others are missing, whatever it found: the last one to finish has the answer.
     """
-    result = verify(path, progress=make_progress(enabled=out.shows_bars), **options)
+    share = opt.take_part(out, part)
+    result = verify(path, part=share, progress=make_progress(enabled=out.shows_bars), **options)
     out.result(result, render, max_warnings=MAX_LINES)
-    if not result.ok:
+    if not result.ok and result.part is None:
         click.get_current_context().exit(ResourceError.exit_code if result.is_only_unreadable else _PROBLEMS)
 
 
@@ -68,8 +71,9 @@ def render(result: VerifyResult) -> list[str]:
     """Return a result as lines for people."""
     problems = result.problems
     verdict = "no problem found" if result.ok else f"{count(len(problems), 'problem')} found"
+    part = f"part {result.part.part} of " if result.part is not None else ""
     return [
-        f"{escape(result.path)}: {verdict}",
+        f"{part}{escape(result.path)}: {verdict}",
         *facts(_facts(result)),
         *([""] if problems else []),
         *(line for problem in problems[:MAX_LINES] for line in _problem(problem)),
@@ -106,3 +110,4 @@ def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
         yield "compared", f"{format_size(result.read_bytes)}: {chunks}{files}"
     if result.num_unrecorded_chunks:
         yield "no checksum", count(result.num_unrecorded_chunks, "chunk")
+    yield from answer_facts(result.part)

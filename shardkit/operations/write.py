@@ -244,7 +244,7 @@ def _stamp(file: ReadFile) -> FileStamp | None:
         return None
 
 
-def _shared_stamp(file: ReadFile) -> list[int | str] | None:
+def shared_stamp(file: ReadFile) -> list[int | str] | None:
     """Return a stamp that is the same on all machines: numbers of inodes and devices are not.
 
     In the Hub's cache a file is named after its content, and each machine may have a cache of its own. What stands for the
@@ -479,7 +479,7 @@ class Writer:
         """Return what parts carry out: they agree on the plan, and on what the descriptions say."""
         command = self.writing.command
         assert command is not None
-        made_of = {**ingredients(job, _shared_stamp), "settings": command.settings()}
+        made_of = {**ingredients(job, shared_stamp), "settings": command.settings()}
         agreement = Agreement(
             plan=hash_of(made_of),
             version=__version__,

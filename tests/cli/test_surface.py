@@ -61,6 +61,7 @@ SURFACE = {
     ],
     "diff": [
         "--all",
+        "--answers",
         "--atol",
         "--exclude",
         "--follow-links",
@@ -68,6 +69,7 @@ SURFACE = {
         "--json",
         "--max-memory",
         "--no-progress",
+        "--part",
         "--quiet",
         "--rtol",
         "--sort",
@@ -83,6 +85,7 @@ SURFACE = {
     "keys check": ["--base", "--follow-links", "--json", "RULES", "SOURCE"],
     "keys show": ["--base", "--follow-links", "--json", "SOURCE"],
     "manifest": [
+        "--answers",
         "--dry-run",
         "--follow-links",
         "--inside",
@@ -91,6 +94,7 @@ SURFACE = {
         "--no-progress",
         "--output",
         "--overwrite",
+        "--part",
         "--sha256",
         "-n",
         "-o",
@@ -165,6 +169,7 @@ SURFACE = {
     "status": ["--abort", "--json", "OUTPUT"],
     "verify": [
         "--against",
+        "--answers",
         "--follow-links",
         "--full",
         "--hub",
@@ -172,6 +177,7 @@ SURFACE = {
         "--json",
         "--manifest",
         "--no-progress",
+        "--part",
         "--read",
         "--revision",
         "--rounded",

@@ -41,7 +41,7 @@ from shardkit.transfer.factors import fill
 from tests.torture.faults import Faults
 from tests.worlds.factors import WorkerHere
 
-COMMANDS = ("commit", "preshard", "consolidate", "reshard", "verify", "manifest")
+COMMANDS = ("commit", "preshard", "consolidate", "reshard", "verify", "diff", "manifest")
 ALSO = (
     "huggingface_hub.utils.tqdm",
     "shardkit.formats.trainers.bytecheckpoint",

@@ -155,7 +155,7 @@ def commit(
             staging.remove()
         return _was_there(path, begun)
     try:
-        agreement = Agreement.read(staging)
+        agreement = Agreement.read(staging.record)
         _wait_for_all(staging, agreement, until)
         result, is_ours = _carry_out(staging, agreement, overwrite, progress, on_warning)
     except (OSError, ShardkitError):  # the directory may have gone meanwhile, with another commit

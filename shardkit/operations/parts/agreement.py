@@ -17,10 +17,14 @@ from shardkit.operations.parts.part import Part, divide, parse_part
 
 _FORMAT = 1
 _MAX_BYTES = 1 << 28
-_PATHS = ("source", "checkpoint", "base", "keys", "source_manifest", "adapter_config")
+_PATHS = (
+    *("source", "checkpoint", "base", "keys", "source_manifest", "adapter_config"),
+    *("path", "manifest", "against", "a", "b"),
+)
 _OWN = {
     "output",
     "part",
+    "answers",
     "executor",
     "num_parts",
     "progress",
@@ -91,15 +95,18 @@ class Agreement:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
     @classmethod
-    def read(cls, staging: SharedStaging) -> Agreement:
+    def read(cls, path: str) -> Agreement:
         """Return what the parts in a directory agreed on.
+
+        Args:
+            path: of `plan.json`.
 
         Raises:
             SourceError: the file is missing or not what shardkit writes.
             ResourceError: it cannot be read.
         """
-        name = os.path.join(os.path.basename(staging.path), "plan.json")
-        content = parse_object(read_small(staging.record, name, _MAX_BYTES, follow=False), name)
+        name = os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))
+        content = parse_object(read_small(path, name, _MAX_BYTES, follow=False), name)
         if content.pop("format", None) != _FORMAT:
             raise SourceError(f"{escape(name)} was written by another version of shardkit")
         try:
@@ -187,7 +194,7 @@ def read_all(stagings: Sequence[SharedStaging]) -> list[tuple[SharedStaging, Agr
     found = []
     for staging in stagings:
         try:
-            found.append((staging, Agreement.read(staging)))
+            found.append((staging, Agreement.read(staging.record)))
         except (SourceError, ResourceError):
             if staging.exists:
                 raise

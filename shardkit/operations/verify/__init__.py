@@ -6,6 +6,7 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 from shardkit.core.text import count, parse_size
@@ -13,11 +14,14 @@ from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import UsageError
 from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint
+from shardkit.operations.answers import Gathering, State, answers_to
+from shardkit.operations.parts.part import Part
 from shardkit.operations.resolve import take
-from shardkit.operations.verify.bytes import check_some, check_whole, choose
-from shardkit.operations.verify.factors import check_factors
-from shardkit.operations.verify.result import Level, Report, VerifyResult, in_threads
-from shardkit.operations.verify.structure import check_structure
+from shardkit.operations.verify.bytes import choose
+from shardkit.operations.verify.factors import FactorQuestions
+from shardkit.operations.verify.questions import Joined, Questions, recorded_in, some_stretches, whole_files
+from shardkit.operations.verify.result import Level, Report, VerifyResult
+from shardkit.operations.verify.structure import Structure, check_structure
 
 
 @may_follow_links
@@ -34,6 +38,8 @@ def verify(
     hub: str | None = None,
     revision: str | None = None,
     jobs: int | None = None,
+    part: str | Part | None = None,
+    answers: str | os.PathLike[str] | None = None,
     follow_links: bool = False,
     progress: Progress | None = None,
 ) -> VerifyResult:
@@ -58,6 +64,9 @@ def verify(
         hub: a repo id. Every file must be the repo's, as the ids tell that the Hub keeps. Nothing is downloaded.
         revision: branch, tag or commit of the repo.
         jobs: threads; by default the cores that this process may use, from 2 to 8.
+        part: read this part of what is to be read, such as "3/16", or "env" to ask the launcher. Where no other part is
+            missing, the result is that of one process.
+        answers: directory in which all parts put what they find; without `part`, put together what is there.
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
             Weight files of a Hub model are read in any case.
         progress: told of the bytes as they are read.
@@ -66,9 +75,10 @@ def verify(
         UsageError: options that do not go together or are out of range.
         SourceError: there is nothing, or no checkpoint; there is no such manifest; `against` or `hub` cannot be opened;
             or, with `strict`, `against` has something newer. That is raised before anything is read.
+        IncompleteError: `answers` without `part`, and parts are missing.
         ResourceError: a directory cannot be listed, or the Hub cannot be reached.
     """
-    path = os.fspath(path)
+    gathering, path = Gathering.of("verify", locals()), os.fspath(path)
     share, size = _parse_read(read)
     if full and read is not None:
         raise UsageError("a full check reads everything: give either --full or --read")
@@ -77,42 +87,61 @@ def verify(
     for option, is_given in (("--rounded", rounded), ("--strict", strict)):
         if is_given and against is None:
             raise UsageError(f"{option} belongs to --against, which is not given")
-    num_threads = choose_jobs(jobs)
+    if gathering is not None and not (full or read or against or hub):
+        raise UsageError("--part divides what is read: give --full, --read, --against or --hub with it")
+    num_threads, progress = choose_jobs(jobs), progress or NoProgress()
     other = take(against, strict=True) if strict and against is not None else None
     level: Level = "full" if full else "structure" if read is None else "sample"
-    report = Report(progress=progress or NoProgress())
+    report = Report(progress=progress)
     structure = check_structure(path, report, manifest_path=None if manifest is None else os.fspath(manifest))
+    if gathering is not None:
+        gathering.check_outside(path, structure.directory)
+    state = partial(_state, structure, report, seed=seed if level == "sample" else None)
+    kinds: list[Questions] = []
     if level == "full":
-        total = sum(file.read_bytes for file in structure.files)
-        whole = [partial(check_whole, file) for file in structure.files]
-        in_threads(whole, num_threads, report, label="verify", total_bytes=total)
+        kinds.append(whole_files(structure.files, num_threads, progress, state))
     elif level == "sample":
         wanted = size if share is None else -int(-report.tensor_bytes * share // 100)
         chosen = choose(structure.files, wanted, seed)
-        total = sum(stretch.nbytes for _, stretches in chosen for stretch in stretches)
-        some = [partial(check_some, file, stretches) for file, stretches in chosen]
-        in_threads(some, num_threads, report, label="verify", total_bytes=total)
+        kinds.append(some_stretches(chosen, num_threads, progress, state))
     if structure.checkpoint is not None:
-        check_factors(structure.checkpoint, report, full=full)
+        kinds.append(FactorQuestions(structure.checkpoint, full=full))
     if against is not None:
-        from shardkit.operations.verify.against import compare
+        from shardkit.operations.verify.against import Against
 
-        compare(path, structure.checkpoint, os.fspath(against), other, report, rounded=rounded)
+        opened = structure.checkpoint
+        kinds.append(Against(path, opened, os.fspath(against), other, rounded=rounded, progress=progress))
     commit = None
     if hub is not None:
-        from shardkit.operations.verify.against import compare_with_repo
+        from shardkit.operations.verify.against import AgainstRepo
 
-        commit = compare_with_repo(structure.directory, hub, revision, num_threads, report)
-    return _result(
-        path,
-        level,
-        structure.checkpoint,
-        report,
-        seed=seed if level == "sample" else None,
-        against=None if against is None else os.fspath(against),
-        repo=hub,
-        commit=commit,
+        repo = AgainstRepo(structure.directory, hub, revision, num_threads, progress)
+        kinds.append(repo)
+        commit = repo.commit
+    inquiry = Joined(kinds)
+    found, waiting = answers_to(inquiry, gathering)
+    inquiry.sum_up(found, report)
+    return replace(
+        _result(
+            path,
+            level,
+            structure.checkpoint,
+            report,
+            seed=seed if level == "sample" else None,
+            against=None if against is None else os.fspath(against),
+            repo=hub,
+            commit=commit,
+        ),
+        part=waiting,
     )
+
+
+def _state(structure: Structure, report: Report, *, seed: int | None) -> State:
+    """Return what is recorded of each file, and the files: what is read is compared with that."""
+    files = [(file.name, file.path) for file in structure.files]
+    recorded = [recorded_in(file) for file in structure.files]
+    problems = [problem.line() for problem in report.problems]
+    return State(files=files, decided={"recorded": recorded, "problems": problems, "seed": seed})
 
 
 def _parse_read(read: str | int | None) -> tuple[float | None, int]:

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from shardkit.core.text import count, escape
-from shardkit.errors import ResourceError, SourceError
+from shardkit.core.threads import Progress
+from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.digest import ByteReader
 from shardkit.files.strict_json import open_regular
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.repo import Repo, RepoFile, list_repo, named_repo
-from shardkit.operations.diff import DiffOptions, DiffResult, TensorDiff
-from shardkit.operations.diff import compare as diff
+from shardkit.operations.answers import Question, State
+from shardkit.operations.diff import Comparison, DiffOptions, DiffResult, TensorDiff
 from shardkit.operations.resolve import Taken, as_it_is, take
 from shardkit.operations.verify.manifest import list_files
-from shardkit.operations.verify.result import Report, in_threads
+from shardkit.operations.verify.questions import FileQuestions
+from shardkit.operations.verify.result import Report
 
 
-def compare(
-    path: str,
-    checkpoint: Checkpoint | None,
-    other: str,
-    taken: Taken | None,
-    report: Report,
-    *,
-    rounded: bool,
-) -> None:
-    """Compare the weights of a checkpoint with those of another; each that differs is a problem.
+class Against:
+    """Questions about the weights of a checkpoint and of another one; each weight that differs is a problem.
 
     Values that are the other's, rounded to bf16 or fp16, are no problem where the stored dtypes show it.
 
@@ -38,33 +34,83 @@ def compare(
         checkpoint: the same, opened; None if that failed.
         other: what to compare with: a checkpoint of any format or a run directory.
         taken: the checkpoint that `other` stands for, where that is known already.
-        report: gets what differs.
         rounded: values may be rounded even where the dtype is the same, such as bf16 values stored as fp32.
+        progress: told of the bytes.
 
     Raises:
-        SourceError, ResourceError: one of them cannot be opened. If problems were found before, a note says so instead
-            of a SourceError.
+        ResourceError: one of them cannot be opened.
     """
-    try:
-        mine = take(path) if checkpoint is None else as_it_is(path, checkpoint)
-        sides = (mine, taken or take(other))
-        result = diff((path, other), sides, DiffOptions(), progress=report.progress)
-    except ResourceError:
-        raise
-    except SourceError as error:
-        if not report.problems:
-            raise
-        report.add_notes([f"not compared with {escape(other)}: {error.message}"])
-        return
-    labels = {"A: ": f"{escape(path)}: ", "B: ": f"{escape(other)}: "}
-    report.add_notes(labels.get(note[:3], note[:3]) + note[3:] for note in result.notes)
-    report.warnings += result.warnings
-    if result.resolved_b.rstrip("/") != other.rstrip("/"):
-        report.add_notes([f"{escape(other)}: took {escape(result.resolved_b)}"])
-    report.num_compared_tensors += result.count("equal", "close", "rounded", "folded", "dtype", "values")
-    _report_rounded(result, path, other, report, rounded=rounded)
-    for tensor in result.differences:
-        _report(tensor, escape(other), report)
+
+    def __init__(
+        self,
+        path: str,
+        checkpoint: Checkpoint | None,
+        other: str,
+        taken: Taken | None,
+        *,
+        rounded: bool,
+        progress: Progress,
+    ) -> None:
+        self._path, self._other, self._rounded = path, other, rounded
+        self._comparison: Comparison | None = None
+        self._failure: SourceError | None = None
+        try:
+            mine = take(path) if checkpoint is None else as_it_is(path, checkpoint)
+            sides = (mine, taken or take(other))
+            self._comparison = Comparison((path, other), sides, DiffOptions(), progress=progress)
+        except SourceError as error:
+            self._failure = error
+        self.questions = [] if self._comparison is None else self._comparison.questions
+
+    def state(self) -> State:
+        """Return files and options; of the other side alone where this one cannot be opened."""
+        return State(files=()) if self._comparison is None else self._comparison.state()
+
+    def ask(self, numbers: Sequence[int]) -> Mapping[int, Any]:
+        """Compare some pairs; what keeps them from being compared stands for all of them."""
+        assert self._comparison is not None
+        try:
+            return self._comparison.ask(numbers)
+        except SourceError as error:
+            return dict.fromkeys(numbers, error)
+
+    def dump(self, number: int, answer: Any) -> object:
+        """Return an answer as plain data."""
+        assert self._comparison is not None
+        if isinstance(answer, SourceError):
+            raise answer  # a part that could not compare has no answer: it is run again
+        return self._comparison.dump(number, answer)
+
+    def load(self, number: int, plain: Any) -> Any:
+        """Return the answer that `dump` wrote."""
+        assert self._comparison is not None
+        return self._comparison.load(number, plain)
+
+    def sum_up(self, answers: Mapping[int, Any], report: Report) -> None:
+        """Report what differs.
+
+        Raises:
+            SourceError: they cannot be compared. If problems were found before, a note says so instead.
+        """
+        failures = [answer for answer in answers.values() if isinstance(answer, SourceError)]
+        failure = self._failure or next(iter(failures), None)
+        path, other = self._path, self._other
+        if failure is not None:
+            if not report.problems:
+                raise failure
+            report.add_notes([f"not compared with {escape(other)}: {failure.message}"])
+            return
+        assert self._comparison is not None
+        result = self._comparison.sum_up(answers)
+        labels = {"A: ": f"{escape(path)}: ", "B: ": f"{escape(other)}: "}
+        report.add_notes(labels.get(note[:3], note[:3]) + note[3:] for note in result.notes)
+        report.warnings += result.warnings
+        if result.resolved_b.rstrip("/") != other.rstrip("/"):
+            report.add_notes([f"{escape(other)}: took {escape(result.resolved_b)}"])
+        report.num_compared_tensors += result.count("equal", "close", "rounded", "folded", "dtype", "values")
+        _report_rounded(result, path, other, report, rounded=self._rounded)
+        for tensor in result.differences:
+            _report(tensor, escape(other), report)
 
 
 def _report_rounded(result: DiffResult, path: str, other: str, report: Report, *, rounded: bool) -> None:
@@ -115,44 +161,62 @@ _LEFT_OUT = (".gitattributes", "shardkit.json")
 """What the Hub or shardkit puts beside a model; it is no part of the model."""
 
 
-def compare_with_repo(directory: str, repo_id: str, revision: str | None, jobs: int, report: Report) -> str:
-    """Compare the files of a directory with those of a repo.
+class AgainstRepo(FileQuestions):
+    """Questions about the files of a directory, which should be those of a repo.
 
     Args:
         directory: with the files; or one file.
         repo_id: `organisation/name`, or its address.
         revision: branch, tag or commit; None is the default branch.
         jobs: threads.
-        report: gets the files that differ, that are missing, and that the repo lacks.
-
-    Returns:
-        The commit.
+        progress: told of the bytes.
 
     Raises:
         UsageError: huggingface_hub is told to stay offline.
         SourceError: not a repo id, no such repo or revision.
         ResourceError: no network.
     """
-    repo = named_repo(repo_id, revision) or Repo(repo_id, revision)
-    commit, remote = list_repo(repo.id, revision=repo.revision)
-    is_one_file = not storage.isdir(directory)
-    home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
-    local = list_files(home, follow=True)
-    names = [os.path.basename(directory)] if is_one_file else [*local.files]
-    held = {name: local.files[name] for name in names if name in local.files}
-    wanted = names if is_one_file else remote
-    for name in sorted({*held, *wanted}):
-        if name in held and name in remote:
-            if held[name] != remote[name].size:
-                expected, found = str(remote[name].size), str(held[name])
-                report.problem("size in bytes in the repo", file=name, expected=expected, found=found)
-        elif name not in _LEFT_OUT:
-            which = "extra: the repo has no such file" if name in held else "missing: the repo has it"
-            report.problem(which, file=name)
-    same_size = [n for n in held if n in remote and held[n] == remote[n].size]
-    tasks = [partial(_compare, os.path.join(home, name), remote[name]) for name in same_size]
-    in_threads(tasks, jobs, report, label="hash", total_bytes=sum(held[name] for name in same_size))
-    return commit
+
+    def __init__(
+        self, directory: str, repo_id: str, revision: str | None, jobs: int, progress: Progress
+    ) -> None:
+        repo = named_repo(repo_id, revision) or Repo(repo_id, revision)
+        self.commit, self._remote = list_repo(repo.id, revision=repo.revision)
+        is_one_file = not storage.isdir(directory)
+        home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
+        local = list_files(home, follow=True)
+        names = [os.path.basename(directory)] if is_one_file else [*local.files]
+        self._held = {name: local.files[name] for name in names if name in local.files}
+        self._wanted = names if is_one_file else self._remote
+        alike = {
+            name: (os.path.join(home, name), size)
+            for name, size in self._held.items()
+            if name in self._remote and size == self._remote[name].size
+        }
+        tasks = [partial(_compare, path, self._remote[name]) for name, (path, _) in alike.items()]
+        questions = [Question(name=name, nbytes=size) for name, (_, size) in alike.items()]
+        files = [(f"repo: {name}", path) for name, (path, _) in alike.items()]
+        super().__init__(
+            "hash",
+            questions,
+            tasks,
+            jobs,
+            progress,
+            lambda: State(files=files, decided={"repo": self.commit}),
+        )
+
+    def sum_up(self, answers: Mapping[int, Report], report: Report) -> None:
+        """Report the files that differ, that are missing, and that the repo lacks."""
+        held, remote = self._held, self._remote
+        for name in sorted({*held, *self._wanted}):
+            if name in held and name in remote:
+                if held[name] != remote[name].size:
+                    expected, found = str(remote[name].size), str(held[name])
+                    report.problem("size in bytes in the repo", file=name, expected=expected, found=found)
+            elif name not in _LEFT_OUT:
+                which = "extra: the repo has no such file" if name in held else "missing: the repo has it"
+                report.problem(which, file=name)
+        super().sum_up(answers, report)
 
 
 def _compare(path: str, remote: RepoFile, report: Report) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -14,6 +14,7 @@ from shardkit.core.text import escape
 from shardkit.core.threads import NoProgress, Progress, run_all
 from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files.digest import Stretch
+from shardkit.operations.answers import PartAnswer
 
 Level = Literal["structure", "sample", "full"]
 
@@ -105,6 +106,8 @@ class VerifyResult:
     """What does no harm but does not belong here, such as stale files."""
     notes: tuple[str, ...]
     """What could not be checked, and what a person should be told."""
+    part: PartAnswer | None = None
+    """What became of a part while others lack something: the rest is what this part found. None where all was checked."""
 
     @property
     def ok(self) -> bool:
@@ -119,6 +122,18 @@ class VerifyResult:
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
         return {"ok": self.ok, **asdict(self)}
+
+
+_TEXTS = ("warnings", "notes")
+_COUNTS = ("num_checked_chunks", "num_checked_files", "read_bytes")
+"""What is counted while bytes are read."""
+
+
+def _load_problem(plain: Mapping[str, Any]) -> VerifyProblem:
+    """Return what `asdict` made plain, and JSON made lists of tuples."""
+    region = plain["region"]
+    box = None if region is None else (tuple(region[0]), tuple(region[1]))
+    return VerifyProblem(**{**plain, "region": box, "details": tuple(plain["details"])})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,9 +201,21 @@ class Report:
         self.problems += part.problems
         self.warnings += part.warnings
         self.add_notes(part.notes)
-        self.num_checked_chunks += part.num_checked_chunks
-        self.num_checked_files += part.num_checked_files
-        self.read_bytes += part.read_bytes
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(part, name))
+
+    def dump(self) -> dict[str, Any]:
+        """Return what `add` takes of it as plain data."""
+        return {
+            "problems": [asdict(problem) for problem in self.problems],
+            **{name: getattr(self, name) for name in (*_TEXTS, *_COUNTS)},
+        }
+
+    @classmethod
+    def load(cls, plain: Mapping[str, Any]) -> Report:
+        """Return what `dump` wrote; KeyError, TypeError or ValueError if it is something else."""
+        fields = {name: plain[name] for name in (*_TEXTS, *_COUNTS)}
+        return cls(problems=[_load_problem(problem) for problem in plain["problems"]], **fields)
 
     def add_notes(self, notes: Iterable[str]) -> None:
         """Add notes, each once."""
@@ -214,26 +241,30 @@ class Report:
 Task = Callable[[Report], None]
 
 
-def in_threads(tasks: Sequence[Task], jobs: int, report: Report, *, label: str, total_bytes: int) -> None:
+def in_threads(
+    tasks: Sequence[Task], jobs: int, progress: Progress, *, label: str, total_bytes: int
+) -> list[Report]:
     """Carry out tasks, `jobs` at a time; what they report is the same for any number of threads.
 
     Args:
         tasks: each takes the report that it adds to, and tells it of every part that it reads.
         jobs: threads.
-        report: gets all of it, in the order of the tasks.
+        progress: told of the bytes.
         label: what the progress is called.
         total_bytes: that the tasks are going to read.
+
+    Returns:
+        The report of each task.
 
     Raises:
         BaseException: the first that a task raises, or Ctrl-C, once no task runs any more.
     """
     stop = threading.Event()
-    parts = [Report(progress=report.progress, stop=stop) for _ in tasks]
+    parts = [Report(progress=progress, stop=stop) for _ in tasks]
     calls = [partial(task, part) for task, part in zip(tasks, parts, strict=True)]
-    report.progress.start(total_bytes, label)
+    progress.start(total_bytes, label)
     try:
         run_all(calls, jobs, stop, name="shardkit-read")
     finally:
-        report.progress.finish()
-    for part in parts:
-        report.add(part)
+        progress.finish()
+    return parts

@@ -27,7 +27,9 @@ def check_command(words: list[str]) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_are_right(script: str) -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    found = re.findall(r"shardkit ((?:preshard|consolidate|reshard|commit) [^\"\n]*)", script)
+    found = re.findall(
+        r"shardkit ((?:preshard|consolidate|reshard|commit|verify|diff|manifest) [^\"\n]*)", script
+    )
     assert found or "sbatch" in script
     for typed in found:
         check_command(shlex.split(typed))
