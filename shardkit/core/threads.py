@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from shardkit.errors import UsageError
+
+T = TypeVar("T")
 
 _UNHEARD_S = 0.5
 # One thread waits for the disk while another computes a checksum. More than a few wait for the same memory and disk.
@@ -86,20 +89,47 @@ def until_done(futures: Collection[Future[Any]]) -> None:
     Nor does the main thread take the locks of futures: a signal may come when it has just taken one, which nobody
     gives back then, and a job that is done waits for it for ever. A thread takes them that hears no signals.
     """
-    if not futures:
-        return
-    over = SimpleQueue[None]()
+    if futures:
+        over = Outcome[object]()
 
-    def watch() -> None:
-        wait(futures, return_when=FIRST_EXCEPTION)
-        over.put(None)
+        def watch() -> None:
+            over.settle(lambda: wait(futures, return_when=FIRST_EXCEPTION))
 
-    _thread.start_new_thread(watch, ())  # a Thread takes locks while it starts
-    while True:
+        _thread.start_new_thread(watch, ())  # a Thread takes locks while it starts
+        over.wait()
+
+
+class Outcome(Generic[T]):
+    """What a job in another thread comes to. The main thread may wait for it at any time; see `until_done`."""
+
+    def __init__(self) -> None:
+        self._over = SimpleQueue[None]()
+        self._is_over = False
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def settle(self, job: Callable[[], T]) -> T | None:
+        """Do the job, in the other thread; return what it gives, or None if it fails."""
         try:
-            return over.get(timeout=_UNHEARD_S)
-        except Empty:
-            continue
+            self._value = job()
+        except BaseException as error:
+            self._error = error
+        self._is_over = True
+        self._over.put(None)
+        return self._value
+
+    def wait(self) -> None:
+        """Wait until the job is over."""
+        while not self._is_over:
+            with contextlib.suppress(Empty):
+                self._over.get(timeout=_UNHEARD_S)
+
+    def result(self) -> T:
+        """Wait, and return what the job gives or raise its error."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
 
 
 class Progress(Protocol):

@@ -9,15 +9,15 @@ that the next one removes. If the real plan is another one, the directory is rem
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from shardkit.core.threads import Progress, until_done
+from shardkit.core.threads import Outcome, Progress
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
 from shardkit.files.staging import Staging
@@ -40,7 +40,6 @@ class Planned(Protocol):
 
 
 J = TypeVar("J", bound=Planned)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,10 @@ class Underway(NamedTuple):
 
 
 class Ahead(Generic[J]):
-    """Moves bytes in the background, from its making on.
+    """Moves bytes in a thread of its own, from `start` to `close`.
+
+    A signal may come at any moment, also when the main thread has just taken a lock. So the main thread touches none
+    that is held across a call: no event, no future, no pool.
 
     Args:
         path: the destination, absolute.
@@ -78,64 +80,79 @@ class Ahead(Generic[J]):
         self, path: str, verb: str, progress: Progress, expect: Callable[[], Expected[J] | None]
     ) -> None:
         self._path, self._verb, self._progress, self._expect = path, verb, progress, expect
-        self.is_taken = False
-        """Somebody waits for it."""
-        self._is_given_up, self._lock, self._is_closed = threading.Event(), threading.Lock(), False
+        self._lock = threading.Lock()
+        self._has_begun = self._is_given_up = self._is_kept = self._is_discarded = False
         self._waiting: list[tuple[FileDigest, Sequence[Run]]] = []
         self._on_finished: OnFinished | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardkit-ahead")
-        # One thread runs them in this order. What the run allows, such as following links, it allows here too.
-        self._found = self._pool.submit(copy_context().run, self._find)
-        self._begun = self._pool.submit(copy_context().run, self._begin)
-        self._moved = self._pool.submit(copy_context().run, self._move)
+        self._found, self._begun = Outcome[Expected[J] | None](), Outcome[Underway | None]()
+        self._moved = Outcome[tuple[dict[str, FileDigest], dict[str, int]]]()
+
+    def start(self) -> None:
+        """Begin. Whoever calls this closes it, also if this is interrupted."""
+        # What the run allows, such as following links, it allows here too.
+        _thread.start_new_thread(copy_context().run, (self._run,))
 
     def job(self) -> J | None:
         """Return the expected job, once it is known."""
-        expected = _result(self._found)
+        expected = self._found.result()
         return None if expected is None else expected.job
 
     def take(self, plan: TransferPlan) -> Underway | None:
         """Return what is under way if this is its plan; give it up otherwise.
 
-        Whoever takes it waits for it by `finish`, and says what becomes of its staging directory.
+        Whoever takes it waits for it by `finish`. Until then it can still be closed.
         """
-        expected = _result(self._found)
-        underway = _result(self._begun) if expected is not None and expected.job.plan is plan else None
-        self.is_taken = underway is not None
+        expected = self._found.result()
+        underway = self._begun.result() if expected is not None and expected.job.plan is plan else None
         if underway is None:
             self.close()
         return underway
 
     def finish(self, on_finished: OnFinished) -> tuple[dict[str, FileDigest], dict[str, int]]:
-        """Wait until all is moved; arguments, answer and errors as `Execution` and its `run`."""
+        """Wait until all is moved; arguments, answer and errors as `Execution` and its `run`.
+
+        The caller says what becomes of the staging directory from now on.
+        """
+        self._is_kept = True
         try:
             with self._lock:
                 self._on_finished = on_finished
                 for digest, runs in self._waiting:
                     on_finished(digest, runs)
-            moved = _result(self._moved)
+            return self._moved.result()
         except BaseException:  # Ctrl-C too: no thread may outlive the staging directory
             self._stop()
             raise
-        assert moved is not None, "what was taken is moved"
-        return moved
 
     def close(self) -> None:
-        """Give up what was not taken, and leave nothing of it."""
-        self._stop()
-        underway = _result(self._begun)
-        if underway is not None and not (self.is_taken or self._is_closed):
-            self._is_closed = True
+        """Give up what was not finished, and leave nothing of it."""
+        underway = self._stop()
+        if underway is not None and not (self._is_kept or self._is_discarded):
             self._progress.finish()
             underway.staging.discard()
+            self._is_discarded = True
 
-    def _stop(self) -> None:
-        """Stop the thread, and wait for it."""
-        self._is_given_up.set()
-        if self._begun.done() and (underway := self._begun.result()) is not None:
+    def _stop(self) -> Underway | None:
+        """Stop the thread and wait for it; return what was under way."""
+        self._is_given_up = True
+        with self._lock:
+            if not self._has_begun:  # and it will not begin any more
+                return None
+        underway = self._begun.result()
+        if underway is not None:
             underway.execution.stop()
-        until_done([self._moved])
-        self._pool.shutdown()
+            self._moved.wait()
+        return underway
+
+    def _run(self) -> None:
+        with self._lock:
+            if self._is_given_up:
+                return
+            self._has_begun = True
+        expected = self._found.settle(self._find)
+        underway = self._begun.settle(lambda: None if expected is None else self._begin(expected))
+        if underway is not None:
+            self._moved.settle(lambda: self._move(underway))
 
     def _find(self) -> Expected[J] | None:
         try:
@@ -143,9 +160,8 @@ class Ahead(Generic[J]):
         except ShardkitError:  # whoever decides the real job will say it
             return None
 
-    def _begin(self) -> Underway | None:
-        expected = self._found.result()
-        if expected is None or self._is_given_up.is_set():
+    def _begin(self, expected: Expected[J]) -> Underway | None:
+        if self._is_given_up:
             return None
         plan, options = expected.job.plan, expected.options
         try:
@@ -166,10 +182,7 @@ class Ahead(Generic[J]):
         )
         return Underway(staging, check, free, options, execution)
 
-    def _move(self) -> tuple[dict[str, FileDigest], dict[str, int]] | None:
-        underway = self._begun.result()
-        if underway is None or self._is_given_up.is_set():
-            return None
+    def _move(self, underway: Underway) -> tuple[dict[str, FileDigest], dict[str, int]]:
         plan = underway.execution.plan
         for folder in {os.path.dirname(image.name) for image in plan.images} - {""}:
             storage.make_directories(os.path.join(underway.staging.data, folder))
@@ -183,9 +196,3 @@ class Ahead(Generic[J]):
                 self._waiting.append((digest, runs))
                 return
         self._on_finished(digest, runs)
-
-
-def _result(future: Future[T]) -> T:
-    """Return what a future gives; the main thread hears signals meanwhile."""
-    until_done([future])
-    return future.result()

@@ -353,6 +353,7 @@ class Writer:
         writing = self.writing
         if not (writing.dry_run or writing.share or writing.resume_from or abandoned(self.path)):
             self._ahead = Ahead(self.path, self._verb, self._progress, expect)
+            self._ahead.start()
 
     def expected(self) -> Any:
         """Return the job that is moved ahead, once it is known; None if there is none."""
@@ -513,10 +514,11 @@ class Writer:
         underway: Underway | None,
     ) -> tuple[int, CheckedSource]:
         """Return how many files an interrupted run had finished, and how much of the source was compared."""
-        plan_hash, path, overwrite = hash_plan(job), self.path, self.writing.overwrite
+        path, overwrite = self.path, self.writing.overwrite
         staging: Staging | None = None
         finished: dict[str, FileDigest] = {}
         try:
+            plan_hash = hash_plan(job)
             if underway is not None:
                 staging, check = underway.staging, underway.check
             else:
@@ -531,7 +533,7 @@ class Writer:
                 contextlib.closing(Journal(staging.journal, plan_hash, staging.data)) as journal,
                 describe(staging.data) as descriptions,
             ):
-                self._move(job, staging, journal, descriptions, finished, check, fill)
+                self._move(job, staging, journal, descriptions, finished, check, fill, underway)
             if overwrite and storage.lexists(path):
                 self._check_replaceable()
             staging.commit(overwrite=overwrite)
@@ -569,8 +571,9 @@ class Writer:
         finished: Mapping[str, FileDigest],
         check: SourceCheck | None,
         fill: Fill | None,
+        underway: Underway | None,
     ) -> None:
-        """Move the bytes, and describe them beside."""
+        """Move the bytes, or wait for those under way, and describe them beside."""
         crcs = dict[str, int]()
         if fill is not None:
             here = Filling(
@@ -588,7 +591,8 @@ class Writer:
             journal.add(digest, None if check is None else check.dump(runs))
             descriptions.add_file(digest)
 
-        if self._ahead is not None and self._ahead.is_taken:
+        if underway is not None:
+            assert self._ahead is not None
             digests, scattered = self._ahead.finish(on_finished)
         else:
             execution = Execution(

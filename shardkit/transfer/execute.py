@@ -7,6 +7,7 @@ over.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import threading
@@ -186,7 +187,8 @@ class Execution:
 
     def stop(self) -> None:
         """Let `run`, in another thread, end soon; files that are whole by then are still handed over."""
-        self._stop.set()
+        # A signal may interrupt the caller. It may not leave the event's lock behind, which nobody would give back.
+        _thread.start_new_thread(self._stop.set, ())
 
     def _create_files(self) -> None:
         """Create every unfinished file at its full size: gaps are zeros, and a missing write shows.

@@ -26,7 +26,7 @@ def place():
     return frame.f_code.co_name, frame.f_lasti
 
 def job():
-    while len(places := {place() for _ in range(5) if not time.sleep(0.01)}) > 1 or min(places)[0] != "until_done":
+    while len(places := {place() for _ in range(5) if not time.sleep(0.01)}) > 1 or min(places)[0] != "wait":
         pass
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     os.kill(os.getpid(), signal.SIGINT)

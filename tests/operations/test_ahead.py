@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 import shardkit
+from shardkit.core import threads
 from shardkit.core.placements import REPLICATE
 from shardkit.errors import IntegrityError, Interrupted, PolicyError, ResourceError
+from shardkit.files.staging import abandoned
 from shardkit.layout import traced
 from shardkit.operations import ahead, write
 from shardkit.operations import preshard as verb
@@ -145,6 +153,70 @@ def test_after_ctrl_c_while_the_class_is_asked_nothing_is_left(
     with pytest.raises(KeyboardInterrupt):
         shardkit.preshard(hub, tmp_path / "out", world_size=2)
     assert is_clean(tmp_path)
+
+
+def test_ctrl_c_is_heard_at_any_call(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come when a lock was just taken: nothing waits for that one then, and nothing is left that stays."""
+    answers: list[bytes] = []
+    asked = traced._spawn
+
+    def spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+        place = Path(json.loads(payload)["answer"])
+        if not answers:
+            asked(payload, timeout_s)
+            answers.append(place.read_bytes())
+        place.write_bytes(answers[0])
+        return subprocess.CompletedProcess([], 0, stdout=b"")
+
+    monkeypatch.setattr(traced, "_spawn", spawn)
+    shardkit.preshard(hub, tmp_path / "plain", world_size=2)
+    expected, at = contents(tmp_path / "plain"), 0
+    while _is_interrupted(at, lambda: shardkit.preshard(hub, tmp_path / "out", world_size=2)):
+        left = [path for path in tmp_path.iterdir() if path.name != "plain"]
+        assert {str(path) for path in left} <= {str(tmp_path / "out"), *abandoned(str(tmp_path / "out"))}, at
+        if tmp_path / "out" in left:
+            assert contents(tmp_path / "out") == expected, at
+        for path in left:
+            shutil.rmtree(path)
+        at += 1
+    assert at > 20
+    assert contents(tmp_path / "out") == expected
+    assert is_clean(tmp_path, "out", "plain")
+
+
+def _hangs(*_: object) -> None:
+    raise AssertionError("it goes on after Ctrl-C")
+
+
+def _is_interrupted(at: int, run: Callable[[], object]) -> bool:
+    """Run something that is interrupted when the main thread is in `ahead`, at one of its calls or returns; False if it
+    has fewer."""
+    left, places = at, {ahead.__file__, threads.__file__, threading.__file__}
+
+    def profile(frame: FrameType | None, event: str, _: object) -> None:
+        nonlocal left
+        if frame is None or frame.f_code.co_filename not in places:
+            return
+        while frame is not None and frame.f_code.co_filename != ahead.__file__:
+            frame = frame.f_back
+        if frame is not None and event in ("call", "return", "c_return"):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, _hangs)
+    signal.alarm(60)
+    sys.setprofile(profile)
+    try:
+        run()
+    except (KeyboardInterrupt, Interrupted):
+        pass
+    finally:
+        sys.setprofile(None)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    return left < 0
 
 
 def test_after_ctrl_c_the_next_run_keeps_what_was_finished(

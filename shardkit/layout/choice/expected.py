@@ -41,8 +41,10 @@ def expect_layout(model: Model, mesh: Mesh) -> Layout | None:
     """
     config = model.config or {}
     kind = config.get("model_type")
-    stored = {name: entry for name, entry in model.catalog.tensors.items() if not _is_left_out(name, config)}
     try:
+        stored = {
+            name: entry for name, entry in model.catalog.tensors.items() if not _is_left_out(name, config)
+        }
         if kind in _FUSES_EXPERTS:
             names = _fused(stored, config)
         elif kind in SAME_IN_MEMORY:
