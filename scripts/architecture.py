@@ -51,6 +51,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("osft",),
     ("keys", "pickles"),
     ("files",),
+    ("files/remote",),
     ("core",),
     ("ground",),
 )

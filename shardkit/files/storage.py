@@ -21,11 +21,13 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, cast
 
 from shardkit.core.catalog import Catalog
 from shardkit.files import stores
+from shardkit.files.remote import ranges
 from shardkit.files.stores import FIRST_NUMBER, is_remote
 
 BLOCK = 4096
@@ -112,6 +114,26 @@ def will_need(fd: int, start: int, nbytes: int) -> None:
     """Have the system fetch a part of a file, if it can; of a store it is fetched when it is read."""
     if fd < FIRST_NUMBER and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def will_read(
+    fd: int, wanted: Iterable[tuple[int, int]], *, num_places: int = 1, is_soon: bool = False
+) -> None:
+    """Tell what will be read of an object of a store, so that few requests fetch it; of a file nothing has to be told.
+
+    Args:
+        fd: its number.
+        wanted: (first byte, byte after the last) of all that will be read of it, in any order.
+        num_places: how many places of all objects are read in turn.
+        is_soon: begin to fetch it now.
+    """
+    if fd >= FIRST_NUMBER:
+        stores.plan_reads(fd, wanted, num_places, is_soon=is_soon)
+
+
+def hold_at_most(nbytes: int) -> AbstractContextManager[None]:
+    """Bound what this process holds of objects of stores, what is under way included, while this lasts."""
+    return ranges.limited(nbytes)
 
 
 def walk(

@@ -22,6 +22,7 @@ from torch import nn
 import shardkit
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.files import stores
+from shardkit.files.remote import cloud, contract, ranges
 from tests.training import models
 from tests.worlds import stores as servers
 
@@ -76,7 +77,7 @@ def make(home: Path) -> None:
 def upload(home: Path, prefix: str) -> None:
     import obstore
 
-    store = stores._store("s3://bucket")
+    store = client()
     for path in sorted([*(home / "hub").rglob("*"), *(home / "dcp").rglob("*")]):
         if path.is_file():
             obstore.put(store, f"{prefix}/{path.relative_to(home)}", path.read_bytes())
@@ -94,6 +95,11 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 S3 = "s3://bucket/try"
+
+
+def client() -> Any:
+    """obstore's own store for the bucket."""
+    return cloud.connect("s3://bucket")
 
 
 def written(directory: Path) -> dict[str, bytes]:
@@ -148,7 +154,7 @@ def test_reports_are_the_same(served: Served) -> None:
 def test_a_run_is_searched(served: Served, tmp_path: Path) -> None:
     import obstore
 
-    store = stores._store("s3://bucket")
+    store = client()
     for name in os.listdir(served.home / "dcp"):
         for step in (2, 10):
             obstore.put(store, f"run/step-{step}/{name}", (served.home / "dcp" / name).read_bytes())
@@ -171,7 +177,7 @@ def test_the_config_is_read_there_too(served: Served, tmp_path: Path, fast_trace
 
     models.save("qwen3", tmp_path / "hub")
     for path in (tmp_path / "hub").iterdir():
-        obstore.put(stores._store("s3://bucket"), f"real/hub/{path.name}", path.read_bytes())
+        obstore.put(client(), f"real/hub/{path.name}", path.read_bytes())
     WRITES["preshard of a model"]("s3://bucket/real", tmp_path / "remote")
     WRITES["preshard of a model"](str(tmp_path), tmp_path / "local")
     assert written(tmp_path / "remote") == written(tmp_path / "local")
@@ -211,18 +217,26 @@ def test_large_reads_are_coalesced(served: Served) -> None:
     finally:
         stores.close_number(number)
     assert bytes(found) == (served.home / "hub/model.safetensors").read_bytes()
-    assert len(served.proxy.seen) <= 1.1 * -(-size // stores.MAX_REQUEST_NBYTES) + 1
-    assert max(seen.nbytes for seen in served.proxy.seen) <= stores.MAX_REQUEST_NBYTES
+    assert len(served.proxy.seen) <= 1.1 * -(-size // ranges.MAX_REQUEST_NBYTES) + 1
+    assert max(seen.nbytes for seen in served.proxy.seen) <= ranges.MAX_REQUEST_NBYTES
 
 
-def test_what_is_held_is_bounded_and_let_go(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "MAX_HELD_NBYTES", 20 * MIB)
-    number = stores.open_number(f"{S3}/hub/model.safetensors", os.O_RDONLY)
-    for start in range(0, 36 * MIB, 3 * MIB):
-        stores.read(number, MIB, start)
-        assert sum(map(len, stores._held.values())) <= 20 * MIB
-    stores.close_number(number)
-    assert not stores._held
+def test_what_is_held_is_bounded_and_let_go(served: Served) -> None:
+    with ranges.limited(20 * MIB):
+        number = stores.open_number(f"{S3}/hub/model.safetensors", os.O_RDONLY)
+        for start in range(0, 36 * MIB, 3 * MIB):
+            stores.read(number, MIB, start)
+            assert ranges._memory.used <= 20 * MIB
+        stores.close_number(number)
+        settle()
+    assert not ranges._memory.held
+
+
+def settle() -> None:
+    """Wait until nothing is under way."""
+    memory = ranges._memory
+    with memory.changed:
+        assert memory.changed.wait_for(lambda: not memory.num_under_way, timeout=60)
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "reset", "short"])
@@ -244,7 +258,7 @@ def test_a_wrong_body_is_caught_by_the_crc(served: Served, tmp_path: Path) -> No
 def test_an_object_that_changes_is_refused(served: Served) -> None:
     import obstore
 
-    store = stores._store("s3://bucket")
+    store = client()
     obstore.put(store, "changing/a.bin", bytes(100))
     number = stores.open_number("s3://bucket/changing/a.bin", os.O_RDONLY)
     obstore.put(store, "changing/a.bin", b"x" * 100)
@@ -284,7 +298,7 @@ def test_an_endpoint_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(stores, "_stores", {})
-    monkeypatch.setattr(stores, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(contract, "FIRST_WAIT_S", 0.0)
     with pytest.raises(ResourceError, match="cannot be reached") as refused:
         shardkit.inspect("s3://bucket/x")
     assert "AWS_ENDPOINT_URL" in (refused.value.hint or "")

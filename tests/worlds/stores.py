@@ -26,6 +26,7 @@ BUCKET = "bucket"
 FAULTS = ("500", "503", "reset", "late reset", "short", "wrong", "expired", "slow", "lost")
 """What a proxy can do to a request; any other HTTP status is a fault, too."""
 _SLOW_S = 0.05
+_NUM_STARTS = 3
 _EXPIRED = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 
 
@@ -267,20 +268,23 @@ def serving(kind: str, home: Path) -> Iterator[int | None]:
         kind: of `SERVERS`.
         home: a new directory for what it stores.
     """
-    port = free_port()
-    started = command(kind, port, home)
-    if started is None:
-        yield None
-        return
-    home.mkdir(parents=True, exist_ok=True)
-    with open(home / "log", "wb") as log:
-        server = subprocess.Popen(started, stdout=log, stderr=log, cwd=home)
-    try:
-        _wait_for(port, server)
-        yield port
-    finally:
-        server.kill()
-        server.wait()
+    for turn in range(_NUM_STARTS):
+        port = free_port()
+        started = command(kind, port, home / str(turn))
+        if started is None:
+            yield None
+            return
+        (home / str(turn)).mkdir(parents=True)
+        with open(home / f"log{turn}", "wb") as log:
+            server = subprocess.Popen(started, stdout=log, stderr=log, cwd=home)
+        try:
+            if _wait_for(port, server):
+                yield port
+                return
+        finally:
+            server.kill()
+            server.wait()
+    raise AssertionError(f"the server does not start: {(home / 'log0').read_text()[-1000:]}")
 
 
 def environment(url: str) -> dict[str, str]:
@@ -293,11 +297,12 @@ def environment(url: str) -> dict[str, str]:
     }
 
 
-def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
-    """Make the bucket and an object in it, as soon as the server takes them."""
+def _wait_for(port: int, server: subprocess.Popen[bytes]) -> bool:
+    """Make the bucket and an object in it, as soon as the server takes them; False if it ends."""
     pause, todo = threading.Event(), [f"/{BUCKET}", f"/{BUCKET}/ready"]
     for _ in range(300):
-        assert server.poll() is None, "the server ended"
+        if server.poll() is not None:  # somebody else took one of its ports meanwhile
+            return False
         there = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         with contextlib.suppress(OSError, http.client.HTTPException):
             there.request("PUT", todo[0], b"" if len(todo) > 1 else b"yes")
@@ -305,6 +310,6 @@ def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
                 del todo[0]
         there.close()
         if not todo:
-            return
+            return True
         pause.wait(0.1)
     raise AssertionError("the server does not answer")

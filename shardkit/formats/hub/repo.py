@@ -15,12 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import storage
+from shardkit.files.remote.hub import Response, causes, explain, status_of
 from shardkit.formats.contract import HubModel
 from shardkit.formats.hub.assets import list_weights
 from shardkit.formats.hub.directory import Elsewhere, open_weights, weight_files, with_beside
@@ -276,72 +277,17 @@ def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
 
 
 def _explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitError:
-    from huggingface_hub import errors
-
-    name = escape(repo_id)
-    if isinstance(error, errors.GatedRepoError):
-        return SourceError(
-            f"{name}: a gated model, and this account has no access to it",
-            hint="accept its terms on the model's page, then log in with `hf auth login`",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return SourceError(
-            f"{name}: no such model on the Hub, or a private one",
-            hint="check the spelling; for a private model log in with `hf auth login`",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return SourceError(
-            f"{name}: no revision {escape(revision or 'main')!r}",
-            hint="give a branch, a tag or a commit of that repo",
-        )
-    if isinstance(error, errors.HFValidationError):
-        return SourceError(f"{escape(repo_id)!r} is not a repo id", hint="write it as organisation/name")
-    return _explain_network(error, name)
-
-
-def _explain_network(error: Exception, name: str) -> ShardkitError:
-    from huggingface_hub import errors
-
-    chain = list(_causes(error))
-    if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in chain):
-        return ResourceError(
-            f"{name}: not whole in the cache, and HF_HUB_OFFLINE is set",
-            hint="unset HF_HUB_OFFLINE, or run once with network access",
-        )
-    status = next((s for s in map(_status, chain) if s is not None), None)
-    if status in (401, 403):
-        return SourceError(
-            f"{name}: the Hub refuses access (HTTP {status})",
-            hint="log in with `hf auth login`, or check HF_TOKEN",
-        )
+    known = explain(error, repo_id, revision)
+    if known is not None:
+        return known
+    chain = list(causes(error))
+    status = next((s for s in map(status_of, chain) if s is not None), None)
     first = (str(chain[-1]).splitlines() or [""])[0]
     reason = f"HTTP {status}" if status else f"{type(chain[-1]).__name__}: {escape(first)}"
     return ResourceError(
-        f"{name}: cannot be downloaded: {reason}",
+        f"{escape(repo_id)}: cannot be downloaded: {reason}",
         hint="check the network, HF_ENDPOINT and the free disk space; what has arrived is kept",
     )
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and what it was raised from, innermost last."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__
-
-
-def _status(error: BaseException) -> int | None:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
-
-
-class _Response(Protocol):
-    """A response, as the clients of all versions of huggingface_hub give it."""
-
-    status_code: int
-    headers: Any
 
 
 class _Answer(NamedTuple):
@@ -389,7 +335,7 @@ def _get(url: str, start: int, stop: int, name: str) -> _Answer:
     raise failure
 
 
-def _read(response: _Response, pieces: Iterable[bytes], start: int, stop: int, name: str) -> _Answer:
+def _read(response: Response, pieces: Iterable[bytes], start: int, stop: int, name: str) -> _Answer:
     """Return the requested bytes, from an answer with a part of the file or with all of it."""
     from huggingface_hub import utils
 
@@ -421,7 +367,7 @@ def _content_length(headers: Mapping[str, str]) -> int | None:
 
 
 @contextmanager
-def _stream(url: str, byte_range: str) -> Iterator[tuple[_Response, Iterable[bytes]]]:
+def _stream(url: str, byte_range: str) -> Iterator[tuple[Response, Iterable[bytes]]]:
     """Ask for a range and yield the response before its body is read."""
     from huggingface_hub import constants
     from huggingface_hub import utils as installed
@@ -505,7 +451,7 @@ def push(directory: str, repo_id: str, *, private: bool, branch: str | None) -> 
 
 
 def _refused(error: Exception, directory: str, repo_id: str) -> ResourceError:
-    status = _status(error)
+    status = status_of(error)
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{f'HTTP {status}' if status else type(error).__name__}: {escape(first)}"
     login = "check HF_TOKEN or log in with `hf auth login`, then " if status in (401, 403) else ""

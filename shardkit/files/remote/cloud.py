@@ -1,0 +1,230 @@
+"""Buckets of S3, Google and Azure, by obstore. What their services answer is never shown as it is.
+
+Credentials are those that the store's own tools take. For S3 boto3 finds them, where it is installed: profiles, SSO and
+assumed roles too. Source: obstore 0.12; Amazon S3 API (error codes).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from datetime import timedelta
+from typing import Any
+
+from shardkit.core.text import escape
+from shardkit.errors import IntegrityError, ResourceError
+from shardkit.files.remote.contract import Listing, Object, Refusal, gone, is_short, short_body, unreachable
+
+SCHEMES = ("s3://", "gs://", "az://")
+_PIECE_NBYTES = 1 << 20  # of a body, on its way into memory
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_STATUS = re.compile(r"status (?:code: )?(\d{3})|HTTP status \w+ error \((\d{3})")
+_PASSING = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout")
+_EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired")
+_BUSY = 429
+_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_CREDENTIALS_LIVE = timedelta(minutes=5)  # then boto3 is asked again, which renews those that expire
+_connected_by: list[int] = []  # the process that used obstore first
+_REACH = "check the network, and AWS_ENDPOINT_URL if the store is not Amazon's; then start again"
+
+
+class Bucket:
+    """A bucket or container.
+
+    Args:
+        root: scheme and name, such as `s3://bucket`.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._client: Any = None
+
+    def client(self) -> Any:
+        """Return obstore's own store.
+
+        Raises:
+            ResourceError: obstore is not installed, there are no credentials, or the process was forked.
+        """
+        if _connected_by and _connected_by[0] != os.getpid():
+            raise _forked(self._root)
+        with self._lock:
+            if self._client is None:
+                self._client = connect(self._root)
+                _connected_by[:] = [os.getpid()]
+            return self._client
+
+    def list(self, key: str) -> Listing:
+        """Return what lies in a directory."""
+        client = self.client()
+        import obstore
+
+        answer: Any = obstore.list_with_delimiter(client, key or None)
+        found = Listing(
+            {meta["path"].rpartition("/")[2]: _describe(meta) for meta in answer["objects"]},
+            {each.rstrip("/").rpartition("/")[2] for each in answer["common_prefixes"]},
+        )
+        found.objects.pop("", None)
+        return found
+
+    def head(self, key: str) -> Object:
+        """Return an object."""
+        client = self.client()
+        import obstore
+
+        return _describe(obstore.head(client, key))
+
+    def fetch(self, key: str, version: Object, start: int, into: memoryview) -> int:
+        """Fill memory with a range of an object. The request names the version, by its ETag."""
+        client = self.client()
+        import obstore
+
+        options: Any = {"range": (start, start + len(into)), "if_match": version.etag}
+        answer, done = obstore.get(client, key, options=options), 0
+        for piece in answer.stream(min_chunk_size=_PIECE_NBYTES):
+            data = memoryview(piece)
+            if done + len(data) > len(into):
+                raise short_body()
+            into[done : done + len(data)] = data
+            done += len(data)
+        return done
+
+    def explain(self, error: Exception, path: str) -> Refusal:
+        """Say why a call failed."""
+        with self._lock:
+            if _said(error)[0] in _EXPIRED:
+                self._client = None  # whoever gave the credentials may have new ones
+        return explain(error, path)
+
+
+def connect(root: str) -> Any:
+    """Return obstore's store for a bucket.
+
+    Raises:
+        ResourceError: obstore is not installed, or what it needs is missing.
+    """
+    try:
+        from obstore.store import from_url
+    except ImportError:
+        raise ResourceError(
+            f"{escape(root)}: paths of object stores need obstore", hint="pip install 'shardkit[stores]'"
+        ) from None
+    client: dict[str, Any] = {"timeout": "120s", "connect_timeout": "10s"}
+    retry: Any = {"max_retries": 3, "backoff": {"init_backoff": timedelta(milliseconds=100)}}
+    options: dict[str, Any] = {"client_options": client, "retry_config": retry}
+    try:
+        if root.startswith("s3://"):
+            options |= _from_boto3()
+            if options.get("endpoint", _endpoint()).startswith("http://"):
+                client["allow_http"] = True
+        make: Any = from_url
+        return make(root, **options)
+    except Exception as error:  # its own classes, none of which may show what is in the environment
+        raise explain(error, root).error from None
+
+
+def _endpoint() -> str:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+
+
+def _from_boto3() -> dict[str, Any]:
+    """Return credentials, region and endpoint as the tools of AWS take them; nothing where obstore does the same.
+
+    boto3 takes a third of a second to import, so it is asked only if the environment has no keys.
+    """
+    if os.environ.get("AWS_SKIP_SIGNATURE") or all(map(os.environ.get, _KEYS)):
+        return {}
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        return {}
+    session = boto3.Session()
+    if session.get_credentials() is None:
+        return {}
+    endpoint = session.client("s3").meta.endpoint_url
+    return {
+        "credential_provider": Boto3CredentialProvider(session, ttl=_CREDENTIALS_LIVE),
+        **({"region": session.region_name} if session.region_name else {}),
+        **({"endpoint": endpoint} if "amazonaws.com" not in endpoint else {}),
+    }
+
+
+def _forked(path: str) -> ResourceError:
+    """Return the error of a process that was forked after its parent had used a store.
+
+    obstore's threads are not in the child, and a request would wait for them for ever. Tried with obstore 0.12.
+    """
+    return ResourceError(
+        f"{escape(path)}: this process was forked from one that had opened stores, and cannot reach them",
+        hint="start processes that read stores with multiprocessing's 'spawn', or before anything is read",
+    )
+
+
+def _describe(meta: Any) -> Object:
+    if not meta["e_tag"]:
+        raise ResourceError(
+            f"{escape(meta['path'])}: the store gives no ETag, so a change could not be noticed",
+            hint="copy it to a local disk with the store's own tool",
+        )
+    return Object(meta["size"], meta["e_tag"], int(meta["last_modified"].timestamp() * 1e9))
+
+
+def _said(error: Exception) -> tuple[str | None, int | None]:
+    """Return the store's error code and HTTP status, if it gave any; None for codes that stand for a moment."""
+    code, status = _CODE.search(str(error)), _STATUS.search(str(error))
+    found = code.group(1) if code else None
+    if found in _PASSING:
+        found = None
+    return found, int(status.group(1) or status.group(2)) if status else None
+
+
+def explain(error: Exception, path: str) -> Refusal:
+    """Say in our words why a store did not answer; its own words may hold keys."""
+    from obstore import exceptions
+
+    where, (code, status) = escape(path), _said(error)
+    said = ", ".join(filter(None, (code, f"HTTP {status}" if status else None))) or type(error).__name__
+
+    def lasting(problem: Exception) -> Refusal:
+        return Refusal(problem, may_pass=False)
+
+    if isinstance(error, exceptions.PreconditionError) or status == 412:
+        return lasting(
+            IntegrityError(
+                f"{where}: the object changed while it was read",
+                hint="start again once the source is at rest; nothing that was made of it is kept",
+            )
+        )
+    if code == "NoSuchBucket":
+        return lasting(
+            ResourceError(f"{where}: there is no such bucket ({said})", hint="check the name of the bucket")
+        )
+    if isinstance(error, FileNotFoundError):
+        return lasting(gone(path))
+    if code in _EXPIRED:
+        return lasting(
+            ResourceError(
+                f"{where}: the credentials have expired ({said})",
+                hint="get new ones as you do for the store's own tools, such as aws sso login",
+            )
+        )
+    denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+    if isinstance(error, denied) or status in (401, 403):
+        return lasting(
+            ResourceError(
+                f"{where}: the store denies access ({said})",
+                hint="give credentials that may list and read it: what the store's own tools take, such as "
+                "AWS_PROFILE (with boto3 installed), or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            )
+        )
+    if "169.254.169.254" in str(error) or "credential" in str(error).lower():
+        return lasting(
+            ResourceError(
+                f"{where}: no credentials were found",
+                hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
+            )
+        )
+    is_lasting = code is not None or (status is not None and 400 <= status < 500 and status != _BUSY)
+    return Refusal(unreachable(path, said, _REACH), may_pass=is_short(error) or not is_lasting)

@@ -1,0 +1,274 @@
+"""Repos of the Hub, `hf://organisation/name[@revision][/folder]`, read by ranges: nothing is kept on the disk.
+
+A branch or tag is resolved to its commit first, and all that is read is of that commit. Traffic goes through
+huggingface_hub, with its session, token and environment. A token goes to the Hub alone: what lies elsewhere is read by
+the addresses that the Hub signs. Those are never shown, since they are as good as a token for a while.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import quote, unquote, urlsplit
+
+from shardkit.core.text import escape
+from shardkit.errors import IntegrityError, ResourceError, ShardkitError, SourceError, UsageError
+from shardkit.files.remote.contract import Listing, Object, Refusal, attempt, gone, is_short, short_body
+
+SCHEME = "hf://"
+_ROOT = re.compile(r"(?P<id>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.ASCII)  # RFC 9110, 14.4
+_NO_MODELS = ("datasets/", "spaces/", "buckets/", "kernels/")  # as hf:// paths of huggingface_hub begin
+_PIECE_BYTES = 1 << 16
+_PARTIAL = 206
+_SIGNATURE_GONE = (401, 403, 404, 410)
+_PASSING = (408, 429)
+_REACH = "check the network and HF_ENDPOINT; then start again"
+
+
+class Response(Protocol):
+    """A response, as the clients of all versions of huggingface_hub give it."""
+
+    status_code: int
+    headers: Any
+
+
+class Named(NamedTuple):
+    """A repo that a path names."""
+
+    repo_id: str
+    revision: str | None
+    """None is the default branch."""
+
+
+def named(root: str) -> Named:
+    """Return the repo of `hf://organisation/name[@revision]`. A "/" in a revision is written as %2F.
+
+    Raises:
+        UsageError: it is written otherwise.
+    """
+    found = _ROOT.fullmatch(root.removeprefix(SCHEME))
+    if found is None or found["id"].startswith(_NO_MODELS):
+        raise UsageError(
+            f"{escape(root)} names no repo", hint="write it as hf://organisation/name[@revision][/folder]"
+        )
+    revision = found["revision"]
+    return Named(found["id"], None if revision is None else unquote(revision))
+
+
+def pinned(root: str) -> str:
+    """Return a root with the commit that its revision has now.
+
+    Raises:
+        UsageError, SourceError, ResourceError: it names no repo, or the Hub does not say.
+    """
+    repo_id, revision = named(root)
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return root
+    repo = Repo(f"{SCHEME}{repo_id}@{quote(revision or 'main', safe='')}")
+    return f"{SCHEME}{repo_id}@{attempt(repo, root, lambda: repo.commit(revision))}"
+
+
+class Repo:
+    """A repo at one commit.
+
+    Args:
+        root: with the commit.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._id, self._revision = named(root)
+        self._places: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def commit(self, revision: str | None) -> str:
+        """Return the commit of a branch or tag; of the default branch for None."""
+        from huggingface_hub import HfApi
+
+        return str(HfApi().model_info(self._id, revision=revision).sha)
+
+    def list(self, key: str) -> Listing:
+        """Return what lies in a directory."""
+        from huggingface_hub import HfApi, errors
+        from huggingface_hub.hf_api import RepoFolder
+
+        found = Listing()
+        try:
+            entries = list(HfApi().list_repo_tree(self._id, key or None, revision=self._revision))
+        except errors.EntryNotFoundError:
+            return found
+        for entry in entries:
+            folder, _, name = entry.path.rpartition("/")
+            if folder != key:
+                continue
+            if isinstance(entry, RepoFolder):
+                found.folders.add(name)
+            else:
+                etag = entry.lfs.sha256 if entry.lfs else entry.blob_id
+                found.objects[name] = Object(entry.size, etag, 0)
+        return found
+
+    def head(self, key: str) -> Object:
+        """Return a file."""
+        folder, _, name = key.rpartition("/")
+        found = self.list(folder).objects.get(name)
+        if found is None:
+            raise gone(key)
+        return found
+
+    def fetch(self, key: str, version: Object, start: int, into: memoryview) -> int:
+        """Fill memory with a range of a file."""
+        place, is_new = self._place(key, version)
+        try:
+            return _fetch(place, start, into, version.size)
+        except Exception as error:
+            if is_new or status_of(error) not in _SIGNATURE_GONE:
+                raise
+        with self._lock:  # the signature of an address holds for a while
+            self._places.pop(key, None)
+        return _fetch(self._place(key, version)[0], start, into, version.size)
+
+    def _place(self, key: str, version: Object) -> tuple[str, bool]:
+        """Return the address where a file's bytes lie, and whether the Hub was asked for it just now."""
+        with self._lock:
+            known = self._places.get(key)
+        if known is not None:
+            return known, False
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        said = get_hf_file_metadata(hf_hub_url(self._id, key, revision=self._revision))
+        if said.size not in (None, version.size) or said.etag not in (None, version.etag):
+            raise IntegrityError(
+                f"{escape(key)}: the Hub gives another version than it listed", hint="start again"
+            )
+        with self._lock:
+            self._places[key] = said.location
+        return said.location, True
+
+    def explain(self, error: Exception, path: str) -> Refusal:
+        """Say why a call failed."""
+        from huggingface_hub import errors
+
+        if isinstance(error, (FileNotFoundError, ShardkitError)):
+            return Refusal(error, may_pass=False)
+        if isinstance(error, errors.EntryNotFoundError):
+            return Refusal(gone(path), may_pass=False)
+        if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes(error)):
+            offline = f"{escape(path)}: the Hub must be asked, and HF_HUB_OFFLINE is set"
+            hint = "unset it; a model that is in the cache is named without hf://"
+            return Refusal(ResourceError(offline, hint=hint), may_pass=False)
+        known = explain(error, self._id, self._revision)
+        if known is not None:
+            return Refusal(known, may_pass=False)
+        status = next((found for cause in causes(error) if (found := status_of(cause)) is not None), None)
+        said = f"HTTP {status}" if status else type(error).__name__
+        problem = ResourceError(f"{escape(path)}: the Hub cannot be reached or fails ({said})", hint=_REACH)
+        passes = status is None or status >= 500 or status in _PASSING
+        return Refusal(problem, may_pass=is_short(error) or passes)
+
+
+def _fetch(url: str, start: int, into: memoryview, size: int) -> int:
+    """Fill memory with a range of what lies at an address."""
+    from huggingface_hub import utils
+
+    stop, done = start + len(into), 0
+    with _stream(url, {**_headers(url), "Range": f"bytes={start}-{stop - 1}"}) as (response, pieces):
+        utils.hf_raise_for_status(response)  # type: ignore[attr-defined, arg-type]
+        said = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+        if response.status_code == _PARTIAL:
+            if said is None or (int(said[1]), int(said[2]) + 1) != (start, stop):
+                raise short_body()
+        elif (start, stop) != (0, size):
+            raise ResourceError(
+                "the server of the Hub's files ignores ranges",
+                hint="check HF_ENDPOINT and any proxy; the repo id without hf:// is downloaded",
+            )
+        for piece in pieces:
+            if done + len(piece) > len(into):
+                raise short_body()
+            into[done : done + len(piece)] = piece
+            done += len(piece)
+    return done
+
+
+def _headers(url: str) -> dict[str, str]:
+    """Return what goes with a request. The token goes to the Hub alone."""
+    from huggingface_hub import constants
+    from huggingface_hub import utils as installed
+
+    utils: Any = installed  # it exports its functions without saying so
+    is_the_hubs = urlsplit(url)[:2] == urlsplit(constants.ENDPOINT)[:2]
+    headers: dict[str, str] = utils.build_hf_headers(token=None if is_the_hubs else False)
+    return {**headers, "Accept-Encoding": "identity"}  # compression would hide sizes
+
+
+@contextmanager
+def _stream(url: str, headers: dict[str, str]) -> Iterator[tuple[Response, Iterable[bytes]]]:
+    """Ask for something and yield the response before its body is read. No try again: that would log the address."""
+    from huggingface_hub import constants
+    from huggingface_hub import utils as installed
+
+    utils: Any = installed
+    session, timeout = utils.get_session(), constants.HF_HUB_DOWNLOAD_TIMEOUT
+    if hasattr(session, "stream"):
+        with session.stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
+            yield response, response.iter_bytes(_PIECE_BYTES)
+    else:  # huggingface_hub before 1.0, which used requests
+        with session.get(url, headers=headers, timeout=timeout, stream=True) as response:
+            yield response, response.iter_content(_PIECE_BYTES)
+
+
+def explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitError | None:
+    """Return what an error of huggingface_hub means for a person; None for one of the network or a server."""
+    from huggingface_hub import errors
+
+    name, chain = escape(repo_id), list(causes(error))
+    if isinstance(error, errors.GatedRepoError):
+        return SourceError(
+            f"{name}: a gated model, and this account has no access to it",
+            hint="accept its terms on the model's page, then log in with `hf auth login`",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return SourceError(
+            f"{name}: no such model on the Hub, or a private one",
+            hint="check the spelling; for a private model log in with `hf auth login`",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return SourceError(
+            f"{name}: no revision {escape(revision or 'main')!r}",
+            hint="give a branch, a tag or a commit of that repo",
+        )
+    if isinstance(error, errors.HFValidationError):
+        return SourceError(f"{escape(repo_id)!r} is not a repo id", hint="write it as organisation/name")
+    if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in chain):
+        return ResourceError(
+            f"{name}: not whole in the cache, and HF_HUB_OFFLINE is set",
+            hint="unset HF_HUB_OFFLINE, or run once with network access",
+        )
+    status = next((found for found in map(status_of, chain) if found is not None), None)
+    if status in (401, 403):
+        return SourceError(
+            f"{name}: the Hub refuses access (HTTP {status})",
+            hint="log in with `hf auth login`, or check HF_TOKEN",
+        )
+    return None
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and what it was raised from, innermost last."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status that an error is about."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None

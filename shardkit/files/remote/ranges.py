@@ -1,0 +1,435 @@
+"""Reading objects by ranges: few requests, several at a time, each byte fetched once, in bounded memory.
+
+An object is divided into *spans*; a span is one request. Who knows what will be read says so (`Ranges.plan`): what lies
+close together becomes one span of at most 8 MiB, and while a span is used the next ones are fetched. Without a plan a
+small read fetches what is around it, and reading that goes on where it ended fetches 8 MiB at a time.
+
+All threads share the spans: two that want one wait for one request. Spans that were used up make room first. What is
+held and what is under way stays below one limit, which is the process's (`set_limit`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+MAX_REQUEST_NBYTES = 8 << 20
+MAX_GAP_NBYTES = 1 << 20
+"""Read through, where at least as much was wanted before it."""
+_SMALL_GAP_NBYTES = 128 << 10  # always read through: cheaper than a request
+DEFAULT_LIMIT_NBYTES = 48 << 20
+MAX_CONNECTIONS = 16
+_FIRST_NBYTES = 64 << 10  # of a small read: a header, or the directory of a record
+_LARGE_NBYTES = 256 << 10  # tensors are read in such pieces, headers are not
+_MIN_REQUEST_NBYTES = 64 << 10
+_KEPT_ENDS = 32  # places of an object at which reading may go on
+BLOCK = 4096
+_STREAK = 2  # spans that followed each other, from which on the next is fetched ahead
+
+Fetch = Callable[[int, memoryview], None]
+"""(first byte, memory) -> the memory is full."""
+
+
+class _Span:
+    """Bytes of an object that are fetched together."""
+
+    __slots__ = (
+        "data",
+        "is_planned",
+        "is_read_to_end",
+        "is_under_way",
+        "left",
+        "owner",
+        "start",
+        "stop",
+        "was_held",
+    )
+
+    def __init__(self, owner: Ranges, start: int, stop: int, wanted: int, *, is_planned: bool) -> None:
+        self.owner, self.start, self.stop, self.left = owner, start, stop, wanted
+        self.data: bytearray | None = None
+        self.is_planned = is_planned
+        self.is_under_way = self.was_held = self.is_read_to_end = False
+
+    def __lt__(self, other: _Span) -> bool:
+        return self.start < other.start
+
+    @property
+    def is_used_up(self) -> bool:
+        """True if nobody is likely to want it again."""
+        return self.left <= 0 and self.is_read_to_end
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.stop - self.start
+
+
+class _Memory:
+    """What a process holds and fetches. `changed` is the lock of all that is here and in `Ranges`."""
+
+    def __init__(self) -> None:
+        self.limit = DEFAULT_LIMIT_NBYTES
+        self.changed = threading.Condition()
+        self.held: OrderedDict[_Span, None] = OrderedDict()
+        """Spans with data; the first was used longest ago."""
+        self.used = 0
+        """Bytes held and under way."""
+        self.most = 0
+        """The most that there were."""
+        self.num_under_way = 0
+        self.pool: ThreadPoolExecutor | None = None
+        self.pid = os.getpid()
+
+    def reserve(self, nbytes: int, *, must: bool) -> bool:
+        """Make room for a request; False if there is none, and it is not a must. The lock is held."""
+        while self.used + nbytes > self.limit:
+            if not self._drop_one(any_of_them=must):
+                if not must:
+                    return False
+                if not self.num_under_way:  # one request at a time is always allowed
+                    break
+                self.changed.wait()
+        self.used += nbytes
+        self.most = max(self.most, self.used)
+        self.num_under_way += 1
+        return True
+
+    def _drop_one(self, *, any_of_them: bool) -> bool:
+        found = next((span for span in self.held if span.is_used_up), None)
+        if found is None and any_of_them:
+            found = next(iter(self.held), None)
+        if found is not None:
+            self.drop(found)
+        return found is not None
+
+    def drop(self, span: _Span) -> None:
+        """Forget the bytes of a span. The lock is held."""
+        assert span.data is not None
+        self.used -= len(span.data)
+        span.data, span.was_held = None, True
+        del self.held[span]
+        span.owner.was_dropped(span)
+        self.changed.notify_all()
+
+    def threads(self) -> ThreadPoolExecutor:
+        """Return the threads that fetch ahead. The lock is held."""
+        if self.pool is None:
+            self.pool = ThreadPoolExecutor(MAX_CONNECTIONS, "shardkit-store")
+        return self.pool
+
+
+_memory = _Memory()
+
+
+def _after_fork() -> None:
+    """Begin anew in a child: locks may be held there by threads that it does not have."""
+    global _memory
+    _memory = _Memory()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextmanager
+def limited(nbytes: int) -> Iterator[None]:
+    """Bound what this process holds and fetches, while this lasts. Requests become smaller where it is little."""
+    memory = _memory
+    with memory.changed:
+        before, memory.limit = memory.limit, max(nbytes, _MIN_REQUEST_NBYTES)
+    try:
+        yield
+    finally:
+        with memory.changed:
+            memory.limit = before
+
+
+def limit_nbytes() -> int:
+    """Return how much this process may hold and fetch."""
+    return _memory.limit
+
+
+def request_nbytes(num_places: int) -> int:
+    """Return the size of requests, where so many places are read in turn."""
+    return max(min(MAX_REQUEST_NBYTES, _memory.limit // (num_places + 2)), _MIN_REQUEST_NBYTES)
+
+
+class Ranges:
+    """One version of one object, and what is held of it.
+
+    Args:
+        size: bytes of the object.
+        fetch: fills memory from a byte on, or raises.
+    """
+
+    def __init__(self, size: int, fetch: Fetch) -> None:
+        self.size, self._fetch, self._memory = size, fetch, _memory
+        self._spans: list[_Span] = []
+        self._ends: deque[int] = deque(maxlen=_KEPT_ENDS)
+        self._streak, self._is_planned = 0, False
+        self._set_places(1)
+
+    def _set_places(self, num_places: int) -> None:
+        self._nbytes = request_nbytes(num_places)
+        self._ahead_nbytes = max(self._memory.limit - num_places * self._nbytes, 0)
+
+    def plan(self, wanted: Iterable[tuple[int, int]], num_places: int = 1) -> None:
+        """Tell what will be read, instead of what was told before.
+
+        Args:
+            wanted: (first byte, byte after the last) of each range, in any order; they may overlap.
+            num_places: how many places, in all open objects, are read in turn: each needs its own request.
+        """
+        with self._memory.changed:
+            self._set_places(num_places)
+            self._spans = [span for span in self._spans if span.data is not None or span.is_under_way]
+            self._is_planned = True
+            for start, stop, nbytes in _coalesce(wanted, self._nbytes, self.size):
+                self._add_planned(start, stop, nbytes)
+
+    def _add_planned(self, start: int, stop: int, nbytes: int) -> None:
+        """Plan a span, but for what is there already."""
+        at = start
+        for other in self._overlapping(start, stop):
+            if at < other.start:
+                self._add(at, other.start, min(nbytes, other.start - at), is_planned=True)
+            at = other.stop
+        if at < stop:
+            self._add(at, stop, min(nbytes, stop - at), is_planned=True)
+
+    def _add(self, start: int, stop: int, wanted: int, *, is_planned: bool) -> _Span:
+        span = _Span(self, start, stop, wanted, is_planned=is_planned)
+        insort(self._spans, span)
+        return span
+
+    def _overlapping(self, start: int, stop: int) -> list[_Span]:
+        found = list[_Span]()
+        for index in range(max(self._index(start), 0), len(self._spans)):
+            span = self._spans[index]
+            if span.start >= stop:
+                break
+            if span.stop > start:
+                found.append(span)
+        return found
+
+    def _index(self, at: int) -> int:
+        """Return the index of the last span that begins at or before a byte; -1 if there is none."""
+        return bisect_right(self._spans, at, key=_start_of) - 1
+
+    def read_into(self, views: Sequence[memoryview], start: int) -> int:
+        """Fill buffers, one after the other, and return how many bytes there were: fewer at the object's end."""
+        stop, at = min(start + sum(map(len, views)), self.size), start
+        into = _Into(views)
+        while at < stop:
+            data, begin = self._bytes_at(at, stop)
+            part = memoryview(data)[at - begin : stop - begin]
+            into.put(part)
+            at += len(part)
+        return max(stop - start, 0)
+
+    def ahead(self) -> None:
+        """Begin to fetch what is planned, as far as there is room."""
+        with self._memory.changed:
+            self._fetch_ahead(self._planned_from(0))
+
+    def close(self) -> None:
+        """Drop what is held."""
+        with self._memory.changed:
+            for span in list(self._spans):
+                if span.data is not None:
+                    self._memory.drop(span)
+            self._spans = []
+
+    def was_dropped(self, span: _Span) -> None:
+        """Forget a span that nobody planned, now that its bytes are gone. The lock is held."""
+        self._ends.append(span.stop)
+        if not span.is_planned:
+            index = self._index(span.start)
+            if index >= 0 and self._spans[index] is span:
+                del self._spans[index]
+
+    def _bytes_at(self, at: int, stop: int) -> tuple[bytearray, int]:
+        """Return the bytes of the span around byte `at`, and the place of the first of them."""
+        memory = self._memory
+        with memory.changed:
+            while True:
+                span = self._span(at, stop)
+                if span.data is not None:
+                    return self._use(span, at, stop)
+                if not span.is_under_way:
+                    break
+                memory.changed.wait()
+            if span.was_held:
+                span.start = at  # it was dropped half used
+            span.is_under_way = True
+            try:
+                memory.reserve(span.nbytes, must=True)
+            except BaseException:
+                span.is_under_way = False
+                raise
+            self._fetch_ahead(self._next_after(span, stop))
+            begin = span.start
+        data = self._carry_out(span)
+        with memory.changed:
+            if span.data is not None:
+                self._use(span, at, stop)
+        return data, begin
+
+    def _use(self, span: _Span, at: int, stop: int) -> tuple[bytearray, int]:
+        assert span.data is not None
+        span.left -= min(stop, span.stop) - at
+        span.is_read_to_end |= stop >= span.stop - BLOCK
+        self._memory.held.move_to_end(span)
+        if span.is_read_to_end:
+            self._fetch_ahead(self._next_after(span, stop))
+        return span.data, span.start
+
+    def _span(self, at: int, stop: int) -> _Span:
+        """Return the span that holds byte `at`; a new one where nobody planned any."""
+        index = self._index(at)
+        if index >= 0 and at < self._spans[index].stop:
+            return self._spans[index]
+        follows = self._spans[index + 1].start if index + 1 < len(self._spans) else self.size
+        end = min(at + self._guess(at, stop - at), follows, self.size)
+        return self._add(at, end, min(stop, end) - at, is_planned=False)
+
+    def _guess(self, at: int, wanted: int) -> int:
+        """Return how much to fetch from byte `at` on, of which `wanted` bytes are needed now."""
+        before = self._spans[index].stop if (index := self._index(at)) >= 0 else -1
+        goes_on = not self._is_planned and any(
+            end <= at <= end + MAX_GAP_NBYTES for end in (before, *self._ends) if end >= 0
+        )
+        self._streak = self._streak + 1 if goes_on else 0
+        if goes_on or wanted > self._nbytes:
+            return self._nbytes
+        return wanted if wanted >= _LARGE_NBYTES else min(_FIRST_NBYTES, self._nbytes)
+
+    def _next_after(self, span: _Span, stop: int) -> list[_Span]:
+        """Return what to fetch while a span is used: what else a large read wants, and what comes next."""
+        if span.is_planned:
+            return self._planned_from(self._index(span.start) + 1)
+        goes_on, found, at = self._streak >= _STREAK, list[_Span](), span.stop
+        until = min(max(stop, span.stop + self._nbytes if goes_on else 0), self.size)
+        while at < until and len(found) < MAX_CONNECTIONS:
+            index = self._index(at)
+            if index < 0 or self._spans[index].stop <= at:
+                follows = self._spans[index + 1].start if index + 1 < len(self._spans) else self.size
+                end = min(at + self._nbytes, follows, self.size if goes_on else until)
+                found.append(self._add(at, end, end - at, is_planned=False))
+            else:
+                found.append(self._spans[index])
+            at = found[-1].stop
+        return found
+
+    def _planned_from(self, index: int) -> list[_Span]:
+        """Return the planned spans from one on that are not used yet, as many as may be fetched ahead."""
+        found, room = list[_Span](), self._ahead_nbytes
+        while index < len(self._spans) and len(found) < MAX_CONNECTIONS:
+            span = self._spans[index]
+            if span.is_planned and span.left > 0:
+                room -= span.nbytes
+                if room < 0:
+                    break
+                found.append(span)
+            index += 1
+        return found
+
+    def _fetch_ahead(self, spans: Iterable[_Span]) -> None:
+        """Fetch spans in the background, as far as there is room. The lock is held."""
+        for span in spans:
+            if span.data is not None or span.is_under_way:
+                continue
+            if self._memory.num_under_way >= MAX_CONNECTIONS or not self._memory.reserve(
+                span.nbytes, must=False
+            ):
+                return
+            span.is_under_way = True
+            self._memory.threads().submit(self._carry_out_quietly, span)
+
+    def _carry_out_quietly(self, span: _Span) -> None:
+        try:
+            self._carry_out(span)
+        except Exception:  # who needs the bytes tries again, and says what is wrong
+            return
+
+    def _carry_out(self, span: _Span) -> bytearray:
+        """Fetch a span for which there is room, and hold it."""
+        memory, data = self._memory, None
+        try:
+            room = bytearray(span.nbytes)
+            self._fetch(span.start, memoryview(room))
+            data = room
+            return data
+        finally:
+            with memory.changed:
+                memory.num_under_way -= 1
+                span.is_under_way = False
+                index = self._index(span.start)
+                if data is not None and index >= 0 and self._spans[index] is span:
+                    span.data = data
+                    memory.held[span] = None
+                else:  # it failed, or the object was closed meanwhile
+                    memory.used -= span.nbytes
+                memory.changed.notify_all()
+
+
+class _Into:
+    """Buffers that are filled one after the other."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views, self._number, self._at = views, 0, 0
+
+    def put(self, data: memoryview) -> None:
+        """Append bytes."""
+        while data:
+            view = self._views[self._number]
+            count = min(len(view) - self._at, len(data))
+            view[self._at : self._at + count] = data[:count]
+            data, self._at = data[count:], self._at + count
+            if self._at == len(view):
+                self._number, self._at = self._number + 1, 0
+
+
+def _start_of(span: _Span) -> int:
+    return span.start
+
+
+def _coalesce(wanted: Iterable[tuple[int, int]], nbytes: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first byte, byte after the last, bytes wanted of it) of requests for ranges.
+
+    A gap is read through if it is small, or if at least as much was wanted just before it. Requests begin and end with
+    whole blocks, since small things are read with the blocks around them.
+    """
+    group, last = list[tuple[int, int]](), 0
+    for start, stop in sorted(wanted):
+        start, stop = max(start, group[-1][1] if group else 0), min(stop, size)
+        if stop <= start:
+            continue
+        gap = start - group[-1][1] if group else 0
+        if gap > max(_SMALL_GAP_NBYTES, min(last, MAX_GAP_NBYTES)):
+            yield from _cut(group, nbytes, size)
+            group.clear()
+        last = stop - start + (last if gap <= _SMALL_GAP_NBYTES else 0)
+        group.append((start, stop))
+    yield from _cut(group, nbytes, size)
+
+
+def _cut(group: Sequence[tuple[int, int]], nbytes: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the requests for ranges that are read together."""
+    if not group:
+        return
+    first, last, index = group[0][0] // BLOCK * BLOCK, min(-(-group[-1][1] // BLOCK) * BLOCK, size), 0
+    for at in range(first, last, nbytes):
+        end, of_it = min(at + nbytes, last), 0
+        while index < len(group) and group[index][0] < end:
+            of_it += min(group[index][1], end) - max(group[index][0], at)
+            if group[index][1] > end:
+                break
+            index += 1
+        if of_it:
+            yield at, end, of_it
