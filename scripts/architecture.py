@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("training/ranks",),
     ("operations/commit",),
     ("operations/manifest", "operations/preshard", "operations/consolidate", "operations/reshard"),
-    ("operations/verify", "operations/inspect"),
+    ("operations/verify", "operations/inspect", "operations/gc"),
     ("operations/diff", "operations/keys"),
     ("operations",),
     ("operations/parts",),

@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.operations.diff import diff as diff
     from shardkit.operations.environment import Environment as Environment
     from shardkit.operations.environment import environment as environment
+    from shardkit.operations.gc import GcResult as GcResult
+    from shardkit.operations.gc import gc as gc
     from shardkit.operations.inspect import InspectResult as InspectResult
     from shardkit.operations.inspect import inspect as inspect
     from shardkit.operations.keys import KeysResult as KeysResult
@@ -104,6 +106,7 @@ _HOMES = {
     "shardkit.operations.consolidate": ("ConsolidateResult", "consolidate"),
     "shardkit.operations.diff": ("DiffResult", "diff"),
     "shardkit.operations.environment": ("Environment", "environment"),
+    "shardkit.operations.gc": ("GcResult", "gc"),
     "shardkit.operations.inspect": ("InspectResult", "inspect"),
     "shardkit.operations.keys": ("KeysResult", "check_keys", "show_keys"),
     "shardkit.operations.manifest": ("ManifestResult", "write_manifest"),

@@ -31,6 +31,7 @@ _COMMANDS = {
     "consolidate": "Write any trainer's sharded checkpoint as a Hub model.",
     "diff": "Compare two checkpoints of any formats, tensor by tensor.",
     "env": "Show versions and settings, to paste into a bug report.",
+    "gc": "Remove what replaced saves and dead runs have left in an output.",
     "help": "Show what a command does and its options.",
     "inspect": "Show what a model or a checkpoint holds.",
     "keys": "Show what tensors are on the Hub or in a model, and check rules for it.",
@@ -41,7 +42,14 @@ _COMMANDS = {
     "verify": "Check that a checkpoint is whole and holds what was written.",
 }
 """Name -> the line in `shardkit --help`; the module `shardkit.cli.<name>` has it as `command`."""
-_SHARED = {"commit": "parts", "completion": "shell", "help": "shell", "status": "parts"}
+_SHARED = {
+    "cache": "removing",
+    "gc": "removing",
+    "commit": "parts",
+    "completion": "shell",
+    "help": "shell",
+    "status": "parts",
+}
 """Name -> module, where one has several; it has them as `<name>_command`."""
 
 

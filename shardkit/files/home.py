@@ -22,7 +22,7 @@ from shardkit.files.strict_json import FOLLOWS_LINKS, read_small
 METADATA = ".metadata"
 """The file that says what a checkpoint holds. It is written last."""
 MANIFEST = "shardkit.json"
-_MAX_METADATA = 1 << 30
+MAX_METADATA = 1 << 30
 _FOLDER = re.compile(r"data-[0-9a-f]{16}", re.ASCII)
 _SHARD = b".distcp"
 # A string of a pickle: one of two opcodes, its length, its bytes. Source: pickletools, SHORT_BINUNICODE and BINUNICODE.
@@ -99,7 +99,7 @@ def _named_folder(directory: str) -> str | None:
         status = (storage.stat if FOLLOWS_LINKS.get() else storage.lstat)(path)
         state = (storage.realpath(directory), status.st_ino, status.st_size, status.st_mtime_ns)
         if state not in _known:
-            data = read_small(path, METADATA, _MAX_METADATA, follow=False)
+            data = read_small(path, METADATA, MAX_METADATA, follow=False)
             if len(_known) >= _MAX_KNOWN:
                 _known.clear()
             _known[state] = _only_folder(data)

@@ -3,7 +3,7 @@
 Other modules call these by their names here (`storage.pwrite(...)`) and never those of `os`. Whoever stands in
 front of the names in this module sees everything that is done to a file: a test that dies at the n-th call,
 lets it fail, or records all and replays what a power loss may leave. Paths such as `s3://bucket/key` are answered by
-`stores`, through the same calls, for reading alone.
+`stores`, through the same calls, for reading, and for removing.
 
 The first part is the system's own calls, nothing added but this. The second is what several modules do with them. The third
 finds out whether files can share extents (XFS, Btrfs and some others do), by trying it.
@@ -38,7 +38,6 @@ ftruncate = os.ftruncate
 fsync = os.fsync
 mkdir = os.mkdir
 rmdir = os.rmdir
-unlink = os.unlink
 rename = os.rename
 hard_link = os.link
 symbolic_link = os.symlink
@@ -108,6 +107,11 @@ def listdir(path: _Path) -> list[str]:
 def scandir(path: str) -> Any:
     """As `os.scandir`."""
     return stores.scan(path) if is_remote(path) else os.scandir(path)
+
+
+def unlink(path: _Path, *, dir_fd: int | None = None) -> None:
+    """As `os.unlink`; of a store, an object that is not there is no error."""
+    stores.delete([str(path)]) if is_remote(path) else os.unlink(path, dir_fd=dir_fd)
 
 
 def will_need(fd: int, start: int, nbytes: int) -> None:
@@ -323,7 +327,14 @@ def make_directories(path: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a directory and all in it, as far as the system lets us; links are removed, never followed."""
+    """Remove a directory and all in it, as far as the system lets us; links are removed, never followed.
+
+    Raises:
+        ResourceError: a store refuses.
+    """
+    if is_remote(path):
+        stores.delete([os.path.join(here, name) for here, _, names in stores.walk(path) for name in names])
+        return
     with contextlib.suppress(OSError):
         for _, folders, names, fd in os.fwalk(path, topdown=False):
             for name in names:

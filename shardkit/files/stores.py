@@ -369,3 +369,17 @@ def plan_reads(number: int, wanted: Iterable[tuple[int, int]], num_places: int, 
     ranges.plan(wanted, num_places)
     if is_soon:
         ranges.ahead()
+
+
+def delete(paths: Sequence[str]) -> None:
+    """Remove objects of one bucket; one that is not there is no error.
+
+    Raises:
+        UsageError: the store is read only.
+        ResourceError: it refuses, or does not answer.
+    """
+    if paths:
+        store, _ = store_of(plain(paths[0]))
+        keys = [_parts(path)[1] for path in paths]
+        attempt(store, paths[0], lambda: store.delete(keys))
+    forget()

@@ -80,6 +80,7 @@ SURFACE = {
         "B",
     ],
     "env": ["--json"],
+    "gc": ["--dry-run", "--json", "--older-than", "--uncommitted", "-n", "PATH"],
     "help": ["NAMES"],
     "inspect": ["--follow-links", "--json", "--tensors", "PATH"],
     "keys check": ["--base", "--follow-links", "--json", "RULES", "SOURCE"],

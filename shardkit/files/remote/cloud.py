@@ -6,9 +6,11 @@ assumed roles too. Source: obstore 0.12; Amazon S3 API (error codes).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +25,7 @@ _STATUS = re.compile(r"status (?:code: )?(\d{3})|HTTP status \w+ error \((\d{3})
 _PASSING = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout")
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired")
 _BUSY = 429
+_MAX_DELETED = 1000  # objects in a request. Source: Amazon S3 API, DeleteObjects
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _CREDENTIALS_LIVE = timedelta(minutes=5)  # then boto3 is asked again, which renews those that expire
 _connected_by: list[int] = []  # the process that used obstore first
@@ -62,7 +65,12 @@ class Bucket:
 
         answer: Any = obstore.list_with_delimiter(client, key or None)
         found = Listing(
-            {meta["path"].rpartition("/")[2]: _describe(meta) for meta in answer["objects"]},
+            {
+                meta["path"].rpartition("/")[2]: _describe(meta)
+                for meta in answer["objects"]
+                if meta["path"].strip("/")
+                != key  # SeaweedFS lists a directory itself, when it has become empty
+            },
             {each.rstrip("/").rpartition("/")[2] for each in answer["common_prefixes"]},
         )
         found.objects.pop("", None)
@@ -89,6 +97,15 @@ class Bucket:
             into[done : done + len(data)] = data
             done += len(data)
         return done
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects."""
+        client = self.client()
+        import obstore
+
+        for start in range(0, len(keys), _MAX_DELETED):
+            with contextlib.suppress(FileNotFoundError):
+                obstore.delete(client, keys[start : start + _MAX_DELETED])
 
     def explain(self, error: Exception, path: str) -> Refusal:
         """Say why a call failed."""

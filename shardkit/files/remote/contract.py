@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -67,6 +67,9 @@ class Store(Protocol):
         Raises:
             FileNotFoundError: the object is gone.
         """
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; one that is not there is no error."""
 
     def explain(self, error: Exception, path: str) -> Refusal:
         """Say why a call failed; `path` is for messages."""

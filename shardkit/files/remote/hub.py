@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, unquote, urlsplit
@@ -131,6 +131,10 @@ class Repo:
         with self._lock:  # the signature of an address holds for a while
             self._places.pop(key, None)
         return _fetch(self._place(key, version)[0], start, into, version.size)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Refuse: a commit does not change."""
+        raise UsageError("hf:// is read only", hint="remove files of a repo with hf, or on its page")
 
     def _place(self, key: str, version: Object) -> tuple[str, bool]:
         """Return the address where a file's bytes lie, and whether the Hub was asked for it just now."""

@@ -24,7 +24,7 @@ from shardkit.core.regions import Shape, find_tiling_error
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files import storage
-from shardkit.files.home import home_of, path_in
+from shardkit.files.home import MAX_METADATA, home_of, path_in
 from shardkit.files.links import is_below, locate
 from shardkit.files.strict_json import FOLLOW, read_small, status_of
 from shardkit.formats.contract import Checkpoint, Place, asset_directories, listing
@@ -41,7 +41,6 @@ from shardkit.formats.dcp.records import check_records, select_raw
 from shardkit.keys.names import is_flat_parameter
 
 _SUFFIX = ".distcp"
-_MAX_METADATA = 1 << 30
 _SHOWN_NAMES = 3
 _ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
 _OTHER_RANKS = "files of a rank may be missing: copy all __R.metadata and .distcp files of the save"
@@ -198,12 +197,12 @@ def _read_metadata(directory: str) -> DcpMetadata:
     """Read `.metadata`; rank-local metadata only if there is none, never instead of a damaged one."""
     path = path_in(directory, METADATA)
     if storage.lexists(path):
-        metadata = parse_metadata(read_small(path, METADATA, _MAX_METADATA, follow=False), where=METADATA)
+        metadata = parse_metadata(read_small(path, METADATA, MAX_METADATA, follow=False), where=METADATA)
         return metadata if path == os.path.join(directory, METADATA) else _at_home(metadata, directory)
     names = _listing(directory)
     if not rank_files(names):
         raise SourceError(f"{escape(directory)} has no {METADATA}: {_why_missing(names)}")
-    return read_rank_metadata(directory, names, _MAX_METADATA)
+    return read_rank_metadata(directory, names, MAX_METADATA)
 
 
 def _at_home(metadata: DcpMetadata, home: str) -> DcpMetadata:

@@ -1,0 +1,103 @@
+"""`shardkit cache` and `shardkit gc`: what is kept and no longer needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from shardkit.cli import options as opt
+from shardkit.cli.output import Output, count, facts
+from shardkit.core.text import escape, format_size
+
+if TYPE_CHECKING:
+    from shardkit.operations.cache import CacheResult
+    from shardkit.operations.gc import GcResult, Unused
+
+
+@click.command(
+    name="cache",
+    epilog="""\b
+Examples:
+  shardkit cache
+  shardkit cache --clear""",
+)
+@click.option("--clear", is_flag=True, help="Remove what is kept.")
+@opt.as_json
+def cache_command(*, clear: bool, as_json: bool) -> None:
+    """Show what is kept of transformers' answers about models, or remove it.
+
+    The environment variable SHARDKIT_CACHE names another directory, or is "off".
+    """
+    from shardkit.operations.cache import show_cache
+
+    out, found = Output(as_json=as_json), show_cache(clear=clear)
+    if as_json:
+        out.document(found.to_json())
+    else:
+        out.lines(cache_lines(found))
+
+
+def cache_lines(found: CacheResult) -> list[str]:
+    """Return a result as lines for people."""
+    if found.directory is None:
+        return ["nothing is cached: SHARDKIT_CACHE is off"]
+    what = f"{count(found.num_entries, 'answer')}, {format_size(found.cache_bytes)}"
+    return [escape(found.directory), *facts([("removed" if found.cleared else "kept", what)])]
+
+
+@click.command(
+    name="gc",
+    epilog="""\b
+Examples:
+  shardkit gc s3://bucket/run/last --dry-run
+  shardkit gc s3://bucket/run/last --older-than 12h""",
+)
+@click.argument("path", type=opt.PATH)
+@click.option(
+    "--older-than",
+    metavar="AGE",
+    default="1d",
+    show_default=True,
+    help="Remove what is at least so old: 30m, 12h, 1d.",
+)
+@click.option("--uncommitted", is_flag=True, help="Remove it where nothing was committed, too.")
+@opt.dry_run
+@opt.as_json
+def gc_command(*, path: str, older_than: str, uncommitted: bool, dry_run: bool, as_json: bool) -> None:
+    """Remove what replaced saves and dead runs have left in PATH, an output in an object store or a copy of one.
+
+    Only folders data-<16 hex digits> are removed that .metadata does not name, and weight files with a hash in their
+    names that the index does not name. A job that still reads them fails.
+    """
+    from shardkit.operations.gc import gc
+
+    result = gc(path, older_than=older_than, uncommitted=uncommitted, dry_run=dry_run)
+    out = Output(as_json=as_json)
+    if as_json:
+        out.document(result.to_json())
+    else:
+        out.lines(gc_lines(result))
+
+
+def gc_lines(result: GcResult) -> list[str]:
+    """Return a result as lines for people."""
+    said = "dry run: nothing was removed from " if result.dry_run else ""
+    return [f"{said}{escape(result.path)}", *facts(_gc_facts(result))]
+
+
+def _gc_facts(result: GcResult) -> Iterator[tuple[str, str]]:
+    where = result.marker or "nothing was committed"
+    yield "in use", f"{', '.join(map(escape, result.kept)) or 'nothing'} ({where})"
+    verb = "to remove" if result.dry_run else "removed"
+    for each in result.removed:
+        yield verb, _describe(each)
+    yield f"{verb}, in all", f"{count(len(result.removed), 'name')}, {format_size(result.removed_bytes)}"
+    for each in result.young:
+        yield "left, young", _describe(each)
+
+
+def _describe(each: Unused) -> str:
+    files = count(each.num_files, "file")
+    return f"{escape(each.name)}: {files}, {format_size(each.file_bytes)}, {each.age_s / 3600:.1f} h old"

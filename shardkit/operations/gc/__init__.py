@@ -1,0 +1,206 @@
+"""Removes what saves and runs have left in an output that is replaced by writing its marker: data that nobody names.
+
+`.metadata` names its folders `data-...`, the index of a Hub model its weight files with a hash in their names. What
+has such a name, and is not named, is of a save that was replaced or of a run that did not end. Nothing else is touched.
+
+Internal: import from `shardkit`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, SourceError, UsageError
+from shardkit.files import storage, stores
+from shardkit.files.home import MAX_METADATA, is_data_folder
+from shardkit.files.strict_json import read_small
+from shardkit.formats.dcp import METADATA
+from shardkit.formats.dcp.metadata import parse_metadata
+from shardkit.formats.hub.directory import read_index
+
+HUB_INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors", re.ASCII)
+_AGE = re.compile(r"(\d{1,9})\s*([smhd])?", re.ASCII)
+_UNITS = {None: 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unused:
+    """A folder or file that nothing names."""
+
+    name: str
+    """Relative to the output."""
+    num_files: int
+    file_bytes: int
+    age_s: float
+    """Time since the newest of its files was written, by the store's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcResult:
+    """What was removed, or with `dry_run` would be."""
+
+    path: str
+    dry_run: bool
+    marker: str | None
+    """The file that names the data, ".metadata" or the index; None if nothing was committed."""
+    kept: tuple[str, ...]
+    """The folders and files that it names."""
+    removed: tuple[Unused, ...]
+    removed_bytes: int
+    young: tuple[Unused, ...]
+    """Left alone, as they are younger than `older_than_s`: a run may be writing them."""
+    older_than_s: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return asdict(self)
+
+
+def gc(
+    path: str | os.PathLike[str],
+    *,
+    older_than: str | int = "1d",
+    uncommitted: bool = False,
+    dry_run: bool = False,
+) -> GcResult:
+    """Remove what replaced saves and dead runs have left in an output: data that its `.metadata` or index does not name.
+
+    A job that still reads the save that was replaced fails, and says that an object was removed.
+
+    Args:
+        path: an output in an object store, or a copy of one on a local disk.
+        older_than: age of what is removed, such as "12h", "30m" or "1d", or seconds. What is younger may be of a run
+            that is under way. Give a longer one if your runs wait longer.
+        uncommitted: go on where there is no `.metadata` and no index; then everything that is old enough is removed.
+        dry_run: say what would be removed.
+
+    Raises:
+        UsageError: not an age; or nothing was committed there, and `uncommitted` is false.
+        SourceError: there is nothing, or `.metadata` or the index is damaged: nothing tells what is in use.
+        ResourceError: it cannot be listed, read or removed.
+    """
+    given, age = os.fspath(path), parse_age(older_than)
+    stores.forget()
+    names = _list(given)
+    marker, kept = _named(given, names)
+    data = [name for name in names if is_data_folder(name) or _WEIGHTS.fullmatch(name)]
+    if marker is None and data and not uncommitted:
+        raise UsageError(
+            f"{escape(given)}: nothing was committed there, so nothing tells what is in use",
+            problems=[escape(name) for name in data],
+            hint="a run that is started again may go on with it; --uncommitted (uncommitted=True) removes it",
+        )
+    unused = [name for name in data if name not in kept and not _is_link(given, name)]
+    found = [each for name in unused if (each := _look(given, name)) is not None]
+    old = [each for each in found if each.age_s >= age]
+    if old and not dry_run:
+        _remove(given, [each.name for each in old])
+    return GcResult(
+        path=given,
+        dry_run=dry_run,
+        marker=marker,
+        kept=tuple(kept),
+        removed=tuple(old),
+        removed_bytes=sum(each.file_bytes for each in old),
+        young=tuple(each for each in found if each.age_s < age),
+        older_than_s=age,
+    )
+
+
+def parse_age(text: str | int) -> int:
+    """Return seconds from text: "90s", "30m", "12h", "1d", or a number of seconds.
+
+    Raises:
+        UsageError: the text is not an age.
+    """
+    match = _AGE.fullmatch(str(text).strip())
+    if match is None:
+        raise UsageError(
+            f"not an age: {escape(str(text))!r}", hint="write a number with a unit, such as 30m, 12h or 1d"
+        )
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _list(path: str) -> list[str]:
+    if not storage.lexists(path):
+        raise SourceError(
+            f"{escape(path)}: no such directory", hint="give the directory that a run has written"
+        )
+    try:
+        return sorted(storage.listdir(path))
+    except OSError as error:
+        raise ResourceError(f"{escape(path)} cannot be listed: {error.strerror}") from None
+
+
+def _named(path: str, names: list[str]) -> tuple[str | None, list[str]]:
+    """Return the marker of an output, and the names at its top that are in use."""
+    if METADATA in names:
+        data = read_small(os.path.join(path, METADATA), METADATA, MAX_METADATA, follow=False)
+        files = parse_metadata(data, where=METADATA).files
+        marker = METADATA
+    elif HUB_INDEX in names:
+        files = tuple(read_index(os.path.join(path, HUB_INDEX), HUB_INDEX).files)
+        marker = HUB_INDEX
+    else:
+        return None, []
+    used = {name.partition("/")[0] for name in files}
+    return marker, [name for name in names if name in used]
+
+
+def _is_link(path: str, name: str) -> bool:
+    return not stores.is_remote(path) and storage.islink(os.path.join(path, name))
+
+
+def _look(path: str, name: str) -> Unused | None:
+    """Return what lies under a name; None for an empty folder of a store, which is nothing."""
+    here = os.path.join(path, name)
+    files = [storage.lstat(file) for file in _files(here)]
+    if not files and stores.is_remote(path):
+        return None
+    newest = max(status.st_mtime for status in files or [storage.lstat(here)])
+    return Unused(
+        name=name,
+        num_files=len(files),
+        file_bytes=sum(status.st_size for status in files),
+        age_s=round(time.time() - newest, 3),
+    )
+
+
+def _files(path: str) -> Iterator[str]:
+    if not storage.isdir(path):
+        yield path
+    for here, _, names in storage.walk(path):
+        yield from (os.path.join(here, name) for name in names)
+
+
+def _remove(path: str, names: list[str]) -> None:
+    """Remove folders and files, unless one has come into use since they were looked at."""
+    stores.forget()
+    used = sorted({*names} & {*_named(path, _list(path))[1]})
+    if used:
+        raise ResourceError(
+            f"{escape(path)}: something was committed meanwhile, nothing was removed",
+            problems=[f"{escape(name)} is in use now" for name in used],
+            hint="run it again when no run is under way there",
+        )
+    stuck = []
+    for name in names:
+        here = os.path.join(path, name)
+        try:
+            storage.remove_tree(here) if storage.isdir(here) else storage.unlink(here)
+        except OSError as error:
+            stuck.append(f"{escape(name)}: {error.strerror}")
+        else:
+            if not stores.is_remote(path) and storage.lexists(here):
+                stuck.append(f"{escape(name)}: it may not be removed")
+    stores.forget()
+    ResourceError.raise_for(
+        stuck, f"{escape(path)}: not all could be removed", hint="give yourself permission to remove them"
+    )

