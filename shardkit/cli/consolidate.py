@@ -17,7 +17,6 @@ from shardkit.cli.output import (
     headline,
     is_unfinished,
     limited,
-    make_progress,
     part_lines,
     size_runs,
 )
@@ -74,7 +73,7 @@ Examples:
 @opt.overwrite("Hub model, whole and in one step")
 @opt.strict
 @opt.writing
-@opt.part
+@opt.parts
 @opt.moving
 @opt.follow_links
 @opt.reporting
@@ -90,10 +89,7 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
         opt.silence_hub()
     from shardkit.operations.consolidate import consolidate
 
-    part = opt.take_part(out, options.pop("part"))
-    progress = make_progress(enabled=out.shows_bars)
-    result = consolidate(checkpoint, output, part=part, progress=progress, on_warning=out.warn, **options)
-    out.result(result, render)
+    out.result(opt.carry_out(out, consolidate, checkpoint, output, **options), render)
 
 
 def render(result: ConsolidateResult) -> list[str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from shardkit.cli.output import Output
+from shardkit.cli.output import Output, make_progress
 from shardkit.core.dtypes import short_dtype
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ else:
 PATH = click.Path(readable=False)
 """A path as it was typed, which shells complete. Whoever opens it says what is wrong with it."""
 
+_R = TypeVar("_R")
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
 
@@ -161,10 +164,23 @@ osft = group(
 )
 
 
-part = click.option(
-    "--part",
-    metavar="K/N|env|env/N",
-    help="Write this part of the files; env asks the launcher (torchrun, MPI, SLURM, Kubernetes).",
+parts = group(
+    click.option(
+        "--part",
+        metavar="K/N|env|env/N",
+        help="Write this part of the files; env asks the launcher (torchrun, MPI, SLURM, Kubernetes).",
+    ),
+    click.option(
+        "--executor",
+        type=click.Choice(["ray"]),
+        help="Have all parts written by the workers of a Ray cluster, the one that runs or one on this machine.",
+    ),
+    click.option(
+        "--num-parts",
+        type=int,
+        metavar="N",
+        help="Of the executor; by default as many as run at the same time.",
+    ),
 )
 
 
@@ -195,6 +211,22 @@ def take_part(out: Output, text: str | None) -> Part | None:
         out.say("part", f"{found}, from {found.found}")
     typed = typed_command(click.get_current_context().find_root().obj, {"--part"}, {"--dry-run", "-n"})
     return replace(found, typed=typed)
+
+
+def carry_out(out: Output, verb: Callable[..., _R], *arguments: str | None, **options: Any) -> _R:
+    """Call a verb that can be divided, with a bar and its warnings shown, and stdout kept for its result.
+
+    Args:
+        out: where the command prints.
+        verb: of the library.
+        arguments: its paths.
+        options: the rest, with `part` as it was typed.
+    """
+    part = take_part(out, options.pop("part"))
+    progress = make_progress(enabled=out.shows_bars)
+    # Ray tells on stdout what becomes of its workers.
+    with redirect_stdout(sys.stderr) if options["executor"] else nullcontext():
+        return verb(*arguments, part=part, progress=progress, on_warning=out.warn, **options)
 
 
 def given(name: str) -> bool:

@@ -17,7 +17,6 @@ from shardkit.cli.output import (
     headline,
     is_unfinished,
     limited,
-    make_progress,
     part_lines,
     size_runs,
 )
@@ -103,7 +102,7 @@ Examples:
 @click.option("--variant", metavar="NAME", help="Use model.NAME.safetensors and the like.")
 @opt.overwrite("checkpoint, whole and in one step")
 @opt.writing
-@opt.part
+@opt.parts
 @opt.moving
 @click.option(
     "--trust-remote-code", is_flag=True, help="Let the model's own code run while its layout is traced."
@@ -136,18 +135,7 @@ def command(
     plan = plan_of_options(osft, osft_targets, osft_ranks, osft_svd)
     if not opt.given("max_memory"):
         options["max_memory"] = None
-    progress = make_progress(enabled=out.shows_bars)
-    part = opt.take_part(out, options.pop("part"))
-    result = preshard(
-        source,
-        output,
-        osft=plan,
-        part=part,
-        progress=progress,
-        on_warning=out.warn,
-        on_step=out.step,
-        **options,
-    )
+    result = opt.carry_out(out, preshard, source, output, osft=plan, on_step=out.step, **options)
     out.result(result, render)
 
 

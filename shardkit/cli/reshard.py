@@ -16,7 +16,6 @@ from shardkit.cli.output import (
     headline,
     is_unfinished,
     limited,
-    make_progress,
     part_lines,
     size_runs,
 )
@@ -41,7 +40,7 @@ Examples:
 @opt.overwrite("checkpoint, whole and in one step")
 @opt.strict
 @opt.writing
-@opt.part
+@opt.parts
 @opt.moving
 @opt.follow_links
 @opt.reporting
@@ -53,10 +52,7 @@ def command(*, out: Output, checkpoint: str, output: str, **options: Any) -> Non
     """
     from shardkit.operations.reshard import reshard
 
-    part = opt.take_part(out, options.pop("part"))
-    progress = make_progress(enabled=out.shows_bars)
-    result = reshard(checkpoint, output, part=part, progress=progress, on_warning=out.warn, **options)
-    out.result(result, render)
+    out.result(opt.carry_out(out, reshard, checkpoint, output, **options), render)
 
 
 def render(result: ReshardResult) -> list[str]:

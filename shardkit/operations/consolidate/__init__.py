@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import MIB, count, escape, parse_size
@@ -75,7 +75,7 @@ def consolidate(
     resume: bool = True,
     resume_from: str | os.PathLike[str] | None = None,
     part: str | Share | None = None,
-    executor: Executor | None = None,
+    executor: Executor | Literal["ray"] | None = None,
     num_parts: int | None = None,
     digest: str = "crc32",
     jobs: int | None = None,
@@ -136,9 +136,9 @@ def consolidate(
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
-        executor: a pool whose workers carry out the parts, anything like `concurrent.futures.Executor`; `output` has to be
-            named, and callbacks stay here.
-        num_parts: how many parts the pool is given.
+        executor: a pool whose workers carry out the parts, anything like `concurrent.futures.Executor`; or "ray", for the
+            Ray cluster that is running, or one on this machine. `output` has to be named, and callbacks stay here.
+        num_parts: how many parts the pool is given; Ray is given as many as can run at the same time by default.
         digest: "crc32" or "none".
         jobs: threads; by default the cores that this process may use, from 2 to 8.
         max_memory: bytes for all buffers, as a number or as "512MiB".

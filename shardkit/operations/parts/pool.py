@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from shardkit.core.text import escape
 from shardkit.errors import UsageError
 from shardkit.files import storage
 from shardkit.files.shared import remove_marks
 from shardkit.operations.parts.agreement import Command, Committing
 from shardkit.operations.parts.divided import PartResult
+from shardkit.operations.parts.ray_pool import connected, import_ray
+
+RAY = "ray"
+"""The engine that has a name: no object of it is needed."""
 
 _HERE = ("progress", "on_warning", "on_step")
 """Callbacks, which stay in this process."""
@@ -54,6 +61,10 @@ class Result(Protocol):
         """What was compared; of all parts where this one has committed."""
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know."""
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What a person should check."""
 
@@ -70,25 +81,70 @@ def in_pool(verb: Callable[..., _R], arguments: Mapping[str, Any]) -> _R:
 
     Raises:
         UsageError: no number of parts, or no output, is named, or a part beside the pool.
+        ResourceError: Ray is asked for, and is not there.
         ShardkitError: whatever a part raises, and whatever the pool does if it loses a worker. What was finished is kept.
     """
-    executor, num_parts = arguments["executor"], arguments["num_parts"]
-    if executor is None or num_parts is None or num_parts < 1:
-        raise UsageError("executor and num_parts belong together: the pool, and how many parts it is given")
-    if arguments["part"] is not None:
-        raise UsageError("part and executor exclude each other: a pool is given all parts")
-    if arguments["output"] is None:
-        raise UsageError("name the output: workers of a pool have working directories of their own")
+    begun = time.monotonic()
+    _check(arguments)
     options = {name: value for name, value in arguments.items() if name not in _OWN}
     options |= {n: v for n, v in Command.of(verb.__name__, options).options.items() if n in options}
     options["output"] = storage.absolute(os.fspath(arguments["output"]))
     if arguments["dry_run"]:
         return verb(**options, **{name: arguments[name] for name in _HERE if name in arguments})
-    result = _whole(verb, options, _run_all(verb, options, executor, num_parts))
-    if arguments["on_warning"] is not None:
-        for warning in result.warnings:
-            arguments["on_warning"](warning)
-    return result
+    tell = arguments["on_warning"] or (lambda _: None)
+    with _opened(arguments) as pool:
+        for warning in pool.warnings:
+            tell(warning)
+        result = _whole(verb, options, _run_all(verb, options, pool.executor, pool.num_parts))
+    for warning in result.warnings:
+        tell(warning)
+    return replace(  # type: ignore[type-var]
+        result,
+        elapsed_s=round(time.monotonic() - begun, 3),
+        notes=(*pool.notes, *result.notes),
+        warnings=(*pool.warnings, *result.warnings),
+    )
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    executor, num_parts = arguments["executor"], arguments["num_parts"]
+    if executor is None:
+        raise UsageError("--num-parts goes with --executor: it is how many parts a pool is given")
+    if isinstance(executor, str) and executor != RAY:
+        raise UsageError(
+            f"--executor {escape(executor)!r} is not {RAY}",
+            hint="other engines start the parts themselves (--part), or are given to the library as objects",
+        )
+    if executor != RAY and num_parts is None:
+        raise UsageError("executor goes with num_parts: how many parts the pool is given")
+    if num_parts is not None and num_parts < 1:
+        raise UsageError(f"--num-parts must be at least 1, not {num_parts}")
+    if arguments["part"] is not None:
+        raise UsageError("--part and --executor exclude each other: a pool is given all parts")
+    if arguments["output"] is None:
+        raise UsageError("name the output: workers of a pool have working directories of their own")
+    if executor == RAY:
+        import_ray()
+
+
+class _Pool(NamedTuple):
+    """A pool, and what people should know of it."""
+
+    executor: Executor
+    num_parts: int
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def _opened(arguments: Mapping[str, Any]) -> Iterator[_Pool]:
+    """Give the pool; Ray's is connected to for as long as the block lasts."""
+    executor, num_parts = arguments["executor"], arguments["num_parts"]
+    if executor != RAY:
+        yield _Pool(executor, num_parts)
+        return
+    with connected(arguments["jobs"]) as ray:
+        yield _Pool(ray, num_parts or ray.num_parts, ray.notes, ray.warnings)
 
 
 def _run_all(verb: Callable[..., _R], options: Mapping[str, Any], executor: Executor, count: int) -> list[_R]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.mesh import parse_mesh
@@ -98,7 +98,7 @@ def reshard(
     resume: bool = True,
     resume_from: str | os.PathLike[str] | None = None,
     part: str | Share | None = None,
-    executor: Executor | None = None,
+    executor: Executor | Literal["ray"] | None = None,
     num_parts: int | None = None,
     digest: str = "crc32",
     sha256: bool = False,
@@ -126,9 +126,9 @@ def reshard(
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
-        executor: a pool whose workers carry out the parts, anything like `concurrent.futures.Executor`; `output` has to be
-            named, and callbacks stay here.
-        num_parts: how many parts the pool is given.
+        executor: a pool whose workers carry out the parts, anything like `concurrent.futures.Executor`; or "ray", for the
+            Ray cluster that is running, or one on this machine. `output` has to be named, and callbacks stay here.
+        num_parts: how many parts the pool is given; Ray is given as many as can run at the same time by default.
         digest: "crc32" or "none".
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is

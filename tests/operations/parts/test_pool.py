@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import shardkit
+from shardkit.cli import main
 from shardkit.errors import SourceError, UsageError
 from tests.operations.parts.test_divided import files
 
@@ -82,17 +85,42 @@ def test_a_dry_run_asks_no_worker(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"num_parts": 2}, "belong together"),
-        ({"num_parts": 0, "executor": "pool"}, "belong together"),
-        ({"executor": "pool"}, "belong together"),
+        ({"num_parts": 2}, "--num-parts goes with --executor"),
+        ({"num_parts": 0, "executor": "pool"}, "--num-parts must be at least 1, not 0"),
+        ({"num_parts": -1, "executor": "ray"}, "--num-parts must be at least 1, not -1"),
+        ({"executor": "pool"}, "executor goes with num_parts"),
+        ({"executor": "dask", "num_parts": 2}, "--executor 'dask' is not ray"),
         ({"executor": "pool", "num_parts": 2, "part": "1/2"}, "exclude each other"),
+        ({"executor": "ray", "part": "1/2"}, "exclude each other"),
         ({"executor": "pool", "num_parts": 2, "output": None}, "name the output"),
+        ({"executor": "ray", "output": None}, "name the output"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], said: str, model: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as threads:
         given = {"output": tmp_path / "out", **options}
-        if "executor" in given:
+        if given.get("executor") == "pool":
             given["executor"] = threads
         with pytest.raises(UsageError, match=said):
             shardkit.preshard(model, **given, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--executor", "ray"], 5, "error: --executor ray needs Ray\nhint: pip install 'shardkit[ray]'"),
+        (["--executor", "ray", "--dry-run"], 5, "error: --executor ray needs Ray"),
+        (["--executor", "ray", "--part", "1/2"], 2, "error: --part and --executor exclude each other"),
+        (["--num-parts", "2"], 2, "error: --num-parts goes with --executor"),
+        (["--executor", "dask"], 2, "'dask' is not 'ray'"),
+    ],
+)
+def test_what_is_refused_on_the_command_line(
+    options: list[str], code: int, said: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
+    out = tmp_path / "out"
+    done = CliRunner().invoke(main, ["preshard", str(model), str(out), "--world-size", "4", *options])
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
