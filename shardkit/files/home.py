@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Sequence
 
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
@@ -29,7 +30,7 @@ _SHARD = b".distcp"
 _PLACED = re.compile(rb"(?s:\x8c(.)|X(.{4}))((data-[0-9a-f]{16})/[\w.-]{1,255}?\.distcp)")
 _MAX_KNOWN = 256
 
-_known: dict[tuple[object, ...], str | None] = {}
+_known: dict[tuple[str | int, ...], str | None] = {}
 
 
 def is_data_folder(name: str) -> bool:
@@ -79,6 +80,16 @@ def names_in(directory: str) -> list[str]:
     """
     names = storage.listdir(directory)
     return [*names, METADATA] if root_of(directory) != directory else names
+
+
+def known() -> list[object]:
+    """Return what is known of homes, for other processes to `learn`: JSON."""
+    return [[list(state), folder] for state, folder in _known.items()]
+
+
+def learn(said: Iterable[tuple[Sequence[str | int], str | None]]) -> None:
+    """Take what another process knows of homes. It counts where a `.metadata` is the very same file."""
+    _known.update((tuple(state), folder) for state, folder in said)
 
 
 def _listed(directory: str) -> list[str]:

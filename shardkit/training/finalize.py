@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from shardkit.training.fill.reading import (
     match,
     say_checked,
 )
-from shardkit.training.fill.source import find_weights, has_factors, open_source, remember
+from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
 from shardkit.training.model.buffers import (
     compute_buffers,
     equalise_buffers,
@@ -52,6 +53,7 @@ from shardkit.training.model.fit import ModelInitializationContext, check_fit, c
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.optimizer import rebind_optimizer
 from shardkit.training.ranks.agree import agree, agreed, current_device, gather_json, world
+from shardkit.training.ranks.listings import share_listings
 from shardkit.training.ranks.local import (
     ExpectedTensor,
     LocalShard,
@@ -68,6 +70,7 @@ from shardkit.transfer.checks import CheckedSource
 
 _log = logging.getLogger("shardkit")
 
+_OPENING = "opening the source"
 _SLACK_NBYTES = 4096  # an allocator's rounding
 
 
@@ -201,12 +204,17 @@ def _open(
     error: BaseException | None = None
     factoring, own = Factoring(), own_targets(model)
     check_sources(source)
+
+    @cache
+    def open_given() -> Source:
+        path = source if isinstance(source, RankSource) else os.fspath(source)
+        return open_source(path, dequantize=dequantize)
+
+    share_listings((source,), open_given, phase=_OPENING)
     try:
         if isinstance(source, RankSource) and not source.is_here:
             raise source.elsewhere()
-        opened = open_source(
-            source if isinstance(source, RankSource) else os.fspath(source), dequantize=dequantize
-        )
+        opened = open_given()
         rules = None if keys is None else load_rules(keys)
         if own and not has_factors(opened):
             factoring = Factoring(targets=own, svd="exact")
@@ -216,10 +224,10 @@ def _open(
     is_absent = isinstance(error, (SourceError, ResourceError))
     if isinstance(source, RankSource) and source.is_here:
         is_absent = False
-    agree(None if is_absent else error, phase="opening the source")
-    able = gather_json(weights is not None, phase="opening the source")
+    agree(None if is_absent else error, phase=_OPENING)
+    able = gather_json(weights is not None, phase=_OPENING)
     if not any(able):
-        agree(error, phase="opening the source")
+        agree(error, phase=_OPENING)
     factoring = _same_factoring(factoring, own)
     used, unused = (weights.stored_names(), weights.unused) if weights is not None else ((), ())
     elsewhere, are_stages = unused_here_alone(frozenset(used), frozenset(unused))

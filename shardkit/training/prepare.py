@@ -20,6 +20,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
+from shardkit.files.stores import is_remote
 from shardkit.formats.hub.directory import read_config, read_index
 from shardkit.keys.names import clean_name
 from shardkit.keys.rules import RuleSet
@@ -56,6 +57,7 @@ from shardkit.training.model.fit import (
 )
 from shardkit.training.model.initialise import not_repeated
 from shardkit.training.ranks.agree import agreed, gather_json, world
+from shardkit.training.ranks.listings import share_listings
 from shardkit.training.ranks.local import ExpectedTensor, buffer_places, describe, places
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".metadata", ".json")
@@ -206,6 +208,8 @@ def prepare(
             osft=as_plan(osft),
             open=cache(partial(open_source, dequantize=dequantize)),
         )
+    of_model = os.fspath(build_model) if isinstance(build_model, (str, os.PathLike)) else None
+    share_listings((of_model, given), partial(_look, of_model, asked), phase=_OPENING)
     if dtype is None and isinstance(build_model, (str, os.PathLike)):
         dtype = _stored_dtype(build_model, asked)
     with agreed("building the model"):
@@ -252,6 +256,14 @@ def prepare(
         buffers=buffers,
         notes=notes,
     )
+
+
+def _look(model: str | None, asked: _Asked) -> None:
+    """Look at what lies in a store, before other ranks do."""
+    if model is not None and is_remote(model):
+        find_config(model, None)
+    if isinstance(asked.source, str) and is_remote(asked.source):
+        asked.open(asked.source, asked.revision, asked.variant)
 
 
 def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

