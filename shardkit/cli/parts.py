@@ -55,6 +55,8 @@ def _render_commit(result: CommitResult) -> list[str]:
 def _commit_facts(result: CommitResult) -> Iterator[tuple[str, str]]:
     yield "parts", f"{count(result.num_files, 'file')}, {format_size(result.written_bytes)}"
     yield from check_facts(result)
+    if result.pushed_to is not None:
+        yield "pushed", escape(result.pushed_to)
     yield "time", f"{result.elapsed_s:.2f} s"
 
 

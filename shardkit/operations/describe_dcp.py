@@ -219,7 +219,8 @@ class Descriptions:
         name = chunk_list.name_for(image.name)
         self._write_synced(name, data)
         if self._sha256:
-            self._hashes[image.name] = sha256_of(os.path.join(self._directory, image.name), image.name)
+            path = os.path.join(self._directory, image.name)
+            self._hashes[image.name] = digest.sha256 or sha256_of(path, image.name)
         self._lists[image.name] = manifest.describe_bytes(name, data, digest=True, sha256=self._sha256)
 
     def _lines_of(self, kind: RecordKind) -> chunk_list.Lines | None:

@@ -107,11 +107,12 @@ class FileDescriptions:
             name=digest.name,
             size=digest.size,
             crc32=digest.crc32,
-            sha256=sha256_of(os.path.join(self._directory, digest.name), digest.name)
-            if self._sha256
-            else None,
+            sha256=self._sha256_of(digest) if self._sha256 else None,
             extents=tuple((hole.start, hole.nbytes, crc) for hole, crc in holes if hole.nbytes) or None,
         )
+
+    def _sha256_of(self, digest: FileDigest) -> str:
+        return digest.sha256 or sha256_of(os.path.join(self._directory, digest.name), digest.name)
 
     def _tensor_crcs(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> dict[str, int]:
         """Return the CRC-32 of every tensor's logical bytes, as `describe_dcp.Descriptions` does."""

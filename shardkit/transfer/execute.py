@@ -92,6 +92,8 @@ class FileDigest:
     """Of the whole file; None if digests are off."""
     data_crcs: tuple[int, ...]
     """CRC-32 of what fills each hole, in file order; empty where digests are off."""
+    sha256: str | None = None
+    """Of the whole file, in hex; None unless a part of a divided job took it for whoever describes the output."""
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from shardkit.transfer.stream import read_back
 
 _FORMAT = 4
 _CHECK_BUFFER = 1 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class Journal:
@@ -156,7 +158,10 @@ def parse_digest(entry: Mapping[str, object]) -> FileDigest | None:
         return None
     if not (crc is None or isinstance(crc, int)) or not all(isinstance(c, int) for c in data):
         return None
-    return FileDigest(name=name, size=size, crc32=crc, data_crcs=tuple(data))
+    sha256 = entry.get("sha256")
+    if not (sha256 is None or (isinstance(sha256, str) and _SHA256.fullmatch(sha256))):
+        return None
+    return FileDigest(name=name, size=size, crc32=crc, data_crcs=tuple(data), sha256=sha256)
 
 
 def _is_intact(digest: FileDigest, directory: str) -> bool:

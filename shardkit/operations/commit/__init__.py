@@ -20,7 +20,7 @@ from shardkit.files import storage
 from shardkit.files.shared import SharedStaging, has_commits, remove_marks, shared_of
 from shardkit.files.staging import identity_of, remove_abandoned
 from shardkit.files.strict_json import parse_object, read_small
-from shardkit.operations.consolidate import consolidate
+from shardkit.operations.consolidate import ConsolidateResult, consolidate
 from shardkit.operations.parts.agreement import Agreement, Committing, read_all
 from shardkit.operations.parts.divided import absolute, incomplete
 from shardkit.operations.parts.notes import name_of, noted_in
@@ -59,6 +59,8 @@ class CommitResult:
     elapsed_s: float
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    pushed_to: str | None = None
+    """Address of the repo on the Hub, where the parts were told to upload."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
@@ -175,6 +177,7 @@ def commit(
         elapsed_s=round(time.monotonic() - begun, 3),
         notes=result.notes,
         warnings=result.warnings,
+        pushed_to=result.pushed_to if isinstance(result, ConsolidateResult) else None,
     )
 
 

@@ -20,6 +20,7 @@ from shardkit.files.links import may_follow_links
 from shardkit.formats.dequantize import plain_base, take_plain
 from shardkit.formats.fold import folded_base, take_folded
 from shardkit.formats.hub.base import find_base, open_base
+from shardkit.formats.hub.safetensors import SafetensorsImage
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.select import Naming
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as, parse_rules
@@ -28,6 +29,7 @@ from shardkit.operations.consolidate.osf import adapter_file, merge_osf
 from shardkit.operations.consolidate.run import ClassCheck, Descriptions, Recording
 from shardkit.operations.destination import is_hub_model, write_sidecar
 from shardkit.operations.parts.agreement import Command, Share, as_share
+from shardkit.operations.parts.part import Part, divide
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.resolve import ResolvedCheckpoint, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
@@ -161,8 +163,6 @@ def consolidate(
     if executor is not None or num_parts is not None:
         return in_pool(consolidate, locals())
     command, share = None if part is None else Command.of("consolidate", locals()), as_share(part)
-    if share is not None:
-        _refuse_in_parts(check, push_to_hub, manifest_file)
     naming = Naming(
         weights=weights,
         root=root,
@@ -218,25 +218,6 @@ def consolidate(
         "consolidate", moving, writing, why_not=is_hub_model, progress=progress, on_warning=on_warning
     )
     return _consolidate(request, options, recording, publishing, writer)
-
-
-def _refuse_in_parts(check: bool, push_to_hub: str | None, manifest_file: object) -> None:
-    """Refuse what is for one process to do.
-
-    Raises:
-        UsageError: says what to do instead.
-    """
-    if check:
-        raise UsageError(
-            "--check with --part would read all of the checkpoint once for each part",
-            hint="leave it out: what is read is compared as it moves; or run shardkit verify before",
-        )
-    if push_to_hub is not None:
-        raise UsageError("--push-to-hub with --part", hint="upload the directory once it is committed")
-    if manifest_file is not None:
-        raise UsageError(
-            "--manifest-file with --part", hint="--manifest puts the manifest into the output, for all parts"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +278,9 @@ def _consolidate(
     writer.warn(resolved.warnings)
     beside = request.checkpoint if adapter else resolved.path
     path = writer.check_destination(request.output or default_output(beside), resolved.path)
-    sidecar = recording.check_file([path, resolved.path], overwrite=writer.writing.overwrite)
+    share = writer.writing.share
+    may_be_ours = writer.writing.overwrite or (isinstance(share, Part) and storage.lexists(path))
+    sidecar = recording.check_file([path, resolved.path], overwrite=may_be_ours)
     plain = dequantized_as(options.dtype, options.dtype_rules)
     opened = take_folded(take_plain(taken.open(), dequantize=request.dequantize, dtype=plain))
     given = request.base
@@ -310,7 +293,7 @@ def _consolidate(
     )
     written = list[bytes]()
     with ClassCheck(job, is_on=request.ask_class, warn=writer.warn) as asked:
-        said = _check(job) if request.check else ()
+        said = _check(job, share) if request.check else ()
         describe = partial(
             Descriptions,
             job,
@@ -359,8 +342,11 @@ def _shard_limit(max_shard_size: str | int, single_file: bool) -> int | None:
     return limit
 
 
-def _check(job: ConsolidateJob) -> tuple[str, ...]:
+def _check(job: ConsolidateJob, share: Share | None) -> tuple[str, ...]:
     """Compare the bytes that are about to move with the checksums in the checkpoint, and return notes.
+
+    A tensor lies in one file, so each part looks at the tensors of its files. Modules are written by whoever commits:
+    all look at them, as they are small.
 
     Raises:
         IntegrityError: lists every place that differs.
@@ -369,13 +355,25 @@ def _check(job: ConsolidateJob) -> tuple[str, ...]:
     if check is None:
         return (f"--check: {escape(job.checkpoint.writer)} writes no checksums to compare with",)
     beside = [tensor for module in job.modules for image in module.output for tensor in image.tensors]
-    problems = list(check([tensor.source for tensor in (*job.tensors, *beside)]))
+    tensors = [tensor for image in _images_of(job, share) for tensor in image.tensors]
+    problems = list(check([tensor.source for tensor in (*tensors, *beside)]))
     IntegrityError.raise_for(
         problems,
         f"the checkpoint differs from its checksums in {count(len(problems), 'place')}",
         hint="the checkpoint is damaged: use another copy",
     )
     return ()
+
+
+def _images_of(job: ConsolidateJob, share: Share | None) -> list[SafetensorsImage]:
+    """Return the files that this process writes: all, those of its part, or none where all parts are done."""
+    images = list(job.output)
+    if share is None:
+        return images
+    if not isinstance(share, Part):
+        return []
+    parts = divide([image.size for image in images], share.count)
+    return [image for image, part in zip(images, parts, strict=True) if part == share.number]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,8 +112,7 @@ class Descriptions:
             if image.name == digest.name and not image.tensors:
                 self._write_synced(image.name, image.header)
         if self._sha256:
-            path = os.path.join(self._directory, digest.name)
-            self._hashes[digest.name] = sha256_of(path, digest.name)
+            self._hashes[digest.name] = self._sha256_of(digest)
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Write the rest, the index last, and check that the output is what was decided.
@@ -151,10 +150,13 @@ class Descriptions:
             storage.rename(os.path.join(self._directory, name + _PART), os.path.join(self._directory, name))
         check_output(self._job, self._directory)
 
+    def _sha256_of(self, digest: FileDigest) -> str:
+        return digest.sha256 or sha256_of(os.path.join(self._directory, digest.name), digest.name)
+
     def _write_manifest(self, digests: Mapping[str, FileDigest], others: list[manifest.File]) -> None:
         if self._sha256:
             for name in digests.keys() - self._hashes.keys():  # of an interrupted run
-                self._hashes[name] = sha256_of(os.path.join(self._directory, name), name)
+                self._hashes[name] = self._sha256_of(digests[name])
         data = manifest.dump(self._manifest(digests, others))
         if self._recording.manifest:
             self._write_synced(manifest.NAME, data)

@@ -21,6 +21,8 @@ _PATHS = (
     *("source", "checkpoint", "base", "keys", "source_manifest", "adapter_config"),
     *("path", "manifest", "against", "a", "b"),
 )
+_MADE = "manifest_file"
+"""A path that does not exist yet."""
 _OWN = {
     "output",
     "part",
@@ -35,6 +37,7 @@ _OWN = {
     "resume_from",
 }
 """Arguments of a verb that say how one process works, not what is made."""
+_SETTINGS = ("sha256", "manifest", "manifest_file", "check_source", "check")
 _SPEED = {"jobs", "max_memory"}
 
 
@@ -59,11 +62,13 @@ class Command:
             given = options.get(name)
             if isinstance(given, str) and storage.exists(given):
                 options[name] = storage.absolute(given)
+        if isinstance(options.get(_MADE), str):
+            options[_MADE] = storage.absolute(options[_MADE])
         return cls(verb=verb, options=options)
 
     def settings(self) -> dict[str, Any]:
-        """Return the options of the descriptions, which a plan alone does not tell."""
-        return {name: self.options.get(name) for name in ("sha256", "manifest", "check_source")}
+        """Return what the parts have to agree on and a plan alone does not tell."""
+        return {name: self.options.get(name) for name in _SETTINGS}
 
 
 def _plain(value: Any) -> Any:

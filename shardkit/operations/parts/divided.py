@@ -12,13 +12,14 @@ import os
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import Progress
 from shardkit.errors import IncompleteError, IntegrityError, ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
+from shardkit.files.digest import sha256_of
 from shardkit.files.shared import SharedStaging, remove_marks, shared_of
 from shardkit.files.staging import identity_of
 from shardkit.operations.parts.agreement import Agreement, read_all
@@ -273,7 +274,10 @@ class Divided:
             number = names[digest.name]
             if self._note(number) is not None:  # a twin was faster: its file may be in the output already
                 return
-            self.staging.publish(os.path.join(work, "data", digest.name), digest.name)
+            path = os.path.join(work, "data", digest.name)
+            if takes_sha256:  # now, while the file is still in memory: whoever commits would read all files
+                digest = replace(digest, sha256=sha256_of(path, digest.name))
+            self.staging.publish(path, digest.name)
             note = Note(
                 digest=digest,
                 source=None if self.check is None else self.check.dump(runs),
@@ -281,6 +285,7 @@ class Divided:
             )
             self.staging.write_note(work, self.staging.done, name_of(number), note.dump())
 
+        takes_sha256 = bool(self._agreement.command.options.get("sha256"))
         scattered = self._scattered()
         execution = Execution(
             self._plan,

@@ -153,6 +153,18 @@ def test_a_new_repo_gets_what_was_written(server, checkpoint, consolidate, tmp_p
     assert_bit_equal(load(copy), weights(torch.bfloat16))
 
 
+def test_of_parts_the_one_that_commits_uploads(server, checkpoint, consolidate, tmp_path):
+    request = {"output": str(tmp_path / "out"), "push_to_hub": "me/model", "max_shard_size": 4000}
+    first = consolidate(part="1/2", **request)
+    assert first["pushed_to"] is None
+    assert not server.repo["main"]
+    assert consolidate(part="2/2", **request)["pushed_to"] == f"{server.url}/me/model"
+    assert server.repo["main"] == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    server.repo["main"].clear()
+    assert consolidate(part="2/2", **request)["pushed_to"] is None
+    assert not server.repo["main"]
+
+
 def test_weights_of_an_earlier_upload_go(server, checkpoint, consolidate, tmp_path):
     server.repo["dev"] = dict.fromkeys(
         ["model-00001-of-00001.safetensors", "model.safetensors.index.json", "model.safetensors", "notes.md"],

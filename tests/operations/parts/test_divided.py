@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import shardkit
-from shardkit.errors import IncompleteError, SourceError, UsageError
+from shardkit.errors import IncompleteError, IntegrityError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.operations import commit as commit_verb
 from shardkit.operations.parts.agreement import Agreement
+from tests.operations.consolidate.checkpoints import save, weights
 
 
 def preshard(model: Path, out: Path, part: str | None = None, **options: Any) -> shardkit.PreshardResult:
@@ -131,14 +132,88 @@ def test_what_a_part_cannot_do(options: dict[str, Any], said: str, model: Path, 
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"check": True}, {"push_to_hub": "a/b"}, {"manifest_file": "x"}],
-    ids=lambda each: next(iter(each)),
-)
-def test_what_is_for_one_process_alone(options: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="with --part"):
-        shardkit.consolidate(model, tmp_path / "out", part="1/2", **options)
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A trainer's checkpoint, whose records have checksums."""
+    return save({"model": weights()}, tmp_path / "trained")
+
+
+def consolidate(
+    trained: Path, out: Path, part: str | None = None, **options: Any
+) -> shardkit.ConsolidateResult:
+    return shardkit.consolidate(trained, out, part=part, max_shard_size=2000, ask_class=False, **options)
+
+
+def test_a_manifest_file_is_written_by_whoever_commits(trained: Path, tmp_path: Path) -> None:
+    consolidate(trained, tmp_path / "whole", manifest_file=tmp_path / "whole.json")
+    made = tmp_path / "parts.json"
+    for number in (1, 2, 3):
+        assert not made.exists()
+        consolidate(trained, tmp_path / "out", f"{number}/3", manifest_file=made)
+    assert made.read_bytes() == (tmp_path / "whole.json").read_bytes()
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    late = consolidate(trained, tmp_path / "out", "1/3", manifest_file=made)
+    assert late.part is not None
+    assert late.part.is_committed
+    with pytest.raises(UsageError, match=r"parts\.json exists"):
+        consolidate(trained, tmp_path / "new", "1/3", manifest_file=made)
+
+
+def test_parts_that_record_or_check_something_else_are_refused(trained: Path, tmp_path: Path) -> None:
+    consolidate(trained, tmp_path / "out", "1/2", check=True)
+    others: list[dict[str, Any]] = [{}, {"check": True, "manifest_file": tmp_path / "m"}]
+    for options in others:
+        with pytest.raises(UsageError, match="parts of another plan"):
+            consolidate(trained, tmp_path / "out", "2/2", **options)
+
+
+def test_each_part_checks_the_tensors_of_its_own_files(trained: Path, tmp_path: Path) -> None:
+    """Damage of one tensor keeps one part from writing, and no other."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(trained, damaged)
+    (file,) = damaged.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    value = weights()["model.norm.weight"].numpy().tobytes()
+    data[data.index(value)] ^= 1
+    file.write_bytes(data)
+    said = []
+    for number in (1, 2, 3):
+        try:
+            assert consolidate(damaged, tmp_path / "out", f"{number}/3", check=True).checked
+        except IntegrityError as error:
+            said.append(str(error))
+    assert ["model.norm.weight" in text for text in said] == [True]
+    assert not (tmp_path / "out").exists()
+    for number in (1, 2, 3):
+        assert consolidate(trained, tmp_path / "whole", f"{number}/3", check=True).checked
+    assert (tmp_path / "whole").exists()
+
+
+def test_whoever_commits_reads_no_file_for_its_sha256(
+    model: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = dict[str, int]()
+    preadv = storage.preadv
+
+    def counted(fd: int, buffers: Sequence[Any], start: int) -> int:
+        found = preadv(fd, buffers, start)
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+        read[name] = read.get(name, 0) + found
+        return found
+
+    def full(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    preshard(model, tmp_path / "out", "1/2", sha256=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "hard_link", full)
+        with pytest.raises(shardkit.ResourceError, match="No space"):
+            preshard(model, tmp_path / "out", "2/2", sha256=True)
+    monkeypatch.setattr(storage, "preadv", counted)
+    shardkit.commit(tmp_path / "out")
+    assert files(tmp_path / "out") == whole
+    assert ".metadata.part" in read, "else nothing was counted"
+    assert not [name for name in read if name.endswith(".distcp")]
 
 
 def test_a_record_that_somebody_else_wrote_is_not_carried_out(model: Path, tmp_path: Path) -> None:
