@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -54,11 +54,16 @@ class Job:
         stop = {"SHARDKIT_TESTS_STOP": str(self._marker)} if stops else {}
         return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **stop}
 
-    def run(self, *words: str, more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Run Python with these arguments, undisturbed; it ends well."""
-        environment = {**self.environment(), **(more or {})}
+    def run(self, *words: str, by: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """Run Python with these arguments, undisturbed; it ends well.
+
+        Args:
+            words: its arguments.
+            by: the command that starts it.
+        """
+        command, environment = [*by, sys.executable, *words], self.environment()
         done = subprocess.run(
-            [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=_LONGEST_S
+            command, env=environment, capture_output=True, text=True, timeout=_LONGEST_S, cwd=self.home
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done
@@ -73,7 +78,7 @@ class Job:
         environment = {**self.environment(stops=True), **(more or {})}
         pipe = subprocess.PIPE
         with subprocess.Popen(
-            [sys.executable, *words], env=environment, stdout=pipe, stderr=pipe, text=True
+            [sys.executable, *words], env=environment, stdout=pipe, stderr=pipe, text=True, cwd=self.home
         ) as running:
             try:
                 wait_until(lambda: self._marker.exists() or running.poll() is not None)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -97,18 +98,26 @@ def _began(home: Path) -> bool:
     return (home / "again").exists()
 
 
-def step(cluster: Cluster, model: Path, expected: dict[str, bytes]) -> None:
-    """srun starts all parts at once, one on each node."""
-    out, home = cluster.home / "step", cluster.home
-    script = f"#!/bin/bash\n#SBATCH -N4 -n4 --output={home}/step.txt\nexport PYTHONPATH={ROOT}\n"
-    cluster.wait_for(
-        cluster.submit(f"{script}srun {sys.executable} -m shardkit {command(model, out)} --part env\n")
-    )
-    assert content(out) == expected, (home / "step.txt").read_text()
-    text = (home / "step.txt").read_text()
+def step(cluster: Cluster, typed: str, out: Path, expected: dict[str, bytes]) -> None:
+    """srun starts all parts of a command at once, one on each node."""
+    told = cluster.home / f"{out.name}.txt"
+    script = f"#!/bin/bash\n#SBATCH -N4 -n4 --output={told}\nexport PYTHONPATH={ROOT}\n"
+    cluster.wait_for(cluster.submit(f"{script}srun {sys.executable} -m shardkit {typed} --part env\n"))
+    text = told.read_text()
+    assert content(out) == expected, text
     for rank in range(4):
         assert f"part: {rank + 1}/4, from SLURM_PROCID={rank}, SLURM_NTASKS=4" in text, text
-    print("srun -N4: bytes are equal")
+    print(f"srun -N4, {typed.split()[0]}: bytes are equal")
+
+
+def steps(cluster: Cluster, model: Path, sharded: Path) -> None:
+    """preshard and consolidate, there and back."""
+    step(cluster, command(model, cluster.home / "step"), cluster.home / "step", content(sharded))
+    whole, out = cluster.home / "whole-hf", cluster.home / "step-hf"
+    options: dict[str, Any] = {"max_shard_size": "600KB", "ask_class": False}
+    shardkit.consolidate(sharded, whole, **options)
+    typed = ["consolidate", str(sharded), str(out), "--max-shard-size", "600KB", "--ask-class", "off"]
+    step(cluster, shlex.join(typed), out, content(whole))
 
 
 def main() -> int:
@@ -124,7 +133,7 @@ def main() -> int:
         shardkit.preshard(model, home / "whole", world_size=WORLD_SIZE, layout="declared")
         expected = content(home / "whole")
         with Cluster(home) as cluster:
-            step(cluster, model, expected)
+            steps(cluster, model, home / "whole")
             try:
                 array_with_a_lost_node(cluster, model, expected)
             finally:

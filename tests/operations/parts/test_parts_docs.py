@@ -1,4 +1,4 @@
-"""The examples of docs/parts.md: shells and Kubernetes could read them, and the options exist."""
+"""The examples of docs/parts.md and examples/parts: shells and Kubernetes could read them, and the options exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 
 from shardkit.cli import main
 
-PAGE = (Path(__file__).parents[3] / "docs/parts.md").read_text()
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/parts.md").read_text()
+FILES = sorted((ROOT / "examples/parts").iterdir())
 SCRIPTS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
 JOBS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
 
@@ -35,11 +37,35 @@ def test_scripts_are_right(script: str) -> None:
         check_command(shlex.split(typed))
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_page_quotes_the_files(path: Path) -> None:
+    assert path.read_text() in (SCRIPTS if path.suffix == ".sbatch" else JOBS)
+    assert f"`examples/parts/{path.name}`" in PAGE
+
+
+def test_batch_scripts_say_what_sbatch_reads() -> None:
+    """Its options come before any command, one on a line."""
+    for path in FILES:
+        if path.suffix == ".sbatch":
+            first, *lines = path.read_text().splitlines()
+            assert first == "#!/bin/bash"
+            options = [line for line in lines if line.startswith("#SBATCH ")]
+            assert options == lines[: len(options)]
+            assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=[\w-]+)?", line) for line in options)
+
+
 def test_the_job_of_kubernetes_has_as_many_completions_as_parts() -> None:
     yaml = pytest.importorskip("yaml")
     (text,) = JOBS
-    spec = yaml.safe_load(text)["spec"]
-    (container,) = spec["template"]["spec"]["containers"]
+    job = yaml.safe_load(text)
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"][0] == "shardkit"
     check_command(container["command"][1:])
     assert container["command"][-1] == f"env/{spec['completions']}"
     assert spec["completionMode"] == "Indexed"
+    assert spec["parallelism"] <= spec["completions"] <= spec["backoffLimit"]
+    assert pod["restartPolicy"] in ("Never", "OnFailure")  # a Job takes no other
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert volumes == {mount["name"] for mount in container["volumeMounts"]}
