@@ -6,7 +6,7 @@ import _thread
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from shardkit.errors import UsageError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _UNHEARD_S = 0.5
 # One thread waits for the disk while another computes a checksum. More than a few wait for the same memory and disk.
@@ -130,6 +131,18 @@ class Outcome(Generic[T]):
         if self._error is not None:
             raise self._error
         return cast(T, self._value)
+
+
+def map_at_once(call: Callable[[T], R], items: Iterable[T], num_threads: int) -> list[R]:
+    """Return what `call` gives for each item, in their order. With one thread this is a loop.
+
+    This is for waiting, such as for answers of a store. The threads do not know what the run allows, such as following
+    links.
+    """
+    if num_threads == 1:
+        return [call(item) for item in items]
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="shardkit-ask") as pool:
+        return list(pool.map(call, items))
 
 
 class Progress(Protocol):

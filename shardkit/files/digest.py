@@ -161,6 +161,8 @@ class ByteReader:
         self._fd, self._name, self.size, self._told, self._ahead = fd, name, size, told, ahead
         self._buffer = memoryview(bytearray(_BLOCK_BYTES))
         self._at, self._held = 0, 0
+        if ahead:
+            storage.will_read(fd, [(0, size)], is_soon=True)
 
     def crc(self, start: int, nbytes: int) -> int:
         """Return the CRC-32 of a range.

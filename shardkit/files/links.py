@@ -12,9 +12,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape, listed, parse_size
 from shardkit.errors import SourceError
 from shardkit.files import storage, stores
+from shardkit.files.remote import ranges
 from shardkit.files.strict_json import FOLLOW, FOLLOWS_LINKS, read_small
 
 _MAX_LEVELS = 3  # of directories below one commit in the Hub's cache, for checkpoints that were uploaded
@@ -24,18 +25,28 @@ _R = TypeVar("_R")
 
 
 def may_follow_links(operation: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let an operation follow links that leave a checkpoint's directory, where its `follow_links` is true."""
+    """Let an operation follow links that leave a checkpoint's directory, where its `follow_links` is true.
+
+    What stores were asked before is forgotten, and what is held of them stays within the operation's `max_memory`.
+    """
 
     @functools.wraps(operation)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         stores.forget()
         token = FOLLOWS_LINKS.set(FOLLOWS_LINKS.get() or bool(kwargs.get("follow_links")))
         try:
-            return operation(*args, **kwargs)
+            with storage.hold_at_most(_held_bytes(kwargs.get("max_memory"))):
+                return operation(*args, **kwargs)
         finally:
             FOLLOWS_LINKS.reset(token)
 
     return run
+
+
+def _held_bytes(max_memory: object) -> int:
+    """Return how much of files in stores is held while sources are opened: less than moving leaves for it."""
+    most = ranges.DEFAULT_LIMIT_NBYTES
+    return min(parse_size(max_memory) // 4, most) if isinstance(max_memory, (int, str)) else most
 
 
 def is_below(name: str) -> bool:

@@ -25,7 +25,7 @@ from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files.remote import cloud
 from shardkit.files.remote.contract import Listing, Object, Store, attempt, gone, short_body
-from shardkit.files.remote.ranges import Ranges
+from shardkit.files.remote.ranges import MAX_CONNECTIONS, Ranges
 
 FIRST_NUMBER = 1 << 30
 """Numbers of open objects begin here; the system has no such descriptors."""
@@ -50,6 +50,11 @@ SCHEMES = tuple(_KINDS)
 def is_remote(path: object) -> bool:
     """True for a path of a store."""
     return isinstance(path, str) and path.startswith(SCHEMES)
+
+
+def connections(path: str) -> int:
+    """Return how many files of a directory are best asked for at once: several where each takes a request."""
+    return MAX_CONNECTIONS if is_remote(path) else 1
 
 
 @dataclass(slots=True, eq=False)

@@ -417,7 +417,7 @@ class Writer:
             "written_bytes": job.plan.written_bytes,
             "checked_bytes": source.checked_bytes,
             "unchecked": source.unchecked,
-            "peak_memory_bytes": self.options.peak_bytes,
+            "peak_memory_bytes": self.options.peak_bytes(job.plan),
             "free_bytes": free,
             "resumed_files": finished,
             "part": part,

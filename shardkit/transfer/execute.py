@@ -21,13 +21,14 @@ from shardkit.core.text import KIB, MIB, escape
 from shardkit.core.threads import Progress, run_all, until_done
 from shardkit.errors import ResourceError
 from shardkit.files import storage
+from shardkit.files.stores import is_remote
 from shardkit.transfer.chains import Run
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.fill import Filler, Scatter, Stretch, image_crc
 from shardkit.transfer.images import Image
-from shardkit.transfer.plan import Task, TransferPlan
-from shardkit.transfer.sources import SourceFiles
+from shardkit.transfer.plan import Task, TransferPlan, plan_reading
+from shardkit.transfer.sources import SourceFiles, is_far
 from shardkit.transfer.stream import Controls
 
 _BUFFER_BYTES = MIB  # fits the processor's cache; 8 MiB is slower on every file system that was tried
@@ -76,10 +77,22 @@ class ExecuteOptions:
         """Source bytes that all threads together keep from small reads, for neighbouring records."""
         return min(_RECENT_BYTES, self.max_memory_bytes // 16)
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes of all buffers together."""
-        return self.jobs * max(4 * self.band_bytes, 2 * self.buffer_bytes) + self.recent_bytes
+    def buffers_bytes(self, plan: TransferPlan) -> int:
+        """Return the most bytes of all buffers together that a plan takes."""
+        each = 2 * self.buffer_bytes + self.band_bytes // 2  # a stream, a conversion, and a gathered band
+        if plan.windowed:
+            each += self.window_bytes
+        if plan.scattered:
+            each = max(each, 4 * self.band_bytes)
+        return self.jobs * each + self.recent_bytes
+
+    def held_bytes(self, plan: TransferPlan) -> int:
+        """Return how much of objects in stores is held and under way; 0 where no source lies in one."""
+        return self.max_memory_bytes - self.buffers_bytes(plan) if is_far(plan.catalog) else 0
+
+    def peak_bytes(self, plan: TransferPlan) -> int:
+        """Return the most bytes that moving takes: of all buffers, and of what is held of a store."""
+        return self.buffers_bytes(plan) + self.held_bytes(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +179,14 @@ class Execution:
         files = self.plan.catalog.files
         with (
             one_thread_each(self.plan.needs_torch),
+            self._holding(),
             SourceFiles(files, self._options.recent_bytes, check=self._source_check) as sources,
         ):
             try:
                 self._create_files()
+                tasks = self._tasks(sources)
                 self._in_threads(self._scatter_jobs(sources))
-                self._in_threads(self._task_jobs(sources))
+                self._in_threads(self._task_jobs(tasks, sources))
                 self._check()  # threads that are stopped between two jobs end in silence
                 until_done(self._syncs)
                 for sync in self._syncs:
@@ -244,8 +259,23 @@ class Execution:
         ]
         return [partial(one_by_one, sorted(whole, key=whole.__getitem__)), *jobs] if whole else jobs
 
-    def _task_jobs(self, sources: SourceFiles) -> list[Callable[[], None]]:
-        tasks = [t for t in self.plan.tasks if self.plan.images[t.image].name not in self._skipped]
+    def _holding(self) -> contextlib.AbstractContextManager[None]:
+        held = self._options.held_bytes(self.plan)
+        return storage.hold_at_most(held) if held else contextlib.nullcontext()
+
+    def _tasks(self, sources: SourceFiles) -> Sequence[Task]:
+        """Return the tasks in the order in which they are carried out.
+
+        Sources in a store are read front to back, for all images at once: each request brings what several of them need.
+        Where the images go to a store themselves, there is no memory for parts of all of them.
+        """
+        if not is_far(self.plan.catalog):
+            return [t for t in self.plan.tasks if self.plan.images[t.image].name not in self._skipped]
+        reading = plan_reading(self.plan, self._skipped, in_source_order=not is_remote(self._directory))
+        sources.expect(reading.ranges, reading.num_places)
+        return reading.tasks
+
+    def _task_jobs(self, tasks: Sequence[Task], sources: SourceFiles) -> list[Callable[[], None]]:
         for task in tasks:
             self._states.setdefault(task.image, _ImageState()).tasks_left += 1
         return [partial(self._run_task, task, sources) for task in tasks]

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, Shape, flat_offset, is_contiguous
+from shardkit.core.regions import Region, Shape, flat_offset, intersect, is_contiguous
 from shardkit.transfer.convert import needs_torch
 from shardkit.transfer.images import Hole, Image, ImageSet, TensorHoles
 
@@ -34,6 +35,8 @@ _MIN_COLUMNS, _MIN_TOTAL = 64, 4096
 # Windows pay for tensors of at least so many chunks, of at most so many bytes on average, where there are so
 # many such chunks in all.
 _MIN_CHUNKS, _MAX_CHUNK_BYTES, _MIN_WINDOWED = 16, 64 << 10, 16384
+_SMALL_TASK_NBYTES = 1 << 20  # the same where tasks follow the source
+_FAR_NBYTES = 8 << 20  # two places are one where so little lies between them
 _TASK_NBYTES = 128 << 20  # a thread's share of one image: small enough to balance, large enough to matter
 
 
@@ -153,7 +156,9 @@ def build_plan(
     return TransferPlan(
         images=images,
         catalog=catalog,
-        tasks=tuple(task for number, image in enumerate(images) for task in _tasks(number, image)),
+        tasks=tuple(
+            task for number, image in enumerate(images) for task in _tasks(number, image, _TASK_NBYTES)
+        ),
         streamed=streamed,
         windowed=_windowed(streamed),
         gathered=frozenset(gathered),
@@ -247,12 +252,102 @@ def _flat_rows(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
     )
 
 
-def _tasks(number: int, image: Image) -> Iterator[Task]:
-    """Cut an image into stretches of about _TASK_NBYTES, at piece boundaries."""
+def _tasks(number: int, image: Image, nbytes: int) -> Iterator[Task]:
+    """Cut an image into stretches of about `nbytes`, at piece boundaries."""
     first = begin = 0
     for index, (_, stop) in enumerate(image.spans()):
-        if stop - begin >= _TASK_NBYTES:
+        if stop - begin >= nbytes:
             yield Task(number, first, index + 1, stop - begin)
             first, begin = index + 1, stop
     if first < len(image):
         yield Task(number, first, len(image), image.size - begin)
+
+
+Ranges = dict[int, list[tuple[int, int]]]
+"""File -> (first byte, byte after the last) of what is read of it; in no order, and some may overlap."""
+
+
+class Reading(NamedTuple):
+    """What a plan reads, for sources of which each request costs time."""
+
+    tasks: list[Task]
+    """In the order of the sources' bytes: what lies together there is read together, for whichever image it is."""
+    ranges: Ranges
+    num_places: int
+    """How many places of the files a task reads in turn."""
+
+
+def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_order: bool) -> Reading:
+    """Return what the tasks of a plan read, and in which order they read it best.
+
+    Args:
+        plan: what goes where.
+        skipped: names of images that are not written.
+        in_source_order: cut the images into small tasks and put them in the order of the sources; else the tasks stay
+            as they are.
+    """
+    images = [image if image.name not in skipped else None for image in plan.images]
+    tasks = [task for task in plan.tasks if images[task.image] is not None]
+    if in_source_order:
+        tasks = [
+            task
+            for number, image in enumerate(images)
+            if image is not None
+            for task in _tasks(number, image, _SMALL_TASK_NBYTES)
+        ]
+    ranges, num_places, firsts = Ranges(), 1, dict[Task, tuple[int, int]]()
+    for task in tasks:
+        read = sorted(_task_ranges(plan, plan.images[task.image], task))
+        for file, start, stop in read:
+            ranges.setdefault(file, []).append((start, stop))
+        firsts[task] = read[0][:2] if read else (-1, 0)
+        num_places = max(num_places, len({file for file, _, _ in read}), _num_places(read))
+    kept = {number for number, image in enumerate(images) if image is not None}
+    dealt_out = [fqn for fqn, holes in plan.scattered.items() if any(number in kept for number, _ in holes)]
+    for file, found in chunk_ranges(plan.catalog, dealt_out).items():
+        ranges.setdefault(file, []).extend(found)
+    return Reading(sorted(tasks, key=firsts.__getitem__) if in_source_order else tasks, ranges, num_places)
+
+
+def chunk_ranges(catalog: Catalog, names: Iterable[str]) -> Ranges:
+    """Return where all of some tensors lies."""
+    table, found = catalog.chunks, Ranges()
+    for fqn in names:
+        entry = catalog.tensors[fqn]
+        for row, region in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
+            start = table.start[row]
+            found.setdefault(table.file[row], []).append(
+                (start, start + region.num_elements * entry.dtype.itemsize)
+            )
+    return found
+
+
+def _task_ranges(plan: TransferPlan, image: Image, task: Task) -> Iterator[tuple[int, int, int]]:
+    """Yield (file, first byte, byte after the last) of what fills the holes of a task."""
+    for index, piece in enumerate(image.pieces(task.start, task.stop), task.start):
+        source = plan.streamed.get(piece.fqn)
+        if source is not None:
+            stop = piece.first + piece.nbytes // piece.dtype.itemsize
+            for move in source.moves(piece.first, stop):
+                yield move.file, move.start, move.start + move.nbytes
+        elif piece.fqn in plan.gathered:
+            yield from _gathered_ranges(plan.catalog, image.hole(index))
+
+
+def _gathered_ranges(catalog: Catalog, hole: Hole) -> Iterator[tuple[int, int, int]]:
+    """Yield the run of each chunk in which its part of a hole lies."""
+    entry, table = catalog.tensors[hole.fqn], catalog.chunks
+    for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
+        part = intersect(hole.region, held)
+        if part is not None:
+            corner = tuple(a - b for a, b in zip(part.offsets, held.offsets, strict=True))
+            far = tuple(a + b - 1 for a, b in zip(corner, part.sizes, strict=True))
+            first, last = (flat_offset(each, held.sizes) * entry.dtype.itemsize for each in (corner, far))
+            start = table.start[row]
+            yield table.file[row], start + first, start + last + entry.dtype.itemsize
+
+
+def _num_places(read: Sequence[tuple[int, int, int]]) -> int:
+    """Return how many of these ranges lie too far from the one before for one request."""
+    far = ((a[0], a[2] + _FAR_NBYTES) < (b[0], b[1]) for a, b in pairwise(read))
+    return 1 + sum(far)

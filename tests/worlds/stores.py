@@ -126,7 +126,7 @@ class Proxy:
             self.most_together = max(self.most_together, self._under_way)
             self._changed.notify_all()
             if self.num_together:
-                self._changed.wait_for(lambda: self.most_together >= self.num_together, timeout=1)
+                self._changed.wait_for(lambda: self.most_together >= self.num_together, timeout=0.2)
         try:
             yield
         finally:

@@ -23,7 +23,7 @@ MAX_GAP_NBYTES = 1 << 20
 """Read through, where at least as much was wanted before it."""
 _SMALL_GAP_NBYTES = 128 << 10  # always read through: cheaper than a request
 DEFAULT_LIMIT_NBYTES = 48 << 20
-MAX_CONNECTIONS = 16
+MAX_CONNECTIONS = 32
 _FIRST_NBYTES = 64 << 10  # of a small read: a header, or the directory of a record
 _LARGE_NBYTES = 256 << 10  # tensors are read in such pieces, headers are not
 _MIN_REQUEST_NBYTES = 64 << 10
@@ -40,6 +40,7 @@ class _Span:
 
     __slots__ = (
         "data",
+        "is_ahead",
         "is_planned",
         "is_read_to_end",
         "is_under_way",
@@ -54,7 +55,7 @@ class _Span:
         self.owner, self.start, self.stop, self.left = owner, start, stop, wanted
         self.data: bytearray | None = None
         self.is_planned = is_planned
-        self.is_under_way = self.was_held = self.is_read_to_end = False
+        self.is_under_way = self.was_held = self.is_read_to_end = self.is_ahead = False
 
     def __lt__(self, other: _Span) -> bool:
         return self.start < other.start
@@ -82,6 +83,8 @@ class _Memory:
         """Bytes held and under way."""
         self.most = 0
         """The most that there were."""
+        self.ahead = 0
+        """Bytes of it that were fetched ahead and not used yet."""
         self.num_under_way = 0
         self.pool: ThreadPoolExecutor | None = None
         self.pid = os.getpid()
@@ -112,10 +115,17 @@ class _Memory:
         """Forget the bytes of a span. The lock is held."""
         assert span.data is not None
         self.used -= len(span.data)
+        self.is_wanted(span)
         span.data, span.was_held = None, True
         del self.held[span]
         span.owner.was_dropped(span)
         self.changed.notify_all()
+
+    def is_wanted(self, span: _Span) -> None:
+        """Note that a span is ahead of nobody any more. The lock is held."""
+        if span.is_ahead:
+            span.is_ahead = False
+            self.ahead -= span.nbytes
 
     def threads(self) -> ThreadPoolExecutor:
         """Return the threads that fetch ahead. The lock is held."""
@@ -226,9 +236,10 @@ class Ranges:
         stop, at = min(start + sum(map(len, views)), self.size), start
         into = _Into(views)
         while at < stop:
-            data, begin = self._bytes_at(at, stop)
+            span, data, begin = self._bytes_at(at, stop)
             part = memoryview(data)[at - begin : stop - begin]
             into.put(part)
+            self._count(span, at, at + len(part))
             at += len(part)
         return max(stop - start, 0)
 
@@ -253,14 +264,15 @@ class Ranges:
             if index >= 0 and self._spans[index] is span:
                 del self._spans[index]
 
-    def _bytes_at(self, at: int, stop: int) -> tuple[bytearray, int]:
-        """Return the bytes of the span around byte `at`, and the place of the first of them."""
+    def _bytes_at(self, at: int, stop: int) -> tuple[_Span, bytearray, int]:
+        """Return the span around byte `at`, its bytes, and the place of the first of them."""
         memory = self._memory
         with memory.changed:
             while True:
                 span = self._span(at, stop)
+                memory.is_wanted(span)
                 if span.data is not None:
-                    return self._use(span, at, stop)
+                    return span, span.data, span.start
                 if not span.is_under_way:
                     break
                 memory.changed.wait()
@@ -274,20 +286,17 @@ class Ranges:
                 raise
             self._fetch_ahead(self._next_after(span, stop))
             begin = span.start
-        data = self._carry_out(span)
-        with memory.changed:
-            if span.data is not None:
-                self._use(span, at, stop)
-        return data, begin
+        return span, self._carry_out(span), begin
 
-    def _use(self, span: _Span, at: int, stop: int) -> tuple[bytearray, int]:
-        assert span.data is not None
-        span.left -= min(stop, span.stop) - at
-        span.is_read_to_end |= stop >= span.stop - BLOCK
-        self._memory.held.move_to_end(span)
-        if span.is_read_to_end:
-            self._fetch_ahead(self._next_after(span, stop))
-        return span.data, span.start
+    def _count(self, span: _Span, start: int, stop: int) -> None:
+        """Count what was taken of a span; once its end was, the next ones are fetched."""
+        with self._memory.changed:
+            span.left -= stop - start
+            span.is_read_to_end |= stop >= span.stop - BLOCK
+            if span.data is not None:
+                self._memory.held.move_to_end(span)
+            if span.is_read_to_end:
+                self._fetch_ahead(self._next_after(span, stop))
 
     def _span(self, at: int, stop: int) -> _Span:
         """Return the span that holds byte `at`; a new one where nobody planned any."""
@@ -340,16 +349,21 @@ class Ranges:
         return found
 
     def _fetch_ahead(self, spans: Iterable[_Span]) -> None:
-        """Fetch spans in the background, as far as there is room. The lock is held."""
+        """Fetch spans in the background, as far as there is room. The lock is held.
+
+        What is fetched ahead leaves room for one request of each place: else it would drive out what is read now.
+        """
+        memory = self._memory
         for span in spans:
             if span.data is not None or span.is_under_way:
                 continue
-            if self._memory.num_under_way >= MAX_CONNECTIONS or not self._memory.reserve(
-                span.nbytes, must=False
-            ):
+            if memory.num_under_way >= MAX_CONNECTIONS or memory.ahead + span.nbytes > self._ahead_nbytes:
                 return
-            span.is_under_way = True
-            self._memory.threads().submit(self._carry_out_quietly, span)
+            if not memory.reserve(span.nbytes, must=False):
+                return
+            span.is_under_way = span.is_ahead = True
+            memory.ahead += span.nbytes
+            memory.threads().submit(self._carry_out_quietly, span)
 
     def _carry_out_quietly(self, span: _Span) -> None:
         try:
@@ -374,6 +388,7 @@ class Ranges:
                     span.data = data
                     memory.held[span] = None
                 else:  # it failed, or the object was closed meanwhile
+                    memory.is_wanted(span)
                     memory.used -= span.nbytes
                 memory.changed.notify_all()
 

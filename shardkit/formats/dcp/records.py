@@ -12,7 +12,9 @@ Source: torch 2.13, torch/distributed/checkpoint/_extension.py.
 from __future__ import annotations
 
 import io
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from itertools import groupby
@@ -24,11 +26,12 @@ from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import storage
+from shardkit.files.stores import is_remote
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of
 from shardkit.formats.contract import Place
 from shardkit.formats.torchsave.archive import crc_of_range
 from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather, read_entries, strided_file
-from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template
+from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template, expect_records
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +47,7 @@ _MOST_AT_ONCE = 1024  # records: the bytes around their data take 2 MB
 _READ_BYTES = 1 << 20
 _AHEAD = 32  # records whose ends the system is asked for before they are read
 _END_BYTES = 4096
+_FILES_AHEAD = 8  # in a store
 _READ_AHEAD = 128 << 10  # what Linux reads ahead of its own accord
 
 _ZSTD = "stream.zstd"
@@ -166,13 +170,35 @@ class _Scan:
         self._different: list[str] = []
 
     def files(self) -> Iterator[tuple[int, int, SourceFile, list[int]]]:
-        """Yield (number, descriptor, file, its chunks by their bytes); one file is open at a time."""
-        for file, group in groupby(self._rows, key=self.chosen.chunks.file.__getitem__):
-            source = self.chosen.files[file]
-            with open_regular(source.path, source.name, follow=False) as (fd, _):
-                source = self.chosen.files[file] = replace(source, stamp=stamp_of(fd))
-                self.scanner.open(fd)
-                yield file, fd, source, list(group)
+        """Yield (number, descriptor, file, its chunks by their bytes).
+
+        One file is open at a time. In a store the next ones are, too: what is read of them is on its way.
+        """
+        groups = groupby(self._rows, key=self.chosen.chunks.file.__getitem__)
+        waiting = ((file, list(group)) for file, group in groups)
+        begun = deque[tuple[int, list[int], ExitStack, int]]()
+        with ExitStack() as all_of_them:
+            while True:
+                for file, rows in waiting:
+                    opened = all_of_them.enter_context(ExitStack())
+                    begun.append((file, rows, opened, self._open(file, rows, opened)))
+                    if len(begun) > (_FILES_AHEAD if is_remote(self.chosen.files[file].path) else 0):
+                        break
+                if not begun:
+                    return
+                file, rows, opened, fd = begun.popleft()
+                with opened:
+                    source = self.chosen.files[file] = replace(self.chosen.files[file], stamp=stamp_of(fd))
+                    self.scanner.open(fd)
+                    yield file, fd, source, rows
+
+    def _open(self, file: int, rows: Sequence[int], opened: ExitStack) -> int:
+        """Open a file. Of one in a store, what lies around the data of its records is fetched at once."""
+        source, table = self.chosen.files[file], self.chosen.chunks
+        fd, _ = opened.enter_context(open_regular(source.path, source.name, follow=False))
+        if is_remote(source.path):
+            expect_records(fd, ((table.start[row], table.nbytes[row]) for row in rows))
+        return fd
 
     def records_of_file(
         self, fd: int, source: SourceFile, rows: Sequence[int]

@@ -8,7 +8,7 @@ or many at once with numpy (`BulkScanner`). A record that is spelled otherwise i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,6 +52,21 @@ class Template(NamedTuple):
         """Bytes after the data."""
         at, text = self.fixed[-1]
         return at + len(text)
+
+
+def expect_records(fd: int, extents: Iterable[tuple[int, int]]) -> None:
+    """Have the bytes around the data of records fetched, several at once, where the file lies in a store.
+
+    Args:
+        fd: the file.
+        extents: (first byte, bytes) of each record.
+    """
+    around = (
+        part
+        for start, nbytes in extents
+        for part in ((start, start + _WINDOW), (start + nbytes - _WINDOW, start + nbytes))
+    )
+    storage.will_read(fd, around, is_soon=True)
 
 
 class RecordScanner:

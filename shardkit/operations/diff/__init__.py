@@ -19,12 +19,14 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import KIB, MIB, count, escape, listed, parse_size
 from shardkit.core.threads import NoProgress, Progress
 from shardkit.errors import UsageError
+from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.operations.answers import Gathering, PartAnswer, Question, State, answers_to
 from shardkit.operations.diff.sides import Pair, Side, find_ties, open_sides, pairs
 from shardkit.operations.parts.part import Part
 from shardkit.operations.resolve import Taken, take
 from shardkit.osft.plan import HIGH, factor_of
+from shardkit.transfer.plan import chunk_ranges
 from shardkit.transfer.sources import Reader, SourceFiles
 
 if TYPE_CHECKING:
@@ -374,8 +376,13 @@ class Comparison:
         read = [number for number in numbers if number < len(self._read)]
         total = sum(self._a.entry(self._read[number].name).nbytes for number in read)
         with ExitStack() as stack:
+            stack.enter_context(storage.hold_at_most(self._options.max_memory_bytes // 2))
             files = [stack.enter_context(SourceFiles(side.catalog.files)) for side in (self._a, self._b)]
             readers = [stack.enter_context(each.reader()) for each in files]
+            names, sides = [self._read[number].name for number in read], (self._a, self._b)
+            places = max((sum(side.entry(name).num_chunks for side in sides) for name in names), default=1)
+            for side, each in zip(sides, files, strict=True):
+                each.expect(chunk_ranges(side.catalog, {side.names[name] for name in names}), places)
             comparing = _Comparing(self._a, self._b, readers[0], readers[1], self._options, self._progress)
             self._progress.start(total, "diff")
             try:

@@ -22,7 +22,7 @@ from shardkit.formats.dcp.chunk_list import ListedChunk
 from shardkit.formats.dcp.directory import open_dcp, unused_shards
 from shardkit.formats.dcp.records import Packed, check_transforms, difference, packed_file
 from shardkit.formats.torchsave.record import TensorRecord
-from shardkit.formats.torchsave.scan import RecordScanner
+from shardkit.formats.torchsave.scan import RecordScanner, expect_records
 from shardkit.operations.verify.bytes import Difference, report_difference, spelling
 from shardkit.operations.verify.manifest import Described, check_tensors
 from shardkit.operations.verify.result import Report
@@ -133,7 +133,9 @@ class _Folder:
                 named_failures(file.name),
             ):
                 self._scanner.open(fd)
-                self._check_file(catalog.files[number], file, map(self._place, rows), fd)
+                places = [self._place(row) for row in rows]
+                expect_records(fd, ((place.start, place.nbytes) for place in places))
+                self._check_file(catalog.files[number], file, iter(places), fd)
         for fqn, place in self._opened.objects.items():
             if place is not None:
                 if place.file not in found:

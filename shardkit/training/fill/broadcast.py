@@ -46,6 +46,7 @@ from shardkit.training.ranks.agree import (
 from shardkit.training.ranks.local import LocalShard, flat_bytes, window
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
+from shardkit.transfer.plan import chunk_ranges
 from shardkit.transfer.sources import SourceFiles
 
 BAND_NBYTES = 4 * MIB
@@ -369,6 +370,7 @@ class _Source:
             }
         with SourceFiles(self._catalog.files, check=self._check) as files, files.reader() as reader:
             self._worker = Worker(reader)
+            files.expect(chunk_ranges(self._catalog, {each.entry.fqn for each in self._sent}), 1)
             for step in build_steps(self._sent):
                 self._send_packed(step)
                 if self._error is not None:

@@ -18,8 +18,9 @@ from shardkit.core.mesh import Axis, Mesh, parse_mesh
 from shardkit.core.placements import Placement, Placements
 from shardkit.core.regions import Region, find_tiling_error, full_region, intersect
 from shardkit.core.text import count, escape
+from shardkit.core.threads import map_at_once
 from shardkit.errors import IntegrityError, LayoutError, ShardkitError, SourceError, UsageError
-from shardkit.files import manifest, storage
+from shardkit.files import manifest, storage, stores
 from shardkit.files.digest import crc32
 from shardkit.files.home import home_of, path_in
 from shardkit.files.strict_json import read_small
@@ -291,11 +292,14 @@ def _ties(groups: Sequence[Sequence[str]], placements: Mapping[str, object]) -> 
 def _read_lists(directory: str, files: Mapping[int, manifest.ShardFile]) -> dict[int, ChunkList]:
     found: dict[int, ChunkList] = {}
     errors: list[ShardkitError] = []
-    for number, file in files.items():
+
+    def read(number: int) -> None:
         try:
-            found[number] = _read_list(directory, file)
+            found[number] = _read_list(directory, files[number])
         except ShardkitError as error:
             errors.append(error)
+
+    map_at_once(read, files, stores.connections(directory))
     if errors:
         raise IntegrityError(
             f"{escape(directory)}: {count(len(errors), 'file')} not as {manifest.NAME} describes",

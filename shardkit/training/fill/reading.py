@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import Literal, NamedTuple, get_args
 
@@ -43,6 +43,7 @@ from shardkit.transfer.bound import bind
 from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.converted import Convert
+from shardkit.transfer.plan import Ranges
 from shardkit.transfer.sources import Reader, SourceFiles
 
 DAMAGED = "use another copy of the checkpoint; check_source=False takes the damaged bytes as they are"
@@ -56,6 +57,7 @@ KeyRules = tuple[tuple[str, str], ...]
 """(prefix of a model's names, the Hub's prefix in its place), as `keys.renaming.KeyRule` spells them."""
 
 _STRAIGHT_NBYTES = 16 * MIB  # of one system call, so that two threads share a large tensor
+_APART_NBYTES = 256 << 10  # runs of a box that begin so far from each other are fetched one by one
 STAGED_NBYTES = 4 * MIB  # of a thread's buffer: copying out of it is fastest if it fits the processor's cache
 _NUM_BUFFERS = 2  # of a device: one is filled from storage while the other is copied
 _NUM_THREADS = 2  # one waits or converts while the other reads; more threads gain nothing on local files
@@ -401,6 +403,7 @@ def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _N
         ResourceError: the system cannot read it.
     """
     ordered = sorted(reads, key=lambda read: read.first)
+    sources.expect(_ranges(ordered), 1)
     converts = any(not _is_straight(read.target, read.dtype) for read in ordered)
     filled = Filled()
     with contextlib.ExitStack() as stack:
@@ -422,6 +425,27 @@ def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _N
             worker.finish()
             filled.add(worker.filled)
     return filled
+
+
+def _ranges(reads: Iterable[Read]) -> Ranges:
+    """Return what reads fetch of each file; of short runs also what lies between them."""
+    found = Ranges()
+    for read in reads:
+        itemsize, ranges = read.dtype.itemsize, found.setdefault(read.file, [])
+        each = list(islice(runs(read.part, read.sizes), 2))
+        if len(each) > 1 and each[1].source - each[0].source >= _APART_NBYTES // itemsize:
+            each = list(runs(read.part, read.sizes))
+            ranges.extend(
+                (read.place + run.source * itemsize, read.place + (run.source + run.length) * itemsize)
+                for run in each
+            )
+        else:
+            last = tuple(
+                offset + size - 1 for offset, size in zip(read.part.offsets, read.part.sizes, strict=True)
+            )
+            stop = read.place + (flat_offset(last, read.sizes) + 1) * itemsize
+            ranges.append((read.first[1], stop))
+    return found
 
 
 class Worker:

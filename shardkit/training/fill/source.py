@@ -15,11 +15,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit import formats
-from shardkit.core.catalog import Catalog, TensorEntry, subset
+from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape, listed
+from shardkit.core.threads import map_at_once
 from shardkit.errors import LayoutError, ResourceError
-from shardkit.files import manifest, storage
+from shardkit.files import manifest, storage, stores
 from shardkit.files.home import path_in
 from shardkit.formats.contract import Checkpoint, HubModel
 from shardkit.formats.dcp import METADATA
@@ -507,17 +508,23 @@ def _samples(catalog: Catalog) -> str:
         for row in range(len(table))
         if table.nbytes[row] and not (file := catalog.files[table.file[row]]).decode
     ] or [(file, 0, file.size) for file in catalog.files if not file.decode]
-    for file, first, nbytes in places[:: max(len(places) // _NUM_SAMPLES, 1)]:
+
+    def sample(place: tuple[SourceFile, int, int]) -> bytes:
+        file, first, nbytes = place
         start = first + nbytes // 2
-        size = min(_SAMPLE_NBYTES, first + nbytes - start)
         try:
             fd = storage.open_fd(file.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                digest.update(storage.pread(fd, size, start))
+                return storage.pread(fd, min(_SAMPLE_NBYTES, first + nbytes - start), start)
             finally:
                 storage.close_fd(fd)
         except OSError as error:
             raise ResourceError(f"{escape(file.name)}: {error.strerror}") from error
+
+    chosen = places[:: max(len(places) // _NUM_SAMPLES, 1)]
+    at_once = stores.connections(chosen[0][0].path) if chosen else 1
+    for data in map_at_once(sample, chosen, at_once):
+        digest.update(data)
     return digest.hexdigest()
 
 

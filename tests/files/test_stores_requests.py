@@ -1,0 +1,161 @@
+"""How many requests reading takes: no more than a tenth over what coalescing at 8 MiB needs, and many at once."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import shardkit
+from shardkit.files import stores
+from shardkit.files.remote import ranges
+from tests.files.conftest import Served, client
+
+MIB = 1 << 20
+RANKS = 32
+S3 = "s3://bucket/large"
+DATA = 64 << 10  # a range that is longer is one of tensors, not of headers and directories
+
+
+class Large(nn.Module):
+    """96 MiB: each of 32 ranks has half a MiB of each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(6))
+        self.norms = nn.ModuleList(nn.LayerNorm(2048) for _ in range(6))
+
+
+class Files(NamedTuple):
+    """Checkpoints in the store."""
+
+    served: Served
+    home: Path
+    """They lie here too."""
+
+    def size(self, folder: str) -> int:
+        """Bytes of the files with tensors."""
+        return sum(
+            path.stat().st_size
+            for path in (self.home / folder).iterdir()
+            if path.suffix in (".safetensors", ".distcp")
+        )
+
+
+@pytest.fixture(scope="module")
+def large(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    import obstore
+
+    home = tmp_path_factory.mktemp("large")
+    (home / "hub").mkdir()
+    torch.manual_seed(0)
+    save_file(Large().state_dict(), home / "hub/model.safetensors")
+    shardkit.preshard(home / "hub", home / "dcp", world_size=RANKS, wrap="none")
+    for path in sorted(home.rglob("*")):
+        if path.is_file():
+            obstore.put(client(), f"large/{path.relative_to(home)}", path.read_bytes())
+    return Files(served, home)
+
+
+def data_requests(large: Files) -> Counter[str]:
+    """Return how many ranges of tensors were asked for of each object."""
+    return Counter(
+        seen.path.partition("?")[0] for seen in large.served.proxy.ranges("/large/") if seen.nbytes > DATA
+    )
+
+
+def fetched(large: Files) -> int:
+    return sum(seen.nbytes for seen in large.served.proxy.ranges("/large/"))
+
+
+def needed(large: Files, folder: str) -> int:
+    """Return what coalescing at 8 MiB needs for all files of a folder."""
+    found = [
+        p.stat().st_size for p in (large.home / folder).iterdir() if p.suffix in (".safetensors", ".distcp")
+    ]
+    return sum(-(-size // ranges.MAX_REQUEST_NBYTES) for size in found)
+
+
+VERBS: dict[str, tuple[str, Callable[[str, Path], Any]]] = {
+    "consolidate": ("dcp", lambda source, out: shardkit.consolidate(source, out)),
+    "reshard": ("dcp", lambda source, out: shardkit.reshard(source, out, world_size=5)),
+    "preshard": ("hub", lambda source, out: shardkit.preshard(source, out, world_size=RANKS, wrap="none")),
+    "preshard, more threads": (
+        "hub",
+        lambda source, out: shardkit.preshard(source, out, world_size=RANKS, wrap="none", jobs=6),
+    ),
+    "load_into": ("hub", lambda source, out: shardkit.load_into(Large(), source)),
+    "load_into of shards": ("dcp", lambda source, out: shardkit.load_into(Large(), source)),
+    "diff": ("dcp", lambda source, out: shardkit.diff(source, out)),
+    "verify": ("dcp", lambda source, out: shardkit.verify(source, full=True)),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_requests_for_tensors_are_few(large: Files, tmp_path: Path, verb: str) -> None:
+    """No byte is fetched twice but small ones, each file is read in requests of 8 MiB, and many are under way at once."""
+    folder, run = VERBS[verb]
+    large.served.proxy.num_together = 5
+    run(f"{S3}/{folder}", large.home / "hub" if verb == "diff" else tmp_path / "out")
+    assert data_requests(large).total() <= 1.1 * needed(large, folder)
+    assert fetched(large) <= 1.1 * large.size(folder)
+    assert large.served.proxy.most_together >= 5
+
+
+def test_looking_takes_a_handful_of_requests(large: Files) -> None:
+    for folder, most in (("hub", 6), ("dcp", 10)):
+        large.served.proxy.seen.clear()
+        shardkit.inspect(f"{S3}/{folder}")
+        assert len(large.served.proxy.seen) <= most, folder
+
+
+def test_many_small_records_are_read_together(served: Served, tmp_path: Path) -> None:
+    """One request for each of them would take minutes over a slow link."""
+    import obstore
+
+    model = nn.ParameterList([nn.Parameter(torch.zeros(64, 64)) for _ in range(300)])
+    (tmp_path / "hub").mkdir()
+    save_file(model.state_dict(), tmp_path / "hub/model.safetensors")
+    shardkit.preshard(tmp_path / "hub", tmp_path / "small", world_size=2, wrap="none")
+    for path in (tmp_path / "small").iterdir():
+        obstore.put(client(), f"small/{path.name}", path.read_bytes())
+    for verb in (
+        lambda: shardkit.verify("s3://bucket/small"),
+        lambda: shardkit.consolidate("s3://bucket/small", tmp_path / "out"),
+    ):
+        served.proxy.seen.clear()
+        verb()
+        assert max(Counter(seen.path for seen in served.proxy.ranges(".distcp")).values()) <= 3
+
+
+def test_threads_share_what_is_fetched(large: Files) -> None:
+    """Six threads read pieces that lie side by side, in turn."""
+    path, found = f"{S3}/hub/model.safetensors", dict[int, bytes]()
+    size = stores.status(path).st_size
+    number = stores.open_number(path, os.O_RDONLY)
+
+    def read(thread: int) -> None:
+        for start in range(thread * MIB // 2, size, 3 * MIB):
+            found[start] = stores.read(number, MIB // 2, start)
+
+    stores.plan_reads(number, [(0, size)], 1, is_soon=False)
+    threads = [Thread(target=read, args=(thread,)) for thread in range(6)]
+    large.served.proxy.seen.clear()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        stores.close_number(number)
+    whole = b"".join(found[start] for start in sorted(found))
+    assert whole == (large.home / "hub/model.safetensors").read_bytes()
+    assert len(large.served.proxy.ranges()) <= 1.1 * -(-size // ranges.MAX_REQUEST_NBYTES)
