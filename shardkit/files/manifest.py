@@ -307,6 +307,9 @@ class Presharded:
     """Groups of names that are one parameter; the first has the records."""
     key_rules: tuple[tuple[str, str], ...]
     """Empty; in a resharded checkpoint those of `shardkit.save`."""
+    hub_names: str | None = None
+    """"unknown" in a resharded checkpoint of which nothing told what its tensors are on the Hub; None where this manifest
+    tells it."""
     derived: tuple[Derived, ...]
     """Tensors that are made of others of the source, by their names without `root`; their `source` is their own name."""
     dequantized: str | None = None

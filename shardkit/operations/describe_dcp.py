@@ -71,6 +71,8 @@ class DcpOutput:
     """The path of each name in a nested state; None if names are flat."""
     key_rules: tuple[KeyRule, ...] = ()
     """Rules that turn the model's names into the Hub's."""
+    tells_hub_names: bool = True
+    """False if nothing told what the tensors are on the Hub."""
     derived: Mapping[str, Expression] = field(default_factory=dict)
     """What names of the model are made of that the Hub's files have in another form."""
     file_names: Mapping[str, str] = field(default_factory=dict)
@@ -112,6 +114,7 @@ class DcpOutput:
             units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in layout.units),
             ties=tuple((name, *others) for name, others in self.aliases.items()),
             key_rules=tuple((rule.old, rule.new) for rule in self.key_rules),
+            hub_names=None if self.tells_hub_names else "unknown",
             derived=tuple(
                 manifest.Derived(name=fqn.removeprefix(self.root), made_of=to_json(made))
                 for fqn, made in self.derived.items()

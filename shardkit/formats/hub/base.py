@@ -143,11 +143,20 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
 
 def find_base(checkpoint: Checkpoint) -> Base | None:
     """Open the first of a checkpoint's own directories that has a config; damaged weights there are ignored."""
+    directory = find_config(checkpoint)
+    if directory is None:
+        return None
+    base = _open(os.path.basename(os.path.abspath(directory)), directory, is_given=False)
+    is_trainers = checkpoint.hub is None or _TRAINER_STATE in storage.listdir(directory)
+    return replace(base, is_trainers=is_trainers)
+
+
+def find_config(checkpoint: Checkpoint) -> str | None:
+    """Return the first of a checkpoint's own directories that has a config; None if none has."""
     for directory in checkpoint.assets:
         names = storage.listdir(directory)
         if CONFIG in names or ADAPTER_CONFIG in names:
-            base = _open(os.path.basename(os.path.abspath(directory)), directory, is_given=False)
-            return replace(base, is_trainers=checkpoint.hub is None or _TRAINER_STATE in names)
+            return directory
     return None
 
 
@@ -222,9 +231,9 @@ def holds_hub_names(checkpoint: Checkpoint) -> bool:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """
     found = _manifest_of(checkpoint)
-    return isinstance(found, manifest.Presharded) or (
-        isinstance(found, manifest.SavedState) and found.key_rules is not None
-    )
+    if isinstance(found, manifest.Presharded):
+        return found.hub_names is None
+    return isinstance(found, manifest.SavedState) and found.key_rules is not None
 
 
 def saved_derived(checkpoint: Checkpoint) -> dict[str, Expression]:

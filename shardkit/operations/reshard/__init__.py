@@ -53,11 +53,15 @@ def copy_files(
     for name in job.parts.empty:
         storage.make_directories(os.path.join(directory, name))
     copied = list[manifest.ListedFile]()
+    paths = {file.name: os.path.join(source, file.name) for file in job.parts.files}
+    paths.update(job.parts.places)
     for file in job.parts.files:
-        is_listed = manifests.crc_of(os.path.join(source, file.name)) is not None
-        crc, taken = copy_file(source, file, directory, digest=has_digests or is_listed, sha256=sha256)
+        is_listed, path = manifests.crc_of(paths[file.name]) is not None, job.parts.places.get(file.name)
+        crc, taken = copy_file(
+            source, file, directory, path=path, digest=has_digests or is_listed, sha256=sha256
+        )
         copied.append(manifest.ListedFile(name=file.name, size=file.stamp.size, crc32=crc, sha256=taken))
-    manifests.check_copies((entry.name, os.path.join(source, entry.name), entry.crc32) for entry in copied)
+    manifests.check_copies((entry.name, paths[entry.name], entry.crc32) for entry in copied)
     return copied if has_digests else [replace(entry, crc32=None) for entry in copied]
 
 

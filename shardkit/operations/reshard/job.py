@@ -17,7 +17,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 
-from shardkit.core.catalog import Catalog, Checksums, TensorEntry, combine_catalogs, join_catalogs, join_name
+from shardkit.core.catalog import (
+    Catalog,
+    Checksums,
+    FileStamp,
+    TensorEntry,
+    combine_catalogs,
+    join_catalogs,
+    join_name,
+)
 from shardkit.core.dtypes import BY_NAME, CASTS, DType
 from shardkit.core.mesh import Mesh
 from shardkit.core.placements import REPLICATE, Placement
@@ -32,7 +40,10 @@ from shardkit.formats.contract.optimizer import OptimizerState
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
 from shardkit.formats.dequantize import take_plain
+from shardkit.formats.hub.assets import list_assets
 from shardkit.formats.hub.base import (
+    find_config,
+    holds_hub_names,
     recorded_file_names,
     recorded_osft,
     recorded_root,
@@ -84,6 +95,8 @@ class Part:
     """Names of tensors whose chunks do not tell whether they were sharded: cut from flat partitions, or saved whole."""
     key_rules: tuple[KeyRule, ...] = ()
     """Rules that turn the model's names into the Hub's, if `shardkit.save` recorded them; they are carried over."""
+    tells_hub_names: bool = True
+    """False if nothing tells what the model's tensors are on the Hub."""
     derived: Mapping[str, Expression] = field(default_factory=dict)
     """What names in memory are made of that the Hub's files have in another form; carried over too."""
     file_names: Mapping[str, str] = field(default_factory=dict)
@@ -102,6 +115,8 @@ class Parts:
     parts: tuple[Part, ...]
     files: tuple[BesideFile, ...] = ()
     """Files beside the parts, copied as they are."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Path of each of these that does not lie in the checkpoint under its name."""
     empty: tuple[str, ...] = ()
     """Directories with nothing in them."""
     weights_beside: str | None = None
@@ -149,6 +164,7 @@ def take_apart(taken: Taken, *, check_source: bool = True) -> Parts:
         replace(
             part,
             key_rules=rules,
+            tells_hub_names=holds_hub_names(checkpoint),
             derived={root + name: made for name, made in derived.items()},
             file_names=names,
             root=root,
@@ -297,6 +313,8 @@ def _entry_notes(folder: str, objects: Mapping[str, Place | None]) -> Iterator[s
 def _other(checkpoint: Checkpoint) -> Parts:
     """Make one DCP directory, with all its tensors, of a checkpoint that is not one.
 
+    Config, tokenizer and the like come beside it, from wherever this trainer keeps them.
+
     Raises:
         LayoutError: it is quantised: values and scales would be cut apart.
     """
@@ -322,17 +340,27 @@ def _other(checkpoint: Checkpoint) -> Parts:
             warnings.append(
                 f"the optimizer's state is left out ({listed(states)}){reason}; only weights are written"
             )
+    directory = find_config(checkpoint)
+    places, refused = ({}, ()) if directory is None else list_assets(directory)
+    if refused:
+        notes.append(f"links out of the checkpoint's directory are not copied: {listed(refused)}")
     part = Part(
         folder="",
         catalog=catalog,
         objects=objects,
         paths=catalog.paths if objects else None,
         notes=tuple(notes),
+        tells_hub_names=checkpoint.hub is not None or holds_hub_names(checkpoint),
         unboxed=frozenset(unboxed),
     )
     return Parts(
         writer=checkpoint.writer,
         parts=(part,),
+        files=tuple(
+            BesideFile(name, FileStamp.of(storage.stat(path)), is_executable=False)
+            for name, path in places.items()
+        ),
+        places=places,
         notes=tuple(f"{escape(name)} was not read: {escape(reason)}" for name, reason in skipped),
         warnings=tuple(warnings),
     )
@@ -440,6 +468,7 @@ def _part_job(part: Part, mesh: Mesh, cast: str, optimizer_cast: str, digest: st
         digest=digest,
         paths=part.paths,
         key_rules=part.key_rules,
+        tells_hub_names=part.tells_hub_names,
         derived=part.derived,
         file_names=part.file_names,
         root=part.root,
