@@ -70,6 +70,7 @@ TOPICS = {
     "operations/preshard/names": "models with other names in memory than in files, there and back",
     "operations/preshard/scale": "a thousand ranks",
     "operations/reflink": "shared extents, with every verb that moves bytes",
+    "operations/reshard/hub": "what it keeps for the way back to the Hub",
     "operations/reshard/kept": "trainers' own forms, optimizer and all",
     "operations/shards_in_folders": "files in folders below .metadata, through every verb",
     "operations/verify/repo": "a repo on the Hub",

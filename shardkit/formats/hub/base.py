@@ -174,6 +174,8 @@ def saved_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...] | None:
 def hub_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...]:
     """Return the rules from preshard's names to the Hub's; empty if it kept the names, or if `saved_key_rules` has them.
 
+    They apply to names below `recorded_root`.
+
     Raises:
         SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
     """

@@ -27,6 +27,7 @@ from shardkit.formats.hub.base import (
     holds_equal,
     holds_hub_names,
     hub_key_rules,
+    recorded_root,
     saved_derived,
     saved_key_rules,
 )
@@ -686,7 +687,7 @@ def _select(
     rules = saved_key_rules(checkpoint) if naming.weights == "model" else None
     root = SAVED_ROOT
     if rules is None and (of_source := hub_key_rules(checkpoint)):
-        rules, root = of_source, ""
+        rules, root = of_source, recorded_root(checkpoint).rstrip(".")
     if rules is not None and naming.root is None and not naming.strip_prefix:
         naming = replace(naming, root=root)
     return select_model(

@@ -20,7 +20,13 @@ from shardkit.files.links import link_notes
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import PLAIN, config_of, take_plain
 from shardkit.formats.fold import take_folded
-from shardkit.formats.hub.base import SAVED_ROOT, hub_key_rules, saved_derived, saved_key_rules
+from shardkit.formats.hub.base import (
+    SAVED_ROOT,
+    hub_key_rules,
+    recorded_root,
+    saved_derived,
+    saved_key_rules,
+)
 from shardkit.keys.expressions import Expression
 from shardkit.keys.names import natural
 from shardkit.keys.quantised import can_dequantize, method_of, why_quantised
@@ -374,7 +380,7 @@ def _as_on_hub(checkpoint: Checkpoint, names: Names | str, other: Names | str) -
     rules = own or saved_key_rules(checkpoint)
     if not rules or isinstance(other, str):
         return names
-    before = "" if own else f"{SAVED_ROOT}."
+    before = recorded_root(checkpoint) if own else f"{SAVED_ROOT}."
     below = {
         stored.removeprefix(before): stored
         for stored in checkpoint.catalog.tensors

@@ -37,7 +37,7 @@ def in_form_of(trainer: str, hub: Path, directory: Path) -> None:
         shutil.copy(hub / name, directory)
 
 
-@pytest.mark.parametrize("trainer", ["torch", "verl", "transformers", "accelerate"])
+@pytest.mark.parametrize("trainer", ["torch", "verl"])
 def test_it_becomes_the_hubs_model(trainer: str, hub: Path, tmp_path: Path) -> None:
     in_form_of(trainer, hub, tmp_path / "saved")
     result = shardkit.reshard(tmp_path / "saved", tmp_path / "first", world_size=3)
