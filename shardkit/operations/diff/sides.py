@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import CASTS, DType
-from shardkit.core.regions import blocks, full_region
+from shardkit.core.regions import Shape, blocks, full_region
 from shardkit.core.text import MIB, count
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
@@ -245,7 +245,11 @@ def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoi
 def _in_one_form(side: Side, other: Side) -> Side:
     """Take tensors apart that one side holds as a model does in memory, and the other one as the Hub has them."""
     lone, lacking = side.names.keys() - other.names.keys(), other.names.keys() - side.names.keys()
-    if not lone or not lacking:
+    known, shapes = _shapes(side.catalog, side.names), _shapes(other.catalog, other.names)
+    is_turned = side.checkpoint.hub is None and any(
+        shapes.get(name, shape) != shape for name, shape in known.items()
+    )
+    if not (lone and lacking) and not is_turned:
         return side
     for names, derived in _forms(side, other):
         renamed = {names.get(name, name): stored for name, stored in side.names.items()}
@@ -253,9 +257,13 @@ def _in_one_form(side: Side, other: Side) -> Side:
         found = {name: stored for name, stored in renamed.items() if name not in apart.gone} | dict(
             apart.made
         )
-        if len(found.keys() & other.names.keys()) > len(side.names.keys() & other.names.keys()):
+        if len(_shapes(apart.catalog, found).items() & shapes.items()) > len(known.items() & shapes.items()):
             return replace(side, names=found, catalog=apart.catalog)
     return side
+
+
+def _shapes(catalog: Catalog, names: Names) -> dict[str, Shape]:
+    return {name: catalog.tensors[stored].shape for name, stored in names.items()}
 
 
 def _forms(side: Side, other: Side) -> Iterator[tuple[Mapping[str, str], Mapping[str, Expression]]]:

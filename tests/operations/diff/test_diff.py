@@ -27,6 +27,8 @@ from shardkit.operations.consolidate import consolidate
 from shardkit.operations.diff import DiffResult, TensorDiff, diff
 from shardkit.operations.diff.values import Measure, Tolerance
 from shardkit.operations.preshard import preshard
+from shardkit.operations.verify import verify
+from tests.models.zoo import ZOO, make_hub
 from tests.operations.consolidate.checkpoints import (
     CONFIG,
     EMBED,
@@ -587,3 +589,14 @@ def test_fused_experts_are_compared_with_the_single_ones_of_the_hub(tmp_path: Pa
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "trained")  # nothing but the class tells
     changed = diff(tmp_path / "hub", tmp_path / "trained")
     assert [each.name for each in changed.differences] == ["model.layers.1.mlp.experts.2.up_proj.weight"]
+
+
+def test_experts_that_lie_turned_in_the_files_are_compared(tmp_path: Path, fast_trace: object) -> None:
+    """Qwen3-VL-MoE: the same name in memory and on the Hub, in shapes that are not the same."""
+    source = tmp_path / "hub"
+    make_hub(ZOO["qwen3_vl_moe+repo"], source)
+    for profile in ("plain", "transformers"):
+        preshard(source, tmp_path / profile, world_size=2, profile=profile)
+        assert diff(tmp_path / profile, source).is_equal
+        assert diff(source, tmp_path / profile).is_equal
+        assert verify(tmp_path / profile, against=source).ok
