@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError
-from shardkit.files.remote import cloud
+from shardkit.files.remote import cloud, hub
 from shardkit.files.remote.contract import Listing, Object, Store, attempt, gone, short_body
 from shardkit.files.remote.ranges import MAX_CONNECTIONS, Ranges
 
@@ -39,10 +39,13 @@ class _Kind(NamedTuple):
     """Parts of a path, between "/", that name the store."""
     pin: Callable[[str], str] = str
     """Returns the store that a name means now."""
+    names_store: Callable[[str], bool] = bool
+    """False for what can be no store: the directory above one, and a file in that."""
 
 
 _KINDS = {
     **{scheme: _Kind(cloud.Bucket, 1) for scheme in cloud.SCHEMES},
+    hub.SCHEME: _Kind(hub.Repo, 2, hub.pinned, hub.names_repo),
 }
 SCHEMES = tuple(_KINDS)
 
@@ -50,6 +53,26 @@ SCHEMES = tuple(_KINDS)
 def is_remote(path: object) -> bool:
     """True for a path of a store."""
     return isinstance(path, str) and path.startswith(SCHEMES)
+
+
+def settled(path: str, revision: str | None) -> tuple[str, str | None]:
+    """Return a path of the Hub with the commit that a revision of it is now, and no revision; any other pair as it is.
+
+    Raises:
+        UsageError: the path has another revision.
+        SourceError, ResourceError: no such repo or revision, or the Hub does not answer.
+    """
+    if not path.startswith(hub.SCHEME):
+        return path, revision
+    root, key = _parts(path)
+    return plain("/".join([hub.at_revision(root, revision), key])), None
+
+
+def repo_of(path: str) -> tuple[str, str | None] | None:
+    """Return the repo of a path of the Hub and its commit; None for any other path."""
+    if not path.startswith(hub.SCHEME):
+        return None
+    return hub.named(_parts(plain(path))[0])
 
 
 def connections(path: str) -> int:
@@ -118,6 +141,10 @@ def learn(said: Mapping[str, Any]) -> None:
             _listings[path] = Listing(objects, set(found["folders"]))
 
 
+def _kind(path: str) -> _Kind:
+    return _KINDS[path[: path.index("://") + 3]]
+
+
 def _parts(path: str) -> tuple[str, str]:
     """Return (what names the store, key without a "/" at its ends)."""
     scheme, _, rest = path.partition("://")
@@ -134,7 +161,8 @@ def plain(path: str) -> str:
     """
     root, key = _parts(path)
     if root not in _pins:
-        _pins[root] = _KINDS[root[: root.index("://") + 3]].pin(root)
+        kind = _kind(root)
+        _pins[root] = kind.pin(root) if kind.names_store(root) else root
     return f"{_pins[root]}/{key}" if key else _pins[root]
 
 
@@ -143,7 +171,7 @@ def store_of(path: str) -> tuple[Store, str]:
     root, key = _parts(path)
     with _lock:
         if root not in _stores:
-            _stores[root] = _KINDS[root[: root.index("://") + 3]].make(root)
+            _stores[root] = _kind(root).make(root)
         return _stores[root], key
 
 
@@ -166,7 +194,7 @@ def _find(path: str) -> Object | bool | None:
     above, _, name = path.rpartition("/")
     root, key = _parts(path)
     if not key:
-        return True
+        return True if _kind(root).names_store(root) else None
     with _lock:
         listed = _listings.get(above)
     if listed is not None:

@@ -15,7 +15,7 @@ from importlib import import_module
 
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import ResourceError, SourceError, UsageError
-from shardkit.files import manifest, storage
+from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.formats.contract import Checkpoint, Opener, has_any, inner, listing, matching, own_name
 from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
@@ -212,6 +212,7 @@ def open_checkpoint(
             f"unknown format {escape(format)!r}{suggestion(format, _FORMATS)}",
             hint=f"formats are: {', '.join(sorted(_FORMATS))}",
         )
+    source, revision = stores.settled(source, revision)
     if format == _HUB.name or revision is not None or variant is not None or not storage.lexists(source):
         return _open_hub(source, revision=revision, variant=variant, headers_only=headers_only)
     directory = home_of(directory_of(source))

@@ -23,6 +23,7 @@ _ROOT = re.compile(r"(?P<id>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.ASCII)  # RFC 9110, 14.4
 _NO_MODELS = ("datasets/", "spaces/", "buckets/", "kernels/")  # as hf:// paths of huggingface_hub begin
+_FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".metadata", ".py", ".txt")
 _PIECE_BYTES = 1 << 16
 _PARTIAL = 206
 _SIGNATURE_GONE = (401, 403, 404, 410)
@@ -45,6 +46,12 @@ class Named(NamedTuple):
     """None is the default branch."""
 
 
+def names_repo(root: str) -> bool:
+    """True for `hf://organisation/name[@revision]`."""
+    found = _ROOT.fullmatch(root.removeprefix(SCHEME))
+    return found is not None and not found["id"].startswith(_NO_MODELS) and not found["id"].endswith(_FILES)
+
+
 def named(root: str) -> Named:
     """Return the repo of `hf://organisation/name[@revision]`. A "/" in a revision is written as %2F.
 
@@ -52,12 +59,29 @@ def named(root: str) -> Named:
         UsageError: it is written otherwise.
     """
     found = _ROOT.fullmatch(root.removeprefix(SCHEME))
-    if found is None or found["id"].startswith(_NO_MODELS):
+    if found is None or not names_repo(root):
         raise UsageError(
             f"{escape(root)} names no repo", hint="write it as hf://organisation/name[@revision][/folder]"
         )
     revision = found["revision"]
     return Named(found["id"], None if revision is None else unquote(revision))
+
+
+def at_revision(root: str, revision: str | None) -> str:
+    """Return a root at a revision that was given beside it, if any was.
+
+    Raises:
+        UsageError: it has another one.
+    """
+    repo_id, theirs = named(root)
+    if revision is None:
+        return root
+    if theirs not in (None, revision):
+        raise UsageError(
+            f"{escape(root)} is of revision {escape(str(theirs))}, and --revision is {escape(revision)}",
+            hint="leave out one of the two",
+        )
+    return f"{SCHEME}{repo_id}@{quote(revision, safe='')}"
 
 
 def pinned(root: str) -> str:

@@ -19,7 +19,7 @@ from shardkit.core.dtypes import DType
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
-from shardkit.files import manifest, storage
+from shardkit.files import manifest, storage, stores
 from shardkit.formats.contract import Checkpoint, HubModel, has_model_config
 from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
 from shardkit.formats.hub.directory import open_model, read_config
@@ -118,6 +118,7 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
         SourceError: neither a path nor a repo id; no config there; damaged headers.
         ResourceError: no network, or files that may not be read.
     """
+    base, revision = stores.settled(base, revision)
     if not storage.lexists(base):
         repo = named_repo(base, revision)
         if repo is not None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from shardkit.core.catalog import Catalog, SourceFile, subset
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, suggestion
+from shardkit.core.threads import map_at_once
 from shardkit.errors import ResourceError, ShardkitError, SourceError
-from shardkit.files import manifest, storage
+from shardkit.files import manifest, storage, stores
 from shardkit.files.links import is_below, link_notes, locate, locate_weights, read_inside
 from shardkit.files.strict_json import DOWNLOAD_AGAIN, parse_integer, parse_object, read_small
 from shardkit.formats.contract import Checkpoint, HubModel, Opener, asset_directories, listing
@@ -120,6 +121,7 @@ def open_weights(
     linked = () if chosen_by_hand and index is None else link_notes(directory, paths)
     catalog.notes = (*weights.notes, *linked, *_notes(catalog, index, weights.index, contents))
     stem = os.path.splitext(names[0])[0] if weights.single and names else ""
+    repo, commit = stores.repo_of(directory) or (None, None)
     return HubModel(
         catalog=catalog,
         config=read_config(directory),
@@ -129,7 +131,9 @@ def open_weights(
             files=tuple(
                 manifest.SourceFile(name=name, size_bytes=content.size, crc32=content.crc32)
                 for name, content in contents.items()
-            )
+            ),
+            repo=repo,
+            commit=commit,
         ),
         download_bytes=sum(contents[name].size for name in contents if name in elsewhere),
     )
@@ -227,16 +231,22 @@ def _locate_all(
 
 def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[tuple[str, Content]]:
     """Read every file's header; damaged files are reported together."""
+
+    def read(name: str) -> Content | SourceError:
+        try:
+            return elsewhere[name]() if name in elsewhere else _read(paths[name], name, kind)
+        except SourceError as error:
+            return error
+
+    at_once = stores.connections(next(iter(paths.values()), ""))
+    found = zip(paths, map_at_once(read, paths, at_once), strict=True)
     contents: list[tuple[str, Content]] = []
     errors: list[SourceError] = []
-    for name, path in paths.items():
-        try:
-            if name in elsewhere:
-                contents.append((name, elsewhere[name]()))
-            else:
-                contents.append((name, _read(path, name, kind)))
-        except SourceError as error:
-            errors.append(error)
+    for name, content in found:
+        if isinstance(content, SourceError):
+            errors.append(content)
+        else:
+            contents.append((name, content))
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -346,6 +356,9 @@ def _notes(
 def _label(directory: str) -> str:
     """Return a directory's own name; the repo's name for a commit in the Hub's cache."""
     path = storage.absolute(directory)
+    repo_id, commit = stores.repo_of(path) or ("", "")
+    if repo_id and path.endswith(f"@{commit}"):
+        return os.path.basename(repo_id)
     top, snapshots = os.path.split(os.path.dirname(path))
     repo = os.path.basename(top)
     if snapshots == "snapshots" and repo.startswith("models--"):

@@ -21,6 +21,7 @@ from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import manifest, storage
+from shardkit.files.stores import is_remote
 from shardkit.formats.contract import HubModel
 from shardkit.formats.hub.assets import asset_patterns, list_assets
 from shardkit.formats.hub.repo import fetch_files
@@ -247,7 +248,7 @@ def find_assets(profile: Profile, model: HubModel) -> Assets:
         ResourceError: the directory cannot be listed; no network.
     """
     identity = model.identity
-    if identity.repo is not None:
+    if identity.repo is not None and not is_remote(model.directory):
         fetch_files(identity.repo, asset_patterns(), revision=identity.commit)
     # Of a repo of weights alone, a dry run has downloaded nothing.
     found, refused = list_assets(model.directory) if storage.isdir(model.directory) else ({}, ())

@@ -222,13 +222,11 @@ def test_a_repo_may_be_named_by_its_address(fetch, tmp_path):
     plain, *others = fetch(
         tmp_path,
         "org/good",
-        "hf://org/good",
         "https://huggingface.co/org/good",
         f"https://huggingface.co/org/good/tree/{COMMIT}",
-        f"hf://org/good@{COMMIT}",
     )
     assert plain[0]["commit"] == COMMIT
-    assert others == [plain] * 4
+    assert others == [plain] * 2
 
 
 def plan_of(result):
