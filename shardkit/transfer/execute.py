@@ -25,7 +25,7 @@ from shardkit.files.stores import is_remote
 from shardkit.transfer.chains import Run
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
-from shardkit.transfer.fill import Filler, Scatter, Stretch, image_crc
+from shardkit.transfer.fill import CrcPiece, Filler, Scatter, Stretch, crc_of, image_crc
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan, plan_reading
 from shardkit.transfer.sources import SourceFiles, is_far
@@ -125,8 +125,8 @@ class Execution:
         plan: what to move.
         directory: where the images go; it exists.
         finished: files that an earlier run finished, by name. They are not touched.
-        left: files that other processes write. They are not touched either, and a tensor that is scattered over them
-            alone is not read.
+        left: files that other processes write. They are not touched either, and what is scattered over them alone is
+            not read.
         scattered: the CRC-32s of scattered tensors that are known already, None for those that have none. These
             tensors are not read for the sake of it.
         on_finished: told of each file once it is on disk, and of what was read for it; called from any
@@ -159,6 +159,8 @@ class Execution:
         self._thread = threading.local()
         self.scattered = dict(scattered)
         """CRC-32 of every scattered tensor that is known so far, None for one that has none."""
+        self.pieces: dict[str, list[CrcPiece] | None] = {}
+        """What was read of each scattered tensor; None where its chunks are not runs of it."""
         self._scattered_runs: dict[str, list[list[Run]]] = {}
         self._sync_pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-sync")
         self._syncs: list[Future[None]] = []
@@ -199,7 +201,7 @@ class Execution:
                     self._sync_pool.shutdown()  # whole files are worth keeping for the next run
                 finally:
                     self._is_over.set()  # on a second Ctrl-C threads may still be there
-            sources.finish(hint=_DAMAGED)
+            sources.finish(hint=_DAMAGED, completes=not self._left)
         return self._digests, {fqn: crc for fqn, crc in self.scattered.items() if crc is not None}
 
     def stop(self) -> None:
@@ -238,9 +240,12 @@ class Execution:
             if not holes and (self._left or fqn in self.scattered):
                 return
             dtype = self.plan.scattered[fqn][0][1].dtype
-            crc, runs = scatter.run(fqn, dtype, holes)
+            # What others have holes for, they read.
+            pieces, runs = scatter.run(fqn, dtype, holes, reads_all=not self._left)
+            nbytes = self.plan.catalog.tensors[fqn].num_elements * dtype.itemsize
             with self._lock:
-                self.scattered[fqn] = crc
+                self.pieces[fqn] = pieces
+                self.scattered[fqn] = None if pieces is None else crc_of(pieces, nbytes)[0]
                 for name in {images[n].name for n, _ in holes}:
                     self._scattered_runs.setdefault(name, []).append(runs)
 

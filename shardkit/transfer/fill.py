@@ -9,13 +9,16 @@ else one write for each run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, blocks, flat_offset, intersect, is_contiguous, relative_to, runs
+from shardkit.core.text import KIB
 from shardkit.files import storage
 from shardkit.files.digest import combine, crc32, crc32_combine, zeros
 from shardkit.files.storage import BLOCK, shared_part
@@ -23,10 +26,12 @@ from shardkit.transfer.chains import Run
 from shardkit.transfer.convert import Converter, make_converter
 from shardkit.transfer.images import Hole, Image, Piece
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
-from shardkit.transfer.sources import SourceFiles, bands
+from shardkit.transfer.sources import Reader, SourceFiles, bands
 from shardkit.transfer.stream import Controls, Segment, Stream, read_back, segments_of, write_all
 from shardkit.transfer.windows import Window
 
+# A file system on a network answers in about as long as it takes to send so much.
+_MIN_PART = 64 * KIB
 _MIN_CLONED = 16 * BLOCK  # below this a copy is cheaper than a system call
 
 OpenTarget = Callable[[int], AbstractContextManager[tuple[int, str]]]
@@ -252,6 +257,56 @@ def _go_on(crc: int, part: memoryview, found: int | None) -> int:
     return crc32(part, crc) if found is None else crc32_combine(crc, found, len(part))
 
 
+class CrcPiece(NamedTuple):
+    """The CRC-32 of some bytes of a tensor, counted row-major from its first."""
+
+    start: int
+    stop: int
+    crc: int
+
+
+def crc_of(pieces: Iterable[CrcPiece], nbytes: int) -> tuple[int | None, bool]:
+    """Return the CRC-32 of a whole tensor from pieces, some of which may have been read twice.
+
+    Returns:
+        The CRC-32, None if no pieces follow one another from the first byte to the last; and whether two readings of the
+        same bytes differ.
+    """
+    reached, differ = {0: 0}, False
+    for start, stop, crc in sorted(set(pieces)):
+        if start in reached and stop > start:
+            found = int(crc32_combine(reached[start], crc, stop - start))
+            differ = differ or reached.setdefault(stop, found) != found
+    return reached.get(nbytes), differ
+
+
+def _everything(block: Region) -> list[tuple[int, int]]:
+    return [(0, block.num_elements)]
+
+
+def _needed(block: Region, holes: Sequence[tuple[int, Hole]], least: int) -> list[tuple[int, int]]:
+    """Return what holes take of a block: (first element, end) of each run; all of it where runs are short or overlap.
+
+    Args:
+        block: of the tensor.
+        holes: (image, hole) of each.
+        least: elements of a run that pays.
+    """
+    found = set[tuple[int, int]]()
+    for _, hole in holes:
+        part = intersect(hole.region, block)
+        if part is None:
+            continue
+        for run in runs(relative_to(part, block.offsets), block.sizes):
+            if run.length < min(least, block.num_elements):
+                return _everything(block)
+            found.add((run.source, run.source + run.length))
+    spans = sorted(found)
+    if any(one[1] > other[0] for one, other in pairwise(spans)):
+        return _everything(block)
+    return spans
+
+
 class Scatter:
     """Deals out tensors to their holes. All threads share it.
 
@@ -276,41 +331,92 @@ class Scatter:
         self._catalog, self._sources, self._open = catalog, sources, open_target
         self._controls, self._band_bytes = controls, band_bytes
 
-    def run(self, fqn: str, target: DType, holes: Sequence[tuple[int, Hole]]) -> tuple[int | None, list[Run]]:
+    def run(
+        self, fqn: str, target: DType, holes: Sequence[tuple[int, Hole]], *, reads_all: bool
+    ) -> tuple[list[CrcPiece] | None, list[Run]]:
         """Fill the given holes of a tensor.
 
         Where no hole is left to fill (a resumed run), the tensor is only read, for the digest and to compare
         it with what its source records.
 
+        Args:
+            fqn: name in the catalog.
+            target: dtype of the holes.
+            holes: (image, hole) of each.
+            reads_all: read all of the tensor. Otherwise what no hole takes is left to whoever has those holes, unless
+                it lies between parts so short that reading all is cheaper.
+
         Returns:
-            CRC-32 of the whole tensor's logical bytes in the dtype `target`, and what was read to be compared.
-            The CRC-32 is None where the source's chunks are not runs of the tensor, and 0 without digests.
+            CRC-32s of what was read of the tensor's logical bytes in the dtype `target`, in order; and what was read to
+            be compared. The first is None where the source's chunks are not runs of the tensor; CRC-32s are 0 without
+            digests.
         """
-        digests, crc = self._controls.digests, 0
-        if not (holes or digests or self._sources.check):
-            return 0, []
-        entry, table = self._catalog.tensors[fqn], self._catalog.chunks
+        entry, table, pieces = self._catalog.tensors[fqn], self._catalog.chunks, list[CrcPiece]()
+        if not (holes or self._controls.digests or self._sources.check):
+            return [CrcPiece(0, entry.num_elements * target.itemsize, 0)], []
         itemsize = entry.dtype.itemsize
-        converter = make_converter(entry.dtype, target) if target is not entry.dtype else None
         regions = table.regions(entry.chunk_ids)
         are_runs = all(is_contiguous(region, entry.shape) for region in regions)
         with self._sources.reader() as reader:
             for region, chunk in sorted(zip(regions, entry.chunk_ids, strict=True)):
                 for block in blocks(region.sizes, max(self._band_bytes // itemsize, 1)):
-                    self._controls.check()
-                    band = bytearray(block.num_elements * itemsize)
-                    start = table.start[chunk] + flat_offset(block.offsets, region.sizes) * itemsize
-                    reader.read_into(table.file[chunk], memoryview(band), start, fqn)
-                    if converter is not None:
-                        converted = bytearray(block.num_elements * target.itemsize)
-                        converter(memoryview(band), memoryview(converted))
-                        band = converted
-                    crc = crc32(band, crc) if digests else 0
                     corner = tuple(a + b for a, b in zip(region.offsets, block.offsets, strict=True))
-                    self._deal_out(band, Region(corner, block.sizes), holes)
-            return crc if are_runs else None, reader.take_runs()
+                    here = Region(corner, block.sizes)
+                    spans = _everything(here) if reads_all else _needed(here, holes, _MIN_PART // itemsize)
+                    start = table.start[chunk] + flat_offset(block.offsets, region.sizes) * itemsize
+                    if spans != _everything(here):  # runs end where another part's begin
+                        reader.mark(
+                            table.file[chunk], (start + at * itemsize for span in spans for at in span)
+                        )
+                    band = self._read(reader, table.file[chunk], start, fqn, here, spans, target)
+                    self._deal_out(band, here, holes)
+                    if are_runs:
+                        first = flat_offset(corner, entry.shape)
+                        pieces += self._crcs(band, spans, first, target.itemsize)
+            crc, _ = crc_of(pieces, entry.num_elements * target.itemsize)
+            if crc is not None:
+                pieces = [CrcPiece(0, entry.num_elements * target.itemsize, crc)]
+            return pieces if are_runs else None, reader.take_runs()
+
+    def _read(
+        self,
+        reader: Reader,
+        file: int,
+        start: int,
+        fqn: str,
+        block: Region,
+        spans: Sequence[tuple[int, int]],
+        target: DType,
+    ) -> bytearray:
+        """Return a block in the dtype of the holes, of which some elements are read, and the rest are zeros."""
+        source = self._catalog.tensors[fqn].dtype
+        converter = make_converter(source, target) if target is not source else None
+        result = bytearray(block.num_elements * target.itemsize if spans else 0)
+        raw = memoryview(result) if converter is None else None
+        for first, stop in spans:
+            self._controls.check()
+            nbytes, into = (
+                (stop - first) * source.itemsize,
+                slice(first * target.itemsize, stop * target.itemsize),
+            )
+            view = memoryview(bytearray(nbytes)) if raw is None else raw[into]
+            reader.read_into(file, view, start + first * source.itemsize, fqn)
+            if converter is not None:
+                converter(view, memoryview(result)[into])
+        return result
+
+    def _crcs(
+        self, band: bytearray, spans: Sequence[tuple[int, int]], first: int, itemsize: int
+    ) -> Iterator[CrcPiece]:
+        """Yield the CRC-32 of each span of a block that begins at an element of the tensor."""
+        for start, stop in spans:
+            data = memoryview(band)[start * itemsize : stop * itemsize]
+            crc = crc32(data) if self._controls.digests else 0
+            yield CrcPiece((first + start) * itemsize, (first + stop) * itemsize, crc)
 
     def _deal_out(self, band: bytearray, block: Region, holes: Sequence[tuple[int, Hole]]) -> None:
+        if not band:
+            return
         import numpy  # a tenth of a second that most runs do not need
 
         for image, hole in holes:

@@ -228,17 +228,18 @@ class SourceFiles:
                 found = self._decoded[file] = content, [] if runs is None else runs.collect()
             return found
 
-    def finish(self, *, hint: str) -> None:
+    def finish(self, *, hint: str, completes: bool = True) -> None:
         """Read what little is missing to compare entries, and refuse a source that changed or differs.
 
         Args:
             hint: what to do about damaged bytes.
+            completes: read what is missing; otherwise others do, or whoever puts together what was read.
 
         Raises:
             IntegrityError: names every file that changed, or every entry that is not what was recorded.
             ResourceError: the system cannot read a file.
         """
-        if self.check is not None:
+        if self.check is not None and completes:
             for rest in self.check.missing():
                 self.check.complete(rest, self.read_gaps(rest))
         self.check_unchanged()

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -28,6 +28,7 @@ from shardkit.operations.parts.part import Part, divide
 from shardkit.transfer.chains import Run
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.fill import CrcPiece, crc_of
 from shardkit.transfer.plan import TransferPlan
 
 
@@ -281,7 +282,7 @@ class Divided:
             note = Note(
                 digest=digest,
                 source=None if self.check is None else self.check.dump(runs),
-                scattered=[(tensor, execution.scattered[fqn]) for tensor, fqn in scattered.get(number, ())],
+                scattered=[(tensor, execution.pieces[fqn]) for tensor, fqn in scattered.get(number, ())],
             )
             self.staging.write_note(work, self.staging.done, name_of(number), note.dump())
 
@@ -397,27 +398,45 @@ class Divided:
 
     def _finished(self) -> tuple[dict[str, FileDigest], dict[str, int | None]]:
         """Return the digest of every file, and the CRC-32 of every scattered tensor."""
-        names = list(self._plan.scattered)
-        digests, scattered = dict[str, FileDigest](), dict[str, int | None]()
-        missing, different = list[int](), dict[str, list[int]]()
+        digests, missing = dict[str, FileDigest](), list[int]()
+        read = list[tuple[int, Sequence[CrcPiece] | None]]()
         for number in range(len(self._images)):
             note = self._note(number)
             if note is None or not self._load(note):
                 missing.append(number)
                 continue
             digests[note.digest.name] = note.digest
-            for tensor, crc in note.scattered:
-                if 0 <= tensor < len(names) and scattered.setdefault(names[tensor], crc) != crc:
-                    different[names[tensor]] = [file for file, _ in self._plan.scattered[names[tensor]]]
+            read += note.scattered
         if missing:
             raise incomplete(self._destination, self._agreement, missing)
-        remove_notes(self.staging, sorted({file for files in different.values() for file in files}))
+        return digests, self._scattered_crcs(read)
+
+    def _scattered_crcs(self, read: Iterable[tuple[int, Sequence[CrcPiece] | None]]) -> dict[str, int | None]:
+        """Return the CRC-32 of every scattered tensor from what parts have read of it; None where there is none."""
+        names, found = list(self._plan.scattered), dict[str, int | None]()
+        pieces, different = dict[str, set[CrcPiece]](), list[str]()
+        for tensor, of_note in read:
+            if not 0 <= tensor < len(names):
+                continue
+            if of_note is None:
+                found[names[tensor]] = None
+            else:
+                pieces.setdefault(names[tensor], set()).update(of_note)
+        for name, held in pieces.items():
+            dtype = self._plan.scattered[name][0][1].dtype
+            crc, differ = crc_of(held, self._plan.catalog.tensors[name].num_elements * dtype.itemsize)
+            different += [name] if differ else []
+            if crc is not None:  # else the tensor is read once more, for its CRC-32
+                found[name] = crc
+        remove_notes(
+            self.staging, sorted({file for name in different for file, _ in self._plan.scattered[name]})
+        )
         IntegrityError.raise_for(
             sorted(map(escape, different)),
             "parts read different values of the same tensors: the source changed, or a disk fails",
             hint="run all parts again: the files with these tensors are written anew",
         )
-        return digests, scattered
+        return found
 
     def _forget_damaged(self) -> None:
         """Let the files be written again that were made of bytes that differ."""

@@ -16,6 +16,7 @@ from shardkit.files import storage
 from shardkit.files.shared import SharedStaging
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.transfer.execute import FileDigest
+from shardkit.transfer.fill import CrcPiece
 from shardkit.transfer.journal import parse_digest
 
 _MAX_BYTES = 1 << 30
@@ -28,8 +29,9 @@ class Note:
     digest: FileDigest
     source: Mapping[str, Any] | None
     """What was read for it, from `SourceCheck.dump`; None if nothing was compared."""
-    scattered: Sequence[tuple[int, int | None]]
-    """Number in the plan, and CRC-32 if it has one, of each scattered tensor that it has a region of."""
+    scattered: Sequence[tuple[int, Sequence[CrcPiece] | None]]
+    """Of each scattered tensor that it has a region of: number in the plan, and what was read of it; None if CRC-32s of
+    what is read do not make up the tensor's."""
 
     def dump(self) -> bytes:
         """Return the note as it is written."""
@@ -63,7 +65,7 @@ def read_note(staging: SharedStaging, number: int, name: str, size: int) -> Note
         return None
     if not (source is None or isinstance(source, dict)) or not all(map(_is_tensor, scattered)):
         return None
-    return Note(digest=digest, source=source, scattered=[(tensor, crc) for tensor, crc in scattered])
+    return Note(digest=digest, source=source, scattered=[_load(*entry) for entry in scattered])
 
 
 def noted_in(staging: SharedStaging) -> set[int]:
@@ -78,8 +80,18 @@ def noted_in(staging: SharedStaging) -> set[int]:
 def _is_tensor(entry: object) -> bool:
     if not isinstance(entry, list) or len(entry) != 2:
         return False
-    number, crc = entry
-    return type(number) is int and (crc is None or type(crc) is int)
+    number, pieces = entry
+    return type(number) is int and (
+        pieces is None or (isinstance(pieces, list) and all(map(_is_piece, pieces)))
+    )
+
+
+def _is_piece(entry: object) -> bool:
+    return isinstance(entry, list) and len(entry) == 3 and all(type(number) is int for number in entry)
+
+
+def _load(number: int, pieces: list[list[int]] | None) -> tuple[int, list[CrcPiece] | None]:
+    return number, None if pieces is None else [CrcPiece(*piece) for piece in pieces]
 
 
 def remove_notes(staging: SharedStaging, numbers: Sequence[int]) -> None:
