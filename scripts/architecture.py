@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("operations/verify", "operations/inspect", "operations/gc"),
     ("operations/diff", "operations/keys"),
     ("operations",),
+    ("operations/uploading",),
     ("operations/parts",),
     ("formats",),
     ("formats/trainers",),

@@ -84,7 +84,8 @@ def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True)
     """
     if result.dry_run:
         yield "memory", f"at most {format_size(result.peak_memory_bytes)} of buffers"
-        yield "free disk", format_size(result.free_bytes)
+        if result.free_bytes is not None:
+            yield "free disk", format_size(result.free_bytes)
         return
     if result.part is not None:
         yield "part", f"{result.part.part}, {count(result.part.num_files, 'file')}; all parts are finished"

@@ -3,7 +3,7 @@
 Other modules call these by their names here (`storage.pwrite(...)`) and never those of `os`. Whoever stands in
 front of the names in this module sees everything that is done to a file: a test that dies at the n-th call,
 lets it fail, or records all and replays what a power loss may leave. Paths such as `s3://bucket/key` are answered by
-`stores`, through the same calls, for reading, and for removing.
+`stores` for reading and removing, and by `uploads` for writing, through the same calls.
 
 The first part is the system's own calls, nothing added but this. The second is what several modules do with them. The third
 finds out whether files can share extents (XFS, Btrfs and some others do), by trying it.
@@ -26,16 +26,13 @@ from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, cast
 
 from shardkit.core.catalog import Catalog
-from shardkit.files import stores
+from shardkit.files import stores, uploads
 from shardkit.files.remote import ranges
 from shardkit.files.stores import FIRST_NUMBER, is_remote
 
 BLOCK = 4096
 # Plain calls of the system; each may be replaced by a test, so nothing below keeps a reference of its own.
-pwrite = os.pwrite
 write = os.write
-ftruncate = os.ftruncate
-fsync = os.fsync
 mkdir = os.mkdir
 rmdir = os.rmdir
 rename = os.rename
@@ -61,22 +58,57 @@ _Path = str | os.PathLike[str]
 
 def open_fd(path: _Path, flags: int, mode: int = 0o777) -> int:
     """As `os.open`; an object of a store has a number of its own."""
-    return stores.open_number(str(path), flags) if is_remote(path) else os.open(path, flags, mode)
+    if not is_remote(path):
+        return os.open(path, flags, mode)
+    is_written = flags & (os.O_WRONLY | os.O_RDWR)
+    return uploads.open_number(str(path), flags) if is_written else stores.open_number(str(path), flags)
 
 
 def close_fd(fd: int) -> None:
     """As `os.close`."""
-    stores.close_number(fd) if fd >= FIRST_NUMBER else os.close(fd)
+    if fd < FIRST_NUMBER:
+        os.close(fd)
+    else:
+        uploads.close_number(fd) if fd >= uploads.FIRST_NUMBER else stores.close_number(fd)
 
 
 def pread(fd: int, nbytes: int, start: int) -> bytes:
     """As `os.pread`."""
-    return stores.read(fd, nbytes, start) if fd >= FIRST_NUMBER else os.pread(fd, nbytes, start)
+    if fd < FIRST_NUMBER:
+        return os.pread(fd, nbytes, start)
+    if fd < uploads.FIRST_NUMBER:
+        return stores.read(fd, nbytes, start)
+    return uploads.read(fd, nbytes, start)
 
 
 def preadv(fd: int, buffers: Sequence[Any], start: int) -> int:
     """As `os.preadv`."""
-    return stores.read_into(fd, buffers, start) if fd >= FIRST_NUMBER else os.preadv(fd, buffers, start)
+    if fd < FIRST_NUMBER:
+        return os.preadv(fd, buffers, start)
+    if fd < uploads.FIRST_NUMBER:
+        return stores.read_into(fd, buffers, start)
+    return uploads.read_into(fd, buffers, start)
+
+
+def pwrite(fd: int, data: Any, start: int) -> int:
+    """As `os.pwrite`."""
+    return uploads.write(fd, data, start) if fd >= uploads.FIRST_NUMBER else os.pwrite(fd, data, start)
+
+
+def ftruncate(fd: int, size: int) -> None:
+    """As `os.ftruncate`."""
+    uploads.truncate(fd, size) if fd >= uploads.FIRST_NUMBER else os.ftruncate(fd, size)
+
+
+def fsync(fd: int) -> None:
+    """As `os.fsync`; of a file in a store it makes the object."""
+    uploads.finish(fd) if fd >= uploads.FIRST_NUMBER else os.fsync(fd)
+
+
+def settle(fd: int, start: int, stop: int) -> None:
+    """Say that a range of a file is neither written nor read any more: what is on its way to a store may go."""
+    if fd >= uploads.FIRST_NUMBER:
+        uploads.settle(fd, start, stop)
 
 
 def fstat(fd: int) -> os.stat_result:
@@ -112,6 +144,15 @@ def scandir(path: str) -> Any:
 def unlink(path: _Path, *, dir_fd: int | None = None) -> None:
     """As `os.unlink`; of a store, an object that is not there is no error."""
     stores.delete([str(path)]) if is_remote(path) else os.unlink(path, dir_fd=dir_fd)
+
+
+def lock(fd: int) -> bool:
+    """Take a file for this process as long as it is open; False if another has it, or nobody can."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def will_need(fd: int, start: int, nbytes: int) -> None:
@@ -398,7 +439,7 @@ def can_share_extents(catalog: Catalog, directory: str) -> bool:
         for file in catalog.files
         if file.size >= BLOCK and file.compute is None and not file.is_converted
     ]
-    if not files or any(file.decode or is_remote(file.path) for file in files):
+    if is_remote(directory) or not files or any(file.decode or is_remote(file.path) for file in files):
         return False
     try:
         with _nameless(directory) as probe:

@@ -189,6 +189,7 @@ class Descriptions:
         directory: where the files go; the shard files lie there too.
         sha256: take the sha256 of every file too; of shard files when they are finished, by reading them once more.
         measured: is going to have what was measured of factors before the first file is finished.
+        shards: where the shard files lie, if not in `directory`: in a store, in a folder beside `.metadata`.
     """
 
     def __init__(
@@ -198,8 +199,10 @@ class Descriptions:
         *,
         sha256: bool = False,
         measured: Mapping[str, Measured] = MappingProxyType({}),
+        shards: str | None = None,
     ) -> None:
         self._job, self._directory, self._sha256, self._measured = job, directory, sha256, measured
+        self._shards, self._folder = shards or directory, os.path.basename(shards or "")
         self._images = {image.name: image for image in job.output}
         self._line_makers = [self._lines_of(kind) for kind in job.output.kinds]
         self._lists: dict[str, manifest.File] = {}
@@ -222,7 +225,7 @@ class Descriptions:
         name = chunk_list.name_for(image.name)
         self._write_synced(name, data)
         if self._sha256:
-            path = os.path.join(self._directory, image.name)
+            path = os.path.join(self._shards, image.name)
             self._hashes[image.name] = digest.sha256 or sha256_of(path, image.name)
         self._lists[image.name] = manifest.describe_bytes(name, data, digest=True, sha256=self._sha256)
 
@@ -311,7 +314,12 @@ class Descriptions:
         with storage.writing(path) as (fd, stream):
             job = self._job
             write_metadata(
-                stream, job.output.catalog, job.aliases, objects=job.output.objects, paths=job.paths
+                stream,
+                job.output.catalog,
+                job.aliases,
+                objects=job.output.objects,
+                paths=job.paths,
+                folder=self._folder,
             )
             stream.flush()
             size = storage.fstat(fd).st_size
@@ -335,7 +343,7 @@ class FolderDescriptions:
         write_beside: writes the other files, when the shard files are finished.
         directory: where the output goes.
         sha256: take the sha256 of every file.
-        measured: as for `Descriptions`.
+        measured, shards: as for `Descriptions`.
     """
 
     def __init__(
@@ -346,7 +354,9 @@ class FolderDescriptions:
         *,
         sha256: bool = False,
         measured: Mapping[str, Measured] = MappingProxyType({}),
+        shards: str | None = None,
     ) -> None:
+        assert shards is None or list(folders) == [""], "several folders have no common marker"
         self._write_beside, self._directory, self._sha256 = write_beside, directory, sha256
         self._stack = contextlib.ExitStack()
         self._of: dict[str, Descriptions] = {}
@@ -354,7 +364,7 @@ class FolderDescriptions:
             place = os.path.join(directory, folder)
             storage.make_directories(place)
             self._of[folder] = self._stack.enter_context(
-                Descriptions(output, place, sha256=sha256, measured=measured)
+                Descriptions(output, place, sha256=sha256, measured=measured, shards=shards)
             )
 
     def __enter__(self) -> FolderDescriptions:

@@ -15,7 +15,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +27,7 @@ from shardkit.files import manifest, storage
 from shardkit.files.shared import has_commits
 from shardkit.files.staging import Staging, abandoned, identity_of, journal_of, named, remove_abandoned
 from shardkit.files.stores import is_remote
+from shardkit.formats.dcp import METADATA
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.ahead import Ahead, Expected, Underway
 from shardkit.operations.destination import (
@@ -41,6 +41,8 @@ from shardkit.operations.destination import (
 from shardkit.operations.parts.agreement import Agreement, Command, Committing, Share
 from shardkit.operations.parts.divided import Describer, Divided, PartResult, absolute
 from shardkit.operations.parts.part import Part
+from shardkit.operations.uploading.place import Target, check_target
+from shardkit.operations.uploading.run import Describe, Upload, check_beside
 from shardkit.transfer.chains import Run
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck, Unchecked
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
@@ -114,6 +116,8 @@ class Writing:
     """What of the job this process carries out, where several do; None for all of it."""
     command: Command | None = None
     """The call that other processes repeat; there is one where there is a share."""
+    allow_unsafe_store: bool = False
+    """Write into a store that cannot tell which of two runs ended first."""
 
     def check(self) -> None:
         """Refuse what a part cannot do.
@@ -125,6 +129,23 @@ class Writing:
             raise UsageError(
                 "--part goes without --no-resume and --resume-from: what any part has finished counts",
                 hint="shardkit status OUTPUT --abort gives up what all parts have written",
+            )
+
+    def check_in_store(self, output: str) -> None:
+        """Refuse what cannot be done in a store.
+
+        Raises:
+            UsageError: it is asked to write a part, or to go on with a directory.
+        """
+        if self.share is not None:
+            raise UsageError(
+                f"{escape(output)}: parts cannot write into a store so far",
+                hint="write with one process, or into a local directory that you copy with the store's own tool",
+            )
+        if self.resume_from is not None:
+            raise UsageError(
+                "--resume-from names a directory, and a store has none",
+                hint="leave it out: on the same machine the same command goes on where a run ended",
             )
 
 
@@ -152,8 +173,8 @@ class WriteResult:
     """Manifests by shardkit that the source was compared with, beside what its files record."""
     peak_memory_bytes: int
     """Bound on the buffers, beside the interpreter and the plan."""
-    free_bytes: int
-    """On the destination's file system, before writing."""
+    free_bytes: int | None
+    """On the destination's file system, before writing; None for a store."""
     resumed_files: int
     """Files that an interrupted run had finished."""
     part: PartResult | None = None
@@ -261,10 +282,6 @@ def shared_stamp(file: ReadFile) -> list[int | str] | None:
     return [stamp.size, stamp.modified_ns // 1000]  # some file systems keep no more
 
 
-Describe = Callable[[str], AbstractContextManager[Describer]]
-"""Returns what writes the rest of the files into a directory."""
-
-
 Fill = Callable[[Filling], Mapping[str, int]]
 """Fills holes of a plan before anything moves; returns the CRC-32 of each of these tensors, by its name in the catalog."""
 
@@ -277,6 +294,7 @@ class Writer:
         moving: how bytes move.
         writing: what may happen at the destination.
         why_not: tells an output that may be replaced from anything else.
+        marker: name of the file that makes it an output, in a store.
         progress: told of the bytes as they move.
         on_warning: told each warning as soon as it is known: a person may want to stop before anything is written.
 
@@ -291,12 +309,13 @@ class Writer:
         writing: Writing,
         *,
         why_not: Replaceable = is_sharded_checkpoint,
+        marker: str = METADATA,
         progress: Progress | None = None,
         on_warning: OnWarning | None = None,
     ) -> None:
         writing.check()
         self._begun = time.monotonic()
-        self._verb, self._moving, self._why_not = verb, moving, why_not
+        self._verb, self._moving, self._why_not, self._marker = verb, moving, why_not, marker
         self._progress, self._on_warning = progress or NoProgress(), on_warning
         self.options = moving.execute_options()
         """How the engine moves bytes."""
@@ -307,6 +326,7 @@ class Writer:
         """True once this process has made the output."""
         self._ahead: Ahead[Any] | None = None
         self._before: tuple[int, int] | None = None
+        self._target: Target | None = None
         self._warnings: tuple[str, ...] = ()
         self._facts: dict[str, Any] = {}
 
@@ -318,6 +338,12 @@ class Writer:
             source: directory that is read, or None for one in a cache of its own.
         """
         overwrite, is_first = self.writing.overwrite, not self.path
+        if is_remote(output):
+            self.writing.check_in_store(output)
+            target = check_target(output, source, self._marker, overwrite=overwrite)
+            self._target = self._target or target
+            self.path = self._target.path
+            return self.path
         may_be_ours = overwrite or (isinstance(self.writing.share, Part) and has_commits(absolute(output)))
         self.path = check_destination(output, source, overwrite=may_be_ours, why_not=self._why_not)
         if is_first:
@@ -351,7 +377,9 @@ class Writer:
             expect: returns what will be written, or None; called in another thread.
         """
         writing = self.writing
-        if not (writing.dry_run or writing.share or writing.resume_from or abandoned(self.path)):
+        if not (
+            self._target or writing.dry_run or writing.share or writing.resume_from or abandoned(self.path)
+        ):
             self._ahead = Ahead(self.path, self._verb, self._progress, expect)
             self._ahead.start()
 
@@ -391,7 +419,10 @@ class Writer:
             IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises; or there is no room.
             UsageError: something else is at the destination by now, or `resume_from` cannot be resumed from.
         """
-        writing, sizes = self.writing, tuple(image.size for image in job.output)
+        writing = self.writing
+        if self._target is not None:
+            self._into_store(job, describe, self._target, fill)
+            return
         self.options = replace(self.options, share_extents=share_extents)
         resume_from = None if writing.resume_from is None else os.fspath(writing.resume_from)
         if resume_from is not None:
@@ -410,18 +441,77 @@ class Writer:
             else:
                 finished, source = self._run(job, describe, resume_from, fill, underway)
                 self.has_committed = True
+        self._note(job.plan, source, finished=finished, free=free, part=part)
+
+    def _note(
+        self,
+        plan: TransferPlan,
+        source: CheckedSource,
+        *,
+        finished: int,
+        free: int | None,
+        part: PartResult | None,
+    ) -> None:
+        """Keep what the result says of the writing."""
+        sizes = tuple(image.size for image in plan.images)
         self._facts |= {
             "num_files": len(sizes),
             "file_bytes": sizes,
-            "read_bytes": job.plan.read_bytes,
-            "written_bytes": job.plan.written_bytes,
+            "read_bytes": plan.read_bytes,
+            "written_bytes": plan.written_bytes,
             "checked_bytes": source.checked_bytes,
             "unchecked": source.unchecked,
-            "peak_memory_bytes": self.options.peak_bytes(job.plan),
+            "peak_memory_bytes": self.options.peak_bytes(plan),
             "free_bytes": free,
             "resumed_files": finished,
             "part": part,
         }
+
+    def hash_in_store(self, job: Job) -> str:
+        """Return what stands for inputs, options and version, on all machines alike."""
+        return hash_of(ingredients(job, shared_stamp))
+
+    def check_beside(self, files: Mapping[str, Callable[[], bytes]]) -> None:
+        """Refuse files in a store that would have to be replaced, before anything moves.
+
+        Args:
+            files: what is going to lie beside the weights, by name.
+
+        Raises:
+            UsageError: there is one of another content, and nothing is to be replaced.
+        """
+        if self._target is not None and self._target.is_flat and not self.writing.overwrite:
+            check_beside(self._target.path, files)
+
+    def _into_store(self, job: Job, describe: Describe, target: Target, fill: Fill | None) -> None:
+        """Write a job's output into a store; errors as `Upload.run`."""
+        if fill is not None:
+            raise UsageError(
+                f"{escape(target.path)}: factors are computed in files on a disk, and cannot go into a store so far",
+                hint="write into a local directory, and copy it with shardkit reshard",
+            )
+        plan = job.plan.in_order()
+        self.options = self.options.into_store(max((image.size for image in plan.images), default=0))
+        source, finished = CheckedSource(), 0
+        if not self.writing.dry_run:
+            check = SourceCheck(plan.catalog) if self.options.check_source else None
+            upload = Upload(
+                target=target,
+                plan=plan,
+                plan_hash=self.hash_in_store(job),
+                data_nbytes=job.output.data_nbytes,
+                describe=describe,
+                options=self.options,
+                verb=self._verb,
+                progress=self._progress,
+                resume=self.writing.resume,
+                overwrites=self.writing.overwrite,
+                is_unsafe=self.writing.allow_unsafe_store,
+            )
+            finished = upload.run(check)
+            source = _summary(check, plan, self.options)
+            self.has_committed = True
+        self._note(plan, source, finished=finished, free=None, part=None)
 
     def facts(self, warnings: Iterable[str]) -> dict[str, Any]:
         """Return the fields of `WriteResult` that every verb fills alike.

@@ -13,15 +13,16 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from shardkit.core.text import KIB, MIB, escape
+from shardkit.core.text import KIB, MIB, escape, format_size
 from shardkit.core.threads import Progress, run_all, until_done
-from shardkit.errors import ResourceError
+from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.stores import is_remote
+from shardkit.files.uploads import NUM_SENDERS, part_nbytes
 from shardkit.transfer.chains import Run
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
@@ -36,6 +37,7 @@ _BAND_BYTES = 16 * MIB
 # A few thousand tensors lie between one shard's records and the next one's; with more tensors some are read
 # twice.
 _RECENT_BYTES = 16 * MIB
+_STORE_JOBS, _MIN_JOB_BYTES = 4, 2 * MIB
 SYNC_THREADS = 8
 """Threads that wait for the disk, while others move bytes. Syncs that wait together share one commit of the
 file system's log."""
@@ -56,6 +58,37 @@ class ExecuteOptions:
     """Clone blocks instead of copying them where a range allows it."""
     check_source: bool = True
     """Compare what is read with the CRC-32s that the source records."""
+    upload_bytes: int = 0
+    """What parts of files take on their way into a store; 0 where files are written to a disk."""
+
+    def into_store(self, largest_bytes: int) -> ExecuteOptions:
+        """Return these options for files that are written into a store: parts of them take some of the memory.
+
+        Args:
+            largest_bytes: size of the largest file.
+
+        Raises:
+            UsageError: there is too little memory for one thread.
+        """
+        part = part_nbytes(largest_bytes)
+        jobs = min(self.jobs, _STORE_JOBS)
+        while jobs > 1 and self.max_memory_bytes < jobs * _MIN_JOB_BYTES + _upload_bytes(jobs, part):
+            jobs -= 1
+        needed = _MIN_JOB_BYTES + _upload_bytes(1, part)
+        if self.max_memory_bytes < needed:
+            raise UsageError(
+                f"--max-memory is too little for a store: parts of {format_size(part)} on their way take "
+                f"{format_size(needed)}",
+                hint=f"give at least --max-memory {-(-needed // MIB)}MiB",
+            )
+        upload = _upload_bytes(jobs, part)
+        return replace(
+            self,
+            jobs=jobs,
+            max_memory_bytes=self.max_memory_bytes - upload,
+            upload_bytes=upload,
+            share_extents=False,
+        )
 
     @property
     def buffer_bytes(self) -> int:
@@ -91,8 +124,14 @@ class ExecuteOptions:
         return self.max_memory_bytes - self.buffers_bytes(plan) if is_far(plan.catalog) else 0
 
     def peak_bytes(self, plan: TransferPlan) -> int:
-        """Return the most bytes that moving takes: of all buffers, and of what is held of a store."""
-        return self.buffers_bytes(plan) + self.held_bytes(plan)
+        """Return the most bytes that moving takes: of all buffers, of what is held of a store, and of parts."""
+        return self.buffers_bytes(plan) + self.held_bytes(plan) + self.upload_bytes
+
+
+def _upload_bytes(jobs: int, part: int) -> int:
+    """Return what parts take: of each thread the one that it fills and the one where its stretch began, and those on
+    their way."""
+    return (2 * jobs + NUM_SENDERS) * part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +275,11 @@ class Execution:
         )
 
         def job(fqn: str) -> None:
-            holes = [(n, hole) for n, hole in self.plan.scattered[fqn] if images[n].name not in self._skipped]
+            holes = [
+                (n, hole)
+                for n, hole in self.plan.scattered[fqn]
+                if images[n].name not in self._skipped and fqn not in self.plan.gathered
+            ]
             if not holes and (self._left or fqn in self.scattered):
                 return
             dtype = self.plan.scattered[fqn][0][1].dtype
@@ -300,6 +343,7 @@ class Execution:
             )
         with self._opened(image) as fd:
             stretch = filler.write(task, image, fd)
+            storage.settle(fd, task.begin, task.begin + task.nbytes)
         with self._lock:
             state = self._states[task.image]
             state.stretches[task.start] = stretch

@@ -75,12 +75,8 @@ class Filler:
         band_bytes: int,
         share_extents: bool,
     ) -> None:
-        self._plan, self._reader, self._controls, self._shares = (
-            plan,
-            sources.reader(),
-            controls,
-            share_extents,
-        )
+        self._plan, self._controls, self._shares = plan, controls, share_extents
+        self._reader, self._silent_reader = sources.reader(), sources.reader(compares=False)
         self._digests, self._check, self._advance = controls.digests, controls.check, controls.advance
         self._buffer, self._raw, self._band_bytes = bytearray(buffer_bytes), bytearray(), band_bytes
         self._window_bytes, self._window = window_bytes, bytearray()
@@ -93,12 +89,15 @@ class Filler:
         """Write the pieces of a task into an open image."""
         self._fd = fd
         self._clones.clear()
-        stretch, stream, window = Stretch(), Stream(fd, image.name, 0, self._buffer), None
-        with self._reader:
+        stretch, window = Stretch(), None
+        stream = Stream(fd, image.name, 0, self._buffer, settles=task.begin)
+        with self._reader, self._silent_reader:
             for index, piece in enumerate(image.pieces(task.start, task.stop), task.start):
                 source = self._plan.streamed[piece.fqn] if piece.fqn in self._plan.windowed else None
                 if source is not None and source.dtype is piece.dtype:
-                    window = window or self._new_window(image)
+                    if window is None:
+                        stream.flush()  # what the window settles is all written
+                        window = self._new_window(image, task)
                     window.put(piece, source)
                     continue
                 if window is not None:
@@ -113,9 +112,9 @@ class Filler:
             stretch.runs = self._reader.take_runs()
         return stretch
 
-    def _new_window(self, image: Image) -> Window:
+    def _new_window(self, image: Image, task: Task) -> Window:
         self._window = self._window or bytearray(self._window_bytes)
-        return Window(self._fd, image.name, self._reader, self._window, self._controls)
+        return Window(self._fd, image.name, self._reader, self._window, self._controls, settles=task.begin)
 
     def _end_window(self, window: Window, stretch: Stretch) -> None:
         window.flush()
@@ -182,8 +181,9 @@ class Filler:
         return crc
 
     def _gather(self, stream: Stream, hole: Hole, source: DType) -> int:
-        crc = 0
-        for band in bands(self._plan.catalog, hole.fqn, hole.region, self._reader, self._band_bytes):
+        # A tensor that is cut along a later dim is read once as a whole, and compared then.
+        reader, crc = self._silent_reader if hole.fqn in self._plan.scattered else self._reader, 0
+        for band in bands(self._plan.catalog, hole.fqn, hole.region, reader, self._band_bytes):
             self._check()
             crc = self._put(stream, band, source, hole.dtype, crc)
         self._advance(hole.nbytes)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from types import MappingProxyType
@@ -60,6 +60,8 @@ class Task(NamedTuple):
     stop: int
     nbytes: int
     """Bytes from the first piece to the end of the last, gaps included."""
+    begin: int
+    """First byte. The tasks of an image tile it."""
 
 
 class FlatSource(NamedTuple):
@@ -119,6 +121,21 @@ class TransferPlan:
     """Size of all images."""
     hole_bytes: int
     """Bytes that fill holes. Progress counts these."""
+
+    def in_order(self) -> TransferPlan:
+        """Return the plan for files of which nothing may be written before its turn, since their memory is few parts.
+
+        Tensors that would be scattered are gathered: of each the source is read once as a whole, for its digest, and
+        once more for every hole.
+        """
+        again = sum(
+            hole.region.num_elements * self.catalog.tensors[name].dtype.itemsize
+            for name, holes in self.scattered.items()
+            for _, hole in holes
+        )
+        return replace(
+            self, gathered=self.gathered | self.scattered.keys(), read_bytes=self.read_bytes + again
+        )
 
 
 def build_plan(
@@ -257,10 +274,10 @@ def _tasks(number: int, image: Image, nbytes: int) -> Iterator[Task]:
     first = begin = 0
     for index, (_, stop) in enumerate(image.spans()):
         if stop - begin >= nbytes:
-            yield Task(number, first, index + 1, stop - begin)
+            yield Task(number, first, index + 1, stop - begin, begin)
             first, begin = index + 1, stop
     if first < len(image):
-        yield Task(number, first, len(image), image.size - begin)
+        yield Task(number, first, len(image), image.size - begin, begin)
 
 
 Ranges = dict[int, list[tuple[int, int]]]

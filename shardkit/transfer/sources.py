@@ -37,6 +37,7 @@ _MIN_OPEN, _MAX_OPEN = 32, 4096
 _COMPARED_NBYTES = 1 << 20
 _GAP_NBYTES = 1 << 20  # read at a time to complete an entry
 _FILES_AHEAD = 8  # opened before they are read, where they lie in a store
+_DROPPED_NBYTES = 16 << 10  # between two parts: as expensive as another call
 _SAME_NBYTES = 1 << 20  # of each of two tensors, compared at a time
 
 
@@ -446,19 +447,25 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
 
     This serves tensors whose chunks are not runs of them, such as the columns of a weight that tensor
     parallelism cut. Of every chunk, the part that lies in the band is read and put in its place in memory.
-    For any grid of chunks that part is one run of the chunk.
+    If the region is a run of the tensor, that part is one run of the chunk, for any grid of chunks. Otherwise it is
+    many, and short gaps between them are read and dropped.
 
     Args:
         catalog: where the tensor lies.
-        fqn: the tensor, with at least one dim. None of its chunks has to be decoded.
-        region: a run of the tensor.
+        fqn: the tensor.
+        region: of the tensor.
         reader: reads the catalog's files.
-        max_bytes: most bytes of a band. A part that is on its way takes as much again.
+        max_bytes: most bytes of a band. A part that is on its way takes as much again, and so do gaps.
     """
     entry, table = catalog.tensors[fqn], catalog.chunks
     itemsize = entry.dtype.itemsize
     chunks = list(zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True))
     band_bytes, part_bytes = bytearray(), bytearray()
+    if not region.sizes:
+        view = memoryview(bytearray(itemsize))
+        reader.read_into(table.file[entry.first_chunk], view, table.start[entry.first_chunk], fqn)
+        yield view
+        return
     for block in blocks(region.sizes, max(max_bytes // itemsize, 1)):
         if not band_bytes:  # the first is the largest
             band_bytes = bytearray(block.num_elements * itemsize)
@@ -472,15 +479,49 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
             if part is None:
                 continue
             read = memoryview(part_bytes)[: part.num_elements * itemsize]
-            for run in runs(relative_to(part, held.offsets), held.sizes):
-                start, stop = run.target * itemsize, (run.target + run.length) * itemsize
-                place = table.start[row] + run.source * itemsize
-                reader.read_into(table.file[row], read[start:stop], place, fqn)
+            spans = (
+                (table.start[row] + run.source * itemsize, run.target * itemsize, run.length * itemsize)
+                for run in runs(relative_to(part, held.offsets), held.sizes)
+            )
+            for group in _neighbours(spans, max_bytes):
+                _read_group(reader, table.file[row], read, group, fqn)
             inside = relative_to(part, corner)
             window = [slice(o, o + s) for o, s in zip(inside.offsets, inside.sizes, strict=True)]
             window[-1] = slice(window[-1].start * itemsize, window[-1].stop * itemsize)
             elements[tuple(window)] = _as_array(read, part.sizes, itemsize)
         yield view
+
+
+_Span = tuple[int, int, int]
+"""(first byte in the file, first byte in memory, bytes)."""
+
+
+def _neighbours(spans: Iterable[_Span], max_bytes: int) -> Iterator[list[_Span]]:
+    """Yield spans in groups, each of which is read at once."""
+    group: list[_Span] = []
+    for span in spans:
+        place, _, nbytes = span
+        if group and not (
+            0 <= place - group[-1][0] - group[-1][2] <= _DROPPED_NBYTES
+            and place + nbytes - group[0][0] <= max_bytes
+        ):
+            yield group
+            group = []
+        group.append(span)
+    if group:
+        yield group
+
+
+def _read_group(reader: Reader, file: int, target: memoryview, group: Sequence[_Span], fqn: str) -> None:
+    """Read spans of a file to their places in memory."""
+    first, at, nbytes = group[0]
+    if len(group) == 1:
+        reader.read_into(file, target[at : at + nbytes], first, fqn)
+        return
+    read = memoryview(bytearray(group[-1][0] + group[-1][2] - first))
+    reader.read_into(file, read, first, fqn)
+    for place, at, nbytes in group:
+        target[at : at + nbytes] = read[place - first : place - first + nbytes]
 
 
 def _as_array(view: memoryview, sizes: Shape, itemsize: int) -> numpy.ndarray:

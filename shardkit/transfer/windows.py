@@ -52,10 +52,14 @@ class Window:
         reader: reads the sources.
         buffer: holds the window.
         controls: what all threads follow.
+        settles: as for `Stream`.
     """
 
-    def __init__(self, fd: int, name: str, reader: Reader, buffer: bytearray, controls: Controls) -> None:
+    def __init__(
+        self, fd: int, name: str, reader: Reader, buffer: bytearray, controls: Controls, *, settles: int
+    ) -> None:
         self._fd, self._name, self._reader, self._controls = fd, name, reader, controls
+        self._settles = settles
         self._view, self._size = memoryview(buffer), len(buffer)
         self._junk = memoryview(bytearray(_MAX_GAP))
         self._start, self._used, self._crc = 0, 0, 0
@@ -108,6 +112,7 @@ class Window:
         if self._used:
             fqn = self._parts[-1].piece.fqn if self._parts else ""
             write_all(self._fd, self._view[: self._used], self._start, self._name, fqn)
+            storage.settle(self._fd, self._settles, self.stop)
         self._start, self._used = self.stop, 0
         self._parts.clear()
 

@@ -16,6 +16,7 @@ SURFACE = {
         "--add-prefix",
         "--allow-missing",
         "--allow-unexpected",
+        "--allow-unsafe-store",
         "--ask-class",
         "--base",
         "--base-revision",
@@ -104,6 +105,7 @@ SURFACE = {
         "PATH",
     ],
     "preshard": [
+        "--allow-unsafe-store",
         "--attribute",
         "--check-source",
         "--dequantize",
@@ -147,6 +149,7 @@ SURFACE = {
         "SOURCE",
     ],
     "reshard": [
+        "--allow-unsafe-store",
         "--check-source",
         "--digest",
         "--dry-run",

@@ -70,6 +70,8 @@ class Proxy:
         self.strikes: Callable[[Seen], bool] = lambda seen: seen.is_range
         self.spoils: Callable[[Seen], bool] = lambda seen: False
         """Which answers get a wrong byte, besides faults."""
+        self.drops: tuple[str, ...] = ()
+        """Headers that it does not hand on: without conditions, the server is one that knows none."""
         self.num_together = 0
         """If positive, ranges wait until so many do, or nobody came for a while: how many go out at once?"""
         self.most_together = 0
@@ -94,6 +96,7 @@ class Proxy:
         self.faults.clear()
         self.struck.clear()
         self.strikes, self.spoils = (lambda seen: seen.is_range), (lambda seen: False)
+        self.drops = ()
         self.num_together = self.most_together = 0
 
     def ranges(self, part: str = "") -> list[Seen]:
@@ -188,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(pieces)
 
     def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        dropped = ("expect", "connection", "transfer-encoding", "content-length")
+        dropped = ("expect", "connection", "transfer-encoding", "content-length", *self.server.proxy.drops)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
         if body or self.command in ("PUT", "POST"):
             headers["Content-Length"] = str(len(body))

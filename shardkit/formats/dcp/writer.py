@@ -39,6 +39,7 @@ def write_metadata(
     *,
     objects: Collection[str] = (),
     paths: Mapping[str, Path] | None = None,
+    folder: str = "",
 ) -> None:
     """Write `.metadata` for a catalog whose extents are `torch.save` records.
 
@@ -48,13 +49,14 @@ def write_metadata(
         aliases: for a tensor's name, the other names that point at the same records (ties).
         objects: names among the catalog's tensors that are byte entries instead, one chunk each.
         paths: planner_data, the path of each name in a nested state dict; by default every name is flat.
+        folder: where the files lie, from where `.metadata` lies; "" is the same directory.
     """
-    _MetadataPickler(out).write(catalog, aliases, frozenset(objects), paths or {})
+    _MetadataPickler(out, folder).write(catalog, aliases, frozenset(objects), paths or {})
 
 
 class _MetadataPickler:
-    def __init__(self, out: BinaryIO) -> None:
-        self._out = out
+    def __init__(self, out: BinaryIO, folder: str) -> None:
+        self._out, self._head = out, f"{folder}/" if folder else ""
         self._buffer = bytearray(b"\x80\x04")
         self._memo: dict[object, bytes] = {}
         self._corners: dict[Shape, bytes] = {}
@@ -129,7 +131,9 @@ class _MetadataPickler:
     def _object_place(self, catalog: Catalog, name: str, entry: TensorEntry) -> bytes:
         row, table = entry.first_chunk, catalog.chunks
         index = self._index_head(name) + _NONE
-        return index + self._place(catalog.files[table.file[row]].name, table.start[row], table.nbytes[row])
+        return index + self._place(
+            self._head + catalog.files[table.file[row]].name, table.start[row], table.nbytes[row]
+        )
 
     def _path(self, path: Path) -> bytes:
         """A tuple of dict keys and list indexes."""
@@ -145,7 +149,8 @@ class _MetadataPickler:
         table, rows = catalog.chunks, entry.chunk_ids
         columns = (table.file, table.start, table.nbytes)
         places = list(zip(*(column[rows.start : rows.stop] for column in columns), strict=True))
-        regions, files, text = table.regions(rows), [file.name for file in catalog.files], self._text
+        regions, text = table.regions(rows), self._text
+        files = [self._head + file.name for file in catalog.files]
         for region, (file, start, nbytes) in zip(regions[:1], places[:1], strict=True):
             index = self._index_head(name) + self._offsets(region.offsets)
             yield index + self._place(files[file], start, nbytes)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
@@ -393,6 +394,7 @@ class SafetensorsImages:
                 _make_image(_file_name(stem, number, len(groups)), group)
                 for number, group in enumerate(groups)
             ]
+        self.has_index = len(self.images) > 1
         self.data_nbytes = [sum(tensor.nbytes for tensor in image.tensors) for image in self.images]
         self._stored: dict[str, OutputTensor] = {}
         self._holes: dict[str, list[tuple[int, Hole]]] = {}
@@ -421,9 +423,22 @@ class SafetensorsImages:
         """Yield (image index, hole) of a tensor, in the order of its bytes."""
         yield from self._holes[fqn]
 
+    def marked(self, mark: str) -> SafetensorsImages:
+        """Return the same images with a mark in their names, and always with an index.
+
+        So the files of two models can lie side by side, and the index says which of them are the model.
+        """
+        changed, total = copy(self), len(self.images)
+        changed.has_index = True
+        changed.images = [
+            replace(image, name=f"{self.stem}-{mark}-{number:05d}-of-{total:05d}.safetensors")
+            for number, image in enumerate(self.images, 1)
+        ]
+        return changed
+
     def index(self) -> bytes | None:
         """Return the index as transformers writes it; None if a single file needs none."""
-        if len(self.images) == 1:
+        if not self.has_index:
             return None
         content = {
             "metadata": {

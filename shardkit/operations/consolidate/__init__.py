@@ -17,8 +17,10 @@ from shardkit.core.threads import Progress
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
+from shardkit.files.stores import is_remote
 from shardkit.formats.dequantize import plain_base, take_plain
 from shardkit.formats.fold import folded_base, take_folded
+from shardkit.formats.hub.assets import is_weights
 from shardkit.formats.hub.base import find_base, open_base
 from shardkit.formats.hub.safetensors import SafetensorsImage
 from shardkit.formats.registry import stray_weights
@@ -33,6 +35,7 @@ from shardkit.operations.parts.part import Part, divide
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.resolve import ResolvedCheckpoint, take
 from shardkit.operations.resolve_order import EXPORT_ENDING
+from shardkit.operations.uploading.place import HUB_INDEX
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
 
 _SHARD_SIZE = "5GB"  # as transformers and huggingface_hub have it
@@ -72,6 +75,7 @@ def consolidate(
     manifest_file: str | os.PathLike[str] | None = None,
     sha256: bool = False,
     overwrite: bool = False,
+    allow_unsafe_store: bool = False,
     strict: bool = False,
     dry_run: bool = False,
     resume: bool = True,
@@ -132,6 +136,7 @@ def consolidate(
         manifest_file: write the same to this file once the output is complete; for `verify(..., manifest=...)`.
         sha256: take the sha256 of every file too, for the manifest.
         overwrite: replace an existing Hub model, whole and in one step.
+        allow_unsafe_store: write into a store that has no conditional requests, if nobody else does.
         strict: refuse a run directory in which a newer checkpoint had to be passed over.
         dry_run: decide and check everything, and write nothing.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
@@ -201,6 +206,7 @@ def consolidate(
         resume_from=resume_from,
         share=share,
         command=command,
+        allow_unsafe_store=allow_unsafe_store,
     )
     request = _Request(
         checkpoint=os.fspath(checkpoint),
@@ -215,7 +221,13 @@ def consolidate(
     recording = Recording(manifest=manifest, manifest_file=manifest_file, sha256=sha256)
     publishing = _Publishing(repo_id=push_to_hub, private=private, branch=branch)
     writer = Writer(
-        "consolidate", moving, writing, why_not=is_hub_model, progress=progress, on_warning=on_warning
+        "consolidate",
+        moving,
+        writing,
+        why_not=is_hub_model,
+        marker=HUB_INDEX,
+        progress=progress,
+        on_warning=on_warning,
     )
     return _consolidate(request, options, recording, publishing, writer)
 
@@ -242,13 +254,18 @@ class _Publishing:
     private: bool
     branch: str | None
 
-    def check(self) -> None:
+    def check(self, output: str | None) -> None:
         """Refuse what could not be uploaded, before anything is read.
 
         Raises:
-            UsageError: the options lack a repo, or its name is not a repo id.
+            UsageError: the options lack a repo, or its name is not a repo id, or the output goes into a store.
             ResourceError: huggingface_hub is missing.
         """
+        if self.repo_id is not None and is_remote(output):
+            raise UsageError(
+                "--push-to-hub uploads a local directory, and the output goes into a store",
+                hint="leave one of the two out",
+            )
         if self.repo_id is not None:
             from shardkit.formats.hub.repo import check_push
 
@@ -271,7 +288,7 @@ def _consolidate(
     if request.base_revision is not None and request.base is None:
         raise UsageError("--base-revision belongs to --base, which is not given")
     recording.check()
-    publishing.check()
+    publishing.check(request.output)
     adapter = adapter_file(request.checkpoint)
     taken = take(adapter or request.checkpoint, strict=request.strict)
     resolved = taken.resolved
@@ -287,6 +304,9 @@ def _consolidate(
     base = find_base(opened) if given is None else open_base(given, revision=request.base_revision)
     base = None if base is None else folded_base(plain_base(base))
     job = build_job(merge_osf(opened, base), base, options)
+    if is_remote(path):
+        job = job.marked(writer.hash_in_store(job)[:8])
+        writer.check_beside({asset.name: asset.read for asset in job.assets if not is_weights(asset.name)})
     writer.warn(job.warnings)
     manifests = writer.find_manifests(
         [job.catalog, *(module.catalog for module in job.modules)], resolved.path

@@ -141,6 +141,20 @@ class ConsolidateJob:
         """See `operations.write.Job`."""
         return {"description": self.describe()}
 
+    def marked(self, mark: str) -> ConsolidateJob:
+        """Return the same job with a mark in the names of its weight files, as they lie in a store.
+
+        Raises:
+            UsageError: it writes an adapter, whose file PEFT finds by its name alone.
+        """
+        if self.kind == "adapter":
+            raise UsageError(
+                "an adapter cannot be written into a store so far: PEFT finds its weights by their name, without an index",
+                hint="write it into a local directory, or add it to its model with --merge-lora",
+            )
+        output = self.output.marked(mark)
+        return replace(self, output=output, plan=replace(self.plan, images=output))
+
     def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.HubModel:
         """Return the manifest, as far as it is known before a byte moves; `crcs` are those of tensors."""
         return manifest.HubModel(

@@ -80,6 +80,7 @@ class Descriptions:
         recording: what the manifest is to say, and whether it lies in the output.
         on_manifest: gets the manifest.
         on_written: called when all weights are on disk, before the rest is written.
+        shards: where the weights lie, if not in `directory`: in a store, which has compared their CRC-32s.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class Descriptions:
         recording: Recording,
         on_manifest: Callable[[bytes], object],
         on_written: Callable[[], object],
+        shards: str | None = None,
     ) -> None:
-        self._job, self._directory = job, directory
+        self._job, self._directory, self._shards = job, directory, shards or directory
         self._recording, self._on_manifest = recording, on_manifest
         self._manifests, self._has_digests = manifests, job.options.digest != "none"
         self._sha256, self._moving = recording.sha256, moving
@@ -148,10 +150,11 @@ class Descriptions:
             name = self._job.output.index_name
             self._write_synced(name + _PART, index)
             storage.rename(os.path.join(self._directory, name + _PART), os.path.join(self._directory, name))
-        check_output(self._job, self._directory)
+        if self._shards == self._directory:
+            check_output(self._job, self._directory)
 
     def _sha256_of(self, digest: FileDigest) -> str:
-        return digest.sha256 or sha256_of(os.path.join(self._directory, digest.name), digest.name)
+        return digest.sha256 or sha256_of(os.path.join(self._shards, digest.name), digest.name)
 
     def _write_manifest(self, digests: Mapping[str, FileDigest], others: list[manifest.File]) -> None:
         if self._sha256:

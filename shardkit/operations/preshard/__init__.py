@@ -105,6 +105,7 @@ def preshard(
     revision: str | None = None,
     variant: str | None = None,
     overwrite: bool = False,
+    allow_unsafe_store: bool = False,
     dry_run: bool = False,
     resume: bool = True,
     resume_from: str | os.PathLike[str] | None = None,
@@ -155,6 +156,7 @@ def preshard(
         revision: branch, tag or commit of a repo.
         variant: "fp16" for `model.fp16.safetensors` and the like.
         overwrite: replace an existing checkpoint, whole and in one step.
+        allow_unsafe_store: write into a store that has no conditional requests, if nobody else does.
         dry_run: decide and check everything, and write nothing. Of a repo's safetensors files that are not in
             the cache, only the headers are read.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
@@ -235,10 +237,13 @@ def preshard(
             resume_from=resume_from,
             share=share,
             command=command,
+            allow_unsafe_store=allow_unsafe_store,
         ),
         progress=progress,
         on_warning=on_warning,
     )
+    if is_remote(output):
+        options.profile.check_in_store()
     local = source if storage.exists(source) else None
     if output is not None:  # before anything is downloaded
         writer.check_destination(os.fspath(output), local)
@@ -278,7 +283,7 @@ def preshard(
 
 
 def _describe(
-    job: PreshardJob, run: OsftRun | None, directory: str, *, sha256: bool
+    job: PreshardJob, run: OsftRun | None, directory: str, *, sha256: bool, shards: str | None = None
 ) -> FolderDescriptions | FileDescriptions:
     """Return what writes the files beside the shards into a directory."""
     write_beside = partial(
@@ -297,6 +302,7 @@ def _describe(
         directory,
         sha256=sha256,
         measured={} if run is None else run.measured,
+        shards=shards,
     )
 
 
@@ -337,6 +343,8 @@ def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
         ResourceError: the source is downloaded to another disk, which lacks the room.
     """
     needed = job.plan.written_bytes - shared_bytes + job.num_chunks * DESCRIPTION_BYTES
+    if is_remote(path):
+        return needed
     download, cache = job.model.download_bytes, nearest_existing(job.model.directory)
     if download and storage.stat(cache).st_dev != storage.stat(os.path.dirname(path)).st_dev:
         check_space(os.path.join(cache, job.model.label), download)

@@ -84,6 +84,18 @@ class Profile:
                 f"--device: the files of --profile {self.name} name no device", hint="leave it out"
             )
 
+    def check_in_store(self) -> None:
+        """Refuse a form that a store cannot make visible all at once: the trainer looks for several files.
+
+        Raises:
+            UsageError: it is such a form.
+        """
+        if self.folder or self.companions or self.form != "dcp":
+            raise UsageError(
+                f"--profile {self.name}: the trainer looks for files that a store cannot make visible all at once",
+                hint="write into a local directory, and copy that with the store's own tool",
+            )
+
     def paths(self, names: Iterable[str]) -> dict[str, tuple[str | int, ...]] | None:
         """Return the path of each name of a checkpoint in the nested state dict; None if that is flat."""
         length = sum(len(key) + 1 for key in self.root)

