@@ -108,6 +108,17 @@ def test_a_wrong_guess_costs_nothing_but_itself(
     assert is_clean(tmp_path, "out", "plain")
 
 
+def test_what_the_class_keeps_in_fp32_is_a_wrong_guess(
+    tmp_path: Path, taken: Taken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_hub(ZOO["t5"], tmp_path / "hub")  # wo stays in fp32
+    options: dict[str, Any] = {"world_size": 2, "dtype": "fp16"}
+    shardkit.preshard(tmp_path / "hub", tmp_path / "out", **options)
+    without(monkeypatch, lambda: shardkit.preshard(tmp_path / "hub", tmp_path / "plain", **options))
+    assert taken == [False, False]
+    assert contents(tmp_path / "out") == contents(tmp_path / "plain")
+
+
 def test_where_the_class_says_no_nothing_is_left(hub: Path, tmp_path: Path) -> None:
     with pytest.raises(PolicyError):
         shardkit.preshard(hub, tmp_path / "out", world_size=2, wrap="NoSuchClass")
