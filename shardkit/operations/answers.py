@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from shardkit._version import __version__
@@ -81,6 +81,10 @@ class Inquiry(Protocol[A]):
         """
         ...
 
+    def is_final(self, number: int, answer: A) -> bool:
+        """False for what may be another time, such as a file that the system could not read."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartAnswer:
@@ -136,9 +140,13 @@ class Gathering:
         if isinstance(part, str):
             part = parse_part(part, os.environ)
         refuse_remote(os.fspath(directory))
-        return cls(
-            directory=storage.absolute(os.fspath(directory)), part=part, command=Command.of(verb, arguments)
-        )
+        places = {"answers": directory, "output": arguments.get("output")}
+        paths = {
+            name: storage.absolute(os.fspath(place)) for name, place in places.items() if place is not None
+        }
+        command = Command.of(verb, arguments)
+        command = replace(command, options={**command.options, **paths})  # for whoever runs a missing part
+        return cls(directory=paths["answers"], part=part, command=command)
 
     @property
     def has_begun(self) -> bool:
@@ -271,7 +279,9 @@ class _Shared(Generic[A]):
             raise ResourceError(f"cannot list {escape(self._directory)}: {error.strerror}") from error
         found: dict[int, A] = {}
         for name in names:
-            found.update(self._read(name))
+            for number, answer in self._read(name).items():
+                if number not in found or self._inquiry.is_final(number, answer):
+                    found[number] = answer
         return found
 
     def _read(self, name: str) -> dict[int, A]:
@@ -298,7 +308,8 @@ class _Shared(Generic[A]):
         parts = divide([question.nbytes for question in questions], part.count)
         mine = [number for number, each in enumerate(parts) if each == part.number]
         found = self.read()
-        missing = [number for number in mine if number not in found]
+        is_final = self._inquiry.is_final
+        missing = [number for number in mine if number not in found or not is_final(number, found[number])]
         if missing:
             answered = self._inquiry.ask(missing)
             self._write(part, {**{n: found[n] for n in mine if n in found}, **answered})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -267,3 +268,14 @@ def test_the_text_for_people_is_that_of_one_process(sharded: Path, server: Serve
     assert "missing" in first.out
     for last in (server([*args, "--part", "2/2", *answers]), server([*args, *answers])):
         assert (last.code, last.out, last.err) == (whole.code, whole.out, whole.err)
+
+
+def test_what_could_not_be_read_is_read_again(plain: Path, server: Server) -> None:
+    asked = Asked(server, plain.parent / "answers", "verify", str(plain), "--full", "--jobs", "1")
+    fault = {"of": ["preadv"], "at": 1, "do": "errno", "errno": errno.EIO}
+    first, other = asked.together([asked.run("1/2", fault=fault)])[0], asked.together([asked.run("2/2")])[0]
+    assert first.code == 0
+    assert said(first)["problems"][0]["is_unreadable"]
+    assert other.code == 5
+    assert asked.is_whole(asked.together([asked.run("1/2")])[0])
+    assert asked.is_whole(asked.together([asked.run(None)])[0])

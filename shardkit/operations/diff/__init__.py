@@ -413,6 +413,10 @@ class Comparison:
             int(plain["read_bytes"]),
         )
 
+    def is_final(self, number: int, answer: PairAnswer | Ties) -> bool:
+        """True: a file that cannot be read is an error."""
+        return True
+
     def sum_up(self, answers: Mapping[int, PairAnswer | Ties]) -> DiffResult:
         """Return the result of all answers, or of those that a part has."""
         ties = answers.get(len(self._read))

@@ -308,6 +308,10 @@ class Digesting:
         self._digests.load(*self._files[number], plain)
         return Report.load(plain["report"])
 
+    def is_final(self, number: int, answer: Report) -> bool:
+        """False if the system could not read the file."""
+        return not answer.has_unreadable
+
 
 class Digests:
     """Takes the digests of files, and of the chunks in them.

@@ -87,6 +87,10 @@ class FactorQuestions:
         report, found = plain
         return Report.load(report), None if found is None else float.fromhex(found)
 
+    def is_final(self, number: int, answer: tuple[Report, float | None]) -> bool:
+        """False if the system could not read a factor."""
+        return not answer[0].has_unreadable
+
     def sum_up(self, answers: Mapping[int, tuple[Report, float | None]], report: Report) -> None:
         """Report what is not orthonormal, and how far the rest is off."""
         if self._failure is not None:

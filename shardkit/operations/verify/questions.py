@@ -66,6 +66,10 @@ class FileQuestions:
         """Return the answer that `dump` wrote."""
         return Report.load(plain)
 
+    def is_final(self, number: int, answer: Report) -> bool:
+        """False if the system could not read the file."""
+        return not answer.has_unreadable
+
     def sum_up(self, answers: Mapping[int, Report], report: Report) -> None:
         """Add what was found to a report, in the order of the questions."""
         for number in sorted(answers):
@@ -135,6 +139,11 @@ class Joined:
         """Return the answer that `dump` wrote."""
         kind, at = self._places[number]
         return kind.load(at, plain)
+
+    def is_final(self, number: int, answer: Any) -> bool:
+        """False for what may be another time."""
+        kind, at = self._places[number]
+        return kind.is_final(at, answer)
 
     def sum_up(self, answers: Mapping[int, Any], report: Report) -> None:
         """Add what was found to a report, kind by kind."""

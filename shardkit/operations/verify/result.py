@@ -204,6 +204,11 @@ class Report:
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(part, name))
 
+    @property
+    def has_unreadable(self) -> bool:
+        """True if the system could not read something."""
+        return any(problem.is_unreadable for problem in self.problems)
+
     def dump(self) -> dict[str, Any]:
         """Return what `add` takes of it as plain data."""
         return {
