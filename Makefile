@@ -23,7 +23,7 @@ OSFT ?=
 # Of `make matrix`: rows of scripts/matrix.py, by default all.
 VERSIONS ?=
 
-.PHONY: help demo osft test test-newest newest matrix check models fuzz torture powerloss corruption slurm venv
+.PHONY: help demo osft test test-newest newest matrix check models fuzz torture powerloss corruption slurm pictures venv
 
 help:
 	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
@@ -37,6 +37,7 @@ help:
 	@echo "make powerloss   replay what a power loss may leave of every operation that writes"
 	@echo "make corruption  damage every file of every kind of output, and let verify look for it"
 	@echo "make slurm       parts in jobs of a real SLURM on this machine, a node lost; needs root, slurm-wlm and munge"
+	@echo "make pictures    take the screenshots of docs/pictures.md; needs playwright and Chromium"
 	@echo "make fuzz    FUZZ_COUNT=20000 changed inputs for each reader of files, from FUZZ_SEED=0"
 	@echo "make venv    only the environment that the others use, $(VENV)/"
 
@@ -79,6 +80,10 @@ corruption: $(INSTALLED)
 
 slurm: $(INSTALLED)
 	$(BIN)/python -m tests.slurm
+
+# Needs a browser: pip install playwright into .venv, and apt-get install chromium.
+pictures: $(INSTALLED)
+	$(BIN)/python scripts/pictures.py
 
 check: $(INSTALLED)
 	@PYTHON=$(BIN)/python scripts/check

@@ -26,6 +26,7 @@ MAX_FILES = 16
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
+    ("pictures",),
     ("training",),
     ("training/diagnostics", "training/model"),
     ("training/fill",),

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import MAX_LINES, Output, answer_facts, count, facts, make_progress, more, table
+from shardkit.cli.output import (
+    MAX_LINES,
+    Output,
+    PageFile,
+    answer_facts,
+    count,
+    drawn,
+    facts,
+    make_progress,
+    more,
+    table,
+)
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, format_size
 from shardkit.operations.diff import SORTS, DiffResult, TensorDiff, diff
 
 if TYPE_CHECKING:
     from shardkit.operations.diff.values import TensorStats
+    from shardkit.pictures.glyphs import Glyphs
+    from shardkit.pictures.page import Page
 
 _DIFFERS = 1
 _ALONE = {"only_a": "only in A", "only_b": "only in B", "shape": "shapes differ"}
@@ -52,9 +66,23 @@ Examples:
 @opt.max_memory
 @click.option("--quiet", "-q", is_flag=True, help="Print no result, only set the exit code.")
 @opt.gathering
+@opt.picture
+@opt.html
+@opt.overwrite("FILE of --html, whatever it is")
 @opt.follow_links
 @opt.reporting
-def command(*, out: Output, a: str, b: str, quiet: bool, part: str | None, **options: Any) -> None:
+def command(
+    *,
+    out: Output,
+    a: str,
+    b: str,
+    quiet: bool,
+    picture: bool,
+    html_file: str | None,
+    overwrite: bool,
+    part: str | None,
+    **options: Any,
+) -> None:
     """Compare the weights of A and B: Hub models or sharded checkpoints, in any two formats.
 
     Tensors are paired by their names on the Hub: = equal, ~ equal after rounding, - only in A, + only in B,
@@ -64,15 +92,31 @@ def command(*, out: Output, a: str, b: str, quiet: bool, part: str | None, **opt
     """
     if quiet and out.as_json:
         raise click.UsageError("--quiet prints no result, and --json is one: give one of them")
-    share = opt.take_part(out, part)
+    page, share = PageFile(html_file, (a, b), overwrite=overwrite), opt.take_part(out, part)
     result = diff(a, b, part=share, progress=make_progress(enabled=out.shows_bars and not quiet), **options)
     for warning in result.warnings:
         out.warn(warning)
     if not quiet:
         out.result(result, render)
+    if picture and not (quiet or out.as_json):
+        out.lines(drawn(partial(_glyphs, result)))
+    if result.part is None:  # the last part to finish has the whole answer
+        page.write(out, partial(_page, result))
     if not result.is_equal_after_rounding and result.part is None:
         sys.stdout.flush()  # the reader may be gone, and this error is reported like any other
         click.get_current_context().exit(_DIFFERS)
+
+
+def _glyphs(result: DiffResult, width: int, glyphs: Glyphs) -> Iterator[str]:
+    from shardkit.pictures.glyphs import changed_lines
+
+    return changed_lines(result, width, glyphs)
+
+
+def _page(result: DiffResult) -> Page:
+    from shardkit.pictures.changes import changes_page
+
+    return changes_page(result, list(_facts(result)))
 
 
 def render(result: DiffResult) -> list[str]:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import MAX_LINES, Output, count, facts, limited, more, size_runs, table
+from shardkit.cli.output import (
+    MAX_LINES,
+    Output,
+    PageFile,
+    count,
+    drawn,
+    facts,
+    limited,
+    more,
+    size_runs,
+    table,
+)
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import escape, format_size
 from shardkit.operations.inspect import InspectedFile, InspectedTargets, InspectResult, inspect
+
+if TYPE_CHECKING:
+    from shardkit.pictures.glyphs import Glyphs
+    from shardkit.pictures.page import Page
 
 _MAX_FILES = 20
 
@@ -25,15 +41,45 @@ Examples:
 )
 @click.argument("path", type=opt.PATH)
 @click.option("--tensors", is_flag=True, help="List every tensor; otherwise layers and experts are folded.")
+@opt.picture
+@opt.html
+@opt.overwrite("FILE of --html, whatever it is")
 @opt.follow_links
 @opt.as_json
-def command(*, path: str, as_json: bool, **options: Any) -> None:
+def command(
+    *, path: str, picture: bool, html_file: str | None, overwrite: bool, as_json: bool, **options: Any
+) -> None:
     """Show what PATH holds: a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint.
 
     Headers and metadata are read, but no tensor data. Anything odd about the checkpoint is reported on stderr.
     """
-    out, result = Output(as_json=as_json), inspect(path, **options)
+    out, page = Output(as_json=as_json), PageFile(html_file, (path,), overwrite=overwrite)
+    is_drawn = picture and not as_json
+    result = inspect(path, holdings=is_drawn or html_file is not None, **options)
     out.result(result, render, max_warnings=MAX_LINES)
+    if is_drawn:
+        out.lines(drawn(partial(_glyphs, result)))
+    page.write(out, partial(_page, result))
+
+
+def _glyphs(result: InspectResult, width: int, glyphs: Glyphs) -> Iterator[str]:
+    from shardkit.pictures.glyphs import held_lines
+
+    assert result.holdings is not None
+    return held_lines(result.holdings, width, glyphs)
+
+
+def _page(result: InspectResult) -> Page:
+    from shardkit.pictures.held import held_page
+
+    assert result.holdings is not None
+    return held_page(
+        result.holdings,
+        kicker=_title(result),
+        title=escape(result.path),
+        facts=[*_facts(result), *(("note", note) for note in result.notes)],
+        warnings=result.warnings,
+    )
 
 
 def render(result: InspectResult) -> list[str]:

@@ -109,6 +109,14 @@ def silence_hub() -> None:
     disable_progress_bars()
 
 
+html = click.option(
+    "--html",
+    "html_file",
+    type=PATH,
+    metavar="FILE",
+    help="Write what there is to see as a page too: one file, for any browser.",
+)
+picture = click.option("--picture", is_flag=True, help="Draw it in the terminal too.")
 follow_links = click.option(
     "--follow-links",
     is_flag=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from shardkit.operations.answers import PartAnswer
     from shardkit.operations.commit import CommitResult
     from shardkit.operations.write import WriteResult
+    from shardkit.pictures.glyphs import Glyphs
+    from shardkit.pictures.page import Page
 
 MAX_LINES = 20
 """Most lines of one list for people; --json has all."""
@@ -317,3 +320,44 @@ class ByteBar:
         if self._bar is not None:
             self._bar.update(self._pending_bytes)
             self._pending_bytes = 0
+
+
+class PageFile:
+    """The file that `--html` names, if it was given.
+
+    Args:
+        path: as it was typed; None if there is none.
+        about: what the page is about; it must not lie in there.
+        overwrite: whatever is there may be replaced.
+
+    Raises:
+        UsageError: something else than a page is there. This comes before anything is read.
+        ResourceError: its directory is missing.
+    """
+
+    def __init__(self, path: str | None, about: tuple[str, ...], *, overwrite: bool) -> None:
+        self._path: str | None = None
+        if path is None and overwrite:
+            raise click.UsageError("--overwrite is about the file of --html, which is not given")
+        if path is not None:
+            from shardkit.pictures.page import check_page
+
+            self._path = check_page(path, overwrite=overwrite, outside=about)
+        self._given = path
+
+    def write(self, out: Output, make: Callable[[], Page]) -> None:
+        """Write the page, and say so."""
+        if self._path is None:
+            return
+        from shardkit.pictures.page import write_page
+
+        write_page(self._path, make())
+        out.say("page", f"{escape(self._given or '')}: open it in a browser")
+
+
+def drawn(lines: Callable[[int, Glyphs], Iterator[str]]) -> list[str]:
+    """Return lines of a picture as wide as the terminal, in characters that it has."""
+    from shardkit.pictures.glyphs import glyphs_for
+
+    width = shutil.get_terminal_size().columns
+    return ["", *lines(width, glyphs_for(sys.stdout.encoding))]

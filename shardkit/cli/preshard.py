@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,7 @@ from shardkit._version import torch_note
 from shardkit.cli import options as opt
 from shardkit.cli.output import (
     Output,
+    PageFile,
     count,
     ending,
     facts,
@@ -27,6 +29,7 @@ from shardkit.osft.plan import FACTORS
 if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
     from shardkit.operations.preshard.factors import OsftResult
+    from shardkit.pictures.page import Page
 
 _UNEVEN = 1.01  # below, nobody would notice
 
@@ -102,6 +105,7 @@ Examples:
 @click.option("--variant", metavar="NAME", help="Use model.NAME.safetensors and the like.")
 @opt.overwrite("checkpoint, whole and in one step")
 @opt.writing
+@opt.html
 @opt.parts
 @opt.moving
 @click.option(
@@ -118,6 +122,7 @@ def command(
     osft_targets: str | None,
     osft_ranks: tuple[str, ...],
     osft_svd: str | None,
+    html_file: str | None,
     **options: Any,
 ) -> None:
     """Write SOURCE as one file for each rank of a device mesh, ready for torch.distributed.checkpoint.
@@ -126,6 +131,12 @@ def command(
     directory to make; by default its name gives model and mesh. To continue an interrupted run, run the same
     command again.
     """
+    if html_file is not None and not options["dry_run"]:
+        raise click.UsageError(
+            "--html shows what would be written: add --dry-run, or use shardkit inspect --html on the output"
+        )
+    replaces = options["overwrite"] and html_file is not None
+    page = PageFile(html_file, (source,), overwrite=replaces)
     warn_of_torch(out)
     if not out.shows_bars and _is_on_the_hub(source):
         opt.silence_hub()
@@ -135,8 +146,31 @@ def command(
     plan = plan_of_options(osft, osft_targets, osft_ranks, osft_svd)
     if not opt.given("max_memory"):
         options["max_memory"] = None
-    result = opt.carry_out(out, preshard, source, output, osft=plan, on_step=out.step, **options)
+    result = opt.carry_out(
+        out,
+        preshard,
+        source,
+        output,
+        osft=plan,
+        on_step=out.step,
+        holdings=html_file is not None,
+        **options,
+    )
     out.result(result, render)
+    page.write(out, partial(_page, result))
+
+
+def _page(result: PreshardResult) -> Page:
+    from shardkit.pictures.held import held_page
+
+    assert result.holdings is not None
+    return held_page(
+        result.holdings,
+        kicker=f"plan for a mesh of {result.mesh}; nothing is written yet",
+        title=escape(result.output),
+        facts=[*_facts(result), *(("note", note) for note in result.notes)],
+        warnings=result.warnings,
+    )
 
 
 def warn_of_torch(out: Output) -> None:

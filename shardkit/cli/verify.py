@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import MAX_LINES, Output, answer_facts, count, facts, make_progress, more
+from shardkit.cli.output import MAX_LINES, Output, PageFile, answer_facts, count, facts, make_progress, more
 from shardkit.core.text import escape, format_size
 from shardkit.errors import ResourceError
 from shardkit.operations.verify import verify
 from shardkit.operations.verify.result import VerifyProblem, VerifyResult
+
+if TYPE_CHECKING:
+    from shardkit.pictures.page import Page
 
 _PROBLEMS = 1
 
@@ -49,9 +53,13 @@ Examples:
 @opt.revision
 @opt.gathering
 @opt.jobs
+@opt.html
+@opt.overwrite("FILE of --html, whatever it is")
 @opt.follow_links
 @opt.reporting
-def command(*, out: Output, path: str, part: str | None, **options: Any) -> None:
+def command(
+    *, out: Output, path: str, html_file: str | None, overwrite: bool, part: str | None, **options: Any
+) -> None:
     """Check that PATH is whole, and holds the bytes that were written.
 
     PATH is a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint. By default metadata, headers,
@@ -60,11 +68,20 @@ def command(*, out: Output, path: str, part: str | None, **options: Any) -> None
     3: not a checkpoint; 4: with --answers, parts are missing; 5: nothing is wrong, but some files cannot be read. A part
     ends with 0 while others are missing, whatever it found: the last one to finish has the answer.
     """
-    share = opt.take_part(out, part)
-    result = verify(path, part=share, progress=make_progress(enabled=out.shows_bars), **options)
+    page, share = PageFile(html_file, (path,), overwrite=overwrite), opt.take_part(out, part)
+    progress = make_progress(enabled=out.shows_bars)
+    result = verify(path, holdings=html_file is not None, part=share, progress=progress, **options)
     out.result(result, render, max_warnings=MAX_LINES)
+    if result.part is None:  # the last part to finish has the whole answer
+        page.write(out, partial(_page, result))
     if not result.ok and result.part is None:
         click.get_current_context().exit(ResourceError.exit_code if result.is_only_unreadable else _PROBLEMS)
+
+
+def _page(result: VerifyResult) -> Page:
+    from shardkit.pictures.damage import damage_page
+
+    return damage_page(result, list(_facts(result)))
 
 
 def render(result: VerifyResult) -> list[str]:

@@ -33,6 +33,7 @@ _OWN = {
     "on_warning",
     "on_step",
     "dry_run",
+    "holdings",
     "resume",
     "resume_from",
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -37,9 +37,11 @@ from shardkit.operations.casts import dequantized_as, parse_rules
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space
+from shardkit.operations.holdings import Holdings
 from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.operations.parts.pool import Executor, in_pool
 from shardkit.operations.preshard.factors import OsftResult, OsftRun
+from shardkit.operations.preshard.held import hold_job
 from shardkit.operations.preshard.job import JobOptions, PreshardJob, build_job, expect_job
 from shardkit.operations.preshard.profiles import find_profile, write_companions
 from shardkit.operations.write import Moving, OnWarning, Writer, WriteResult, Writing
@@ -80,6 +82,14 @@ class PreshardResult(WriteResult):
     """Files of the model beside its weights, by their names in the output: config, tokenizer and the like."""
     skipped: tuple[tuple[str, str], ...]
     """(name, reason) of files that hold weights beside the model's own; they are not in the output either."""
+    holdings: Holdings | None = None
+    """Which rank and which file holds which bytes; None unless it was asked for. Its `to_json` is its own."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data, without `holdings`."""
+        plain = asdict(replace(self, holdings=None))
+        del plain["holdings"]
+        return plain
 
 
 @may_follow_links
@@ -107,6 +117,7 @@ def preshard(
     overwrite: bool = False,
     allow_unsafe_store: bool = False,
     dry_run: bool = False,
+    holdings: bool = False,
     resume: bool = True,
     resume_from: str | os.PathLike[str] | None = None,
     part: str | Share | None = None,
@@ -159,6 +170,7 @@ def preshard(
         allow_unsafe_store: write into a store that has no conditional requests, if nobody else does.
         dry_run: decide and check everything, and write nothing. Of a repo's safetensors files that are not in
             the cache, only the headers are read.
+        holdings: tell too which rank and which file holds which bytes, for pictures.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
         resume_from: go on with this staging directory (`.<output>.shardkit-...`), for example of another host's run.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
@@ -279,7 +291,8 @@ def preshard(
             fill=None if run is None else run.fill,
         )
     facts = {**writer.facts(job.warnings), "osft": None if run is None else run.result()}
-    return _result(job, source, facts, shares_extents=room.shared_bytes > job.plan.written_bytes // 2)
+    result = _result(job, source, facts, shares_extents=room.shared_bytes > job.plan.written_bytes // 2)
+    return replace(result, holdings=hold_job(job)) if holdings else result
 
 
 def _describe(

@@ -12,9 +12,11 @@ from functools import partial
 from shardkit.core.text import count, parse_size
 from shardkit.core.threads import NoProgress, Progress, choose_jobs
 from shardkit.errors import UsageError
+from shardkit.files.digest import place_of
 from shardkit.files.links import may_follow_links
 from shardkit.formats.contract import Checkpoint
 from shardkit.operations.answers import Gathering, State, answers_to
+from shardkit.operations.holdings import Holdings, hold, hold_files
 from shardkit.operations.parts.part import Part
 from shardkit.operations.resolve import take
 from shardkit.operations.verify.bytes import choose
@@ -38,6 +40,7 @@ def verify(
     hub: str | None = None,
     revision: str | None = None,
     jobs: int | None = None,
+    holdings: bool = False,
     part: str | Part | None = None,
     answers: str | os.PathLike[str] | None = None,
     follow_links: bool = False,
@@ -64,6 +67,7 @@ def verify(
         hub: a repo id. Every file must be the repo's, as the ids tell that the Hub keeps. Nothing is downloaded.
         revision: branch, tag or commit of the repo.
         jobs: threads; by default the cores that this process may use, from 2 to 8.
+        holdings: tell too which file holds which bytes, for pictures.
         part: read this part of what is to be read, such as "3/16", or "env" to ask the launcher. Where no other part is
             missing, the result is that of one process.
         answers: directory in which all parts put what they find; without `part`, put together what is there.
@@ -133,7 +137,20 @@ def verify(
             commit=commit,
         ),
         part=waiting,
+        holdings=_hold(structure) if holdings else None,
     )
+
+
+def _hold(structure: Structure) -> Holdings:
+    """Return which file holds what, by the names that problems give; only names where it could not be opened."""
+    if structure.checkpoint is None:
+        return hold_files(
+            (each.name, each.size, [(s.start, s.nbytes, s.tensor or "") for s in each.stretches])
+            for each in structure.files
+        )
+    names = {place_of(each.path): each.name for each in structure.files}
+    catalog = structure.checkpoint.catalog
+    return hold(catalog, names=lambda file: names.get(place_of(file.path), file.name))
 
 
 def _state(structure: Structure, report: Report, *, seed: int | None) -> State:

@@ -26,7 +26,7 @@ from shardkit.files.strict_json import FOLLOWS_LINKS, read_small
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList
 from shardkit.operations.companions import walk
-from shardkit.operations.verify.result import Report
+from shardkit.operations.verify.result import SIZE, Report
 
 _LIST = re.compile(r".*\.chunks\.json")
 _UPLOADED = (".gitattributes", "README.md")
@@ -176,7 +176,7 @@ def _recorded(described: Described, file: manifest.SavedFile, report: Report) ->
         reason = "it is no regular file of the directory" if is_there else "there is no such file"
         report.problem(f"{escape(os.path.basename(described.where))} lists it, and {reason}", file=where)
     elif held != file.size:
-        report.problem("size in bytes", file=where, expected=str(file.size), found=str(held))
+        report.problem(SIZE, file=where, expected=str(file.size), found=str(held))
     return recorded if held == file.size else None
 
 

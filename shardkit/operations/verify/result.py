@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,8 +15,11 @@ from shardkit.core.threads import NoProgress, Progress, run_all
 from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files.digest import Stretch
 from shardkit.operations.answers import PartAnswer
+from shardkit.operations.holdings import Holdings
 
 Level = Literal["structure", "sample", "full"]
+SIZE = "size in bytes"
+"""The message where a file has another size than is recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,8 @@ class VerifyResult:
     """What could not be checked, and what a person should be told."""
     part: PartAnswer | None = None
     """What became of a part while others lack something: the rest is what this part found. None where all was checked."""
+    holdings: Holdings | None = None
+    """Which file holds which bytes, damaged or not; None unless it was asked for. Its `to_json` is its own."""
 
     @property
     def ok(self) -> bool:
@@ -120,8 +125,10 @@ class VerifyResult:
         return not self.ok and all(problem.is_unreadable for problem in self.problems)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
-        return {"ok": self.ok, **asdict(self)}
+        """Return the result as plain data, without `holdings`."""
+        plain = asdict(replace(self, holdings=None))
+        del plain["holdings"]
+        return {"ok": self.ok, **plain}
 
 
 _TEXTS = ("warnings", "notes")

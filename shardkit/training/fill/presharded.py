@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from operator import sub
 
 from shardkit.core.catalog import Catalog, Checksums, FileStamp, SourceFile
 from shardkit.core.dtypes import BY_NAME
-from shardkit.core.mesh import Axis, Mesh, parse_mesh
-from shardkit.core.placements import Placement, Placements
+from shardkit.core.mesh import Mesh
+from shardkit.core.placements import Placements
 from shardkit.core.regions import Region, find_tiling_error, full_region, intersect
 from shardkit.core.text import count, escape
 from shardkit.core.threads import map_at_once
-from shardkit.errors import IntegrityError, LayoutError, ShardkitError, SourceError, UsageError
+from shardkit.errors import IntegrityError, LayoutError, ShardkitError, SourceError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.digest import crc32
 from shardkit.files.home import home_of, path_in
@@ -29,9 +28,9 @@ from shardkit.formats.dcp.chunk_list import ChunkList, ListedChunk
 from shardkit.formats.hub.base import read_derived, read_key_rules, source_key_rules
 from shardkit.keys.expressions import Expression
 from shardkit.keys.renaming import KeyRule
+from shardkit.layout.recorded import recorded_layout
 
 _MAX_LIST_BYTES = 1 << 28
-_MAX_DIMS = 64  # torch's own limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +188,7 @@ def open_presharded(directory: str) -> Presharded | None:
         )
     try:
         found = _opened(directory, said)
-    except (ValueError, UsageError, LayoutError) as error:
+    except (ValueError, LayoutError) as error:
         raise SourceError(
             f"{escape(os.path.join(directory, manifest.NAME))} does not describe shards as this version does",
             problems=[error.message if isinstance(error, ShardkitError) else str(error)],
@@ -213,26 +212,15 @@ def _opened(directory: str, said: manifest.Presharded) -> Presharded:
         catalog.files.append(SourceFile(name=file.name, path=path, size=file.size))
     if len({file.name for file in catalog.files}) != len(catalog.files):
         raise ValueError("files: a file is listed twice")
-    axes = [f"{axis.name}:{axis.role}={axis.size}" for axis in said.mesh.axes]
-    stages = [] if said.mesh.pp is None else [f"pp={said.mesh.pp}"]
-    mesh = parse_mesh(
-        ",".join([*stages, *axes, *([] if said.mesh.ep is None else [f"ep={said.mesh.ep}"])]), None
-    )
-    views = [_view(view, mesh) for view in said.meshes or ()]
-    placements, meshes = dict[str, Placements](), dict[str, Mesh]()
+    layout = recorded_layout(said)
     for fqn, tensor in said.tensors.items():
-        if len(tensor.shape) > _MAX_DIMS:
-            raise ValueError(f"{escape(fqn)}: {len(tensor.shape)} dims, torch has at most {_MAX_DIMS}")
         catalog.add_tensor(fqn, BY_NAME[tensor.dtype], tensor.shape, iter(()))
-        if tensor.mesh is not None:
-            if tensor.mesh >= len(views):
-                raise ValueError(f"{escape(fqn)}: it lies on mesh {tensor.mesh} of {len(views)}")
-            meshes[fqn] = views[tensor.mesh]
-        placements[fqn] = _placements(tensor, meshes.get(fqn, mesh), fqn)
-        if tensor.stage is not None:
-            if not 0 <= tensor.stage < mesh.pp:
-                raise ValueError(f"{escape(fqn)}: it lies on stage {tensor.stage} of {mesh.pp}")
-            meshes[fqn] = mesh.on_stage(tensor.stage, meshes.get(fqn))
+    placements = {fqn: tensor.placements for fqn, tensor in layout.tensors.items()}
+    meshes = {
+        fqn: layout.mesh_of(fqn)
+        for fqn, tensor in layout.tensors.items()
+        if tensor.mesh is not None or tensor.stage is not None
+    }
     ties = _ties(said.ties, placements)
     for other, name in ties.items():
         catalog.tensors[other] = replace(catalog.tensors[name], fqn=other)
@@ -242,36 +230,12 @@ def _opened(directory: str, said: manifest.Presharded) -> Presharded:
         digest=said.crc32,
         key_rules=read_key_rules(said) or source_key_rules(said),
         derived=read_derived(said),
-        mesh=mesh,
+        mesh=layout.mesh,
         placements=placements,
         meshes=meshes,
         ties=ties,
         lists=said.files,
     )
-
-
-def _view(view: manifest.MeshView, mesh: Mesh) -> Mesh:
-    """Return a further mesh; a file may say of it what it likes, as long as its ranks are those of the first."""
-    if not view.axes or any(prod(size for size, _ in axis.steps) != axis.size for axis in view.axes):
-        raise ValueError("meshes: the steps of an axis do not make up its size")
-    digits = sorted(step for axis in view.axes for step in axis.steps if step[0] != 1)
-    if any(size < 1 or stride < 1 for size, stride in digits):
-        raise ValueError("meshes: an axis has no ranks")
-    if sum((size - 1) * stride for size, stride in digits) >= mesh.size:
-        raise ValueError("meshes: an axis has more ranks than the world")
-    axes = tuple(Axis(axis.name, axis.size, "shard") for axis in view.axes)
-    return Mesh(axes, tuple(axis.steps for axis in view.axes))
-
-
-def _placements(tensor: manifest.ShardedTensor, mesh: Mesh, fqn: str) -> Placements:
-    if len(tensor.placements) != len(mesh.axes):
-        raise ValueError(
-            f"{escape(fqn)}: not one placement for each of {count(len(mesh.axes), 'mesh axis', 'mesh axes')}"
-        )
-    found = tuple(map(Placement.parse, tensor.placements))
-    if any(each.shard_dim is not None and each.shard_dim >= len(tensor.shape) for each in found):
-        raise ValueError(f"{escape(fqn)}: a placement cuts a dim that the tensor lacks")
-    return found
 
 
 def _ties(groups: Sequence[Sequence[str]], placements: Mapping[str, object]) -> dict[str, str]:

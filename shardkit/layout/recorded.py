@@ -1,0 +1,83 @@
+"""The layout that a manifest records: a mesh, and the placement of every tensor."""
+
+from __future__ import annotations
+
+from math import prod
+
+from shardkit.core.mesh import Axis, Mesh, parse_mesh
+from shardkit.core.placements import Placement, Placements
+from shardkit.core.text import count, escape
+from shardkit.errors import LayoutError, UsageError
+from shardkit.files import manifest
+from shardkit.layout.layout import Layout, TensorLayout, Unit
+
+_MAX_DIMS = 64  # torch's own limit
+
+
+def recorded_layout(said: manifest.Presharded) -> Layout:
+    """Return the layout of a pre-sharded directory, without its ties.
+
+    Raises:
+        LayoutError: the manifest makes no sense, naming the tensor or the axis.
+    """
+    try:
+        mesh = _mesh(said.mesh)
+    except UsageError as error:
+        raise LayoutError(error.message) from error
+    views = [_view(view, mesh) for view in said.meshes or ()]
+    return Layout(
+        origin="traced" if said.layout.origin == "traced" else "declared",
+        mesh=mesh,
+        units=tuple(Unit(path=unit.path, class_name=unit.class_name) for unit in said.units),
+        tensors={fqn: _placed(fqn, tensor, mesh, views) for fqn, tensor in said.tensors.items()},
+        policy=said.layout.policy,
+    )
+
+
+def _mesh(said: manifest.Mesh) -> Mesh:
+    axes = [f"{axis.name}:{axis.role}={axis.size}" for axis in said.axes]
+    stages = [] if said.pp is None else [f"pp={said.pp}"]
+    return parse_mesh(",".join([*stages, *axes, *([] if said.ep is None else [f"ep={said.ep}"])]), None)
+
+
+def _view(view: manifest.MeshView, mesh: Mesh) -> Mesh:
+    """Return a further mesh; a file may say of it what it likes, as long as its ranks are those of the first."""
+    if not view.axes or any(prod(size for size, _ in axis.steps) != axis.size for axis in view.axes):
+        raise LayoutError("meshes: the steps of an axis do not make up its size")
+    digits = sorted(step for axis in view.axes for step in axis.steps if step[0] != 1)
+    if any(size < 1 or stride < 1 for size, stride in digits):
+        raise LayoutError("meshes: an axis has no ranks")
+    if sum((size - 1) * stride for size, stride in digits) >= mesh.size:
+        raise LayoutError("meshes: an axis has more ranks than the world")
+    axes = tuple(Axis(axis.name, axis.size, "shard") for axis in view.axes)
+    return Mesh(axes, tuple(axis.steps for axis in view.axes))
+
+
+def _placed(fqn: str, tensor: manifest.ShardedTensor, mesh: Mesh, views: list[Mesh]) -> TensorLayout:
+    if len(tensor.shape) > _MAX_DIMS:
+        raise LayoutError(f"{escape(fqn)}: {len(tensor.shape)} dims, torch has at most {_MAX_DIMS}")
+    if tensor.mesh is not None and tensor.mesh >= len(views):
+        raise LayoutError(f"{escape(fqn)}: it lies on mesh {tensor.mesh} of {len(views)}")
+    if tensor.stage is not None and not 0 <= tensor.stage < mesh.pp:
+        raise LayoutError(f"{escape(fqn)}: it lies on stage {tensor.stage} of {mesh.pp}")
+    view = None if tensor.mesh is None else views[tensor.mesh]
+    return TensorLayout(
+        fqn=fqn,
+        shape=tensor.shape,
+        placements=_placements(tensor, view or mesh, fqn),
+        unit=tensor.unit,
+        is_buffer=tensor.buffer,
+        mesh=view,
+        stage=tensor.stage,
+    )
+
+
+def _placements(tensor: manifest.ShardedTensor, mesh: Mesh, fqn: str) -> Placements:
+    if len(tensor.placements) != len(mesh.axes):
+        raise LayoutError(
+            f"{escape(fqn)}: not one placement for each of {count(len(mesh.axes), 'mesh axis', 'mesh axes')}"
+        )
+    found = tuple(map(Placement.parse, tensor.placements))
+    if any(each.shard_dim is not None and each.shard_dim >= len(tensor.shape) for each in found):
+        raise LayoutError(f"{escape(fqn)}: a placement cuts a dim that the tensor lacks")
+    return found

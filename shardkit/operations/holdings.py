@@ -1,0 +1,531 @@
+"""Which rank and which file holds which bytes of which tensor, in columns: what pictures are drawn from.
+
+A checkpoint of 1,024 ranks and 1,000 tensors has a million chunks. Layers are cut alike and ranks hold alike, so each way of
+cutting a tensor, each row of the matrix and each way of filling a file is kept once. What is more than a page can
+show is merged, and `merged` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardkit.core.catalog import Catalog, SourceFile, TensorEntry
+from shardkit.core.mesh import Mesh
+from shardkit.core.placements import Placements
+from shardkit.core.text import count
+from shardkit.files import storage
+from shardkit.layout.layout import Layout, find_containers, innermost_unit
+
+if TYPE_CHECKING:
+    import numpy
+    from numpy.typing import NDArray
+
+    Numbers = NDArray[numpy.int64]
+
+MAX_ROWS, MAX_UNITS, MAX_CELLS = 4096, 200, 150_000
+MAX_TENSORS, MAX_RECORDS, MAX_PIECES = 5000, 60_000, 60_000
+_MOST_RECORDS = 4000  # of one file: more than a screen has pixels
+_LEAST_UNITS = 8
+_MAX_READ = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldUnit:
+    """A column of the matrix: a unit of the wrap policy, or else a layer."""
+
+    path: str
+    """Module path; "" is what belongs to no layer. Of several neighbours the first."""
+    count: int = 1
+    """How many neighbours are taken together."""
+    last: str | None = None
+    """Path of the last of several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A row of the matrix: a rank, or where no mesh is recorded a file."""
+
+    cells: int
+    """Index into `Holdings.cells`."""
+    held_bytes: int
+    """Of all units."""
+    reads: tuple[tuple[int, int], ...]
+    """(file, bytes) of where they lie, most bytes first; the first few."""
+    num_files: int
+    """Of all files that it reads from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldFile:
+    """A file with tensors in it."""
+
+    name: str
+    file_bytes: int | None
+    """None if it is not there."""
+    strip: int | None = None
+    """Index into `Holdings.strips`; None where records have no place of their own in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strip:
+    """The records of a file in the order of their bytes, in columns. Between them are gaps, headers and padding."""
+
+    starts: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    tensors: tuple[int, ...]
+    """Index into `Holdings.tensors` of each record, or of the first of several."""
+    counts: tuple[int, ...]
+    """How many records are taken together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorCut:
+    """How a tensor is cut into chunks."""
+
+    shape: tuple[int, ...]
+    num_pieces: int
+    files: tuple[int, ...]
+    """The file of each piece; empty if there are too many pieces to show."""
+    boxes: tuple[int, ...]
+    """Offsets and then sizes of each piece, in elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor:
+    """A tensor, or several whose names differ only in numbers."""
+
+    name: str
+    """With `*` for the numbers of several."""
+    count: int
+    dtype: str
+    tensor_bytes: int
+    """Of all of them."""
+    unit: int
+    cut: int
+    """Index into `Holdings.cuts`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """Where the bytes of a checkpoint lie, and who reads them."""
+
+    has_ranks: bool
+    """Rows are the ranks of a mesh; otherwise they are files."""
+    num_holders: int
+    """Ranks or files, shown or not."""
+    has_units: bool
+    """Columns are the units that are wrapped; otherwise they are layers, as names tell."""
+    units: tuple[HeldUnit, ...] = ()
+    holders: tuple[Holder, ...] = ()
+    cells: tuple[tuple[int, ...], ...] = ()
+    """Bytes of each unit, for each distinct row."""
+    files: tuple[HeldFile, ...]
+    strips: tuple[Strip, ...]
+    tensors: tuple[HeldTensor, ...] = ()
+    cuts: tuple[TensorCut, ...] = ()
+    tensor_bytes: int
+    """Of all tensors, each once."""
+    merged: tuple[str, ...] = ()
+    """What is taken together or left out, as there is more than a page can show."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+
+def hold(
+    catalog: Catalog,
+    layout: Layout | None = None,
+    *,
+    names: Callable[[SourceFile], str] = lambda file: file.name,
+) -> Holdings:
+    """Return who holds what of an open checkpoint; of names that share their bytes, the first counts.
+
+    Args:
+        catalog: with all of its chunks.
+        layout: which rank holds which region; None if that is not recorded.
+        names: what a file is called.
+    """
+    builder = _Builder(catalog, layout, names)
+    copies = {name for group in shared_extents(catalog) for name in group[1:]}
+    for fqn, entry in catalog.tensors.items():
+        if fqn not in copies:
+            builder.add(fqn, entry)
+    return builder.result()
+
+
+def shared_extents(catalog: Catalog) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of names whose chunks lie in the same places."""
+    chunks, groups = catalog.chunks, dict[tuple[object, ...], list[str]]()
+    for fqn, entry in catalog.tensors.items():
+        if not entry.num_chunks or (not entry.nbytes and catalog.encoding == "raw"):
+            continue  # nothing shares the place of no bytes
+        row = entry.first_chunk
+        place = (chunks.file[row], chunks.start[row], entry.num_chunks, entry.dtype, entry.shape)
+        groups.setdefault(place, []).append(fqn)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def hold_files(files: Iterable[tuple[str, int | None, Sequence[tuple[int, int, str]]]]) -> Holdings:
+    """Return the same of files alone, where the checkpoint cannot be opened.
+
+    Args:
+        files: (name, bytes, (first byte, bytes, tensor) of each record).
+    """
+    listed = list(files)
+    numbers = {fqn: at for at, fqn in enumerate(dict.fromkeys(n for *_, rows in listed for *_, n in rows))}
+    packer = _Packer(len(listed))
+    held = []
+    for name, size, rows in listed:
+        kept = sorted((start, nbytes, numbers[fqn]) for start, nbytes, fqn in rows)
+        strip = packer.add(*(list(column) for column in zip(*kept, strict=True))) if kept else None
+        held.append(HeldFile(name=name, file_bytes=size, strip=strip))
+    tensors = [
+        HeldTensor(name=fqn, count=1, dtype="", tensor_bytes=0, unit=0, cut=0)
+        for fqn in list(numbers)[:MAX_TENSORS]
+    ]
+    return Holdings(
+        has_ranks=False,
+        num_holders=len(held),
+        has_units=False,
+        files=tuple(held),
+        strips=tuple(packer.strips),
+        tensors=tuple(tensors),
+        tensor_bytes=sum(nbytes for *_, rows in listed for _, nbytes, _ in rows),
+        merged=packer.merged(),
+    )
+
+
+class _Packer:
+    """Keeps the strips of files, each once."""
+
+    def __init__(self, num_files: int) -> None:
+        self.strips: list[Strip] = []
+        self._known: dict[tuple[object, ...], int] = {}
+        self._num_records, self._num_merged = 0, 0
+
+    def add(self, starts: list[int], nbytes: list[int], tensors: list[int]) -> int:
+        """Return the index of the strip of a file's records, which are in the order of their bytes."""
+        key = (tuple(starts), tuple(nbytes), tuple(tensors))
+        if key not in self._known:
+            self._known[key] = len(self.strips)
+            self.strips.append(self._strip(starts, nbytes, tensors))
+        return self._known[key]
+
+    def _strip(self, starts: list[int], nbytes: list[int], tensors: list[int]) -> Strip:
+        """Merge neighbours as far as the room asks for it: half of what is left is for this strip, so none gets nothing."""
+        room = max(min((MAX_RECORDS - self._num_records) // 2, _MOST_RECORDS), 16)
+        step = -(-len(starts) // room)
+        firsts = range(0, len(starts), step)
+        self._num_records += len(firsts)
+        self._num_merged += step > 1
+        lasts = [min(first + step, len(starts)) - 1 for first in firsts]
+        ends = [starts[last] + nbytes[last] for last in lasts]
+        return Strip(
+            starts=tuple(starts[first] for first in firsts),
+            nbytes=tuple(end - starts[first] for first, end in zip(firsts, ends, strict=True)),
+            tensors=tuple(tensors[first] for first in firsts),
+            counts=tuple(last - first + 1 for first, last in zip(firsts, lasts, strict=True)),
+        )
+
+    def merged(self) -> tuple[str, ...]:
+        """Return what was merged, as a line."""
+        if not self._num_merged:
+            return ()
+        return (
+            f"records that are neighbours are drawn as one in {count(self._num_merged, 'kind')} of files",
+        )
+
+
+class _Way(NamedTuple):
+    """A way in which tensors are cut and held."""
+
+    cut: int
+    held: Numbers
+    """Bytes, by row."""
+    reads: tuple[tuple[int, int, int], ...]
+    """(row, file, bytes)."""
+
+
+class _Builder:
+    """Adds up tensor after tensor."""
+
+    def __init__(self, catalog: Catalog, layout: Layout | None, names: Callable[[SourceFile], str]) -> None:
+        self._catalog, self._layout, self._names = catalog, layout, names
+        self._files: dict[str, int] = {}
+        self._sizes: list[int] = []
+        self._plain: list[bool] = []
+        self._number = [self._number_of(file) if file.decode is None else -1 for file in catalog.files]
+        self._num_rows = min(layout.mesh.size, MAX_ROWS) if layout is not None else len(self._files)
+        self._units = _Units(catalog, layout)
+        self._ways: dict[tuple[object, ...], _Way] = {}
+        self._cuts: dict[tuple[object, ...], int] = {}
+        self._cut_list: list[TensorCut] = []
+        self._num_pieces = 0
+        self._found: list[tuple[str, TensorEntry, _Way, int]] = []
+
+    def _number_of(self, file: SourceFile, fqn: str | None = None) -> int:
+        """Return the number of a file, or of the one that a decoded tensor comes from."""
+        name = self._names(file) if fqn is None else file.name.removesuffix(f":{fqn}")
+        if name not in self._files:
+            self._files[name] = len(self._files)
+            self._sizes.append(file.size if file.decode is None else _size_on_disk(file.path))
+            self._plain.append(file.decode is None)
+        return self._files[name]
+
+    def add(self, fqn: str, entry: TensorEntry) -> None:
+        """Count a tensor."""
+        table, rows = self._catalog.chunks, entry.chunk_ids
+        for file in set(table.file[rows.start : rows.stop]):
+            if self._number[file] < 0:
+                self._number[file] = self._number_of(self._catalog.files[file], fqn)
+        files, boxes = table.file[rows.start : rows.stop], table.boxes(rows)
+        placed = None if self._layout is None else self._layout.tensors.get(fqn)
+        mesh = None if self._layout is None or placed is None else self._layout.mesh_of(fqn)
+        placements = None if placed is None else placed.placements
+        key = (entry.shape, entry.dtype.itemsize, files.tobytes(), boxes.tobytes(), placements, mesh)
+        if key not in self._ways:
+            numbers = [self._number[file] for file in files]
+            self._ways[key] = self._way(entry, numbers, boxes.tolist(), placements, mesh)
+        self._found.append((fqn, entry, self._ways[key], self._units.of(fqn)))
+
+    def _way(
+        self,
+        entry: TensorEntry,
+        files: list[int],
+        boxes: list[int],
+        placements: Placements | None,
+        mesh: Mesh | None,
+    ) -> _Way:
+        import numpy
+
+        num_dims = len(entry.shape)
+        cut = self._cut(entry.shape, files, boxes)
+        if placements is not None and mesh is not None and mesh.size:
+            reads = list(self._read(entry, files, boxes, placements, mesh))
+        else:
+            sizes = [
+                prod(boxes[at + num_dims : at + 2 * num_dims])
+                for at in range(0, len(boxes), 2 * num_dims or 1)
+            ]
+            held = zip(files, sizes or [1] * len(files), strict=True)
+            reads = [(self._row_of(file), file, n * entry.dtype.itemsize) for file, n in held if n]
+        held_bytes = numpy.zeros(max(self._num_rows, len(self._files)), dtype=numpy.int64)
+        for row, _, nbytes in reads:
+            held_bytes[row] += nbytes
+        return _Way(cut, held_bytes, tuple(reads))
+
+    def _row_of(self, file: int) -> int:
+        """Return the row of what only a file tells: the file, or the rank whose file it is."""
+        if self._layout is None:
+            return file
+        ranks = self._layout.mesh.file_ranks
+        return min(ranks[file] if file < len(ranks) else 0, self._num_rows - 1)
+
+    def _read(
+        self, entry: TensorEntry, files: list[int], boxes: list[int], placements: Placements, mesh: Mesh
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield (rank, file, bytes) of what each rank holds, wherever it lies."""
+        width = 2 * len(entry.shape)
+        place = {tuple(boxes[at * width : (at + 1) * width]): file for at, file in enumerate(files)}
+        for rank in range(self._num_rows):
+            for region, _ in mesh.held(entry.shape, placements, rank):
+                nbytes = region.num_elements * entry.dtype.itemsize
+                file = place.get((*region.offsets, *region.sizes))
+                if nbytes and file is not None:
+                    yield rank, file, nbytes
+
+    def _cut(self, shape: tuple[int, ...], files: list[int], boxes: list[int]) -> int:
+        key = (shape, tuple(files), tuple(boxes))
+        if key not in self._cuts:
+            self._cuts[key] = len(self._cut_list)
+            is_shown = self._num_pieces + len(files) <= MAX_PIECES
+            self._num_pieces += len(files) if is_shown else 0
+            self._cut_list.append(
+                TensorCut(
+                    shape=shape,
+                    num_pieces=len(files),
+                    files=tuple(files) if is_shown else (),
+                    boxes=tuple(boxes) if is_shown else (),
+                )
+            )
+        return self._cuts[key]
+
+    def result(self) -> Holdings:
+        """Return all of it."""
+        tensors, number_of = self._tensors()
+        strips, strip_of, merged = self._strips(number_of)
+        units, holders, cells = self._matrix()
+        num_ranks = self._layout.mesh.size if self._layout is not None else 0
+        return Holdings(
+            has_ranks=self._layout is not None,
+            num_holders=num_ranks or len(self._files),
+            has_units=self._units.is_recorded,
+            units=units,
+            holders=holders,
+            cells=cells,
+            files=tuple(
+                HeldFile(name=name, file_bytes=self._sizes[at], strip=strip_of.get(at))
+                for name, at in self._files.items()
+            ),
+            strips=strips,
+            tensors=tensors,
+            cuts=tuple(self._cut_list),
+            tensor_bytes=sum(entry.nbytes for _, entry, _, _ in self._found),
+            merged=(*self._left_out(num_ranks, len(units), len(tensors)), *merged),
+        )
+
+    def _left_out(self, num_ranks: int, num_units: int, num_tensors: int) -> Iterator[str]:
+        if num_ranks > MAX_ROWS:
+            yield f"the first {MAX_ROWS} of {num_ranks} ranks are shown"
+        if num_units < self._units.num_units:
+            yield f"{self._units.num_units} units or layers share {num_units} columns, neighbours together"
+        if num_tensors < len(self._found):
+            yield f"{len(self._found)} tensors share {num_tensors} lines, those that are alike together"
+        hidden = sum(not cut.files for cut in self._cut_list if cut.num_pieces)
+        if hidden:
+            yield f"{count(hidden, 'way', 'ways')} of cutting tensors have too many pieces to be shown"
+
+    def _tensors(self) -> tuple[tuple[HeldTensor, ...], dict[str, int]]:
+        """Return the tensors, and the index of each by its name."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        is_folded = len(self._found) > MAX_TENSORS
+        for at, (fqn, entry, way, _) in enumerate(self._found):
+            groups.setdefault((_template(fqn), entry.dtype, way.cut) if is_folded else (fqn,), []).append(at)
+        held, number_of = list[HeldTensor](), dict[str, int]()
+        for group in list(groups.values()):
+            fqn, entry, way, unit = self._found[group[0]]
+            number_of |= {self._found[at][0]: len(held) for at in group}
+            held.append(
+                HeldTensor(
+                    name=fqn if len(group) == 1 else _template(fqn),
+                    count=len(group),
+                    dtype=entry.dtype.name,
+                    tensor_bytes=len(group) * entry.nbytes,
+                    unit=unit,
+                    cut=way.cut,
+                )
+            )
+        return tuple(held[:MAX_TENSORS]), number_of
+
+    def _strips(
+        self, number_of: Mapping[str, int]
+    ) -> tuple[tuple[Strip, ...], dict[int, int], tuple[str, ...]]:
+        import numpy
+
+        table, packer, strip_of = self._catalog.chunks, _Packer(len(self._files)), dict[int, int]()
+        rows = numpy.concatenate(
+            [
+                numpy.arange(0),
+                *(numpy.arange(e.first_chunk, e.first_chunk + e.num_chunks) for _, e, _, _ in self._found),
+            ]
+        )
+        owners = numpy.repeat(
+            numpy.array([number_of[fqn] for fqn, *_ in self._found], dtype=numpy.int64),
+            numpy.array([entry.num_chunks for _, entry, _, _ in self._found], dtype=numpy.int64),
+        )
+        files = (
+            numpy.array(self._number, dtype=numpy.int64)[
+                numpy.frombuffer(table.file, dtype=numpy.int32)[rows]
+            ]
+            if len(rows)
+            else rows
+        )
+        starts, nbytes = (
+            numpy.frombuffer(column, dtype=numpy.int64)[rows] if len(rows) else rows
+            for column in (table.start, table.nbytes)
+        )
+        order = numpy.lexsort((nbytes, starts, files))
+        bounds = numpy.searchsorted(files[order], numpy.arange(len(self._files) + 1))
+        for file, is_plain in enumerate(self._plain):
+            mine = order[bounds[file] : bounds[file + 1]]
+            mine = mine[nbytes[mine] > 0]
+            if is_plain and len(mine):
+                strip_of[file] = packer.add(
+                    starts[mine].tolist(), nbytes[mine].tolist(), owners[mine].tolist()
+                )
+        return tuple(packer.strips), strip_of, packer.merged()
+
+    def _matrix(self) -> tuple[tuple[HeldUnit, ...], tuple[Holder, ...], tuple[tuple[int, ...], ...]]:
+        import numpy
+
+        num_rows = self._num_rows if self._layout is not None else len(self._files)
+        matrix = numpy.zeros((self._units.num_units, num_rows), dtype=numpy.int64)
+        reads: list[dict[int, int]] = [{} for _ in range(num_rows)]
+        times: dict[int, tuple[_Way, int]] = {}
+        for _, _, way, unit in self._found:
+            matrix[unit] += numpy.pad(way.held, (0, max(num_rows - len(way.held), 0)))[:num_rows]
+            times[id(way)] = (way, times.get(id(way), (way, 0))[1] + 1)
+        for way, number in times.values():
+            for row, file, nbytes in way.reads:
+                reads[row][file] = reads[row].get(file, 0) + number * nbytes
+        units, matrix = self._units.merged(matrix)
+        distinct, which = numpy.unique(matrix.T, axis=0, return_inverse=True)
+        holders = []
+        for row, cells in enumerate(which.reshape(-1).tolist()):
+            most = sorted(reads[row].items(), key=lambda read: (-read[1], read[0]))
+            total = int(distinct[cells].sum())
+            holders.append(
+                Holder(cells=cells, held_bytes=total, reads=tuple(most[:_MAX_READ]), num_files=len(most))
+            )
+        return units, tuple(holders), tuple(map(tuple, distinct.tolist()))
+
+
+def _template(fqn: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
+
+
+def _size_on_disk(path: str) -> int:
+    try:
+        return storage.stat(path).st_size
+    except OSError:
+        return 0
+
+
+class _Units:
+    """The columns: units that are recorded, or layers that names tell."""
+
+    def __init__(self, catalog: Catalog, layout: Layout | None) -> None:
+        self._layout = layout
+        self.is_recorded = layout is not None and len(layout.units) > 1
+        if layout is not None and self.is_recorded:
+            self._paths = [unit.path for unit in layout.units]
+            self._index = {path: at for at, path in enumerate(self._paths)}
+        else:
+            containers = find_containers(catalog.tensors)
+            paths = [f"{path}.{at}" for path, size in containers.items() for at in range(size)]
+            self._paths = ["", *paths]
+            self._index = {path: at for at, path in enumerate(self._paths)}
+
+    @property
+    def num_units(self) -> int:
+        """How many there are."""
+        return len(self._paths)
+
+    def of(self, fqn: str) -> int:
+        """Return the column of a tensor."""
+        placed = self._layout.tensors.get(fqn) if self._layout is not None and self.is_recorded else None
+        if placed is not None and placed.unit < len(self._paths):
+            return placed.unit
+        return innermost_unit(fqn, self._index)
+
+    def merged(self, matrix: Numbers) -> tuple[tuple[HeldUnit, ...], Numbers]:
+        """Return as many columns as a page can show; the matrix has a row for each unit."""
+        import numpy
+
+        num_distinct = len(numpy.unique(matrix.T, axis=0))
+        most = max(min(MAX_UNITS, MAX_CELLS // max(num_distinct, 1)), _LEAST_UNITS)
+        step = -(-self.num_units // most)
+        firsts = range(0, self.num_units, step)
+        units = [
+            HeldUnit(
+                path=self._paths[first],
+                count=len(self._paths[first : first + step]),
+                last=self._paths[first : first + step][-1] if step > 1 else None,
+            )
+            for first in firsts
+        ]
+        return tuple(units), numpy.add.reduceat(matrix, list(firsts), axis=0)

@@ -1,0 +1,230 @@
+"""The page of `verify`: what is wrong, and where in files and tensors it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardkit.core.text import count, escape, format_size
+from shardkit.operations.holdings import HeldTensor, Holdings
+from shardkit.operations.verify.result import SIZE, VerifyProblem, VerifyResult
+from shardkit.pictures.held import strip_data
+from shardkit.pictures.page import Page, Section, legend, picture, table
+
+_MAX_LANES = 40
+_MAX_LISTED = 2000
+_MAX_DETAILS = 5
+_MAX_PLACES = 500
+
+
+def damage_page(result: VerifyResult, facts: Sequence[tuple[str, str]]) -> Page:
+    """Return the page of a check.
+
+    Args:
+        result: with `holdings`.
+        facts: (label, text) of everything else that is to be said.
+    """
+    held = result.holdings
+    assert held is not None
+    drawn = _Drawn(result.problems[:_MAX_LISTED], held)
+    left_out = [*held.merged]
+    if len(result.problems) > _MAX_LISTED:
+        left_out.append(
+            f"the first {_MAX_LISTED} of {len(result.problems)} problems are listed; --json has all"
+        )
+    return Page(
+        kicker=f"check of a checkpoint, level {result.level}",
+        title=escape(result.path),
+        verdict=_verdict(result),
+        tone="good" if result.ok else "bad",
+        figures=list(_figures(result)),
+        unusual=result.warnings,
+        sections=list(_sections(result, drawn)),
+        facts=[*facts, *(("note", note) for note in result.notes)],
+        left_out=left_out,
+        data=drawn.data(),
+    )
+
+
+def _verdict(result: VerifyResult) -> str:
+    if not result.ok:
+        names = {problem.file for problem in result.problems if problem.file is not None}
+        where = f", in {count(len(names), 'file')}" if len(names) > 1 else ""
+        where = f", in {escape(next(iter(names)))}" if len(names) == 1 else where
+        return f"{count(len(result.problems), 'problem')} found{where}."
+    if result.level == "structure":
+        return (
+            "No problem found in names, sizes and headers. The bytes themselves were not read: --full does."
+        )
+    if result.level == "sample":
+        return f"No problem found in {format_size(result.read_bytes)} chosen at random, nor in the structure."
+    return f"No problem found: {format_size(result.read_bytes)} are what was written."
+
+
+def _figures(result: VerifyResult) -> Iterator[tuple[str, str]]:
+    yield f"{len(result.problems):,}", "problem" if len(result.problems) == 1 else "problems"
+    yield f"{result.num_files:,}", f"files, {format_size(result.tensor_bytes)}"
+    yield f"{result.num_tensors:,}", f"tensors, {count(result.num_chunks, 'chunk')}"
+    yield format_size(result.read_bytes), "compared with a checksum"
+    if result.num_unrecorded_chunks:
+        yield f"{result.num_unrecorded_chunks:,}", "chunks have no checksum"
+
+
+def _sections(result: VerifyResult, drawn: _Drawn) -> Iterator[Section]:
+    if drawn.lanes:
+        yield Section(
+            title="Where the damage lies",
+            lead="A bar is a damaged file from its first byte to its last. Red is what is wrong, at least as wide as can be seen. "
+            "Point, or press an arrow key, to read it.",
+            body=legend(("mark", "damaged"), ("record", "records"), ("gap", "header, padding or gap"))
+            + picture("strips", f"{count(len(drawn.lanes), 'damaged file')} with their damage in red."),
+        )
+    if result.problems:
+        yield Section(
+            title="What is wrong",
+            lead="Every problem, and where it lies. Choose one to see the place in its tensor.",
+            body=_problems(drawn.problems) + _place(drawn),
+        )
+    if drawn.files:
+        yield Section(
+            title="All files",
+            lead=f"A square is a file: {count(drawn.num_bad, 'file')} with a problem, "
+            f"{len(drawn.files) - drawn.num_bad} without.",
+            body=legend(("fine", "no problem found"), ("mark", "a problem"))
+            + picture("files", f"{count(len(drawn.files), 'file')}, {drawn.num_bad} of them with a problem."),
+        )
+
+
+def _problems(problems: Sequence[VerifyProblem]) -> str:
+    rows = [
+        (
+            escape(problem.file or "-"),
+            _tensor(problem),
+            ("-", -1.0)
+            if problem.start_byte is None
+            else (f"{problem.start_byte:,}", float(problem.start_byte)),
+            ("-", -1.0)
+            if problem.num_bytes is None
+            else (format_size(problem.num_bytes), float(problem.num_bytes)),
+            _message(problem),
+        )
+        for problem in problems
+    ]
+    return table(
+        "problems",
+        "Problems in the order in which they were found",
+        ("file", "tensor", "first byte", "bytes", "what is wrong"),
+        rows,
+        searchable="Search",
+        classes=["bad"] * len(rows),
+    )
+
+
+def _tensor(problem: VerifyProblem) -> str:
+    return "-" if problem.tensor is None else escape(problem.tensor)
+
+
+def _message(problem: VerifyProblem) -> str:
+    text = problem.message
+    if problem.expected is not None:
+        text = f"{text}: expected {problem.expected}, found {problem.found}"
+    shown = [text, *problem.details[:_MAX_DETAILS]]
+    if len(problem.details) > _MAX_DETAILS:
+        shown.append(f"and {len(problem.details) - _MAX_DETAILS} more")
+    return "\n".join(shown)
+
+
+def _place(drawn: _Drawn) -> str:
+    if not drawn.places:
+        return ""
+    return f'<h3 id="tensor-name"></h3>{picture("tensor", "The tensor as a rectangle, its damaged part in red.")}'
+
+
+def _extent(problem: VerifyProblem, size: int) -> tuple[int, int]:
+    """Return (first byte, bytes) of what is wrong: all of the file, unless the problem says more."""
+    if problem.start_byte is not None:
+        return problem.start_byte, problem.num_bytes or 1
+    expected, found = problem.expected or "", problem.found or ""
+    if problem.message == SIZE and expected.isdecimal() and found.isdecimal():  # what is missing, or too much
+        ends = sorted((int(expected), int(found)))
+        return ends[0], ends[1] - ends[0]
+    return 0, size
+
+
+class _Drawn:
+    """Problems, sorted into the files and tensors in which they lie."""
+
+    def __init__(self, problems: Sequence[VerifyProblem], held: Holdings) -> None:
+        self.problems, self._held = problems, held
+        by_file: dict[str, list[int]] = {}
+        for at, problem in enumerate(problems):
+            if problem.file is not None:
+                by_file.setdefault(problem.file, []).append(at)
+        known = {file.name: file for file in held.files}
+        self._names = [*known, *(name for name in by_file if name not in known)]
+        self.num_bad = len(by_file)
+        self.files = [
+            {
+                "name": escape(name),
+                "tone": "mark" if name in by_file else "good",
+                "said": count(len(by_file[name]), "problem") if name in by_file else "no problem found",
+            }
+            for name in self._names
+        ]
+        self.lanes = [self._lane(name, at, known) for name, at in list(by_file.items())[:_MAX_LANES]]
+        self._tensors = {tensor.name: tensor for tensor in held.tensors}
+        self.places: list[dict[str, Any]] = []
+        self._known_places: dict[str, int] = {}
+        self._place_of = [self._place(problem) for problem in problems]
+
+    def _lane(self, name: str, numbers: Sequence[int], known: dict[str, Any]) -> dict[str, Any]:
+        file = known.get(name)
+        size = 0 if file is None else file.file_bytes or 0
+        places = [_extent(self.problems[at], size) for at in numbers]
+        size = max(size, *(start + nbytes for start, nbytes in places), 1)
+        damage = []
+        for at, (start, nbytes) in zip(numbers, places, strict=True):
+            problem = self.problems[at]
+            if start + nbytes == 0:  # of a file whose size is not known
+                nbytes = size
+            damage.append([start, nbytes, f"{_tensor(problem)}: {_message(problem)[:300]}", at])
+        strip = None if file is None else file.strip
+        return {"label": escape(name), "bytes": size, "strip": strip, "damage": damage}
+
+    def _place(self, problem: VerifyProblem) -> int | None:
+        """Return the index of the tensor's picture; None if a problem is about no part of a tensor that is known."""
+        tensor = None if problem.tensor is None else self._tensors.get(problem.tensor)
+        if tensor is None or problem.region is None or not self._held.cuts:
+            return None
+        if tensor.name not in self._known_places:
+            if len(self.places) == _MAX_PLACES:
+                return None
+            self._known_places[tensor.name] = len(self.places)
+            self.places.append(self._picture(tensor))
+        at = self._known_places[tensor.name]
+        self.places[at]["damage"].append([list(problem.region[0]), list(problem.region[1])])
+        return at
+
+    def _picture(self, tensor: HeldTensor) -> dict[str, Any]:
+        cut = self._held.cuts[tensor.cut]
+        return {
+            "title": f"{escape(tensor.name)} {list(cut.shape)}: the damaged part in red",
+            "shape": cut.shape,
+            "boxes": cut.boxes,
+            "files": cut.files,
+            "damage": [],
+        }
+
+    def data(self) -> dict[str, Any]:
+        """Return what the script draws."""
+        first = next((at for at, place in enumerate(self._place_of) if place is not None), 0)
+        return {
+            "kind": "damage",
+            "files": self.files,
+            "tensors": [escape(tensor.name) for tensor in self._held.tensors],
+            "strips": [strip_data(strip) for strip in self._held.strips],
+            "lanes": self.lanes,
+            "places": self.places,
+            "place_of": self._place_of,
+            "first_problem": first,
+        }

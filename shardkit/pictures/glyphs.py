@@ -1,0 +1,167 @@
+"""The same pictures for a terminal: shades for how much, bars for totals. Colour means nothing here; there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from shardkit.core.text import escape, format_size
+from shardkit.operations.diff import DiffResult
+from shardkit.operations.holdings import Holdings
+from shardkit.pictures.changes import amount_of, heat_of
+
+Amount = float | Literal["bad"] | None
+"""From 0 to 1; "bad" if there is no number for it; None where nothing is."""
+
+_MAX_ROWS = 32
+_BAR, _MIN_COLUMNS, _MAX_LABEL = 16, 8, 40
+_INDENT = "  "
+
+
+class Glyphs(NamedTuple):
+    """Characters for amounts, from nothing to all, and for bars in eighths."""
+
+    shades: str
+    bars: str
+    bad: str
+
+
+BLOCKS = Glyphs("\u00b7\u2591\u2592\u2593\u2588", "\u258f\u258e\u258d\u258c\u258b\u258a\u2589\u2588", "X")
+ASCII = Glyphs(".-+*#", "#", "X")
+
+
+class Row(NamedTuple):
+    """A line of a picture."""
+
+    label: str
+    amounts: Sequence[Amount]
+    total: int | None = None
+    """Bytes of all of it, for a bar."""
+
+
+def glyphs_for(encoding: str | None) -> Glyphs:
+    """Return blocks where an encoding has them, else ASCII."""
+    try:
+        "".join(BLOCKS).encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return BLOCKS
+
+
+def held_lines(held: Holdings, width: int, glyphs: Glyphs) -> Iterator[str]:
+    """Yield ranks x units, and a bar for all bytes of each rank; neighbours that hold the same share a line.
+
+    Args:
+        held: what to draw.
+        width: of the terminal, in characters.
+        glyphs: what to draw with.
+    """
+    noun, peak = (
+        ("rank" if held.has_ranks else "file"),
+        max((max(row, default=0) for row in held.cells), default=0) or 1,
+    )
+    rows = [
+        Row(_held_label(held, first, last), [math.sqrt(n / peak) for n in held.cells[cells]], total)
+        for first, last, cells, total in _runs(held)
+    ]
+    what = "units, in forward order" if held.has_units else "layers, as names tell"
+    yield f"{noun}s x {what} ({len(held.units)}); {glyphs.shades[0]} nothing, {glyphs.shades[1:]} few to many bytes"
+    yield from _drawn(rows, width, glyphs)
+
+
+def _runs(held: Holdings) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (first, last, cells, bytes of each) of neighbours that hold the same."""
+    first = 0
+    for at, holder in enumerate(held.holders):
+        following = held.holders[at + 1] if at + 1 < len(held.holders) else None
+        if following is None or following.cells != holder.cells:
+            yield first, at, holder.cells, holder.held_bytes
+            first = at + 1
+
+
+def _held_label(held: Holdings, first: int, last: int) -> str:
+    if held.has_ranks:
+        return f"rank {first}" if first == last else f"ranks {first}-{last}"
+    name = escape(held.files[first].name)
+    return name if first == last else f"{name} and {last - first} more"
+
+
+def changed_lines(result: DiffResult, width: int, glyphs: Glyphs) -> Iterator[str]:
+    """Yield modules x layers; the stronger, the more a tensor differs.
+
+    Args:
+        result: of a comparison.
+        width: of the terminal, in characters.
+        glyphs: what to draw with.
+    """
+    heat = heat_of(result.tensors)
+    amounts = [amount_of(tensor) for tensor in result.tensors]
+    peak = max((amount for amount in amounts if amount is not None), default=0.0) or 1.0
+    rows = []
+    for row, label in enumerate(heat.rows):
+        cells = [heat.cells.get((row, column)) for column in range(len(heat.columns))]
+        rows.append(Row(escape(label), [_cell(cell, amounts, peak) for cell in cells]))
+    yield f"modules x layers ({len(heat.columns)}); {glyphs.shades[0]} equal, {glyphs.shades[1:]} little to much, {glyphs.bad} cannot be compared"
+    yield from _drawn(rows, width, glyphs)
+
+
+def _cell(cell: Sequence[int] | None, amounts: Sequence[float | None], peak: float) -> Amount:
+    if not cell:
+        return None
+    found = [amounts[at] for at in cell]
+    return "bad" if None in found else math.sqrt(max(n or 0.0 for n in found) / peak)
+
+
+def _drawn(rows: Sequence[Row], width: int, glyphs: Glyphs) -> Iterator[str]:
+    has_bars = any(row.total is not None for row in rows)
+    rest = 2 * len(_INDENT) + (_BAR + 14 if has_bars else 0)
+    label = min(
+        max((len(row.label) for row in rows), default=0), _MAX_LABEL, max(width - rest - _MIN_COLUMNS, 8)
+    )
+    if has_bars and width < label + rest + _MIN_COLUMNS:  # a narrow terminal: the numbers say it
+        has_bars, rest = False, 2 * len(_INDENT) + 12
+    room = max(width - label - rest, _MIN_COLUMNS)
+    peak = max((row.total or 0 for row in rows), default=0) or 1
+    for row in rows[:_MAX_ROWS]:
+        cells = "".join(_shade(amount, glyphs) for amount in _squeezed(row.amounts, room))
+        line = f"{_INDENT}{_cut(row.label, label, glyphs).ljust(label)}{_INDENT}{cells}"
+        if row.total is not None:
+            line += f"{_INDENT}{_bar(row.total / peak, glyphs)}" if has_bars else _INDENT
+            line += f" {format_size(row.total)}"
+        yield line.rstrip()
+    if len(rows) > _MAX_ROWS:
+        yield f"{_INDENT}... {len(rows) - _MAX_ROWS} more lines, see --html"
+
+
+def _cut(label: str, width: int, glyphs: Glyphs) -> str:
+    """Return the end of a label that is too long: names differ there."""
+    return label if len(label) <= width else f"...{label[3 - width :]}"
+
+
+def _squeezed(amounts: Sequence[Amount], room: int) -> Sequence[Amount]:
+    """Return at most so many amounts: of neighbours that share a character, the largest."""
+    step = -(-len(amounts) // room)
+    return [_largest(amounts[at : at + step]) for at in range(0, len(amounts), step)] if step > 1 else amounts
+
+
+def _largest(amounts: Sequence[Amount]) -> Amount:
+    if "bad" in amounts:
+        return "bad"
+    numbers = [amount for amount in amounts if isinstance(amount, (int, float))]
+    return max(numbers) if numbers else None
+
+
+def _shade(amount: Amount, glyphs: Glyphs) -> str:
+    if amount is None:
+        return " "
+    if isinstance(amount, str):
+        return glyphs.bad
+    steps = len(glyphs.shades) - 1
+    return glyphs.shades[min(math.ceil(amount * steps), steps)]
+
+
+def _bar(share: float, glyphs: Glyphs) -> str:
+    eighths = round(share * _BAR * len(glyphs.bars))
+    whole, rest = divmod(eighths, len(glyphs.bars))
+    return (glyphs.bars[-1] * whole + (glyphs.bars[rest - 1] if rest else "")).ljust(_BAR)

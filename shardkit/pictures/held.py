@@ -1,0 +1,359 @@
+"""The page of `inspect` and of `preshard --dry-run`: who holds what, how tensors are cut, how files are filled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from html import escape as html
+from typing import Any
+
+from shardkit.core.dtypes import short_dtype
+from shardkit.core.text import count, escape, format_size
+from shardkit.operations.holdings import HeldUnit, Holdings, Strip
+from shardkit.pictures.page import Page, Section, details, legend, picture, table
+
+_UNEVEN = 1.01  # below, nobody would notice
+_HEAVY_UNIT = 0.25
+_MANY_GAPS = 0.2
+_MAX_DRAWN = 48  # of files and of readers in a flow
+_MAX_LANES = 32
+_MAX_LISTED = 2000
+
+
+def held_page(
+    holdings: Holdings,
+    *,
+    kicker: str,
+    title: str,
+    facts: Sequence[tuple[str, str]],
+    warnings: Sequence[str] = (),
+) -> Page:
+    """Return the page of who holds what.
+
+    Args:
+        holdings: what it draws.
+        kicker: what kind of thing it is, in a few words.
+        title: its name, escaped.
+        facts: (label, text) of everything else that is to be said.
+        warnings: what a person should check.
+    """
+    unusual = [*warnings, *_unusual(holdings)]
+    return Page(
+        kicker=kicker,
+        title=title,
+        verdict=_verdict(holdings),
+        figures=list(_figures(holdings)),
+        unusual=unusual,
+        usual="Nothing is out of the ordinary: every part is about as large as the others.",
+        sections=list(_sections(holdings)),
+        facts=facts,
+        left_out=holdings.merged,
+        data=_data(holdings),
+    )
+
+
+def _verdict(held: Holdings) -> str:
+    size = format_size(held.tensor_bytes)
+    if not held.has_ranks:
+        return f"{count(_num_tensors(held), 'tensor')}, {size}, in {count(len(held.files), 'file')}."
+    most = max((holder.held_bytes for holder in held.holders), default=0)
+    return f"{held.num_holders:,} {'rank shares' if held.num_holders == 1 else 'ranks share'} {size}: each holds at most {format_size(most)}."
+
+
+def _num_tensors(held: Holdings) -> int:
+    return sum(tensor.count for tensor in held.tensors)
+
+
+def _figures(held: Holdings) -> Iterator[tuple[str, str]]:
+    yield format_size(held.tensor_bytes), f"in {count(_num_tensors(held), 'tensor')}"
+    if held.has_ranks:
+        yield f"{held.num_holders:,}", f"ranks, {count(len(held.files), 'file')}"
+    else:
+        yield f"{len(held.files):,}", "files; no mesh is recorded" if len(held.files) > 1 else "file"
+    yield f"{_imbalance(held):.2f} x", f"largest {_noun(held)} over the mean"
+    if held.has_ranks:
+        read, naive = _read_bytes(held), held.num_holders * held.tensor_bytes
+        yield format_size(read), f"read by all ranks, not {format_size(naive)}"
+
+
+def _noun(held: Holdings) -> str:
+    return "rank" if held.has_ranks else "file"
+
+
+def _imbalance(held: Holdings) -> float:
+    sizes = [holder.held_bytes for holder in held.holders]
+    return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
+
+
+def _read_bytes(held: Holdings) -> int:
+    return sum(holder.held_bytes for holder in held.holders)
+
+
+def _unusual(held: Holdings) -> Iterator[str]:
+    sizes = [holder.held_bytes for holder in held.holders]
+    if len(sizes) > 1 and _imbalance(held) >= _UNEVEN:
+        largest, least = sizes.index(max(sizes)), sizes.index(min(sizes))
+        yield (
+            f"The bytes are uneven: {_row_name(held, largest)} holds {format_size(max(sizes))}, "
+            f"{_row_name(held, least)} only {format_size(min(sizes))}."
+        )
+    if held.has_ranks:
+        empty = sum(tensor.count for tensor in held.tensors if _has_empty(held, tensor.cut))
+        if empty:
+            yield f"{count(empty, 'tensor')} cannot be cut for all ranks: some ranks hold no row of it."
+        many = sum(holder.num_files > 1 for holder in held.holders)
+        if many:
+            yield f"{count(many, 'rank')} of {len(held.holders)} read from more than one file."
+    totals = [sum(cells) for cells in zip(*_rows(held), strict=True)]
+    if len(totals) > 4 and max(totals) > _HEAVY_UNIT * sum(totals):
+        at = totals.index(max(totals))
+        yield (
+            f"{_unit_name(held, held.units[at])} has {max(totals) / sum(totals):.0%} of all bytes"
+            + ("; they are gathered at once." if held.has_units else ".")
+        )
+    gaps, total = _gap_bytes(held)
+    if total and gaps > _MANY_GAPS * total:
+        yield f"{gaps / total:.0%} of the files' bytes are headers and padding, as the tensors are small."
+
+
+def _rows(held: Holdings) -> list[tuple[int, ...]]:
+    return [held.cells[holder.cells] for holder in held.holders]
+
+
+def _has_empty(held: Holdings, cut: int) -> bool:
+    of = held.cuts[cut]
+    width = len(of.shape)
+    return width > 0 and any(
+        0 in of.boxes[at + width : at + 2 * width] for at in range(0, len(of.boxes), 2 * width)
+    )
+
+
+def _gap_bytes(held: Holdings) -> tuple[int, int]:
+    """Return (bytes that are no tensor's, all bytes) of the files."""
+    total = sum(file.file_bytes or 0 for file in held.files)
+    return max(total - held.tensor_bytes, 0), total
+
+
+def _row_name(held: Holdings, row: int) -> str:
+    return f"rank {row}" if held.has_ranks else escape(held.files[row].name)
+
+
+def _unit_name(held: Holdings, unit: HeldUnit) -> str:
+    first = escape(unit.path) or ("the root unit" if held.has_units else "what is in no layer")
+    return first if unit.last is None or unit.count == 1 else f"{first} to {escape(unit.last)}"
+
+
+def _sections(held: Holdings) -> Iterator[Section]:
+    if held.has_ranks and held.num_holders > 1:
+        yield _flow_section(held)
+    yield _matrix_section(held)
+    yield _tensor_section(held)
+    yield _file_section(held)
+
+
+def _flow_section(held: Holdings) -> Section:
+    ranks, naive, ours = held.num_holders, held.num_holders * held.tensor_bytes, _read_bytes(held)
+    most = max(holder.held_bytes for holder in held.holders)
+    shown = f" {min(ranks, _MAX_DRAWN)} of {ranks:,} ranks are drawn." if ranks > _MAX_DRAWN else ""
+    body = (
+        '<div class="pair"><div class="naive"><h3>The naive way: every rank reads the whole model</h3>'
+        f'<p class="big">{html(format_size(naive))}</p><p>{ranks:,} x {html(format_size(held.tensor_bytes))}</p>'
+        f"{picture('naive', f'Every one of {ranks} ranks reads all of the model.')}</div>"
+        '<div class="ours"><h3>From these files: every rank reads its own part</h3>'
+        f'<p class="big">{html(format_size(ours))}</p><p>at most {html(format_size(most))} for a rank</p>'
+        f"{picture('ours', 'Lines lead from each file to the ranks that read it.')}</div></div>"
+    )
+    return Section(
+        title="Who reads what from where",
+        lead=f"A line is a file that a rank reads; the thicker, the more bytes.{shown}",
+        body=body,
+    )
+
+
+def _matrix_section(held: Holdings) -> Section:
+    noun, peak = _noun(held), max((max(row, default=0) for row in held.cells), default=0)
+    what = "a unit that fully_shard wraps, in forward order" if held.has_units else "a layer, as names tell"
+    key = legend(
+        ("none", "nothing"),
+        ("ramp", f"few to many bytes, at most {format_size(peak)}"),
+        ("bar", f"all bytes of a {noun}"),
+    )
+    rows = [
+        (
+            (_row_name(held, row), float(row)) if held.has_ranks else _row_name(held, row),
+            (format_size(holder.held_bytes), holder.held_bytes),
+            ", ".join(escape(held.files[file].name) for file, _ in holder.reads[:3])
+            + (f" and {holder.num_files - 3} more" if holder.num_files > 3 else ""),
+        )
+        for row, holder in enumerate(held.holders[:_MAX_LISTED])
+    ]
+    listed = table("holders", f"All bytes of each {noun}, and where they lie", (noun, "bytes", "files"), rows)
+    label = f"A grid of {len(held.holders)} {noun}s and {len(held.units)} columns; arrow keys go through it."
+    return Section(
+        title=f"What each {noun} holds",
+        lead=f"A row is a {noun}, a column is {what}. The stronger the colour, the more bytes. Point, or press an arrow key, to read a cell.",
+        body=key + picture("matrix", label) + details(f"The same as a table, {noun} by {noun}", listed),
+    )
+
+
+def _tensor_section(held: Holdings) -> Section:
+    rows = [
+        (
+            escape(tensor.name) + (f" x{tensor.count}" if tensor.count > 1 else ""),
+            short_dtype(tensor.dtype),
+            str(list(held.cuts[tensor.cut].shape)),
+            (format_size(tensor.tensor_bytes), tensor.tensor_bytes),
+            (f"{held.cuts[tensor.cut].num_pieces:,}", held.cuts[tensor.cut].num_pieces),
+        )
+        for tensor in held.tensors
+    ]
+    listed = table(
+        "tensors",
+        "Choose a tensor to see how it is cut",
+        ("tensor", "dtype", "shape", "bytes", "pieces"),
+        rows,
+        searchable="Search",
+    )
+    view = f'<div class="view"><h3 id="tensor-name"></h3>{picture("tensor", "The tensor as a rectangle, cut by its owners.")}</div>'
+    owner = (
+        "the file, and so the rank, that holds the piece"
+        if held.has_ranks
+        else "the file that holds the piece"
+    )
+    return Section(
+        title="How each tensor is cut",
+        lead=f"The rectangle is the chosen tensor; a colour is {owner}. Search by parts of a name, sort by a head.",
+        body=f'<div class="pick">{listed}{view}</div>',
+    )
+
+
+def _file_section(held: Holdings) -> Section:
+    gaps, total = _gap_bytes(held)
+    alike = (
+        f" {len(held.files) - len(_lanes(held))} files are filled like one of those."
+        if _is_alike(held)
+        else ""
+    )
+    share = (
+        f" Headers of files and records, and padding, are {gaps / total:.2%} of all bytes." if total else ""
+    )
+    key = legend(("record", "records, one after the other"), ("gap", "header, padding or gap"))
+    return Section(
+        title="How the files are filled",
+        lead=f"A bar is a file from its first byte to its last; its records lie between gaps.{alike}{share}",
+        body=key + picture("strips", f"{count(len(_lanes(held)), 'file')} as bars of records and gaps."),
+    )
+
+
+def _is_alike(held: Holdings) -> bool:
+    return len(_lanes(held)) < len(held.files)
+
+
+def _lanes(held: Holdings) -> list[dict[str, Any]]:
+    """Return one lane for all files that are filled alike, the first few."""
+    lanes: dict[tuple[int, int | None], list[int]] = {}
+    for at, file in enumerate(held.files):
+        if file.strip is not None:
+            lanes.setdefault((file.strip, file.file_bytes), []).append(at)
+    return [
+        {
+            "label": escape(held.files[files[0]].name)
+            + (f" and {count(len(files) - 1, 'file')} like it" if len(files) > 1 else ""),
+            "bytes": size or 0,
+            "strip": strip,
+        }
+        for (strip, size), files in list(lanes.items())[:_MAX_LANES]
+    ]
+
+
+def _ticks(paths: Sequence[str]) -> list[str]:
+    """Return the number of each layer, and short names of what is none."""
+    return [path.rpartition(".")[2] if path else "rest" for path in paths]
+
+
+def _column_title(held: Holdings) -> str:
+    stems = Counter(
+        unit.path.rpartition(".")[0] for unit in held.units if unit.path.rpartition(".")[2].isdecimal()
+    )
+    where = f" of {escape(stems.most_common(1)[0][0])}" if stems else ""
+    rest = "; rest: the root unit" if held.has_units else "; rest: what is in no layer"
+    return f"{'units' if held.has_units else 'layers'}{where}" + (
+        rest if any(not u.path for u in held.units) else ""
+    )
+
+
+def _readers(held: Holdings) -> list[list[int]]:
+    """Return the ranks that read most from each file, the first few and one more."""
+    found: list[list[int]] = [[] for _ in held.files]
+    for rank, holder in enumerate(held.holders):
+        if holder.reads:
+            found[holder.reads[0][0]].append(rank)
+    return found
+
+
+def _spread(number: int) -> list[int]:
+    """Return so many of some things as can be drawn, evenly spread."""
+    if number <= _MAX_DRAWN:
+        return list(range(number))
+    return [at * (number - 1) // (_MAX_DRAWN - 1) for at in range(_MAX_DRAWN)]
+
+
+def _flow(held: Holdings) -> dict[str, Any]:
+    ranks = _spread(len(held.holders))
+    files = list(dict.fromkeys(file for rank in ranks for file, _ in held.holders[rank].reads))[:_MAX_DRAWN]
+    at = {file: place for place, file in enumerate(files)}
+    ours = [
+        [at[file], place, nbytes]
+        for place, rank in enumerate(ranks)
+        for file, nbytes in held.holders[rank].reads
+        if file in at
+    ]
+    right = [f"rank {rank}" for rank in ranks]
+    naive = [[0, place, 1] for place in range(len(ranks))]
+    return {
+        "naive": {
+            "left": ["the whole model"],
+            "right": right,
+            "links": naive,
+            "readers": "ranks",
+            "tone": "bad",
+            "thick": 5,
+        },
+        "ours": {
+            "left": [escape(held.files[file].name) for file in files],
+            "right": right,
+            "links": ours,
+            "readers": "ranks",
+            "tone": "good",
+        },
+    }
+
+
+def _data(held: Holdings) -> dict[str, Any]:
+    most_pieces = max(range(len(held.tensors)), key=lambda at: held.tensors[at].tensor_bytes, default=0)
+    return {
+        "kind": "held",
+        "has_ranks": held.has_ranks,
+        "units": [_unit_name(held, unit) for unit in held.units],
+        "ticks": _ticks([unit.path for unit in held.units]),
+        "column_title": _column_title(held),
+        "holders": [[each.cells, each.held_bytes, each.reads, each.num_files] for each in held.holders],
+        "cells": held.cells,
+        "files": [{"name": escape(file.name)} for file in held.files],
+        "readers": _readers(held) if held.has_ranks else [],
+        "strips": [strip_data(strip) for strip in held.strips],
+        "lanes": _lanes(held),
+        "tensors": [escape(tensor.name) for tensor in held.tensors],
+        "cut_of": [tensor.cut for tensor in held.tensors],
+        "cuts": [
+            {"shape": cut.shape, "num_pieces": cut.num_pieces, "files": cut.files, "boxes": cut.boxes}
+            for cut in held.cuts
+        ],
+        "first_tensor": most_pieces,
+        "flow": _flow(held) if held.has_ranks and held.num_holders > 1 else None,
+    }
+
+
+def strip_data(strip: Strip) -> dict[str, Any]:
+    """Return the records of a file as the script takes them."""
+    return {"starts": strip.starts, "nbytes": strip.nbytes, "tensors": strip.tensors, "counts": strip.counts}

@@ -1,0 +1,250 @@
+"""A page in one file: no network, no library, and nothing that a name in a checkpoint could make it do.
+
+Text gets into the page in two ways: through `html.escape`, or as JSON in which no `<`, `>` and `&` are left. The content
+security policy allows the one script and the one style whose hashes it names, and no request at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from html import escape as html
+from typing import Any, Literal
+
+from shardkit._version import __version__
+from shardkit.core.text import escape
+from shardkit.errors import UsageError
+from shardkit.files import storage
+from shardkit.files.strict_json import open_regular
+from shardkit.operations.destination import check_sidecar, write_sidecar
+
+_MARK = b'<meta name="generator" content="shardkit'
+_HEAD_BYTES = 1024
+
+Tone = Literal["good", "bad", "plain"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A picture with what it shows. Text is plain; `body` is HTML."""
+
+    title: str
+    lead: str
+    """What one sees, and what the colours mean."""
+    body: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What a page says."""
+
+    kicker: str
+    """What kind of thing it is about."""
+    title: str
+    """Its name."""
+    verdict: str
+    """The answer in one sentence."""
+    tone: Tone = "plain"
+    figures: Sequence[tuple[str, str]] = ()
+    """(number, what it counts) of the few that matter."""
+    unusual: Sequence[str] = ()
+    """What a person should look at first."""
+    usual: str = ""
+    """What is said where nothing is unusual."""
+    sections: Sequence[Section] = ()
+    facts: Sequence[tuple[str, str]] = ()
+    """(label, text) of everything else."""
+    left_out: Sequence[str] = ()
+    """What the page does not show."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the script draws."""
+
+
+@cache
+def _resource(name: str) -> str:
+    with open(os.path.join(os.path.dirname(__file__), name), encoding="ascii") as file:
+        return file.read()
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def plain_json(data: Mapping[str, Any]) -> str:
+    """Return JSON that ends no script element, whatever is in it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def render(page: Page) -> str:
+    """Return a page as HTML, ASCII only."""
+    style, script = _resource("page.css"), _resource("page.js")
+    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    text = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+{_MARK.decode()} {html(__version__)}">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">
+<title>{html(page.title)}: {html(page.verdict)}</title>
+<style>{style}</style></head>
+<body><a class="skip" href="#text">Skip to the text</a>
+<header><p class="kicker">{html(page.kicker)}</p><h1>{html(page.title)}</h1>
+<p class="verdict {page.tone}">{html(page.verdict)}</p>
+{_figures(page.figures)}{_unusual(page)}</header>
+<main>
+{"".join(map(_section, page.sections))}
+{_text(page)}
+</main>
+<footer>Made by shardkit {html(__version__)}. This file asks for nothing on the network.</footer>
+<script type="application/json" id="data">{plain_json(page.data)}</script>
+<script>{script}</script>
+</body></html>
+"""
+    return text.encode("ascii", "xmlcharrefreplace").decode("ascii")
+
+
+def _figures(figures: Iterable[tuple[str, str]]) -> str:
+    tiles = "".join(f"<div><dd>{html(number)}</dd><dt>{html(what)}</dt></div>" for number, what in figures)
+    return f'<dl class="figures">{tiles}</dl>' if tiles else ""
+
+
+def _unusual(page: Page) -> str:
+    if page.unusual:
+        items = "".join(f"<li>{html(item)}</li>" for item in page.unusual)
+        return f'<div class="unusual"><h2>Look at this first</h2><ul>{items}</ul></div>'
+    return f'<p class="usual">{html(page.usual)}</p>' if page.usual else ""
+
+
+def _section(section: Section) -> str:
+    name = f' id="{html(section.id)}"' if section.id else ""
+    return (
+        f"<section{name}><h2>{html(section.title)}</h2><p>{html(section.lead)}</p>{section.body}</section>\n"
+    )
+
+
+def _text(page: Page) -> str:
+    rows = "".join(
+        f"<tr><th scope=row>{html(label)}</th><td>{html(text)}</td></tr>" for label, text in page.facts
+    )
+    left_out = "".join(f"<li>{html(item)}</li>" for item in page.left_out)
+    more = f"<h3>Not shown</h3><ul>{left_out}</ul>" if left_out else ""
+    body = f'<table class="facts"><tbody>{rows}</tbody></table>{more}'
+    return f'<section id="text"><h2>In words</h2><p>What the command prints.</p>{body}</section>'
+
+
+def picture(name: str, label: str) -> str:
+    """Return the place of a picture that the script draws, with the line that tells what is under the pointer.
+
+    Args:
+        name: which one, for the script.
+        label: what somebody hears who cannot see it.
+    """
+    return (
+        f'<div class="picture" data-picture="{html(name)}"><noscript><p>The picture needs JavaScript; the tables do not.'
+        f'</p></noscript><canvas tabindex="0" role="img" aria-label="{html(label)}"></canvas>'
+        f'<p class="detail" role="status" aria-live="polite"></p></div>'
+    )
+
+
+def legend(*items: tuple[str, str]) -> str:
+    """Return what colours mean: (class in page.css, text) of each. Who cannot see them has the tables."""
+    entries = "".join(f'<li><i class="{html(kind)}"></i>{html(text)}</li>' for kind, text in items)
+    return f'<ul class="legend" aria-hidden="true">{entries}</ul>'
+
+
+def table(
+    name: str,
+    caption: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | tuple[str, float]]],
+    *,
+    searchable: str = "",
+    classes: Sequence[str] = (),
+) -> str:
+    """Return a table, which the script makes sortable.
+
+    Args:
+        name: its id.
+        caption: what it lists.
+        columns: their heads.
+        rows: cells; (text, number) sorts by the number, and stands on the right.
+        searchable: what the search field is called; "" for none.
+        classes: of each row, if there are any.
+    """
+    rows, body = list(rows), []
+    numbers = {at for row in rows[:1] for at, cell in enumerate(row) if isinstance(cell, tuple)}
+    head = "".join(
+        f'<th scope="col"{" class=n" if at in numbers else ""}>{html(column)}</th>'
+        for at, column in enumerate(columns)
+    )
+    for at, row in enumerate(rows):
+        kind = f' class="{html(classes[at])}"' if classes and classes[at] else ""
+        body.append(f"<tr{kind}>{''.join(map(_cell, row))}</tr>")
+    search = (
+        f'<p class="search" hidden><label>{html(searchable)} <input type="search" autocomplete="off"></label> '
+        f'<span role="status"></span></p>'
+        if searchable
+        else ""
+    )
+    return (
+        f'<div class="table" id="{html(name)}">{search}<div class="scroll" tabindex="0"><table><caption>{html(caption)}'
+        f"</caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div></div>"
+    )
+
+
+def _cell(cell: str | tuple[str, float]) -> str:
+    if isinstance(cell, tuple):
+        return f'<td class="n" data-v="{cell[1]:.9g}">{html(cell[0])}</td>'
+    return f"<td>{html(cell)}</td>"
+
+
+def details(summary: str, body: str) -> str:
+    """Return HTML that shows once a person asks for it."""
+    return f"<details><summary>{html(summary)}</summary>{body}</details>"
+
+
+def check_page(path: str, *, overwrite: bool, outside: Sequence[str] = ()) -> str:
+    """Return the absolute path of a page that may be written. An older page may be replaced, and nothing else.
+
+    Args:
+        path: as the user gave it.
+        overwrite: whatever is there may be replaced.
+        outside: what the page is about; it must not lie in there.
+
+    Raises:
+        UsageError: something else is there, or it lies in what it is about.
+        ResourceError: its directory is missing or cannot be written.
+    """
+    directories = [each for each in outside if storage.isdir(each)]
+    full = check_sidecar(path, overwrite=True, outside=directories)
+    if storage.lexists(full) and not overwrite and not _is_page(full):
+        raise UsageError(
+            f"{escape(path)} exists and is no page of shardkit",
+            hint="choose another name, or replace it with --overwrite",
+        )
+    return full
+
+
+def _is_page(path: str) -> bool:
+    with open_regular(path, path) as (fd, _):
+        return _MARK in storage.pread(fd, _HEAD_BYTES, 0)
+
+
+def write_page(path: str, page: Page) -> None:
+    """Write a page, whole or not at all.
+
+    Args:
+        path: from `check_page`.
+        page: what it says.
+
+    Raises:
+        ResourceError: the system refuses.
+    """
+    write_sidecar(path, render(page).encode("ascii"), overwrite=True)

@@ -1,0 +1,309 @@
+"""Pages as files: what is in them, what they allow, what names may do in them, and where they are written."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from fnmatch import fnmatch
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+import shardkit
+from shardkit.cli import main
+from shardkit.pictures.changes import place_of
+from tests.pictures.hostile import NAMES
+
+
+class Parsed(HTMLParser):
+    """A page as a browser sees it: elements with their attributes, and the text in each kind of them."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.texts, self._open = [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes.append(dict(attrs))
+        if tag not in ("meta", "input"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((self._open[-1] if self._open else "", data))
+
+    def inside(self, tag):
+        return [text for kind, text in self.texts if kind == tag]
+
+    @property
+    def data(self):
+        """What the script draws."""
+        return json.loads(self.inside("script")[0])
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return lambda *args: CliRunner().invoke(main, args, prog_name="shardkit")
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """`tiny`, and `tuned`, in which the weights of layers differ, those of layer 1 more."""
+    plain = {f"model.layers.{n}.up.weight": torch.ones(8, 4) for n in range(2)}
+    plain |= {"model.norm.weight": torch.ones(4), "model.embed.weight": torch.arange(20.0).view(5, 4)}
+    tuned = {n: t + 0.1 * (1 + int(n[13])) if ".layers." in n else t for n, t in plain.items()}
+    tuned["model.norm.weight"] = torch.full((4,), float("nan"))
+    for name, tensors in {"tiny": plain, "tuned": tuned}.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    return plain
+
+
+@pytest.fixture
+def start_python(tmp_path):
+    root = os.path.dirname(os.path.dirname(shardkit.__file__))
+
+    def begin(code):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": root},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+
+    return begin
+
+
+def page(path):
+    data = path.read_bytes()
+    assert data.isascii()
+    return Parsed(data.decode())
+
+
+def table(parsed_text, name):
+    """The rows of a table, without tags."""
+    body = re.search(rf'<div class="table" id="{name}">.*?<tbody>(.*?)</tbody>', parsed_text, re.S).group(1)
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", body, re.S)
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row, re.S) for row in rows]
+
+
+def test_what_a_page_allows_and_asks_for(run, tiny, tmp_path):
+    assert run("inspect", "tiny", "--html", "page.html").exit_code == 0
+    text = (tmp_path / "page.html").read_text()
+    found = page(tmp_path / "page.html")
+    (policy,) = (a["content"] for a in found.attributes if a.get("http-equiv") == "Content-Security-Policy")
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    hashes = {
+        kind: base64.b64encode(hashlib.sha256(found.inside(kind)[-1].encode()).digest()).decode()
+        for kind in ("script", "style")
+    }
+    assert rules == {
+        "default-src": "'none'",
+        "script-src": f"'sha256-{hashes['script']}'",
+        "style-src": f"'sha256-{hashes['style']}'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    assert not {"link", "img", "iframe", "object", "base", "form"} & set(found.tags)
+    names = {name for each in found.attributes for name in each}
+    assert not {name for name in names if name.startswith("on")} | (names & {"src", "style"})
+    assert not re.findall(r"https?://", text)
+    assert found.tags.count("script") == 2
+
+
+def test_a_held_page_says_everything_without_its_script(run, tiny, tmp_path):
+    run("preshard", "tiny", "out", "--world-size", "4", "--layout", "declared")
+    assert run("inspect", "out", "--html", "page.html").exit_code == 0
+    text, found = (tmp_path / "page.html").read_text(), page(tmp_path / "page.html")
+    held = shardkit.inspect("out", holdings=True).holdings
+    assert [row[0] for row in table(text, "holders")] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert {row[0] for row in table(text, "tensors")} == set(tiny)
+    assert found.data["cells"] == [list(row) for row in held.cells]
+    assert found.inside("h1") == ["out"]
+    assert "4 ranks share" in "".join(found.inside("p"))
+    assert any("cannot be cut for all ranks" in item for item in found.inside("li"))
+    pictures = [each["data-picture"] for each in found.attributes if "data-picture" in each]
+    assert pictures == ["naive", "ours", "matrix", "tensor", "strips"]
+    canvases = [a for tag, a in zip(found.tags, found.attributes, strict=True) if tag == "canvas"]
+    assert all(each["tabindex"] == "0" and len(each["aria-label"]) > 20 for each in canvases)
+
+
+def test_a_plan_has_the_page_of_its_output(run, tiny, tmp_path):
+    done = run(
+        "preshard",
+        "tiny",
+        "out",
+        "--world-size",
+        "4",
+        "--dry-run",
+        "--layout",
+        "declared",
+        "--html",
+        "page.html",
+    )
+    assert done.exit_code == 0
+    assert not (tmp_path / "out").exists()
+    planned = page(tmp_path / "page.html").data
+    run("preshard", "tiny", "out", "--world-size", "4", "--layout", "declared")
+    run("inspect", "out", "--html", "page.html")
+    written = page(tmp_path / "page.html").data
+    assert {k: planned[k] for k in ("cells", "holders", "strips", "lanes", "cuts", "flow")} == {
+        k: written[k] for k in ("cells", "holders", "strips", "lanes", "cuts", "flow")
+    }
+    refused = run("preshard", "tiny", "more", "--world-size", "4", "--html", "page.html")
+    assert refused.exit_code == 2
+    assert "--dry-run" in refused.stderr
+    assert not (tmp_path / "more").exists()
+
+
+def test_damage_lies_where_it_was_done(run, tiny, tmp_path):
+    run("preshard", "tiny", "out", "--world-size", "2", "--layout", "declared")
+    whole = run("verify", "out", "--full", "--html", "page.html")
+    assert whole.exit_code == 0
+    assert "verdict good" in (tmp_path / "page.html").read_text()
+    held = shardkit.inspect("out", holdings=True).holdings
+    names = [tensor.name for tensor in held.tensors]
+    strip = held.strips[held.files[1].strip]
+    record = [names[at] for at in strip.tensors].index("model.layers.1.up.weight")
+    with open("out/__1_0.distcp", "r+b") as file:
+        file.seek(strip.starts[record])
+        at = strip.starts[record] + file.read(strip.nbytes[record]).index(torch.ones(4).numpy().tobytes())
+        file.seek(at)
+        file.write(b"\xff")
+    broken = run("verify", "out", "--full", "--html", "page.html")
+    assert broken.exit_code == 1
+    text, data = (tmp_path / "page.html").read_text(), page(tmp_path / "page.html").data
+    assert "verdict bad" in text
+    ((file, tensor, *_),) = table(text, "problems")
+    assert (file, tensor) == ("__1_0.distcp", "model.layers.1.up.weight")
+    (lane,) = data["lanes"]
+    ((start, nbytes, said, _),) = lane["damage"]
+    assert start <= at < start + nbytes
+    assert "CRC-32" in said
+    assert data["places"][0]["damage"] == [[[4, 0], [4, 4]]]
+    assert [each["tone"] for each in data["files"]] == ["good", "mark"]
+
+
+def test_files_that_are_missing_or_short_are_on_the_page(run, tiny, tmp_path):
+    run("preshard", "tiny", "out", "--world-size", "3", "--layout", "declared")
+    size = os.path.getsize("out/__1_0.distcp")
+    os.truncate("out/__1_0.distcp", 100)
+    os.remove("out/__2_0.distcp")
+    assert run("verify", "out", "--html", "page.html").exit_code == 1
+    lanes = {lane["label"]: lane for lane in page(tmp_path / "page.html").data["lanes"]}
+    assert lanes["__1_0.distcp"]["damage"][0][:2] == [100, size - 100]
+    assert "__2_0.distcp" in lanes
+
+
+def test_what_training_changed(run, tiny, tmp_path):
+    assert run("diff", "tiny", "tuned", "--stats", "--html", "page.html").exit_code == 1
+    data, text = page(tmp_path / "page.html").data, (tmp_path / "page.html").read_text()
+    assert data["rows"] == ["up", "model.embed", "model.norm"]
+    assert data["columns"] == ["-", "0", "1"]
+    cells = [data["cells"][at : at + 3] for at in range(0, 9, 3)]
+    assert cells[0][0] is None
+    assert 0 < cells[0][1][0] < cells[0][2][0] == data["peak"]
+    assert cells[1][0][0] == 0
+    assert cells[2][0][0] == "bad"
+    assert "1 tensor with NaN or infinity" in text
+    assert table(text, "tensors")[cells[0][2][2]][0] == "model.layers.1.up.weight"
+    assert run("diff", "tiny", "tiny", "--html", "page.html").exit_code == 0
+    assert "verdict good" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "layer"),
+    [
+        ("model.layers.12.mlp.up.weight", "model.layers.#.mlp.up.weight", 12),
+        ("layers.3.experts.7.w", "layers.#.experts.*.w", 3),
+        ("norm.weight", "norm.weight", -1),
+        ("h.007.w", "h.007.w", -1),
+    ],
+)
+def test_places(name, row, layer):
+    assert place_of(name) == (row, layer)
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "diff"])
+def test_hostile_names_are_text(run, tmp_path, verb):
+    for name, value in {"one": 1.0, "two": 2.0}.items():
+        (tmp_path / name).mkdir()
+        save_file({n: torch.full((4, 2), value) for n in NAMES}, tmp_path / name / "model.safetensors")
+    arguments = {
+        "inspect": ("inspect", "one"),
+        "verify": ("verify", "one", "--against", "two"),
+        "diff": ("diff", "one", "two"),
+    }
+    result = run(*arguments[verb], "--html", "page.html")
+    assert result.exit_code == (0 if verb == "inspect" else 1), result.output
+    text, found = (tmp_path / "page.html").read_text(), page(tmp_path / "page.html")
+    assert found.tags.count("script") == 2
+    assert not {"img", "svg"} & set(found.tags)
+    assert "\u202e" not in "".join(text for _, text in found.texts)
+    shown = {text for kind, text in found.texts if kind == "td"}
+    assert NAMES[0] in shown
+    assert r"a\u202eb\u2066c\u2028d.weight" in shown
+    assert all(len(text) < 1000 for text in shown)
+    assert len(text) < 150_000
+
+
+def test_where_a_page_may_be_written(run, tiny, tmp_path):
+    kept = (tmp_path / "tiny" / "model.safetensors").read_bytes()
+    assert run("inspect", "tiny", "--html", "tiny/page.html").exit_code == 2
+    assert run("inspect", "tiny", "--html", "tiny").exit_code == 2
+    assert run("inspect", "tiny", "--html", "no/such/page.html").exit_code == 5
+    (tmp_path / "notes.html").write_text("<html>mine</html>")
+    refused = run("inspect", "tiny", "--html", "notes.html")
+    assert refused.exit_code == 2
+    assert "--overwrite" in refused.stderr
+    assert (tmp_path / "notes.html").read_text() == "<html>mine</html>"
+    assert run("inspect", "tiny", "--html", "notes.html", "--overwrite").exit_code == 0
+    first = (tmp_path / "notes.html").read_bytes()
+    assert run("inspect", "tiny", "--html", "notes.html").exit_code == 0  # a page replaces a page
+    assert (tmp_path / "notes.html").read_bytes() == first  # the same input, the same bytes
+    assert run("inspect", "tiny", "--overwrite").exit_code == 2
+    assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == kept
+    assert sorted(os.listdir(tmp_path)) == ["notes.html", "tiny", "tuned"]
+
+
+def test_json_is_as_it_was(run, tiny, tmp_path):
+    for arguments in (("inspect", "tiny"), ("verify", "tiny"), ("diff", "tiny", "tuned")):
+        plain, paged = run(*arguments, "--json"), run(*arguments, "--json", "--html", "page.html")
+        without_time = [re.sub(r'"elapsed_s": [0-9.]+', "", each.stdout) for each in (plain, paged)]
+        assert without_time[0] == without_time[1]
+
+
+def test_no_torch(tiny, start_python):
+    code = (
+        "import sys; from shardkit.cli import main\n"
+        "for args in (['inspect', 'tiny'], ['verify', 'tiny'], ['diff', 'tiny', 'tiny']):\n"
+        "    main([*args, '--html', 'page.html'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    start_python(code)
+
+
+def test_the_files_of_pages_are_in_the_package():
+    """Whatever is not Python is installed only if pyproject.toml names it."""
+    root = Path(shardkit.__file__).parent
+    named = re.search(r"^shardkit = \[(.*)\]", (root.parent / "pyproject.toml").read_text(), re.M).group(1)
+    patterns = json.loads(f"[{named}]")
+    others = [path for path in root.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert {"page.css", "page.js"} <= {path.name for path in others}
+    assert all(any(fnmatch(str(path.relative_to(root)), each) for each in patterns) for path in others)
