@@ -64,7 +64,7 @@ class _File:
     def __init__(self, session: Session, path: str) -> None:
         self.session, self.path = session, path
         self.lock = threading.Lock()
-        self._fd, self._size = -1, 0
+        self._fd, self._size, self._expected = -1, 0, 0
         self._settled: list[tuple[int, int]] = []
         self._taken = set[int]()
         self._parts: list[Future[Part]] = []
@@ -76,6 +76,13 @@ class _File:
     @property
     def size(self) -> int:
         return self._size
+
+    @property
+    def _step(self) -> int:
+        return part_nbytes(self._expected or self._size)
+
+    def expect(self, size: int) -> None:
+        self._expected = size
 
     def truncate(self, size: int) -> None:
         self._size = size
@@ -122,7 +129,7 @@ class _File:
 
     def _take_settled(self, start: int, stop: int) -> list[int]:
         """Add a range to what is settled, and return the parts that it completes; each is returned once."""
-        step = part_nbytes(self._size)
+        step = self._step
         with self.lock:
             at = max(bisect_right(self._settled, (start, self._size + 1)) - 1, 0)
             first, last, end = start, stop, at
@@ -146,7 +153,7 @@ class _File:
 
     def _send(self, number: int) -> None:
         """Hand a part over to be sent, and give its memory back."""
-        step = part_nbytes(self._size)
+        step = self._step
         start, stop = number * step, min((number + 1) * step, self._size)
         if self._size > step:
             self._begin()
@@ -164,13 +171,13 @@ class _File:
             if self._upload is not None:
                 return
             begun = self.session.known.get(self.path)
-            if begun is not None and begun.part_nbytes == part_nbytes(self._size):
+            if begun is not None and begun.part_nbytes == self._step:
                 parts = s3.sent_parts(self.path, begun.upload)
                 if parts is not None:
                     self._upload, self._begun = begun.upload, parts
                     return
             self._upload = s3.begin(self.path)
-            self.session.on_begin(self.path, Begun(self._upload, part_nbytes(self._size)))
+            self.session.on_begin(self.path, Begun(self._upload, self._step))
 
     def _send_part(self, number: int, data: bytes) -> Part:
         crc = int(crc32(data))
@@ -363,6 +370,15 @@ def size_of(number: int) -> int:
 def truncate(number: int, size: int) -> None:
     """Set the size of an open file."""
     _open[number].truncate(size)
+
+
+def expect(number: int, size: int) -> int:
+    """Say how many bytes an open file may get that grows while parts of it are sent; return the bytes of a part.
+
+    Parts are settled whole, and only when more has been written behind them: the last one is not known before the end.
+    """
+    _open[number].expect(max(size, 1))
+    return part_nbytes(size)
 
 
 def write(number: int, data: Any, start: int) -> int:

@@ -1,7 +1,8 @@
 """Saving a sharded model so that the destination always holds a whole checkpoint.
 
 All ranks write with torch's own distributed checkpoint into a directory beside the destination. When every
-rank has reported and the files have been checked, rank 0 makes that directory the destination in one rename.
+rank has reported and the files have been checked, rank 0 makes that directory the destination in one rename. In a
+store it is a folder at the destination, which `.metadata` then names, by one request.
 A rank that fails or is killed does not change what was there before.
 
     .<name>.shardkit-<owner>/data/    while it is written
@@ -24,29 +25,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit._torch import describe_as_before, fsdp1_unit, non_persistent_buffers
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, ResourceError, ShardkitError
 from shardkit.files import manifest, storage
-from shardkit.files.staging import Staging, remove_abandoned
-from shardkit.files.strict_json import read_small
+from shardkit.files.stores import forget, is_remote
 from shardkit.formats.dcp import METADATA
 from shardkit.keys.names import clean_name
-from shardkit.operations.destination import check_destination, refuse_remote
 from shardkit.training.checkpointable import checkpointable
 from shardkit.training.diagnostics.diagnose import diagnose
 from shardkit.training.fill.source import HubForm, recall
 from shardkit.training.optimizer import stepped_by
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
+from shardkit.training.save_target import Lead, begin, expect, read_metadata, write_small, writing_to
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 _PHASE = "saving"
@@ -82,14 +84,14 @@ def save(
 
     Args:
         model: wrapped by FSDP2, FSDP1, tensor parallelism, DDP, or plain; with weights.
-        path: on a file system that all ranks share; the path that rank 0 gives counts. Missing directories
-            above it are made.
+        path: on a file system that all ranks share, or in a store, `s3://BUCKET/KEY`; the path that rank 0 gives
+            counts. Missing directories above it are made.
         optimizer: its state, or that of several, is saved too, under "optimizer", by names of parameters.
         extra: saved under "extra": numbers, text, tensors, objects with a state dict; each rank gives
             the same names.
         process_group: the ranks that save; None for all of them.
         overwrite: replace a checkpoint that is there, in one exchange; nothing but a checkpoint
-            is ever replaced.
+            is ever replaced. In a store the old data stay until `shardkit gc` removes them.
 
     Raises:
         UsageError: the destination exists. Like every error, it is raised on all ranks.
@@ -102,29 +104,29 @@ def save(
     optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
     with agreed(_PHASE, group):
         _check_values(model, optimizers)
-    staging, place = _start(os.fspath(path), overwrite, group, leads=leads)
+    lead, place = _start(os.fspath(path), overwrite, group, leads=leads)
     try:
         aliases = find_aliases(model)
-        writer = Writer(place, aliases)
         with contextlib.ExitStack() as stack:
             with agreed(_PHASE, group):
+                files = stack.enter_context(writing_to(place))
                 state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
+            writer = Writer(place, aliases, files)
             _write(checkpointable(state), writer, group)
-        told = gather_json(recall(model), group, phase=_PHASE)
-        form = next((HubForm(*each) for each in told if each is not None), HubForm(None, {}))
+            told = gather_json(recall(model), group, phase=_PHASE)
+            form = next((HubForm(*each) for each in told if each is not None), HubForm(None, {}))
+            with agreed(_PHASE, group):
+                if leads:
+                    _describe(model, writer, aliases, form, group)
         with agreed(_PHASE, group):
-            if leads:
-                _describe(model, writer, aliases, form, group)
-        with agreed(_PHASE, group):
-            if staging is not None:  # what lies at the destination now may be somebody else's
-                check_destination(staging.destination, None, overwrite=overwrite)
-                staging.commit(overwrite=overwrite)
+            if lead is not None:
+                lead.commit(writer.metadata(), overwrite=overwrite)
     except BaseException:
-        if staging is not None and not staging.is_committed:
-            staging.discard()
+        if lead is not None:
+            lead.discard()
         raise
     sizes = writer.files.values()
-    placed = gather_json([staging.destination, len(sizes), sum(sizes)] if staging else None, group)
+    placed = gather_json([lead.path, len(sizes), sum(sizes)] if lead else None, group)
     return SaveResult(path=placed[0][0], num_files=placed[0][1], file_bytes=placed[0][2])
 
 
@@ -154,46 +156,25 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
 
 def _start(
     path: str, overwrite: bool, group: dist.ProcessGroup | None, *, leads: bool
-) -> tuple[Staging | None, str]:
-    """Make the staging directory on the first rank, and tell all ranks where it is."""
-    staging: Staging | None = None
+) -> tuple[Lead | None, str]:
+    """Begin on the first rank, and tell all ranks where they write."""
+    lead: Lead | None = None
     try:
         with agreed(_PHASE, group):
             if leads:
-                _make_parents(path)
-                destination = check_destination(path, None, overwrite=overwrite)
-                remove_abandoned(destination)
-                staging = Staging.create(destination)
-        place = str(gather_json(staging.data if staging else None, group, phase=_PHASE)[0])
+                lead = begin(path, overwrite=overwrite)
+        place = str(gather_json(lead.place if lead else None, group, phase=_PHASE)[0])
         with agreed(_PHASE, group):
-            if not storage.isdir(place):
+            if not is_remote(place) and not storage.isdir(place):
                 raise ResourceError(
                     f"this rank does not see {escape(place)}, which rank 0 made",
                     hint="save to a file system that all ranks share",
                 )
     except BaseException:
-        if staging is not None:
-            staging.discard()
+        if lead is not None:
+            lead.discard()
         raise
-    return staging, place
-
-
-def _make_parents(path: str) -> None:
-    """Make missing directories above a destination, and sync their names to the disk."""
-    refuse_remote(path)
-    parent = above = os.path.dirname(os.path.abspath(path))
-    missing = []
-    while not storage.lexists(above):
-        missing.append(above)
-        above = os.path.dirname(above)
-    try:
-        storage.make_directories(parent)
-        for made in missing:
-            storage.sync_directory(os.path.dirname(made))
-    except OSError as error:
-        raise ResourceError(
-            f"{escape(parent)} cannot be made: {error.strerror}", hint="choose another destination"
-        ) from error
+    return lead, place
 
 
 def _write(state: State, writer: Writer, group: dist.ProcessGroup | None) -> None:
@@ -227,6 +208,7 @@ def _describe(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Check what all ranks wrote, then write the manifest."""
+    forget()
     missing = [
         f"{escape(name)}: {size} bytes were written"
         for name, size in sorted(writer.files.items())
@@ -235,13 +217,12 @@ def _describe(
     ResourceError.raise_for(
         missing,
         "files that ranks wrote are not in the directory that rank 0 sees",
-        hint="save to a file system that all ranks share",
+        hint="save to a file system or a store that all ranks share",
     )
     found = diagnose(model)
     ties: dict[str, list[str]] = {}
     for alias, kept in aliases.items():
         ties.setdefault(kept, [kept]).append(alias)
-    metadata = read_small(os.path.join(writer.path, METADATA), METADATA, manifest.MAX_BYTES)
     content = manifest.SavedState(
         tool=manifest.TOOL,
         model_class=found.model_class,
@@ -251,13 +232,13 @@ def _describe(
         ties=tuple(map(tuple, ties.values())),
         key_rules=form.key_rules,
         derived=tuple(manifest.Derived(name=fqn, made_of=made) for fqn, made in form.derived.items()) or None,
-        metadata=manifest.describe_bytes(METADATA, metadata, digest=True, sha256=False),
+        metadata=manifest.describe_bytes(METADATA, writer.metadata(), digest=True, sha256=False),
         files=tuple(
             manifest.SavedFile(name=name, size=storage.getsize(os.path.join(writer.path, name)))
             for name in sorted(writer.files)
         ),
     )
-    storage.write_file(os.path.join(writer.path, manifest.NAME), manifest.dump(content))
+    write_small(os.path.join(writer.path, manifest.NAME), manifest.dump(content))
 
 
 def _has_bytes(path: str, size: int) -> bool:
@@ -384,13 +365,25 @@ class Writer(FileSystemWriter):
     Args:
         path: the directory.
         aliases: further name -> the name that is stored, both as the model has them.
+        files: how files are made there; None for a local directory.
     """
 
-    def __init__(self, path: str, aliases: Mapping[str, str]) -> None:
-        super().__init__(path)
+    def __init__(self, path: str, aliases: Mapping[str, str], files: FileSystem | None = None) -> None:
+        # torch syncs a file by its descriptor, and where there is none it syncs the whole machine.
+        super().__init__(path, sync_files=not is_remote(path))
+        self.fs, self.path = files or self.fs, path if is_remote(path) else self.path
         self.files: dict[str, int] = {}
         """File -> where its last record ends; known on the rank that writes `.metadata`."""
         self._aliases = {f"{MODEL}.{name}": f"{MODEL}.{kept}" for name, kept in aliases.items()}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file."""
+        expect(self.fs, plan)
+        return super().write_data(plan, planner)
+
+    def metadata(self) -> bytes:
+        """Return the `.metadata` that `finish` has made."""
+        return read_metadata(self.fs, str(self.path))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata`."""
@@ -398,11 +391,14 @@ class Writer(FileSystemWriter):
             stop = written.storage_data.offset + written.storage_data.length
             name = written.storage_data.relative_path
             self.files[name] = max(stop, self.files.get(name, 0))
-        copies = self._copies(metadata, results)
+        results = [*results, self._copies(metadata, results)]
         describe_as_before(metadata)
-        super().finish(metadata, [*results, copies])
-        # torch 2.13, FileSystemWriter.finish, syncs the file while its bytes are still in Python's buffer.
-        storage.sync_file(os.path.join(self.path, METADATA))
+        if is_remote(self.path):
+            results = [[_in_folder(each, os.path.basename(self.path)) for each in rank] for rank in results]
+        super().finish(metadata, results)
+        if not is_remote(self.path):
+            # torch 2.13, FileSystemWriter.finish, syncs the file while its bytes are still in Python's buffer.
+            storage.sync_file(os.path.join(self.path, METADATA))
 
     def _copies(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[WriteResult]:
         """Describe aliases, and return the records of what they stand for under their names."""
@@ -420,3 +416,9 @@ class Writer(FileSystemWriter):
                 for each in by_name[kept]
             ]
         return copies
+
+
+def _in_folder(written: WriteResult, folder: str) -> WriteResult:
+    """Return what was written as `.metadata` names it that lies above the folder."""
+    stored = written.storage_data
+    return replace(written, storage_data=replace(stored, relative_path=f"{folder}/{stored.relative_path}"))

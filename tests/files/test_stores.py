@@ -111,14 +111,11 @@ def test_the_config_is_read_there_too(served: Served, tmp_path: Path, fast_trace
     assert b'"traced"' in (tmp_path / "remote/shardkit.json").read_bytes()
 
 
-def test_nothing_is_written_to_a_store() -> None:
-    for verb in (
-        lambda: shardkit.save(Model(), "s3://bucket/out"),
-        lambda: shardkit.preshard("hub", "s3://bucket/out", world_size=2),
-    ):
-        with pytest.raises(UsageError, match="object stores are read only so far"):
-            verb()
-    assert not os.path.lexists("s3:")
+def test_nothing_is_written_to_other_stores() -> None:
+    for path in ("gs://bucket/out", "az://container/out"):
+        with pytest.raises(UsageError, match="this store is read only so far"):
+            shardkit.save(Model(), path)
+        assert not os.path.lexists(path[:3])
 
 
 def test_a_header_is_two_requests_and_a_directory_is_listed_once(served: Served) -> None:

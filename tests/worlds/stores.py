@@ -259,6 +259,7 @@ def command(kind: str, port: int, home: Path) -> list[str] | None:
         "-volume.max=30",
         "-master.volumeSizeLimitMB=512",
         f"-s3.port.iceberg={free_port()}",
+        f"-s3.port.lance={free_port()}",
     ]
     return [weed, "server", *options, *ports, *grpc] if weed else None
 

@@ -23,9 +23,8 @@ from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import parse_metadata
 from shardkit.formats.hub.directory import read_index
+from shardkit.operations.uploading.place import HUB_INDEX, MARKED_WEIGHTS
 
-HUB_INDEX = "model.safetensors.index.json"
-_WEIGHTS = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors", re.ASCII)
 _AGE = re.compile(r"(\d{1,9})\s*([smhd])?", re.ASCII)
 _UNITS = {None: 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -90,7 +89,7 @@ def gc(
     stores.forget()
     names = _list(given)
     marker, kept = _named(given, names)
-    data = [name for name in names if is_data_folder(name) or _WEIGHTS.fullmatch(name)]
+    data = [name for name in names if is_data_folder(name) or MARKED_WEIGHTS.fullmatch(name)]
     if marker is None and data and not uncommitted:
         raise UsageError(
             f"{escape(given)}: nothing was committed there, so nothing tells what is in use",

