@@ -359,10 +359,16 @@ class Scatter:
         are_runs = all(is_contiguous(region, entry.shape) for region in regions)
         with self._sources.reader() as reader:
             for region, chunk in sorted(zip(regions, entry.chunk_ids, strict=True)):
+                # What is computed may need all of its factors for every piece.
+                least = (
+                    _MIN_PART // itemsize
+                    if not self._sources.is_decoded(table.file[chunk])
+                    else region.num_elements
+                )
                 for block in blocks(region.sizes, max(self._band_bytes // itemsize, 1)):
                     corner = tuple(a + b for a, b in zip(region.offsets, block.offsets, strict=True))
                     here = Region(corner, block.sizes)
-                    spans = _everything(here) if reads_all else _needed(here, holes, _MIN_PART // itemsize)
+                    spans = _everything(here) if reads_all else _needed(here, holes, least)
                     start = table.start[chunk] + flat_offset(block.offsets, region.sizes) * itemsize
                     if spans != _everything(here):  # runs end where another part's begin
                         reader.mark(

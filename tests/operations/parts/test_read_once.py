@@ -149,3 +149,15 @@ def test_a_source_with_checksums_is_compared_by_all_parts_together(
     with pytest.raises(shardkit.IntegrityError, match=EXPERTS):
         preshard(model, tmp_path / "bad", f"{RANKS}/{RANKS}")
     assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.usefixtures("cut")
+def test_a_tensor_that_has_to_be_decoded_is_read_whole(tmp_path: Path) -> None:
+    """A legacy file holds it in another order."""
+    model = tmp_path / "model"
+    model.mkdir()
+    torch.save({EXPERTS: torch.randn(8, 5, 12 * KIB).transpose(0, 1)}, model / "pytorch_model.bin")
+    preshard(model, tmp_path / "whole")
+    for number in (1, 2):
+        preshard(model, tmp_path / "out", f"{number}/2")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
