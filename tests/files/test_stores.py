@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -236,3 +237,73 @@ def test_obstore_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ResourceError, match="need obstore") as refused:
         shardkit.inspect("s3://bucket/x")
     assert refused.value.hint == "pip install 'shardkit[stores]'"
+
+
+def test_profiles_are_read_with_boto3(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys, region and endpoint of a profile, as the aws tool takes them; boto3 renews what expires."""
+    pytest.importorskip("boto3")
+    (tmp_path / "config").write_text(
+        f"[profile lab]\nregion = us-east-1\nendpoint_url = {served.proxy.url}\ncredential_process = {tmp_path}/keys\n"
+    )
+    keys = {"Version": 1, "AccessKeyId": "anyone", "SecretAccessKey": servers.SECRET, "SessionToken": "t"}
+    (tmp_path / "keys").write_text(
+        f"#!/bin/sh\necho asked >> {tmp_path}/asked\n"
+        f"echo '{json.dumps(keys | {'Expiration': '2000-01-01T00:00:00Z'})}'\n"
+    )
+    (tmp_path / "keys").chmod(0o700)
+    for name in servers.environment(""):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    monkeypatch.setattr(stores, "_stores", {})
+    with pytest.raises(ResourceError) as refused:  # what the tool gave had expired in 2000
+        shardkit.inspect(f"{S3}/hub")
+    assert servers.SECRET not in f"{refused.value} {refused.value.hint}"
+    script = (tmp_path / "keys").read_text().replace("2000-01-01", "2100-01-01")
+    (tmp_path / "keys").write_text(script)
+    monkeypatch.setattr(stores, "_stores", {})
+    assert shardkit.inspect(f"{S3}/hub").tensors
+    assert len((tmp_path / "asked").read_text().split()) >= 2
+
+
+def test_new_credentials_are_taken_once_the_old_ones_have_expired(served: Served) -> None:
+    """Whoever goes on after an expired credential asks for new ones: nothing of the old ones is kept."""
+    served.proxy.strikes, served.proxy.faults = (lambda seen: True), ["expired"]
+    with pytest.raises(ResourceError, match="credentials have expired"):
+        shardkit.inspect(f"{S3}/hub")
+    assert shardkit.inspect(f"{S3}/hub").tensors
+
+
+FORK = """
+import os, sys
+import shardkit
+from shardkit.errors import ShardkitError
+from shardkit.files import storage
+path = sys.argv[1]
+fd = storage.open_fd(path + "/hub/model.safetensors", os.O_RDONLY)
+storage.pread(fd, 10, 0)
+if os.fork() == 0:
+    for ask in (lambda: shardkit.inspect(path + "/hub"), lambda: storage.pread(fd, 10, 0)):
+        try:
+            ask()
+        except ShardkitError as error:
+            print(error.message, error.hint, flush=True)
+    os._exit(0)
+assert os.wait()[1] == 0
+storage.close_fd(fd)
+assert shardkit.inspect(path + "/hub").tensors
+"""
+
+
+def test_a_fork_is_refused_instead_of_waiting_for_ever(served: Served) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, S3], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert "was forked" in first
+    assert "spawn" in first
+    assert "another process" in second

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -159,3 +161,45 @@ def test_threads_share_what_is_fetched(large: Files) -> None:
     whole = b"".join(found[start] for start in sorted(found))
     assert whole == (large.home / "hub/model.safetensors").read_bytes()
     assert len(large.served.proxy.ranges()) <= 1.1 * -(-size // ranges.MAX_REQUEST_NBYTES)
+
+
+MEMORY = """
+import sys
+import shardkit
+source, output, most, verb = sys.argv[1:]
+
+def kib(name):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(name))
+
+def run(output, dry_run=False):
+    options = {"max_memory": int(most), "dry_run": dry_run}
+    if verb == "consolidate":
+        return shardkit.consolidate(source, output, **options)
+    return shardkit.preshard(source, output, world_size=32, wrap="none", **options)
+
+said = run(output, dry_run=True).peak_memory_bytes  # all that is imported is here now
+with open("/proc/self/clear_refs", "w") as peak:
+    peak.write("5")
+before = kib("VmRSS")
+run(output)
+print(said, (kib("VmHWM") - before) << 10)
+"""
+
+
+@pytest.mark.parametrize(("verb", "folder"), [("consolidate", "dcp"), ("preshard", "hub")])
+@pytest.mark.parametrize("most", [24 * MIB, 96 * MIB])
+def test_memory_stays_below_the_limit(
+    large: Files, tmp_path: Path, verb: str, folder: str, most: int
+) -> None:
+    """The peak of the process, above what it has once all is imported; 16 MiB are the HTTP client's and malloc's."""
+    arguments = [f"{S3}/{folder}", str(tmp_path / "out"), str(most), verb]
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said, peak = map(int, done.stdout.split())
+    assert said <= most
+    assert peak <= most + 16 * MIB
+    largest = max(seen.nbytes for seen in large.served.proxy.ranges("/large/"))
+    assert largest <= most // 2

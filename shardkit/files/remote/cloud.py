@@ -19,7 +19,7 @@ from shardkit.errors import IntegrityError, ResourceError
 from shardkit.files.remote.contract import Listing, Object, Refusal, gone, is_short, short_body, unreachable
 
 SCHEMES = ("s3://", "gs://", "az://")
-_PIECE_NBYTES = 1 << 20  # of a body, on its way into memory
+_PIECE_NBYTES = 256 << 10  # of a body, on its way into memory
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS = re.compile(r"status (?:code: )?(\d{3})|HTTP status \w+ error \((\d{3})")
 _PASSING = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout")

@@ -10,6 +10,7 @@ held and what is under way stays below one limit, which is the process's (`set_l
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from bisect import bisect_right, insort
@@ -27,12 +28,21 @@ MAX_CONNECTIONS = 32
 _FIRST_NBYTES = 64 << 10  # of a small read: a header, or the directory of a record
 _LARGE_NBYTES = 256 << 10  # tensors are read in such pieces, headers are not
 _MIN_REQUEST_NBYTES = 64 << 10
+_OVERHEAD_NBYTES = 1 << 19  # of a request under way: what the HTTP client holds of its body
+_MAPPED_NBYTES = 256 << 10  # memory of this size goes back to the system at once; malloc may keep it
 _KEPT_ENDS = 32  # places of an object at which reading may go on
 BLOCK = 4096
 _STREAK = 2  # spans that followed each other, from which on the next is fetched ahead
 
 Fetch = Callable[[int, memoryview], None]
 """(first byte, memory) -> the memory is full."""
+
+
+_Room = bytearray | mmap.mmap
+
+
+def _room(nbytes: int) -> _Room:
+    return mmap.mmap(-1, nbytes) if nbytes >= _MAPPED_NBYTES else bytearray(nbytes)
 
 
 class _Span:
@@ -53,7 +63,7 @@ class _Span:
 
     def __init__(self, owner: Ranges, start: int, stop: int, wanted: int, *, is_planned: bool) -> None:
         self.owner, self.start, self.stop, self.left = owner, start, stop, wanted
-        self.data: bytearray | None = None
+        self.data: _Room | None = None
         self.is_planned = is_planned
         self.is_under_way = self.was_held = self.is_read_to_end = self.is_ahead = False
 
@@ -91,6 +101,7 @@ class _Memory:
 
     def reserve(self, nbytes: int, *, must: bool) -> bool:
         """Make room for a request; False if there is none, and it is not a must. The lock is held."""
+        nbytes += _OVERHEAD_NBYTES
         while self.used + nbytes > self.limit:
             if not self._drop_one(any_of_them=must):
                 if not must:
@@ -264,7 +275,7 @@ class Ranges:
             if index >= 0 and self._spans[index] is span:
                 del self._spans[index]
 
-    def _bytes_at(self, at: int, stop: int) -> tuple[_Span, bytearray, int]:
+    def _bytes_at(self, at: int, stop: int) -> tuple[_Span, _Room, int]:
         """Return the span around byte `at`, its bytes, and the place of the first of them."""
         memory = self._memory
         with memory.changed:
@@ -371,17 +382,18 @@ class Ranges:
         except Exception:  # who needs the bytes tries again, and says what is wrong
             return
 
-    def _carry_out(self, span: _Span) -> bytearray:
+    def _carry_out(self, span: _Span) -> _Room:
         """Fetch a span for which there is room, and hold it."""
         memory, data = self._memory, None
         try:
-            room = bytearray(span.nbytes)
+            room = _room(span.nbytes)
             self._fetch(span.start, memoryview(room))
             data = room
             return data
         finally:
             with memory.changed:
                 memory.num_under_way -= 1
+                memory.used -= _OVERHEAD_NBYTES
                 span.is_under_way = False
                 index = self._index(span.start)
                 if data is not None and index >= 0 and self._spans[index] is span:
