@@ -262,8 +262,8 @@ def command(kind: str, port: int, home: Path) -> list[str] | None:
         f"-s3.port.grpc={free_port()}",
         "-volume.max=30",
         "-master.volumeSizeLimitMB=512",
-        f"-s3.port.iceberg={free_port()}",
-        f"-s3.port.lance={free_port()}",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
     ]
     return [weed, "server", *options, *ports, *grpc] if weed else None
 
