@@ -204,9 +204,6 @@ def test_what_is_wrong_is_said_without_a_secret(served: Served, tmp_path: Path) 
         with pytest.raises(kind, match=message) as refused:
             shardkit.inspect(path)
         said.append(str(refused.value))
-    with pytest.raises(UsageError, match="read only") as refused:
-        shardkit.consolidate(served.home / "dcp", "s3://bucket/out")
-    said.append(str(refused.value))
     served.proxy.faults[:] = ["403"]
     with pytest.raises(ResourceError, match="denies access") as refused:
         shardkit.inspect(f"{S3}/hub")
