@@ -16,7 +16,7 @@ from torch import nn
 import shardkit
 from shardkit.errors import UsageError
 from shardkit.files import stores
-from shardkit.files.remote import cloud
+from shardkit.files.remote import cloud, s3
 from tests.nested import FOLDER, OLDER, nest
 from tests.worlds import stores as servers
 
@@ -47,12 +47,14 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for name, value in servers.environment(proxy.url).items():
             patch.setenv(name, value)
         stores._stores.clear()
+        s3.forget_client()
         try:
             make(home)
             yield Served(home, proxy)
         finally:
             patch.undo()
             stores._stores.clear()
+            s3.forget_client()
             stores.forget()
             proxy.close()
 
@@ -136,3 +138,23 @@ def test_what_nobody_names_is_removed(served: Served) -> None:
         shardkit.gc(path, older_than=0)
     shardkit.gc(path, older_than=0, uncommitted=True)
     assert keys(path) == set()
+
+
+def test_outputs_that_replaced_others_are_cleaned_up(served: Served) -> None:
+    """What preshard and consolidate write is what readers and gc take."""
+    pytest.importorskip("boto3", reason="boto3 is not installed: pip install 'shardkit[stores]'")
+    hub, shards, model = str(served.home / "hub"), f"{S3}/replaced/shards", f"{S3}/replaced/model"
+    for world_size in (2, 3):
+        shardkit.preshard(hub, shards, world_size=world_size, wrap="none", overwrite=True)
+        shardkit.consolidate(
+            str(served.home / "flat"), model, overwrite=True, dtype="fp32" if world_size == 2 else "bf16"
+        )
+    for path, marker in ((shards, ".metadata"), (model, "model.safetensors.index.json")):
+        result = shardkit.gc(path, older_than=0)
+        assert (result.marker, len(result.kept), len(result.removed)) == (marker, 1, 1)
+        assert shardkit.gc(path, older_than=0).removed == ()
+        report = shardkit.verify(path, full=True)
+        assert (report.problems, report.warnings) == ((), ())
+    assert shardkit.inspect(shards).world_size == 3
+    assert shardkit.diff(shards, hub).is_equal
+    assert shardkit.verify(model, against=hub).num_rounded_tensors == 3

@@ -17,6 +17,7 @@ import shardkit
 from shardkit.errors import UsageError
 from shardkit.files import storage, stores
 from shardkit.files.home import home_of
+from shardkit.files.remote import s3
 from shardkit.training import save_target
 from tests.formats.dcp.samples import quiet
 from tests.worlds import stores as servers
@@ -45,10 +46,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         for name, value in servers.environment(proxy.url).items():
             patch.setenv(name, value)
         stores._stores.clear()
+        s3.forget_client()
         try:
             yield Served(home, proxy)
         finally:
             stores._stores.clear()
+            s3.forget_client()
             stores.forget()
             proxy.close()
 
