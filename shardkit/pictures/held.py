@@ -148,7 +148,8 @@ def _sections(held: Holdings) -> Iterator[Section]:
         yield _flow_section(held)
     yield _matrix_section(held)
     yield _tensor_section(held)
-    yield _file_section(held)
+    if _lanes(held):  # partitions that are decoded have no places of their own
+        yield _file_section(held)
 
 
 def _flow_section(held: Holdings) -> Section:

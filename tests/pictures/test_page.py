@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from fnmatch import fnmatch
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,6 +22,8 @@ from safetensors.torch import save_file
 import shardkit
 from shardkit.cli import main
 from shardkit.pictures.changes import place_of
+from shardkit.pictures.held import held_page
+from shardkit.pictures.page import render
 from tests.pictures.hostile import NAMES
 
 
@@ -225,6 +228,14 @@ def test_what_training_changed(run, tiny, tmp_path):
     assert table(text, "tensors")[cells[0][2][2]][0] == "model.layers.1.up.weight"
     assert run("diff", "tiny", "tiny", "--html", "page.html").exit_code == 0
     assert "verdict good" in (tmp_path / "page.html").read_text()
+
+
+def test_files_whose_records_have_no_places_have_no_strip(run, tiny):
+    """As the flat partitions of DeepSpeed, which exist only decoded."""
+    held = shardkit.inspect("tiny", holdings=True).holdings
+    bare = replace(held, strips=(), files=tuple(replace(file, strip=None) for file in held.files))
+    found = Parsed(render(held_page(bare, kicker="", title="bare", facts=[])))
+    assert [a["data-picture"] for a in found.attributes if "data-picture" in a] == ["matrix", "tensor"]
 
 
 @pytest.mark.parametrize(
